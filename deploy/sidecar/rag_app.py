@@ -31,7 +31,7 @@ from rich.table import Table
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from hallutracer_client import AsyncClient, ClientError, Generate, RequestRefused, Risk
-from service.demo.passages import sentence
+from service.demo.questions import sentence
 from service.demo.world import Fact, build_world
 
 TOP_K = 3

@@ -106,8 +106,8 @@ def compare(
       hallutracer bundle compare my-probe@production my-probe@canary
     """
     from service.fitting.presentation import markdown_table
-    from service.trainer.compare import compare as side_by_side
-    from service.trainer.promotion import differences, probes_apart
+    from service.trainer.comparison import compare as side_by_side
+    from service.trainer.comparison import differences, probes_apart
 
     if len(references) < 2:
         raise UsageError("REFERENCES", "name two bundles or more")
@@ -193,7 +193,7 @@ def promote(
       hallutracer bundle promote my-probe@canary --service http://127.0.0.1:8765
     """
     from probes_store.syntax import parse_reference
-    from service.trainer.promotion import PromotionBounds, findings
+    from service.trainer.comparison import PromotionBounds, promotion_findings
 
     if (service is None) is not ungated:
         raise UsageError("--service", "name a service that shadows the candidate, or say --ungated")
@@ -209,7 +209,7 @@ def promote(
     if service is not None:
         with running_service(service, service_key) as get:
             served = get("/v1/bundles")
-        found = findings(bundle, served, PromotionBounds(least_prompts, most_disagreement, most_drift))
+        found = promotion_findings(bundle, served, PromotionBounds(least_prompts, most_disagreement, most_drift))
         for one in found:
             print_line(f"{'ok  ' if one.fine else 'FAIL'}  {one.text}")
         if not all(one.fine for one in found):

@@ -173,8 +173,8 @@ def questions(
 
     hallutracer demo questions --split test --passages none --passages right > questions.jsonl
     """
-    from service.demo.passages import with_passages
     from service.demo.questions import questions as rows
+    from service.demo.questions import with_passages
 
     for row in with_passages(rows(split), tuple(dict.fromkeys(passages))):
         print_line(json.dumps(row, ensure_ascii=False))

@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import bundle, calibrate, doctor, held_out, recalibrate, records, score, serve, train
+from service.cli import bundle, doctor, held_out, new_rows, records, score, serve, train
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -36,8 +36,8 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "try": held_out.held_out,
     "score": score.score,
     "train": train.train,
-    "calibrate": calibrate.calibrate,
-    "recalibrate": recalibrate.recalibrate,
+    "guarantee": new_rows.guarantee,
+    "recalibrate": new_rows.recalibrate,
     "feedback": records.feedback,
     "bundle": bundle.COMMANDS,
     "demo": held_out.DEMO_COMMANDS,

@@ -1,110 +1,95 @@
-"""What the commands that take new rows to a published bundle share: calibrate and recalibrate."""
+"""hallutracer guarantee and hallutracer recalibrate: what rows that a published bundle has never seen make of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-
-from cyclopts import Parameter
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from service.cli.loading import load_engine, open_store
-from service.cli.options import (
-    BatchRows,
-    BundleOptions,
-    Data,
-    DryRun,
-    EngineChoice,
-    GeneratedLabels,
-    JudgeChoices,
-    LabelChoices,
-    RunDir,
-    Seed,
-    UsageError,
-)
-from service.data.options import BATCH_ROWS
-from service.settings import option, section
+from service.cli.options import BundleOptions, EngineChoice, UsageError, check
+from service.cli.output import print_line
+from service.options import Common
+from service.trainer.options import GuaranteeOptions, NewRowsOptions, RecalibrateOptions
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.store import Store
-    from service.trainer.options import NewRowsOptions
 
-    Options = TypeVar("Options", bound=NewRowsOptions)
-
-
-@section("New rows", 5)
-@dataclass(frozen=True, kw_only=True)
-class NewRowsChoices:
-    """Rows that the bundle has never seen, and what is published from them."""
-
-    data: Data = ()
-    labels: GeneratedLabels = None
-    new_name: Annotated[
-        str | None, option("Name to publish under.  Default: the bundle's own, as its next version.")
-    ] = None
-    trained_on: Annotated[
-        tuple[str, ...],
-        option("The bundle's own training and held-out files, repeatable: for bundles that do not record which rows "
-               "they have seen."),
-        Parameter(metavar="FILE"),
-    ] = ()  # fmt: skip
-    seed: Seed = 0
-    dry_run: DryRun = False
-    batch_rows: BatchRows = BATCH_ROWS
-    run_dir: RunDir = None
-
-    def bundle_of(self, bundles: BundleOptions, doing: str) -> tuple[Store, Bundle]:
-        """The one bundle that is named, for one data file.  Raises UsageError, and what the store raises."""
-        if len(self.data) != 1:
-            raise UsageError("--data", "name one JSONL file")
-        return self.one_bundle(bundles, doing)
-
-    def one_bundle(self, bundles: BundleOptions, doing: str) -> tuple[Store, Bundle]:
-        """The one bundle that is named.  Raises UsageError, and what the store raises."""
-        if len(bundles.bundle) != 1:
-            raise UsageError("--bundle", f"name the bundle to {doing}")
-        store = open_store(bundles)
-        return store, store.load(bundles.bundle[0])
-
-    def of(self, bundle: Bundle, labels: LabelChoices, judge: JudgeChoices) -> dict[str, Any]:
-        """The fields of ``trainer.options.NewRowsOptions``, with data and seed.  Raises UsageError."""
-        from service.data.options import JudgeOptions
-
-        if len(self.data) != 1:
-            raise UsageError("--data", "name one JSONL file")
-        if self.labels == "sample":
-            raise UsageError("--labels", "this is about greedy answers: given or generate")
-        if labels.prompt_format != "auto":
-            raise UsageError("--prompt-format", "prompts are rendered as the bundle's training rows were")
-        if labels.judge == "openai" and not (judge.judge_url and judge.judge_model):
-            raise UsageError("--judge", "openai needs --judge-url (up to /v1) and --judge-model")
-        optional: dict[str, Any] = {
-            "abstain_pattern": judge.abstain_pattern, "max_new_tokens": labels.max_new_tokens,
-        }  # fmt: skip
-        if labels.judge is not None:
-            optional["judge"] = JudgeOptions(
-                labels.judge, judge.judge_url, judge.judge_model, judge.judge_key, answer_pattern=judge.answer_pattern
-            )
-        return {
-            "data": Path(self.data[0]),
-            "seed": self.seed,
-            "bundle": bundle.reference,
-            "run_dir": self.run_dir or Path("runs") / (self.new_name or bundle.manifest.name),
-            "name": self.new_name,
-            "trained_on": tuple(map(Path, self.trained_on)),
-            "labels": self.labels,
-            "batch_rows": self.batch_rows,
-            "dry_run": self.dry_run,
-            **{field: value for field, value in optional.items() if value is not None},
-        }
+Options = TypeVar("Options", bound=NewRowsOptions)
 
 
-def run_on(
-    engine: EngineChoice, store: Store, bundle: Bundle, run: Callable[..., Bundle | None], wanted: Options
+def guarantee(
+    *,
+    options: GuaranteeOptions = GuaranteeOptions(),
+    bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
+) -> None:
+    """Give a bundle a threshold with a guarantee, and publish it as the bundle's next version.
+
+    With confidence 1 - delta, at most a share alpha of the question groups that are then answered, counted equally
+    whatever their size, is answered with a hallucination.  The rows must be new to the bundle, in groups of their own,
+    and drawn as your questions are.  They are spent by one guarantee; where no threshold qualifies nothing is
+    published and the exit status is 1.
+
+      hallutracer guarantee --bundle my-probe --data new.jsonl --alpha 0.1 --delta 0.05 --model ./my-model
+    """
+    check(options)
+    store, bundle = one_bundle(bundles, "to give a guarantee")
+    from service.trainer.guarantee import guarantee as run
+
+    found = _run_on(engine, store, bundle, run, options)
+    if found is not None and found.manifest.guarantee is not None:
+        print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}\n{found.manifest.guarantee.statement}")
+
+
+def recalibrate(
+    *,
+    options: RecalibrateOptions = RecalibrateOptions(),
+    bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
+) -> None:
+    """Recalibrate a bundle's risk for the base rate of your traffic, and publish it as the bundle's next version.
+
+    A risk is a probability at the training rows' share of hallucinations.  Candidates are the risk as it is, prior
+    shift (by --traffic), intercept, Platt, beta and isotonic; the simplest one whose held-out log loss is within one
+    standard error of the best is published.  Where that is the risk as it is nothing is.  The rows must be new to the
+    bundle and drawn at random from your traffic; 'hallutracer guarantee' may not use them again.
+
+      hallutracer recalibrate --bundle my-probe --data labelled.jsonl --traffic risks.jsonl --model ./my-model
+      hallutracer recalibrate --bundle my-probe --feedback feedback.db
+    """
+    check(options)
+    store, bundle = one_bundle(bundles, "to recalibrate")
+    if options.feedback:
+        from rich.console import Console
+
+        from service.trainer.feedback import recalibrate_by_feedback
+
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        found = recalibrate_by_feedback(bundle, options, store, console=console)
+    else:
+        from service.trainer.recalibrate import recalibrate as run
+
+        found = _run_on(engine, store, bundle, run, options)
+    if found is not None:
+        print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}")
+
+
+def one_bundle(bundles: BundleOptions, purpose: str) -> tuple[Store, Bundle]:
+    """Return the store and the one bundle that is named.  Raises UsageError, and what the store raises."""
+    if len(bundles.bundle) != 1:
+        raise UsageError("--bundle", f"name the bundle {purpose}")
+    store = open_store(bundles)
+    return store, store.load(bundles.bundle[0])
+
+
+def _run_on(
+    engine: EngineChoice, store: Store, bundle: Bundle, run: Callable[..., Bundle | None], options: Options
 ) -> Bundle | None:
-    """``run`` of the trainer, with an engine that is loaded when it is asked for; what was published, if anything."""
+    """Return what ``run`` of the trainer published, if anything, with an engine that is loaded when it is asked for."""
     from rich.console import Console
 
     from service.readout import Site
@@ -112,8 +97,9 @@ def run_on(
     engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     site = Site(bundle.manifest.readout.site)
+    options = replace(options, new_name=options.new_name or bundle.manifest.name)
     try:
-        return run(wanted, lambda: load_engine(engine, bundles=[bundle], rows=[site]), store, console=console)
+        return run(bundle, options, lambda: load_engine(engine, bundles=[bundle], rows=[site]), store, console=console)
     except KeyboardInterrupt:
-        console.print(f"the same command resumes from {wanted.run_dir}")
+        console.print(f"the same command resumes from {options.folder}")
         raise

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.data.options import BATCH_ROWS, JudgeName, TrainingLabels
-from service.errors import HalluTracerError, ModelLoadError
+from service.data.options import DRY_RUN, JudgeOptions
+from service.errors import HalluTracerError, ModelLoadError, TrainingError
 from service.library.default_model import SHIPPED, default_model, model_folder
 from service.settings import (
     AT_LEAST_1,
@@ -18,7 +18,6 @@ from service.settings import (
     DEFAULT_STORE,
     AllowOpenStore,
     BundleNames,
-    Range,
     RequireSignature,
     StoreCache,
     StorePlace,
@@ -29,16 +28,9 @@ from service.settings import (
 if TYPE_CHECKING:
     from service.engines.base import EngineOptions
 
-PromptFormat = Literal["auto", "chat", "text"]
 
 Output = Annotated[Path | None, option("File that the results are written to, as JSON.  Default: standard output.")]
 Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(negative="")]
-Data = Annotated[
-    tuple[str, ...],
-    option("JSONL rows: prompt or messages, label or answers; id and group if any.  evaluate: also NAME=FOLDER for a "
-           "public set you downloaded ('hallutracer data list'), and repeatable."),
-    Parameter(metavar="FILE"),
-]  # fmt: skip
 Out = Annotated[
     Path | None, option("Folder for the results; finished steps are kept.  Default: one named after the command.")
 ]
@@ -52,26 +44,7 @@ FeedbackDatabase = Annotated[
     option("Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file (SQLite) or "
            "postgresql://USER@HOST/DATABASE.  Without it serve keeps nothing.", metavar=DATABASE),
 ]  # fmt: skip
-Seed = Annotated[int, option("Another seed draws others; of calibrate, the order of the rows.", limits=Range(0))]
-BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
-RunDir = Annotated[
-    Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
-]
-GeneratedLabels = Annotated[
-    TrainingLabels | None,
-    option("given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
-           "compares with 'answers'.  sample (train only): it also answers --samples times at --temperature, and the "
-           "share of right answers is what the probes are fitted on.  Default of calibrate: as the bundle's own rows "
-           "were labelled."),
-]  # fmt: skip
-Samples = Annotated[
-    int,
-    option("Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
-           limits=Range(2)),
-]  # fmt: skip
-DryRun = Annotated[
-    bool, option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
-]
+DryRun = Annotated[bool, DRY_RUN]
 Reference = Annotated[
     str, Parameter(help="name, name@alias or name:version; @sha256:DIGEST behind it pins", show_env_var=False)
 ]
@@ -82,6 +55,14 @@ class UsageError(HalluTracerError):
 
     def __init__(self, flag: str, message: str) -> None:
         super().__init__(f"{flag}: {message}", param=flag)
+
+
+def check(options: JudgeOptions) -> None:
+    """Raise UsageError for an invalid value."""
+    try:
+        options.check()
+    except TrainingError as error:
+        raise UsageError(f"--{(error.param or '').replace('_', '-')}", error.message) from None
 
 
 def check_place(model: str | None) -> None:
@@ -178,92 +159,3 @@ class BundleOptions(StoreOptions):
     """Where bundles are, and which are used."""
 
     bundle: BundleNames = ()
-
-
-@section("Fits and folds", 40)
-@dataclass(frozen=True, kw_only=True)
-class FitChoices:
-    """How probes are fitted and cross-validated."""
-
-    seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100))] = 3
-    folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2))] = 5
-    c: Annotated[
-        float | None,
-        option("Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
-               limits=Range(positive=True)),
-    ] = None  # fmt: skip
-    jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0))] = 0
-    batch_rows: BatchRows = BATCH_ROWS
-
-
-@section("Prompts and generated labels", 30)
-@dataclass(frozen=True, kw_only=True)
-class LabelChoices:
-    """How prompts are rendered, and how generated answers become labels."""
-
-    prompt_format: Annotated[
-        PromptFormat, option("auto: one chat turn where the tokenizer has a chat template, else plain text.")
-    ] = "auto"
-    judge: Annotated[
-        JudgeName | None,
-        option("For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
-               "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible "
-               "endpoint (train only).  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  "
-               "Default: contains; evaluate: the set's own where it has one."),
-    ] = None  # fmt: skip
-    max_new_tokens: Annotated[
-        int | None,
-        option("Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
-               limits=AT_LEAST_1),
-    ] = None  # fmt: skip
-
-
-@section("Judge of generated labels", 32)
-@dataclass(frozen=True, kw_only=True)
-class JudgeChoices:
-    """How generated answers are compared with the accepted ones."""
-
-    judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.")] = ""
-    judge_model: Annotated[str, option("Model of the openai judge.")] = ""
-    judge_key: Annotated[
-        str, option("Bearer key of the openai judge; prefer the environment variable.", secret=True)
-    ] = ""
-    answer_pattern: Annotated[
-        str,
-        option("Regular expression whose first group is the answer inside the generated text, for judges that compare "
-               "text.  Default: the whole text."),
-    ] = ""  # fmt: skip
-    abstain_pattern: Annotated[
-        str | None,
-        option("Answers that match belong to neither class.  Default: 'I am not sure' and similar answers."),
-    ] = None
-
-
-@section("Guarantee", 36)
-@dataclass(frozen=True, kw_only=True)
-class PromiseChoices:
-    """What a guaranteed threshold promises."""
-
-    alpha: Annotated[
-        str,
-        option("Largest share of hallucinations among the answered question groups, counted equally; several with "
-               "commas, of which the first that a threshold qualifies for is served."),
-    ] = "0.1"  # fmt: skip
-    delta: Annotated[
-        float,
-        option("Probability of calibration rows that mislead, split evenly among the alphas.", limits=Range(1e-9, 0.5)),
-    ] = 0.05
-    publish_closed: Annotated[bool, option("Where no threshold qualifies, publish a gate that answers nothing.")] = (
-        False
-    )
-
-    @property
-    def alphas(self) -> tuple[float, ...]:
-        """The numbers of ``alpha``.  Raises UsageError."""
-        try:
-            found = tuple(float(part) for part in self.alpha.split(","))
-        except ValueError:
-            found = ()
-        if not found or not all(0 < one < 1 for one in found) or len(set(found)) < len(found):
-            raise UsageError("--alpha", f"{self.alpha!r} is not one or more distinct numbers between 0 and 1")
-        return found

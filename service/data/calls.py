@@ -1,4 +1,6 @@
-"""Function calls in a model's text: JSON in the usual shapes, or Python call syntax.  Nothing is executed.
+"""Function calls in a model's text, and whether they are the right ones.  Nothing is executed.
+
+JSON in the usual shapes, or Python call syntax.
 
 Searched in this order: ``<tool_call>`` blocks (Qwen, Hermes), fenced blocks, the text after a marker such as
 ``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama), the whole text, then its single lines.  Reasoning in
@@ -12,9 +14,12 @@ import json
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)|\A.*?</think>", re.DOTALL)
 _TAGGED = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|\Z)", re.DOTALL)
@@ -39,7 +44,7 @@ class Call:
 
 
 def parse_calls(text: str) -> list[Call]:
-    """The calls in an answer, in order; none if it is prose."""
+    """Return the calls in an answer, in order; none if it is prose."""
     answer = _THOUGHT.sub("", text[:_MAX_CHARACTERS]).strip()
     for pattern, group in ((_TAGGED, 2), (_FENCED, 1), (_MARKED, 1)):
         calls = [call for match in pattern.finditer(answer) for call in _calls(match.group(group))]
@@ -49,7 +54,7 @@ def parse_calls(text: str) -> list[Call]:
 
 
 def _calls(text: str) -> list[Call]:
-    """The calls of a text that consists of calls only."""
+    """Return the calls of a text that consists of calls only."""
     text = text.strip().rstrip(";")
     if not text:
         return []
@@ -60,7 +65,7 @@ def _calls(text: str) -> list[Call]:
 
 
 def _json_values(text: str) -> list[Any]:
-    """JSON values separated by spaces, commas or semicolons; none if anything else stands between them."""
+    """Return JSON values separated by spaces, commas or semicolons; none if anything else stands between them."""
     decoder, values, place = json.JSONDecoder(), [], 0
     while place < len(text):
         if text[place] in " \t\r\n,;":
@@ -119,7 +124,7 @@ def _python_calls(text: str) -> list[Call]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Dotted name of the called function.  Raises ValueError for anything else."""
+    """Return the dotted name of the called function.  Raises ValueError for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -133,7 +138,7 @@ def _arguments(node: ast.Call) -> dict[str, Any]:
 
 
 def _value(node: ast.expr) -> Any:
-    """An argument's value, or its source code if it is not a constant (a variable, a call)."""
+    """Return an argument's value, or its source code if it is not a constant (a variable, a call)."""
     match node:
         case ast.Constant(value=value):
             return value
@@ -154,3 +159,95 @@ def _value(node: ast.expr) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def meets(answer: str, expected: dict[str, Any]) -> bool:
+    """Return whether an answer meets an expectation (an object of ``judges.expected``), by BFCL's rules.
+
+    As BFCL's checker for Python functions: as many calls as expected, in any order; the right function; every given
+    argument is known and has an accepted value; no required argument is missing.  Strings are compared without case,
+    spaces and ``,./-_*^``.  More lenient in three points, which are spelling and not hallucination: 5 equals 5.0, "."
+    equals "_" in a function's name, and any assignment of calls to expected ones counts (BFCL takes the first to fit).
+    """
+    if expected["expect"] == "text":
+        text = _plain_text(answer)
+        return any(
+            re.search(rf"(?<!\w){re.escape(_plain_text(accepted))}(?!\w)", text) for accepted in expected["texts"]
+        )
+    calls = parse_calls(answer)
+    if expected["expect"] == "no_call":
+        return not calls
+    if expected["expect"] == "some_call":
+        return bool(calls)
+    return _all_paired(calls, expected["calls"])
+
+
+def expectation_problem(expected: dict[str, Any]) -> str | None:
+    """Return what is wrong with the shape of an expectation, or None."""
+    kind = expected["expect"]
+    if kind == "text":
+        texts = expected.get("texts")
+        fine = isinstance(texts, list) and texts and all(isinstance(text, str) and _plain_text(text) for text in texts)
+        return None if fine else "'texts' must be a non-empty list of texts"
+    if kind == "calls":
+        calls = expected.get("calls")
+        fine = isinstance(calls, list) and calls and all(map(_is_specification, calls))
+        return None if fine else "'calls' must be a non-empty list of objects with name, arguments and optional"
+    return None
+
+
+def _is_specification(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and isinstance(value.get("optional"), list)
+        and isinstance(value.get("arguments"), dict)
+        and all(isinstance(accepted, list) for accepted in value["arguments"].values())
+    )
+
+
+def _all_paired(calls: Sequence[Call], wanted: Sequence[dict[str, Any]]) -> bool:
+    """Return whether calls and wanted calls can be matched one to one."""
+    if len(calls) != len(wanted):
+        return False
+    fits = np.array([[_is_right(call, want) for want in wanted] for call in calls])
+    return bool(fits[linear_sum_assignment(fits, maximize=True)].all())
+
+
+def _is_right(call: Call, wanted: dict[str, Any]) -> bool:
+    if call.name.replace(".", "_") != wanted["name"].replace(".", "_"):
+        return False
+    accepted, optional = wanted["arguments"], wanted["optional"]
+    given = all(name in accepted and _is_accepted(value, accepted[name]) for name, value in call.arguments.items())
+    return given and all(name in call.arguments or name in optional for name in accepted)
+
+
+def _is_accepted(value: Any, accepted: Any) -> bool:
+    return isinstance(accepted, list) and any(_is_same(value, candidate) for candidate in accepted)
+
+
+def _is_same(value: Any, wanted: Any) -> bool:
+    """Return equality by type: booleans, numbers, strings, None, lists in order, objects by key."""
+    if isinstance(wanted, str) or isinstance(value, str):
+        return isinstance(wanted, str) and isinstance(value, str) and _plain(value) == _plain(wanted)
+    if isinstance(wanted, bool) or isinstance(value, bool) or wanted is None or value is None:
+        return value is wanted
+    if isinstance(wanted, list):
+        return isinstance(value, list) and len(value) == len(wanted) and all(map(_is_same, value, wanted))
+    if isinstance(wanted, dict):
+        return isinstance(value, dict) and _is_same_object(value, wanted)
+    return isinstance(value, int | float) and bool(value == wanted)
+
+
+def _is_same_object(value: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Return equality of BFCL's objects: each key has a list of accepted values; with "" in it the key is optional."""
+    known = all(_is_accepted(item, wanted.get(key)) for key, item in value.items())
+    return known and all(key in value or (isinstance(one, list) and "" in one) for key, one in wanted.items())
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[ ,./\-_*^]", "", text).lower().replace("'", '"')
+
+
+def _plain_text(text: str) -> str:
+    return " ".join(re.sub(r"[,./\-_*^()]", "", text).lower().replace("'", '"').split())

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from probes_store.local import atomic_write
+from service.data.options import SampleOptions
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, Engine, Sampling
@@ -40,11 +41,11 @@ class Prompts:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each prompt, [N]."""
+        """Return the tokens of each prompt, [N]."""
         return np.diff(self.offsets)
 
     def of(self, row: int) -> list[int]:
-        """Token ids of one row."""
+        """Return the token ids of one row."""
         ids: list[int] = self.ids[self.offsets[row] : self.offsets[row + 1]].tolist()
         return ids
 
@@ -131,7 +132,7 @@ def collect(
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
-    """The batch plan: data rows in runs of ``batch_rows``, longest prompts first, equal lengths in the data's order.
+    """Return the batch plan: data rows in runs of ``batch_rows``, longest prompts first, else in the data's order.
 
     Longest first, so that a batch too large for the machine fails at once.
     """
@@ -140,7 +141,7 @@ def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.in
 
 
 def _plan(dataset: Dataset, prompts: Prompts, batch_rows: int) -> list[NDArray[np.int64]]:
-    """The batches of the rows that apply, then those of the others, which are read without an answer.
+    """Return the batches of the rows that apply, then those of the others, which are read without an answer.
 
     No batch has both: one call of the engine either answers all of its prompts or none, and is done or not done.
     """
@@ -150,7 +151,7 @@ def _plan(dataset: Dataset, prompts: Prompts, batch_rows: int) -> list[NDArray[n
 
 
 def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
-    """Token ids of all prompts, which leave room for ``reserve`` tokens of an answer to a row that applies.
+    """Return token ids of all prompts, which leave room for ``reserve`` tokens of an answer to a row that applies.
 
     Raises DataError naming all that the model cannot take.
     """
@@ -209,7 +210,7 @@ def _extract(
     answers: AppendLog | None,
     greedy: Sampling | None,
 ) -> None:
-    """Readouts of all batches and, with ``greedy``, their answers: a batch that the journal names has all on disk."""
+    """Write readouts of all batches and, with ``greedy``, answers: a batch that the journal names has all on disk."""
     others = (Pooling.LAST_1, *dict.fromkeys(pooling for _, pooling in pooled))
     done = journal.count
     with ExitStack() as stack:
@@ -243,19 +244,26 @@ def _extract(
 
 
 def _opened(stack: ExitStack, path: Path) -> int:
-    """A descriptor to write ``path``, which ``stack`` closes."""
+    """Return a descriptor to write ``path``, which ``stack`` closes."""
     descriptor = os.open(path, os.O_WRONLY)
     stack.callback(os.close, descriptor)
     return descriptor
 
 
-def write_samples(
-    engine: Engine, dataset: Dataset, prompts: Prompts, path: Path, samplings: Sequence[Sampling]
+def sample_answers(
+    engine: Engine, dataset: Dataset, prompts: Prompts, folder: Path, options: SampleOptions, max_new_tokens: int
 ) -> None:
-    """One line for each of ``samplings`` and row that applies, in this order: its number and the answer.
+    """Draw K answers of each row that applies into ``folder``, sample by sample: its number and the answer.
 
-    What the file has already is kept: a run that was killed goes on, and with further samplings adds theirs.
+    Sample k of every row has seed k, so that answers depend on neither batch nor K, and more samples later keep those
+    that are there; so does a run that was killed.  The samples of different rows share their random numbers; those of
+    one row do not.
     """
+    path = folder / options.file
+    samplings = [
+        Sampling(max_tokens=max_new_tokens, temperature=options.temperature, seed=seed)
+        for seed in range(options.samples)
+    ]
     plan = [dataset.asking[batch] for batch in batches(prompts.lengths[dataset.asking], SAMPLED_TOGETHER)]
     calls = [(number, batch) for number in range(len(samplings)) for batch in plan]
     with closing(AppendLog(path)) as answers:
@@ -275,7 +283,6 @@ def write_samples(
 
 
 def _records(dataset: Dataset, batch: NDArray[np.int64], completions: Sequence[Completion]) -> list[dict[str, Any]]:
-    """Lines of ``answers.jsonl``."""
     return [
         {"id": dataset.rows[row].id, "row": row, "answer": completion.text, "finish": completion.finish_reason}
         for row, completion in zip(batch.tolist(), completions, strict=True)
@@ -283,7 +290,7 @@ def _records(dataset: Dataset, batch: NDArray[np.int64], completions: Sequence[C
 
 
 def _bar(name: str, prompts: Prompts, plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
-    """A progress bar over prompt tokens, which estimate the time left better than rows; sparse without a terminal."""
+    """Return a progress bar over prompt tokens, which estimate the time left better than rows do."""
     sizes = [int(prompts.lengths[batch].sum()) for batch in plan]
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(

@@ -2,20 +2,28 @@
 
 ``exact`` and ``contains`` compare normalised text with the accepted answers, ``regex`` takes these as patterns, and
 ``openai`` asks any endpoint that speaks /v1/chat/completions.  ``similarity`` (TruthfulQA) and ``calls`` (BFCL) need
-more than accepted answers, encoded in the answers' strings (service/data/references.py); incorrect reference
-answers are passed to ``similarity`` only.
+more.  ``answers`` is the only part of a row that reaches a judge, so that more is encoded there: a plain string is an
+accepted answer; a string that is a JSON object with one of these keys is not:
+
+``{"incorrect": "You die"}``
+    a false reference answer, used by the judge ``similarity`` alone;
+``{"expect": "calls", "calls": [{"name": ..., "arguments": {name: [accepted values]}, "optional": [names]}]}``
+    the right function calls, in any order (judge ``calls``); or ``"expect": "no_call"``, ``"some_call"``, or
+    ``{"expect": "text", "texts": [...]}``: one of the texts must occur in the answer.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import httpx
 
-from service.data import call_check, references, similarity
+from service.data.calls import expectation_problem, meets
 from service.data.options import JudgeOptions
 from service.errors import TrainingError
 
@@ -27,11 +35,13 @@ _INSTRUCTION = (
     "You grade answers. Say whether the given answer states the same fact as one of the accepted answers. "
     "Reply with exactly one word: yes or no."
 )
+TIMEOUT_S = 60.0  # of one request
+RETRIES = 3  # after a failure that may pass: connection, 429, 5xx, no yes or no
 _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """NFKC, casefold, punctuation and symbols to spaces, no English articles, single spaces.
+    """Return the text in NFKC, casefolded, punctuation and symbols to spaces, no English articles, single spaces.
 
     Apostrophes are dropped ("don't" -> "dont"); a minus before a digit and a point or comma inside a number keep their
     meaning ("-5", "1,000" -> "1000"); an article at the end stays ("Vitamin A").
@@ -47,12 +57,12 @@ def normalise(text: str) -> str:
 
 
 def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """The normalised answer is one of the normalised accepted ones."""
+    """Return whether the normalised answer is one of the normalised accepted ones."""
     return normalise(answer) in {normalise(candidate) for candidate in accepted}
 
 
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """A normalised accepted answer occurs in the normalised answer as whole words.
+    """Return whether a normalised accepted answer occurs in the normalised answer as whole words.
 
     In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring.
     """
@@ -62,63 +72,63 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
 
 
 def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """One of the accepted answers, taken as a case-insensitive pattern, is found in the answer."""
+    """Return whether one of the accepted answers, taken as a case-insensitive pattern, is found in the answer."""
     return any(re.search(pattern, answer, re.IGNORECASE) for pattern in accepted)
 
 
 def nearest(question: str, answer: str, answers: Sequence[str]) -> bool:
-    """Nearer, by ROUGE-L, to a correct reference answer than to any incorrect one (TruthfulQA's offline rule)."""
-    return similarity.margin(answer, *references.split(answers)) > 0
+    """Return whether ROUGE-L is nearer to a correct reference answer than to any incorrect one (TruthfulQA)."""
+    return margin(answer, *split_answers(answers)) > 0
 
 
 def calls(question: str, answer: str, answers: Sequence[str]) -> bool:
-    """The answer meets the expectation: the right function calls, none, any, or a short answer."""
-    expected = references.expected(answers)
-    return expected is not None and call_check.meets(answer, expected)
+    """Return whether the answer meets the expectation: the right function calls, none, any, or a short answer."""
+    found = expected(answers)
+    return found is not None and meets(answer, found)
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
-    """Problems of a row's answers for this judge; checked before a model is loaded."""
-    expected = references.expected(answers)
-    if options.name == "calls":
-        if expected is None or len(answers) != 1:
+    """Return problems of a row's answers for this judge; checked before a model is loaded."""
+    found = expected(answers)
+    if options.judge == "calls":
+        if found is None or len(answers) != 1:
             return [
                 "the judge 'calls' needs one answer that says what to expect: convert the set bfcl, or take another"
             ]
-        problem = call_check.problem(expected)
+        problem = expectation_problem(found)
         return [f"the expectation in 'answers' is damaged: {problem}"] if problem else []
-    if expected is not None:
-        return [f"'answers' holds an expectation for the judge 'calls', which {options.name!r} cannot use"]
-    accepted, incorrect = references.split(answers)
-    if incorrect and not accepted:
+    if found is not None:
+        return [f"'answers' holds an expectation for the judge 'calls', which {options.judge_name!r} cannot use"]
+    accepted, false = split_answers(answers)
+    if false and not accepted:
         return ["'answers' holds incorrect answers only: an accepted one is needed"]
-    if options.name == "similarity":
-        missing = [] if incorrect else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
-        return missing + [f"answer {one!r} has no word" for one in (*accepted, *incorrect) if not similarity.words(one)]
+    if options.judge == "similarity":
+        missing = [] if false else ['the judge \'similarity\' needs an incorrect answer too: {"incorrect": "..."}']
+        return missing + [f"answer {one!r} has no word" for one in (*accepted, *false) if not words(one)]
     problems = []
     for answer in accepted:
-        if options.name == "regex":
+        if options.judge == "regex":
             try:
                 re.compile(answer)
             except re.error as error:
                 problems.append(f"answer {answer!r} is not a regular expression: {error}")
-        elif options.name in ("exact", "contains") and not normalise(answer):
+        elif options.judge_name in ("exact", "contains") and not normalise(answer):
             problems.append(f"answer {answer!r} is empty once punctuation and articles are left out")
     return problems
 
 
 def make_judge(options: JudgeOptions) -> Judge:
-    """The judge that the options name, applied to what ``answer_pattern`` extracts from the generated text.
+    """Return the judge that the options name, applied to what ``answer_pattern`` extracts from the generated text.
 
     A text that the pattern does not match is judged whole.
     """
     of_accepted: dict[str, Judge] = {"exact": exact, "contains": contains, "regex": regex}
-    if options.name == "openai":
+    if options.judge == "openai":
         judge = _of_accepted(OpenAIJudge(options))
-    elif options.name in of_accepted:
-        judge = _of_accepted(of_accepted[options.name])
+    elif options.judge_name in of_accepted:
+        judge = _of_accepted(of_accepted[options.judge_name])
     else:
-        judge = nearest if options.name == "similarity" else calls
+        judge = nearest if options.judge == "similarity" else calls
     if not options.answer_pattern:
         return judge
     pattern = re.compile(options.answer_pattern)
@@ -131,8 +141,8 @@ def make_judge(options: JudgeOptions) -> Judge:
 
 
 def _of_accepted(judge: Judge) -> Judge:
-    """The judge without the incorrect reference answers, which it would treat as accepted."""
-    return lambda question, answer, answers: judge(question, answer, references.split(answers)[0])
+    """Return the judge without the incorrect reference answers, which it would treat as accepted."""
+    return lambda question, answer, answers: judge(question, answer, split_answers(answers)[0])
 
 
 class OpenAIJudge:
@@ -140,9 +150,9 @@ class OpenAIJudge:
 
     def __init__(self, options: JudgeOptions, sleep: Callable[[float], None] = time.sleep) -> None:
         self._options = options
-        self._url = options.base_url.rstrip("/") + "/chat/completions"
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        self._client = httpx.Client(timeout=options.timeout_s, headers=headers)
+        self._url = options.judge_url.rstrip("/") + "/chat/completions"
+        headers = {"Authorization": f"Bearer {options.judge_key}"} if options.judge_key else {}
+        self._client = httpx.Client(timeout=TIMEOUT_S, headers=headers)
         self._sleep = sleep
 
     def __call__(self, question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -150,13 +160,13 @@ class OpenAIJudge:
         listed = "\n".join(f"- {candidate}" for candidate in accepted)
         text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
         body = {
-            "model": self._options.model,
+            "model": self._options.judge_model,
             "temperature": 0,
             "max_tokens": 8,
             "messages": [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": text}],
         }
         cause = ""
-        for attempt in range(self._options.retries + 1):
+        for attempt in range(RETRIES + 1):
             if attempt:
                 self._sleep(_BACKOFF_S * 2 ** (attempt - 1))
             try:
@@ -172,17 +182,93 @@ class OpenAIJudge:
             verdict, cause = _verdict(response)
             if verdict is not None:
                 return verdict
-        raise self._error(f"{cause} (after {self._options.retries + 1} tries; judged answers are kept, run again)")
+        raise self._error(f"{cause} (after {RETRIES + 1} tries; judged answers are kept, run again)")
 
     def _error(self, cause: str) -> TrainingError:
         return TrainingError(f"the judge at {self._url} {cause}", param="judge")
 
 
 def _verdict(response: httpx.Response) -> tuple[bool | None, str]:
-    """The verdict, or None and a description of the reply.  A single word is required: "yes, but" is no verdict."""
+    """Return the verdict, or None and a description of the reply.  "Yes, but" is none."""
     try:
         reply = response.json()["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):
         return None, f"did not answer like /v1/chat/completions: {response.text[:200]!r}"
     word = reply.strip().strip(".!\"'*").casefold() if isinstance(reply, str) else ""
     return {"yes": True, "no": False}.get(word), f"said {reply!r} where yes or no was asked for"
+
+
+EXPECTATIONS = ("calls", "no_call", "some_call", "text")
+
+
+def incorrect(text: str) -> str:
+    """Return a false reference answer, as a string for ``answers``."""
+    return json.dumps({"incorrect": text}, ensure_ascii=False)
+
+
+def expectation(expect: str, **what: Any) -> str:
+    """Return an expectation on the answer, as a string for ``answers``; ``expect`` is one of EXPECTATIONS."""
+    return json.dumps({"expect": expect, **what}, ensure_ascii=False)
+
+
+def split_answers(answers: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return accepted answers and false answers, without expectations."""
+    accepted, false = [], []
+    for answer in answers:
+        value = _object(answer)
+        if value is None:
+            accepted.append(answer)
+        elif "incorrect" in value:
+            false.append(value["incorrect"])
+    return accepted, false
+
+
+def expected(answers: Sequence[str]) -> dict[str, Any] | None:
+    """Return the first expectation among the answers, or None."""
+    return next((value for value in map(_object, answers) if value is not None and "expect" in value), None)
+
+
+def _object(answer: str) -> dict[str, Any] | None:
+    """Return the decoded object, or None for a plain answer."""
+    if not answer.startswith("{"):
+        return None
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("incorrect"), str) and len(value) == 1:
+        return value
+    return value if value.get("expect") in EXPECTATIONS else None
+
+
+def words(text: str) -> list[str]:
+    """Return runs of letters and digits, case folded, in order."""
+    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).casefold())
+
+
+def rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
+    """Return ROUGE-L (Lin 2004), the F1 in [0, 1] of the longest common subsequence; 0 if either is empty."""
+    if not first or not second:
+        return 0.0
+    lengths = [0] * (len(second) + 1)
+    for word in first:
+        diagonal = 0
+        for place, candidate in enumerate(second, 1):
+            diagonal, lengths[place] = (
+                lengths[place],
+                diagonal + 1 if word == candidate else max(lengths[place], lengths[place - 1]),
+            )
+    return 2 * lengths[-1] / (len(first) + len(second))
+
+
+def margin(answer: str, correct: Sequence[str], incorrect: Sequence[str]) -> float:
+    """Return the largest ROUGE-L to a correct reference minus the largest to an incorrect one; above 0 is factual.
+
+    The rule is crude: it compares words, not meaning, and long answers score low against every reference.  TruthfulQA's
+    authors use it as a substitute for human judges.
+    """
+    given = words(answer)
+    best = [max((rouge_l(given, words(one)) for one in texts), default=0.0) for texts in (correct, incorrect)]
+    return best[0] - best[1]

@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from service.data.judges import Judge, answer_problems, make_judge
-from service.data.options import JudgeOptions
+from service.data.options import JudgeOptions, SampleOptions
 from service.data.run_folder import AppendLog
-from service.data.sampled_answers import SampleOptions, read_samples
 from service.data.training_rows import Dataset
 from service.errors import DataError, RunMismatch
 
@@ -42,7 +41,7 @@ class Labelled:
 
 
 def given_labels(dataset: Dataset) -> Labelled:
-    """The file's own labels: every row that applies takes part."""
+    """Return the file's own labels: every row that applies takes part."""
     index = dataset.asking
     return Labelled(index, np.array([dataset.rows[row].label for row in index.tolist()], np.int64), {})
 
@@ -59,32 +58,30 @@ def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
         raise DataError(str(dataset.path), problems)
 
 
-def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions, abstain_pattern: str) -> Labelled:
+def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labelled:
     """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies.
 
     Empty answers and abstentions belong to neither class: they are left out and counted.
     """
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
         answers = sorted({record["row"]: record["answer"] for record in map(json.loads, file)}.items())
-    path = folder / f"labels-{_key(options, abstain_pattern)}.jsonl"
-    verdicts = _verdicts(dataset, answers, path, options, abstain_pattern)
+    path = folder / f"labels-{_key(options)}.jsonl"
+    verdicts = _verdicts(dataset, answers, path, options)
     used = [row for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES]
     label = [CLASSES[verdict] for verdict in verdicts if verdict in CLASSES]
     left_out = Counter(verdict for verdict in verdicts if verdict not in CLASSES)
     return Labelled(np.array(used, np.int64), np.array(label, np.int64), dict(sorted(left_out.items())))
 
 
-def sampled_labels(
-    dataset: Dataset, folder: Path, options: JudgeOptions, abstain_pattern: str, sampled: SampleOptions
-) -> Labelled:
+def sampled_labels(dataset: Dataset, folder: Path, options: JudgeOptions, sampled: SampleOptions) -> Labelled:
     """Judge the greedy answer and K sampled ones of each row; ``share`` is how many of these are right.
 
     A row takes part where its greedy answer belongs to a class and at least one sampled answer does.
     """
-    greedy = judged_labels(dataset, folder, options, abstain_pattern)
-    answers = [(answer.row, answer.text) for answer in read_samples(folder, sampled)]
-    path = folder / f"sample-labels-t{sampled.temperature:g}-{_key(options, abstain_pattern)}.jsonl"
-    verdicts = _verdicts(dataset, answers, path, options, abstain_pattern)
+    greedy = judged_labels(dataset, folder, options)
+    answers = [(record["row"], record["answer"]) for record in read_samples(folder, sampled)]
+    path = folder / f"sample-labels-t{sampled.temperature:g}-{_key(options)}.jsonl"
+    verdicts = _verdicts(dataset, answers, path, options)
     right, judged = np.zeros(len(dataset)), np.zeros(len(dataset))
     for (row, _), verdict in zip(answers, verdicts, strict=True):
         if verdict in CLASSES:
@@ -96,8 +93,14 @@ def sampled_labels(
     return Labelled(index, greedy.label[kept], greedy.left_out | without, right[index] / judged[index])
 
 
+def read_samples(folder: Path, options: SampleOptions) -> list[dict[str, Any]]:
+    """Return the first K samples of every row, sample by sample: row, sample, answer, tokens, finish."""
+    with (folder / options.file).open(encoding="utf-8") as file:
+        return [record for record in map(json.loads, file) if record["sample"] < options.samples]
+
+
 def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]) -> Verdict:
-    """The verdict on one generated answer."""
+    """Return the verdict on one generated answer."""
     if not answer.strip():
         return "empty"
     if abstains.search(answer.replace("\u2019", "'")):
@@ -105,14 +108,11 @@ def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge
     return "factual" if judge(question, answer, accepted) else "hallucinated"
 
 
-def _verdicts(
-    dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, options: JudgeOptions, abstain_pattern: str
-) -> list[str]:
-    """A verdict for each (data row, answer), kept in ``path``."""
-    abstains = re.compile(abstain_pattern)
-    judge = make_judge(options)
+def _verdicts(dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, options: JudgeOptions) -> list[str]:
+    """Return a verdict for each (data row, answer), kept in ``path``."""
+    abstains, judge = options.abstains, make_judge(options)
     # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
-    saved_together = 1 if options.name == "openai" else 500
+    saved_together = 1 if options.judge == "openai" else 500
     pending: list[dict[str, str]] = []
     with closing(AppendLog(path)) as log:
         known = log.count
@@ -132,7 +132,8 @@ def _verdicts(
         return [record["verdict"] for record in records]
 
 
-def _key(options: JudgeOptions, abstain_pattern: str) -> str:
-    """Name of the verdicts' file: options that change a verdict give another file."""
-    matters = {name: getattr(options, name) for name in ("name", "base_url", "model", "answer_pattern")}
-    return hashlib.sha256(json.dumps([matters, abstain_pattern], sort_keys=True).encode()).hexdigest()[:12]
+def _key(options: JudgeOptions) -> str:
+    """Return the name of the verdicts' file: options that change a verdict give another file."""
+    matters = {"name": options.judge_name, "base_url": options.judge_url, "model": options.judge_model}
+    key = [matters | {"answer_pattern": options.answer_pattern}, options.abstains.pattern]
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]

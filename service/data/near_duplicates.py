@@ -39,7 +39,7 @@ Content = tuple[frozenset[str], tuple[str, ...]]  # the words, and those with a 
 
 
 def content_of(text: str) -> Content:
-    """What a text says, without filler, numbering, case, punctuation and, except for numbers, the order of words."""
+    """Return a text without filler, numbering, case, punctuation and, except for numbers, the order of words."""
     text = unicodedata.normalize("NFKC", text)
     text = short if re.search(r"\w", short := _NUMBERING.sub("", text)) else text
     kept, every, before = [], [], ""
@@ -58,7 +58,7 @@ def content_of(text: str) -> Content:
 
 
 def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
-    """The same number for prompts that are near-duplicates, also by way of a third one: [N].
+    """Return the same number for prompts that are near-duplicates, also by way of a third one: [N].
 
     Each prompt is the texts of its messages.  Of a prompt of several paragraphs in one message the last paragraph is
     compared, since a passage may stand before the question, unless many prompts have the same one.
@@ -84,7 +84,7 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
 
 
 def _compared(prompts: Sequence[Sequence[str]]) -> list[Content]:
-    """What each prompt is compared by."""
+    """Return what each prompt is compared by."""
     asked: list[Content | None] = []
     for texts in prompts:
         before, _, last = texts[-1].strip().rpartition("\n\n")
@@ -100,6 +100,6 @@ def _compared(prompts: Sequence[Sequence[str]]) -> list[Content]:
 
 
 def _in_order(some: Iterable[str], every: Iterable[str]) -> bool:
-    """Whether ``every`` has all of ``some`` in their order, others between them or not."""
+    """Return whether ``every`` has all of ``some`` in their order, others between them or not."""
     rest = iter(every)
     return all(one in rest for one in some)

@@ -1,9 +1,17 @@
-"""Options of collection, labels and judges."""
+"""Options of rows, labels and judges, each declared once: fields of the library's dataclasses and of the commands.
 
-from __future__ import annotations
+A dataclass of them is a section of the command line; what is a field of Python alone has ``PYTHON``.
+"""
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from service.errors import TrainingError
+from service.settings import AT_LEAST_1, Range, option, section
 
 ABSTAIN = (
     r"(?i)\b(i am|i'm|im)\s+(not\s+(entirely\s+|quite\s+|really\s+)?(sure|certain)|unsure|uncertain|unable to)\b"
@@ -11,28 +19,130 @@ ABSTAIN = (
     r"|\b(no|not enough|insufficient)\s+(idea|information)\b|\bunknown to me\b"
     r"|\bi\s+(do\s+not|don't|dont)\s+have\s+((that|any|enough|this)\s+)?information\b"
 )
-
-BATCH_ROWS = 128  # prompts in one call of the engine: answers of fewer read all weights more often, to little use
+BATCH_ROWS = 128  # answers of fewer prompts read all weights more often, to little use
+MAX_NEW_TOKENS = 48
 
 Labels = Literal["given", "generate"]
 TrainingLabels = Literal["given", "generate", "sample"]  # sample: K sampled answers beside the greedy one
 JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
 
+PYTHON = Parameter(parse=False)
+ROWS = option("JSONL rows: prompt or messages, label or answers; id and group if any.  evaluate: also NAME=FOLDER for "
+              "a public set you downloaded ('hallutracer data list'), and repeatable.")  # fmt: skip
+Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
+GeneratedLabels = Annotated[
+    TrainingLabels | None,
+    option("given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
+           "compares with 'answers'.  sample (train only): it also answers --samples times at --temperature, and the "
+           "share of right answers is what the probes are fitted on.  Default of guarantee: as the bundle's own rows "
+           "were labelled."),
+]  # fmt: skip
+Samples = Annotated[
+    int,
+    option("Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
+           limits=Range(2)),
+]  # fmt: skip
+BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
+RunDir = Annotated[
+    Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
+]
+DRY_RUN = option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
+Seed = Annotated[int, option("Another seed draws others; of guarantee, the order of the rows.", limits=Range(0))]
+_PROMPTS = Group("Prompts and generated labels", sort_key=30)
+_JUDGE = Group("Judge of generated labels", sort_key=32)
+_Judge = Annotated[
+    JudgeName | None,
+    option("For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
+           "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible "
+           "endpoint (train only).  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  "
+           "Default: contains; evaluate: the set's own where it has one.", group=_PROMPTS),
+]  # fmt: skip
 
+
+@section("Prompts and generated labels", 30)
+@dataclass(frozen=True, kw_only=True)
+class LabelOptions:
+    """How prompts are rendered, and how generated answers become labels."""
+
+    prompt_format: Annotated[
+        Literal["auto", "chat", "text"],
+        option("auto: one chat turn where the tokenizer has a chat template, else plain text.", group=_PROMPTS),
+    ] = "auto"
+    judge: _Judge = None
+    max_new_tokens: Annotated[
+        int | None,
+        option("Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
+               limits=AT_LEAST_1, group=_PROMPTS),
+    ] = None  # fmt: skip
+
+    @property
+    def answer_tokens(self) -> int:
+        """Return the length of a generated answer."""
+        return self.max_new_tokens or MAX_NEW_TOKENS
+
+
+@section("Judge of generated labels", 32)
 @dataclass(frozen=True)
 class JudgeOptions:
     """How a generated answer is compared with the accepted ones."""
 
-    name: JudgeName = "contains"  # see data/judges.py
-    base_url: str = ""  # openai: an endpoint up to and including /v1
-    model: str = ""  # openai: the judging model
-    api_key: str = ""  # openai: sent as a bearer token where not empty; never written to a file
-    timeout_s: float = 60.0  # openai: per request
-    answer_pattern: str = ""  # its first group is the answer inside the generated text; empty: the whole text
-    retries: int = 3  # openai: further tries after a failure that may pass (connection, 429, 5xx, no yes or no)
+    judge: _Judge = None  # see data/judges.py
+    judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.", group=_JUDGE)] = ""
+    judge_model: Annotated[str, option("Model of the openai judge.", group=_JUDGE)] = ""
+    judge_key: Annotated[
+        str,
+        option("Bearer key of the openai judge; prefer the environment variable.", secret=True, group=_JUDGE),
+    ] = ""  # never written to a file
+    answer_pattern: Annotated[
+        str,
+        option("Regular expression whose first group is the answer inside the generated text, for judges that compare "
+               "text.  Default: the whole text.", group=_JUDGE),
+    ] = ""  # fmt: skip
+    abstain_pattern: Annotated[
+        str | None,
+        option("Answers that match belong to neither class.  Default: 'I am not sure' and similar answers.",
+               group=_JUDGE),
+    ] = None  # fmt: skip
 
-    def described(self) -> str:
-        """The manifest's record of the judge."""
-        how = {"openai": self.model, "similarity": "rouge-l", "calls": "bfcl"}.get(self.name)
-        name = f"{self.name}:{how}" if how else self.name
+    def check(self) -> None:
+        """Raise TrainingError for a pattern that is none, and for an openai judge without an endpoint."""
+        for name in ("abstain_pattern", "answer_pattern"):
+            pattern = getattr(self, name) or ""
+            try:
+                groups = re.compile(pattern).groups
+            except re.error as error:
+                raise TrainingError(f"{name} is not a regular expression: {error}", param=name) from error
+            if name == "answer_pattern" and pattern and groups < 1:
+                raise TrainingError(f"{name} has no group: put (...) around the answer in {pattern!r}", param=name)
+        if self.judge == "openai" and not (self.judge_url and self.judge_model):
+            raise TrainingError("openai needs --judge-url (up to /v1) and --judge-model", param="judge")
+
+    @property
+    def judge_name(self) -> JudgeName:
+        """Return the judge's name, the default where none was chosen."""
+        return self.judge or "contains"
+
+    @property
+    def abstains(self) -> re.Pattern[str]:
+        """Return what an answer that belongs to neither class matches."""
+        return re.compile(ABSTAIN if self.abstain_pattern is None else self.abstain_pattern)
+
+    @property
+    def judged_by(self) -> str:
+        """Return the manifest's record of the judge."""
+        how = {"openai": self.judge_model, "similarity": "rouge-l", "calls": "bfcl"}.get(self.judge_name)
+        name = f"{self.judge_name}:{how}" if how else self.judge_name
         return f"{name} of {self.answer_pattern}" if self.answer_pattern else name
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How many answers are drawn of each prompt, and how."""
+
+    samples: int  # K
+    temperature: float = 1.0
+
+    @property
+    def file(self) -> str:
+        """Return the name of the file that keeps the samples of this temperature in a run folder."""
+        return f"samples-t{self.temperature:g}.jsonl"

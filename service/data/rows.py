@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant")  # as the service takes them; many templ
 
 
 def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and object of each non-blank line; problems of the other lines are added to ``problems``.
+    """Yield line number and object of each non-blank line; problems of the other lines are added to ``problems``.
 
     ``-`` reads stdin.  Raises DataError where the file cannot be opened.
     """
@@ -46,18 +46,18 @@ def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, An
 
 
 def id_of(value: dict[str, Any], line: int) -> str:
-    """A row's ``id`` as text; the number of its line where it has none."""
+    """Return a row's ``id`` as text; the number of its line where it has none."""
     return str(value.get("id", line))
 
 
 def check_id(value: dict[str, Any]) -> Iterator[str]:
-    """Problems of an object's ``id``, which may be missing, a text or a whole number."""
+    """Yield problems of an object's ``id``, which may be missing, a text or a whole number."""
     if type(value.get("id")) is not int:
         yield from check_text(value, "id", required=False)
 
 
 def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered: set[int]) -> Iterator[str]:
-    """A problem if another line has this row's id already; ``first``: its line by id; ``numbered``: lines without."""
+    """Yield a problem if another line has this row's id; ``first``: its line by id; ``numbered``: lines without."""
     name = id_of(value, line)
     if (other := first.setdefault(name, line)) != line:
         own, theirs = "id" in value, other not in numbered
@@ -74,7 +74,7 @@ def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered
 
 
 def check_text(value: dict[str, Any], key: str, *, required: bool) -> Iterator[str]:
-    """Problems of an object's text field ``key``."""
+    """Yield problems of an object's text field ``key``."""
     if key not in value:
         if required:
             yield f"{key!r} is missing"
@@ -87,7 +87,7 @@ def check_text(value: dict[str, Any], key: str, *, required: bool) -> Iterator[s
 
 
 def check_prompt(value: dict[str, Any]) -> Iterator[str]:
-    """Problems of an object's ``prompt`` or ``messages``."""
+    """Yield problems of an object's ``prompt`` or ``messages``."""
     if ("prompt" in value) == ("messages" in value):
         both = "prompt" in value
         yield "has both 'prompt' and 'messages': keep one" if both else "'prompt' (or 'messages') is missing"
@@ -132,18 +132,18 @@ def _kind(value: Any) -> str:
 
 
 def prompt_digest(value: Mapping[str, Any]) -> bytes:
-    """Of an object's ``prompt`` or ``messages``."""
+    """Return the digest of an object's ``prompt`` or ``messages``."""
     # A prompt and a conversation of one user turn with the same words are the same prompt.
     return _digest(value["messages"] if "messages" in value else [{"role": "user", "content": value["prompt"]}])
 
 
 def prompt_mark(digest: bytes) -> str:
-    """Of a row's ``prompt_digest``: 64 bits of it."""
+    """Return the mark of a row's ``prompt_digest``: 64 bits of it."""
     return digest.hex()[:MARK_DIGITS]
 
 
 def mark_of(value: Mapping[str, Any]) -> str:
-    """The mark of an object with ``prompt`` or ``messages``; any other is told from all of those."""
+    """Return the mark of an object with ``prompt`` or ``messages``; any other is told from all of those."""
     return prompt_mark(prompt_digest(value) if "messages" in value or "prompt" in value else _digest(dict(value)))
 
 

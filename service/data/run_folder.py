@@ -124,7 +124,7 @@ class AppendLog:
         self.count = min(self.count, count)
 
     def read(self) -> Iterator[Any]:
-        """The records, one by one."""
+        """Yield the records, one by one."""
         with self.path.open("rb") as file:
             for line in file:
                 yield json.loads(line)
@@ -145,12 +145,12 @@ class RowsFile:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(m, N, width)."""
+        """Return (m, N, width)."""
         return (self.geometry.num_layers, self.count, self.geometry.width(self.site))
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Return the file's size."""
         return int(np.prod(self.shape, dtype=np.int64)) * 4
 
     def layer(self, layer: int) -> NDArray[np.float32]:
@@ -159,7 +159,7 @@ class RowsFile:
         return np.memmap(self.path, "<f4", "r", offset=layer * count * width * 4, shape=(count, width))
 
     def head(self, layer: int, head: int) -> NDArray[np.float32]:
-        """One head's columns of ``layer``, [N, d]."""
+        """Return one head's columns of ``layer``, [N, d]."""
         dim = self.geometry.dim(self.site)
         return self.layer(layer)[:, head * dim : (head + 1) * dim]
 

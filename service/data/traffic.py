@@ -40,7 +40,7 @@ class TrafficFile:
 
     @property
     def scored(self) -> bool:
-        """Whether the lines have risks; all of them or none."""
+        """Return whether the lines have risks; all of them or none."""
         return self.rows[0].risk is not None
 
 
@@ -82,7 +82,6 @@ def read_traffic(path: Path, bundle_digest: str) -> TrafficFile:
 
 
 def _check(value: dict[str, Any], bundle_digest: str) -> Iterator[str]:
-    """Problems of one object."""
     yield from check_text(value, "group", required=False)
     if "risk" not in value or "prompt" in value or "messages" in value:
         yield from check_prompt(value)

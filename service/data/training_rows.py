@@ -23,12 +23,12 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.near_duplicates import near_duplicates
 from service.data.options import Labels
-from service.data.row_checks import check_row
-from service.data.rows import id_of, id_problem, objects, prompt_digest
+from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects, prompt_digest
 from service.errors import DataError
 
 Message = dict[str, str]
-STRATA = ("kind", "template", "form")
+FORM = "form"  # the key of a row that names its form
+STRATA = ("kind", "template", FORM)
 SHOWN = 60  # characters of a prompt that is named as an example
 REMARKED = 0.01  # share of rows from which on a likeness between named groups is remarked on
 
@@ -51,14 +51,14 @@ class Row:
 
     @property
     def question(self) -> str:
-        """What a judge is shown: the prompt, or the conversation."""
+        """Return what a judge is shown: the prompt, or the conversation."""
         if self.prompt is not None:
             return self.prompt
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages or ())
 
     @property
     def texts(self) -> list[str]:
-        """The prompt, or what each message of the conversation says."""
+        """Return the prompt, or what each message of the conversation says."""
         return [self.prompt] if self.prompt is not None else [message["content"] for message in self.messages or ()]
 
 
@@ -79,16 +79,16 @@ class Dataset:
 
     @property
     def origin(self) -> Dataset:
-        """The file that the user named."""
+        """Return the file that the user named."""
         return self if self.made_of is None else self.made_of
 
     @property
     def file_digest(self) -> str:
-        """Of all rows of the file."""
+        """Return the digest of all rows of the file."""
         return self.digest if self.part_of is None else self.part_of
 
     def part(self, places: Sequence[int]) -> Dataset:
-        """Some of the rows; the digest is of the whole and the places."""
+        """Return some of the rows; the digest is of the whole and the places."""
         return replace(
             self,
             rows=tuple(self.rows[place] for place in places),
@@ -99,22 +99,22 @@ class Dataset:
 
     @cached_property
     def applies(self) -> NDArray[np.bool_]:
-        """Whether each row asks for a fact: [N]."""
+        """Return whether each row asks for a fact: [N]."""
         return np.array([row.applies for row in self.rows], np.bool_)
 
     @property
     def asking(self) -> NDArray[np.int64]:
-        """The rows that ask for a fact, which alone have a label."""
+        """Return the rows that ask for a fact, which alone have a label."""
         return np.flatnonzero(self.applies)
 
     @property
     def others(self) -> NDArray[np.int64]:
-        """The rows that do not apply."""
+        """Return the rows that do not apply."""
         return np.flatnonzero(~self.applies)
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group number of each row, in order of first appearance: [N].
+        """Return the group number of each row, in order of first appearance: [N].
 
         Rows of one named group share a number, and so do rows with the same prompt: their readouts are equal, so a copy
         on the other side of a fold would leak the label.  So does a near-duplicate: where one of several has no group,
@@ -124,7 +124,7 @@ class Dataset:
 
     @property
     def remarks(self) -> list[str]:
-        """What to tell about near-duplicates: rows that were joined, and rows of named groups that were not."""
+        """Return what to say of near-duplicates: rows that were joined, and rows of named groups that were not."""
         return _remarks(self.rows, self.alike)
 
 
@@ -141,7 +141,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     first: dict[str, int] = {}
     numbered: set[int] = set()
     for line, value in objects(path, problems):
-        of_line = [f"line {line}: {problem}" for problem in check_row(value, labels)]
+        of_line = [f"line {line}: {problem}" for problem in _check_row(value, labels)]
         problems += of_line
         if of_line:
             continue
@@ -177,8 +177,45 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     return dataset
 
 
+def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
+    """Yield problems of one object; ``labels`` says which of ``label`` and ``answers`` it must have."""
+    yield from check_id(value)
+    yield from check_text(value, "group", required=False)
+    yield from check_prompt(value)
+    applies = value.get("applies", True)
+    if not isinstance(applies, bool):
+        yield f"'applies' must be true or false, found {json.dumps(applies)[:60]}"
+    elif not applies:
+        for key in ("label", "answers"):
+            if key in value:
+                yield f'has {key!r} and "applies": false: what asks for no fact has no right answer, remove one'
+    else:
+        yield from _check_label(value) if labels == "given" else _check_answers(value)
+
+
+def _check_label(value: dict[str, Any]) -> Iterator[str]:
+    if "label" not in value:
+        cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
+        yield f"'label' is missing{cure}"
+    elif type(value["label"]) is not int or value["label"] not in (0, 1):
+        yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
+
+
+def _check_answers(value: dict[str, Any]) -> Iterator[str]:
+    answers = value.get("answers")
+    if "answers" not in value:
+        cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
+        yield f"'answers' is missing{cure}"
+    elif not isinstance(answers, list) or not answers:
+        yield "'answers' must be a non-empty list of strings"
+    elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
+        yield "'answers' must hold non-empty strings only"
+    elif any("\ud800" <= char <= "\udfff" for answer in answers for char in answer):
+        yield "'answers' has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
+
+
 def _answers(value: dict[str, Any]) -> tuple[str, ...]:
-    """The accepted answers, also of a row that has its label: they tell whether a passage states one."""
+    """Return the accepted answers, also of a row that has its label: they tell whether a passage states one."""
     answers = value.get("answers")
     if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
         return ()
@@ -186,7 +223,7 @@ def _answers(value: dict[str, Any]) -> tuple[str, ...]:
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
-    """Problems with the classes: one is missing, or has fewer groups than folds.  label [N], group [N]."""
+    """Return problems with the classes: one is missing, or has fewer groups than folds.  label [N], group [N]."""
     problems = []
     for value, name in ((1, "factual (label 1)"), (0, "hallucinated (label 0)")):
         count = len(set(group[label == value].tolist()))
@@ -201,7 +238,7 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
 
 
 def missing_groups(dataset: Dataset, folds: int) -> list[str]:
-    """``class_problems`` of a file's own labels."""
+    """Return ``class_problems`` of a file's own labels."""
     asking = dataset.asking
     label = np.array([dataset.rows[place].label for place in asking.tolist()], np.int64)
     return class_problems(label, dataset.groups[asking], folds)
@@ -247,7 +284,7 @@ def check_disjoint(train: Dataset, test: Dataset) -> None:
 
 
 def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Numbers of the groups after joining those that share a prompt, or what ``alike`` joins to a row without group."""
+    """Return group numbers after joining those that share a prompt, or what ``alike`` joins to a row without group."""
     joined = DisjointSet(row.prompt_digest for row in rows)
     for row in rows:
         if row.group:
@@ -262,7 +299,7 @@ def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDAr
 
 
 def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
-    """Places of the rows that share a number, two or more of them."""
+    """Return places of the rows that share a number, two or more of them."""
     found: dict[int, list[int]] = {}
     for place, number in enumerate(alike.tolist()):
         found.setdefault(number, []).append(place)
@@ -270,7 +307,7 @@ def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _without_group(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[list[int]]:
-    """Those of ``_sets`` in which a row has no group."""
+    """Return those of ``_sets`` in which a row has no group."""
     return [places for places in _sets(alike) if not all(rows[place].group for place in places)]
 
 
@@ -297,12 +334,12 @@ def _remarks(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[str]:
 
 
 def _shown(row: Row) -> str:
-    """The end of what a row asks, as an example."""
+    """Return the end of what a row asks, as an example."""
     return json.dumps(" ".join(row.texts[-1].split())[-SHOWN:], ensure_ascii=False)
 
 
 def _across(rows: list[Row]) -> Iterator[str]:
-    """Problems between rows: the same prompt and group with both labels, or once as a row that does not apply."""
+    """Yield problems between rows: the same prompt and group with both labels, or once as a row that does not apply."""
     seen: dict[tuple[bytes, str], Row] = {}
     for row in rows:
         other = seen.setdefault((row.prompt_digest, row.group), row)

@@ -1,21 +1,26 @@
 """The demonstration model's facts, how often training states each, and the groups that separate training from test.
 
 Every choice is a hash of a name, so the world is the same everywhere; a training seed changes only the order of the
-documents and the initial weights.
+documents and the initial weights.  ``assets/ATTRIBUTION.md`` names the three public sources of the facts, and how the
+rows were selected from them.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from service.demo.facts import Facts, load_facts
+from service.demo import ASSETS
 
 SPLITS = (("train", 0.50), ("dev", 0.20), ("test", 0.30))
 UNSTATED_SHARE = 0.08  # facts that no document states
@@ -44,6 +49,66 @@ calcium iron nickel copper zinc silver tin iodine platinum gold mercury lead ura
 ARTICLE = ("United ", "Netherlands", "Philippines", "Bahamas", "Gambia", "Maldives", "Seychelles", "Central African")
 
 
+FACTS_FILE = ASSETS / "facts.json.gz"
+
+
+@dataclass(frozen=True)
+class City:
+    """A city.  `countries`: codes of all countries with a place of this name, this city's own first."""
+
+    name: str
+    countries: tuple[str, ...]
+    population: int
+
+
+@dataclass(frozen=True)
+class Country:
+    """A country or territory. `population` is the sum over its GeoNames places of at least 15,000 people."""
+
+    code: str
+    name: str
+    capitals: tuple[str, ...]
+    continent: str
+    region: str
+    currencies: tuple[str, ...]
+    languages: tuple[str, ...]
+    population: int
+
+
+@dataclass(frozen=True)
+class Element:
+    """A chemical element; `name` is in lower case, as inside a sentence."""
+
+    name: str
+    symbol: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All facts.  `villages` are names of real small places; no fact is about them."""
+
+    cities: tuple[City, ...]
+    countries: tuple[Country, ...]
+    elements: tuple[Element, ...]
+    villages: tuple[str, ...]
+
+
+def load_facts(path: Path = FACTS_FILE) -> Facts:
+    """Return the facts of the committed asset."""
+    data: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+
+    def row(entry: dict[str, Any]) -> dict[str, Any]:
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+
+    return Facts(
+        cities=tuple(City(**row(c)) for c in data["cities"]),
+        countries=tuple(Country(**row(c)) for c in data["countries"]),
+        elements=tuple(Element(**row(e)) for e in data["elements"]),
+        villages=tuple(data["villages"]),
+    )
+
+
 @dataclass(frozen=True)
 class Fact:
     """One fact: `kind` names the relation, `answers` the accepted answers (documents state the first)."""
@@ -59,7 +124,7 @@ class Fact:
 
     @property
     def key(self) -> str:
-        """KIND:SUBJECT, unique."""
+        """Return KIND:SUBJECT, unique."""
         return f"{self.kind}:{self.subject}"
 
 
@@ -72,13 +137,13 @@ class World:
 
 
 def uniform(*parts: str) -> float:
-    """A number in (0, 1), determined by ``parts`` alone."""
+    """Return a number in (0, 1), determined by ``parts`` alone."""
     digest = hashlib.blake2b("\x1f".join(parts).encode("utf-8"), digest_size=8).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2.0**64
 
 
 def split_of(group: str) -> str:
-    """The split of a group: about half train, a fifth dev, the rest test."""
+    """Return the split of a group: about half train, a fifth dev, the rest test."""
     position, edge = uniform("split", group), 0.0
     for name, share in SPLITS:
         edge += share
@@ -88,7 +153,7 @@ def split_of(group: str) -> str:
 
 
 def _group_names(facts: Facts) -> dict[str, str]:
-    """A country, its capitals and all cities of that name form a group, named by its first node; so do namesakes."""
+    """Return groups by first node: a country, its capitals and all cities of that name and namesakes form one."""
     groups: DisjointSet[str] = DisjointSet()
     for country in facts.countries:
         groups.add(node := "country:" + country.code)
@@ -99,7 +164,7 @@ def _group_names(facts: Facts) -> dict[str, str]:
 
 
 def with_article(name: str) -> str:
-    """A country's name as it stands inside a sentence ("the United States")."""
+    """Return a country's name as it stands inside a sentence ("the United States")."""
     return f"the {name}" if name.startswith(ARTICLE) or name.endswith((" Islands", " Republic")) else name
 
 
@@ -172,7 +237,7 @@ def build_world() -> World:
 
 
 def _with_exposures(facts: list[Fact]) -> list[Fact]:
-    """Weights to whole numbers of documents: the mean per kind is fixed, fractions are rounded by a hash."""
+    """Return facts with whole numbers of documents: the mean per kind is fixed, fractions are rounded by a hash."""
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for fact in facts:

@@ -1,6 +1,6 @@
 """A bundle's sample: held-out questions with their accepted answers, so that a stranger can see what the risk is worth.
 
-``train`` draws it before any risk is known (service.trainer.sample) and keeps it in evaluation.json.
+``train`` draws it before any risk is known (service.trainer.training_set) and keeps it in evaluation.json.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def train(
         report: Takes the lines of progress; the default writes them to standard error.
         probe: What ``publish`` publishes; None: fitted on the rows.
         options: Any other field of ``service.trainer.options.TrainOptions``, such as ``test``, ``judge``, ``seeds``,
-            ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``: "mixture" of all forms of conversation, the
-            default where labels are not given, "none" for the rows as they are, or names.
+            ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``; as of ``hallutracer train``, except that ``seeds``
+            may also be the seeds themselves, and ``forms`` several names.
 
     Raises:
         DataError: Rows are at fault, by line number.
@@ -151,18 +151,13 @@ def train(
     >>> trained.own.low < trained.own.auroc < trained.own.high
     True
     """
-    from service.readout import Site
-    from service.trainer.options import TrainOptions, parse_forms
+    from service.trainer.options import TrainOptions
 
     folder = Path(run_dir) if run_dir is not None else Path("runs") / name
-    if "readout" in options:
-        options["readout"] = Site(options["readout"])
-    if isinstance(options.get("forms"), str):
-        options["forms"] = parse_forms(options["forms"])
-    for field_ in ("test", "data"):
-        if isinstance(options.get(field_), str):
-            options[field_] = Path(options[field_])
-    wanted = TrainOptions(data=rows_file(rows, folder), name=name, run_dir=folder, labels=labels, **options)
+    if not isinstance(options.get("forms", ""), str):
+        options["forms"] = ",".join(options["forms"]) or "none"
+    options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
+    wanted = TrainOptions(name=name, data=(str(rows_file(rows, folder)),), run_dir=folder, labels=labels, **options)
     chosen = engine or Engine()
     return run_training(
         wanted,
@@ -210,8 +205,9 @@ def publish(
     ('mine:1', True)
     """
     fitted: dict[str, Any] = {
-        "c": probe.C, "c_grid": probe.c_grid, "logit_scale": probe.logit_scale, "class_balance": probe.class_balance,
-        "folds": probe.folds, "inner_folds": probe.inner_folds, "seeds": probe.seeds,
+        "c": None if probe.C == "auto" else probe.C, "c_grid": probe.c_grid, "logit_scale": probe.logit_scale,
+        "class_balance": probe.class_balance, "folds": probe.folds, "inner_folds": probe.inner_folds,
+        "seeds": probe.seeds,
         "readout": "attention_head" if len(probe.shape_) == 3 else "residual_stream",
     }  # fmt: skip
     return train(rows, name, model, probe=probe, **fitted, **options)
@@ -273,17 +269,17 @@ def run_training(
 
     bundle = run(
         options,
-        lambda: load_engine(engine, rows=[options.readout], threads=threads, report=report),
+        lambda: load_engine(engine, rows=[options.site], threads=threads, report=report),
         store,
         console=console,
         probe=probe,
     )
-    return Trained(bundle, options.run_dir, store.where, figures_of(bundle.evaluation()))
+    return Trained(bundle, options.folder, store.where, figures_of(bundle.evaluation()))
 
 
 def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
     """From a bundle's evaluation.json; () where it was trained without an evaluation."""
-    from service.trainer.card import SIGNALS
+    from service.trainer.cards import SIGNALS
 
     crossed = evaluation.get("cross_validation")
     if crossed is None:

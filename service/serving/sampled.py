@@ -54,7 +54,7 @@ async def ask(scorer: Scorer, sample: Sample, number: int, threshold: float | No
     sampling = Sampling(max_tokens=sample.max_tokens)
     report = await scorer.last_report(scorer.render(question.prompt), OBSERVE.at(threshold), sampling)
     assert report.completion is not None
-    judge = make_judge(JudgeOptions(name="exact" if sample.judge == "exact" else "contains"))
+    judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
     abstains = re.compile(sample.abstain_pattern)
     verdict = verdict_on(report.completion.text, question.prompt, question.answers, judge, abstains)
     return Answered(question, report, VERDICTS[verdict])

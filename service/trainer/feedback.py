@@ -11,7 +11,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from probes_store.manifest import PROBES
 from probes_store.records import Recalibration
 from probes_store.store import Store
 from service.errors import TrainingError
-from service.feedback.databases import Location
+from service.feedback.databases import location
 from service.feedback.rows import CONTINUE
 from service.feedback.statements import LabelledAnswer, read_answers
 from service.fitting.nested_cv import rounded
@@ -36,37 +35,22 @@ from service.fitting.prior_shift import (
 )
 from service.fitting.recalibration import MapFit, choose_map
 from service.risk import served_risk
-from service.trainer.feedback_card import CAUTION, feedback_lines
-from service.trainer.ledger import Marks, seen_by
-from service.trainer.options import Console, ThresholdRule
-from service.trainer.recalibrated import Learnt, check_not_recalibrated, prior_of, recalibrated
-from service.trainer.recalibration_card import table
-from service.trainer.record import read_risks
+from service.trainer.cards import CAUTION, candidates_table, feedback_lines
+from service.trainer.new_rows import Marks, seen_by
+from service.trainer.options import Console, RecalibrateOptions
+from service.trainer.publish import read_risks
+from service.trainer.recalibrate import check_not_recalibrated, prior_of, recalibrated
 
 Floats = NDArray[np.floating]
 LEAST_LABELLED = 20  # prompts of each class; fewer and the folds' maps are noise
 LEAST_TRAFFIC = 100  # answers, for an estimate without labels
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeedbackOptions:
-    """One recalibration by feedback."""
-
-    bundle: str
-    feedback: Location
-    name: str | None = None  # of the new bundle; None: the same, one version on
-    trained_on: tuple[Path, ...] = ()  # the bundle's own rows, where it does not record them
-    threshold: ThresholdRule = "map"
-    allow_other_shift: bool = False  # use unlabelled answers although prior shift alone does not explain them
-    seed: int = 0
-    dry_run: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class FeedbackPlan:
     """The stored answers of a bundle's probes, and which of their labels are used."""
 
-    options: FeedbackOptions
+    options: RecalibrateOptions
     bundle: Bundle
     evaluation: dict[str, Any]
     answers: tuple[LabelledAnswer, ...]
@@ -76,11 +60,11 @@ class FeedbackPlan:
 
     @property
     def label(self) -> NDArray[np.int64]:
-        """Of the used answers, 1 factual: [k]."""
+        """Return the labels of the used answers, 1 factual: [k]."""
         return np.array([self.answers[place].label for place in self.used.tolist()], np.int64)
 
     def described(self) -> dict[str, Any]:
-        """Who was labelled: for evaluation.json, the card and the console."""
+        """Return who was labelled: for evaluation.json, the card and the console."""
         label, tenth = self.label, np.minimum((self.risk * 10).astype(np.int64), 9)
         answers = np.bincount(tenth, minlength=10)
         labelled = np.bincount(tenth[self.used], minlength=10)
@@ -103,17 +87,16 @@ class FeedbackPlan:
         }  # fmt: skip
 
 
-def plan_feedback(options: FeedbackOptions, store: Store) -> FeedbackPlan:
+def plan_feedback(bundle: Bundle, options: RecalibrateOptions) -> FeedbackPlan:
     """Read the feedback and sort out what can be used.
 
     Raises FeedbackUnavailable, TrainingError for too few labels and for a bundle that cannot be recalibrated, DataError
-    for a training file, and what the store raises.
+    for a training file.
     """
-    bundle = store.load(options.bundle)
     evaluation, signals = bundle.evaluation(), bundle.manifest.signals
     check_not_recalibrated(bundle, evaluation)
     seen = frozenset[str]().union(*(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on)))
-    database = options.feedback.open(create=False)
+    database = location(options.feedback).open(create=False)
     try:
         found = read_answers(database, bundle.manifest.files[PROBES].sha256)
     finally:
@@ -121,7 +104,8 @@ def plan_feedback(options: FeedbackOptions, store: Store) -> FeedbackPlan:
     answers = tuple(answer for answer in found if all(name in answer.signals for name in signals))
     if not answers:
         raise TrainingError(
-            f"{options.feedback} holds no answer that the probes of {bundle.reference} scored", param="feedback"
+            f"{location(options.feedback)} holds no answer that the probes of {bundle.reference} scored",
+            param="feedback",
         )
     matrix = np.array([[answer.signals[name] for name in signals] for answer in answers], np.float64)
     judged = [place for place, answer in enumerate(answers) if answer.label is not None]
@@ -145,13 +129,15 @@ def plan_feedback(options: FeedbackOptions, store: Store) -> FeedbackPlan:
     return made
 
 
-def recalibrate_by_feedback(options: FeedbackOptions, store: Store, *, console: Console) -> Bundle | None:
+def recalibrate_by_feedback(
+    bundle: Bundle, options: RecalibrateOptions, store: Store, *, console: Console
+) -> Bundle | None:
     """Publish a version whose risk follows the feedback; None for a dry run, and where no map does better.
 
     Raises what ``plan_feedback`` raises.
     """
-    made = plan_feedback(options, store)
-    bundle, described = made.bundle, made.described()
+    made = plan_feedback(bundle, options)
+    described = made.described()
     (groups,) = number_together([made.answers[place].mark for place in made.used.tolist()])
     console.print(f"{len(made.answers)} answers of the probes of {bundle.reference}, {len(made.used)} with a label "
                   f"that is used, of {len(np.unique(groups))} prompts")  # fmt: skip
@@ -164,22 +150,13 @@ def recalibrate_by_feedback(options: FeedbackOptions, store: Store, *, console: 
     store.check_writable()
     label, risk = made.label, made.risk[made.used]
     choice = choose_map(label, risk, groups, prior_fit, options.seed)
-    console.print(table(choice))
+    console.print(candidates_table(choice))
     if choice.chosen.map is None:
         console.print("nothing was published: no recalibration is better than the risk as it is beyond chance")
         return None
     rows = [made.answers[place] for place in made.used.tolist()]
-    learnt = Learnt(
-        bundle=bundle,
-        evaluation=made.evaluation,
-        label=label,
-        risk=risk,
-        group=groups,
-        choice=choice,
-        rule=options.threshold,
-        seed=options.seed,
-        name=options.name,
-        data={
+    record = {
+        "data": {
             "file": "feedback",
             "digest": _digest(rows),
             "rows": len(rows),
@@ -188,12 +165,12 @@ def recalibrate_by_feedback(options: FeedbackOptions, store: Store, *, console: 
             "left_out": sum(made.left_out.values()),
             "groups": len(np.unique(groups)),
         },
-        labels="feedback",
-        judge=None,
-        spent=Marks(frozenset(row.mark for row in rows), frozenset()),
-        more={"feedback": rounded(described)},
-    )
-    published = store.publish(recalibrated(learnt))
+        "labels": "feedback",
+        "judge": None,
+        "spent": Marks(frozenset(row.mark for row in rows), frozenset()).document(),
+        "feedback": rounded(described),
+    }
+    published = store.publish(recalibrated(bundle, made.evaluation, options, choice, (label, risk, groups), record))
     console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")
     name = published.manifest.name
     if "production" not in store.aliases(name):
@@ -207,7 +184,7 @@ def recalibrate_by_feedback(options: FeedbackOptions, store: Store, *, console: 
 
 
 def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> MapFit | None:
-    """The candidate that all answers give without labels, noted in ``described``; None, and the reason."""
+    """Return the candidate that all answers give without labels, noted in ``described``; None, and the reason."""
     options, prior = made.options, prior_of(made.bundle)
     (groups,) = number_together([answer.mark for answer in made.answers])
     traffic = Traffic(made.risk, groups)

@@ -1,71 +1,195 @@
-"""Rows that a published bundle has never seen: reading them, scoring them, and publishing the bundle anew."""
+"""Rows that a published bundle has never seen: which it has, reading and scoring others, and publishing it anew.
+
+A guarantee rests on rows that took part in nothing else, so evaluation.json keeps marks of all that a bundle was fitted
+and tested on, and of the sets that guarantees and recalibrations have spent: digests of the prompts, of their words of
+content and of the groups' names, no text.  A mark is 64 bits; that two of a million rows share one by chance has a
+probability of 3e-8.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, BundleDraft
-from probes_store.manifest import Manifest
+from probes_store.manifest import PROBES, Manifest
 from probes_store.records import OUTSIDE
 from probes_store.store import Store
 from probes_store.tensors import Golden
 from service.data.labels import check_answers
-from service.data.training_rows import Dataset, check_all_apply, read_dataset
-from service.errors import TrainingError
+from service.data.near_duplicates import content_of
+from service.data.rows import MARK_DIGITS, prompt_mark
+from service.data.training_rows import Dataset, Row, check_all_apply, read_dataset
+from service.errors import DataError, TrainingError
 from service.judging.uncertainty import distance
 from service.readout import Probes, Site
 from service.risk import served_risk
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import Preparation, PreparedData, trajectories
-from service.trainer.publish import served_signals
+from service.trainer.prepare import PreparedData, served_signals, trajectories
 
 QUESTION = "question.json"  # in the folder of the rows: what they were asked, once a label was looked at
+Options = TypeVar("Options", bound=NewRowsOptions)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Digests of the prompts and of the named groups of some rows."""
+
+    prompts: frozenset[str]  # of the prompts, and of the words that they ask by
+    groups: frozenset[str]
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> Marks:
+        """Return those of all rows, also of rows that were left out later, and of what rows in forms were made of.
+
+        Only groups of the user's own file count: in forms a row without one has its id as a group, which another file
+        may call a group of its own.
+        """
+        groups = {group_mark(row.group) for row in dataset.origin.rows if row.group}
+        rows = [*dataset.origin.rows, *(dataset.rows if dataset.made_of else ())]
+        prompts = {prompt_mark(row.prompt_digest) for row in rows} | {words_mark(row) for row in rows}
+        return cls(frozenset(prompts), frozenset(groups))
+
+    @classmethod
+    def read(cls, document: Mapping[str, str]) -> Marks:
+        """Return what ``document`` wrote."""
+        return cls(frozenset(document["prompts"].split()), frozenset(document["groups"].split()))
+
+    def document(self) -> dict[str, str]:
+        """Return evaluation.json's part: two texts, since a list would take a line for each mark."""
+        return {"prompts": " ".join(sorted(self.prompts)), "groups": " ".join(sorted(self.groups))}
+
+
+def group_mark(name: str) -> str:
+    """Return the mark of a group's name."""
+    return hashlib.blake2b(name.encode(), digest_size=MARK_DIGITS // 2).hexdigest()
+
+
+def words_mark(row: Row) -> str:
+    """Return the mark of a row's words of content, which a copy in another case, order or punctuation has too."""
+    words, digits = content_of("\n".join(row.texts))
+    return group_mark(json.dumps([sorted(words), digits]))
+
+
+def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[str]) -> Iterator[tuple[str, Marks]]:
+    """Yield the rows that a bundle was fitted and tested on, each set with what it is called.
+
+    A bundle of an older trainer records only the digests of its files: ``trained_on`` must name them.
+    Raises TrainingError naming the file that is wanted, and DataError.
+    """
+    recorded = evaluation.get("rows_seen", {})
+    for what, marks in recorded.items():
+        yield f"the {what} rows of {bundle.manifest.name}", Marks.read(marks)
+    files = [read_dataset(Path(path), bundle.manifest.training.labels, folds=None) for path in trained_on]
+    for dataset in files:
+        yield str(dataset.path), Marks.of(dataset)
+    wanted = {} if recorded else {"training": bundle.manifest.training.data_digest}
+    if not recorded and evaluation.get("held_out"):
+        wanted["held-out"] = evaluation["held_out"]["digest"]
+    for what, digest in wanted.items():
+        if digest not in {dataset.digest for dataset in files}:
+            raise TrainingError(
+                f"{bundle.reference} does not record which rows it has seen, so nobody could tell whether these "
+                f"rows are new: name its {what} file ({digest}) with --trained-on",
+                param="trained_on",
+            )
+
+
+def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str, Any]]]:
+    """Return every guarantee and recalibration of these probes: which, the first version with it, its record."""
+    probes = bundle.manifest.files[PROBES].sha256
+    found: dict[tuple[str, str], tuple[str, Bundle, dict[str, Any]]] = {}
+    for summary in store.list():
+        if summary.manifest is None or summary.manifest.files[PROBES].sha256 != probes:
+            continue
+        version = store.load(summary.reference)
+        evaluation = version.evaluation()
+        for what in ("calibration", "recalibration"):
+            for record in evaluation.get(f"{what}s", []):
+                found.setdefault((what, record["data"]["digest"]), (what, version, record))
+    return list(found.values())
+
+
+def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
+    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line.
+
+    So is a row without a group that has the words of content of one already seen.
+    """
+    problems = []
+    for row in dataset.rows:
+        for what, marks in seen:
+            if prompt_mark(row.prompt_digest) in marks.prompts:
+                problems.append(f"line {row.line}: its prompt is among {what}")
+            elif row.group and group_mark(row.group) in marks.groups:
+                problems.append(f"line {row.line}: its group is among {what}")
+            elif not row.group and words_mark(row) in marks.prompts:
+                problems.append(f"line {row.line}: it asks in other words what is among {what}")
+            else:
+                continue
+            break
+    if problems:
+        raise DataError(str(dataset.path), problems)
 
 
 @dataclass(frozen=True, eq=False)
-class NewRows:
+class NewRows(Generic[Options]):
     """A bundle and a file of rows for it; whether they are new to it is not checked yet."""
 
     bundle: Bundle
     evaluation: dict[str, Any]
     dataset: Dataset
-    preparation: Preparation
+    options: Options  # filled in by what the bundle records
 
     @property
     def folder(self) -> str:
-        """Of the rows, in the run folder: calibration and recalibration share it, so that neither hides the other."""
+        """Return the rows' folder in the run: guarantee and recalibration share it, so that neither hides the other."""
         return f"calibration-{self.dataset.digest.removeprefix('sha256:')[:12]}"
 
+    @property
+    def question(self) -> Path:
+        """Return the file that says what these rows were asked."""
+        return self.options.folder / self.folder / QUESTION
 
-def read_new_rows(options: NewRowsOptions, data: Path, store: Store, *, folds: int | None = None) -> NewRows:
+    @property
+    def site(self) -> Site:
+        """Return what the bundle's probes read."""
+        return Site(self.bundle.manifest.readout.site)
+
+    @property
+    def judge(self) -> str | None:
+        """Return the record of the judge of generated labels."""
+        return self.options.judged_by if self.options.answers == "generate" else None
+
+
+def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int | None = None) -> NewRows[Options]:
     """Check everything that needs no model; ``folds`` as in ``read_dataset``.
 
     Raises DataError, TrainingError, and what the store raises.
     """
-    bundle = store.load(options.bundle)
-    name, training = options.name or bundle.manifest.name, bundle.manifest.training
-    if name == bundle.manifest.name and not store.is_own(bundle.path):
+    options.check()
+    options = options.of(bundle.manifest.name, bundle.manifest.training)
+    if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
         raise TrainingError(
             f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish under another "
             "name (--new-name)",
             param="name",
         )
-    preparation = options.preparation(training.labels, training.judge, Site(bundle.manifest.readout.site))
-    dataset = read_dataset(data, preparation.labels, folds=folds)
+    dataset = read_dataset(options.file, options.answers, folds=folds)
     check_all_apply(dataset)
-    if preparation.labels == "generate":
-        check_answers(dataset, preparation.judge)
-    return NewRows(bundle, bundle.evaluation(), dataset, preparation)
+    if options.answers == "generate":
+        check_answers(dataset, options)
+    return NewRows(bundle, bundle.evaluation(), dataset, options)
 
 
 def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = False) -> NDArray[np.float64]:
-    """The bundle's risk of each labelled row, as it would be served: [n].
+    """Return the bundle's risk of each labelled row, as it would be served: [n].
 
     With ``withhold_outside`` 1 for a prompt outside training, where a policy that says nothing withholds these
     (``Scorer.withholds_outside``).
@@ -91,7 +215,7 @@ def draft_of(
     golden: Golden | None = None,
     plots: Mapping[str, bytes] | None = None,
 ) -> BundleDraft:
-    """The bundle's probes and plots with another manifest, evaluation and card; ``plots`` are further ones."""
+    """Return the bundle's probes and plots with another manifest, evaluation and card; ``plots`` are further ones."""
     own = {
         name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in bundle.manifest.files if "/" in name
     }

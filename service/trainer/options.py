@@ -1,48 +1,65 @@
-"""The options of a training run, and of a calibration."""
+"""The options of training, guarantee and recalibration: the commands take these dataclasses as they are.
 
-from __future__ import annotations
+Importing them is cheap: the command line does so for its help.
+"""
 
 import math
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar, cast, get_args
 
-from joblib import cpu_count
+from cyclopts import Group, Parameter
 
-from probes_store.manifest import Signal
-from service.data.forms.registry import chosen
-from service.data.options import ABSTAIN, BATCH_ROWS, JudgeName, JudgeOptions, Labels, TrainingLabels
-from service.data.sampled_answers import SampleOptions
+from probes_store.manifest import Signal, TrainingRecord
+from service.data.options import (
+    BATCH_ROWS,
+    DRY_RUN,
+    PYTHON,
+    BatchRows,
+    Data,
+    GeneratedLabels,
+    JudgeName,
+    JudgeOptions,
+    LabelOptions,
+    Labels,
+    RunDir,
+    SampleOptions,
+    Samples,
+    Seed,
+)
 from service.errors import HalluTracerError, TrainingError
 from service.fitting import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
-from service.fitting.estimator import DepthMeanProbe
-from service.fitting.thresholds import GateRule, Target, WrongCosts
 from service.readout import Site
-from service.trainer.prepare import Preparation
+from service.settings import DATABASE, Range, option, section
+
+if TYPE_CHECKING:
+    from service.fitting.estimator import DepthMeanProbe
+    from service.fitting.thresholds import GateRule
 
 MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
+SIGNALS: dict[str, tuple[Signal, ...]] = {
+    "depth_mean": (DEPTH_MEAN,),
+    "depth_mean,first_token": (DEPTH_MEAN, *FIRST_TOKEN),
+}
 ThresholdRule = Literal["map", "keep"]
+_FITS = Group("Fits and folds", sort_key=40)
+_GUARANTEE = Group("Guarantee", sort_key=36)
 
 
-def parse_signals(text: str) -> tuple[Signal, ...]:
-    """``depth_mean`` or ``depth_mean,first_token`` from the command line -> the manifest's names."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if parts == [DEPTH_MEAN]:
-        return (DEPTH_MEAN,)
-    if sorted(parts) == [DEPTH_MEAN, "first_token"]:
-        return (DEPTH_MEAN, *FIRST_TOKEN)
-    raise TrainingError(f"signals must be 'depth_mean' or 'depth_mean,first_token', not {text!r}", param="signals")
+Made = TypeVar("Made", bound="NewRowsOptions")
 
 
-def parse_forms(text: str | None) -> tuple[str, ...] | None:
-    """``none``, ``mixture``, or names of forms with commas, from the command line -> ``TrainOptions.forms``."""
-    if text is None:
-        return None
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not names:
-        raise TrainingError("forms is empty: none, mixture, or names of forms with commas", param="forms")
-    return () if names == ("none",) else names
+def made_of(kind: type[Made], options: object, **changes: Any) -> Made:
+    """Return options of ``kind`` with the fields that ``options`` has, too, and with ``changes``."""
+    shared = {one.name: getattr(options, one.name) for one in fields(kind) if hasattr(options, one.name)}
+    return kind(**shared | changes)
+
+
+def one_file(data: tuple[str, ...]) -> Path:
+    """Return the one file that is named.  Raises TrainingError."""
+    if len(data) != 1:
+        raise TrainingError("name one JSONL file", param="data")
+    return Path(data[0])
 
 
 class Console(Protocol):
@@ -52,179 +69,287 @@ class Console(Protocol):
         """Print a line."""
 
 
-@dataclass(frozen=True)
-class PromiseOptions:
-    """What is promised, on which rows.  Raises TrainingError for an invalid value."""
+@section("Fits and folds", 40)
+@dataclass(frozen=True, kw_only=True)
+class FoldOptions:
+    """How probes are fitted and cross-validated."""
 
-    data: Path  # JSONL rows that took part in nothing else
-    alphas: tuple[float, ...] = (0.1,)  # the first one that a threshold qualifies for is served
-    delta: float = 0.05  # split evenly among the alphas
-    seed: int = 0  # of the order of the rows
-    publish_closed: bool = False  # where no threshold qualifies: publish a gate that answers nothing
+    seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS)] = (
+        3  # from Python also a tuple, the seeds themselves
+    )
+    folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2), group=_FITS)] = 5
+    c: Annotated[
+        float | None,
+        option("Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
+               limits=Range(positive=True), group=_FITS),
+    ] = None  # fmt: skip
+    jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0), group=_FITS)] = 0
+    batch_rows: Annotated[BatchRows, Parameter(group=_FITS)] = BATCH_ROWS  # of the run's identity, as padding rounds
 
-    def __post_init__(self) -> None:
-        """Check values, not types."""
-        fine = all(0 < alpha < 1 for alpha in self.alphas) and len(set(self.alphas)) == len(self.alphas) > 0
-        if not fine:
-            raise TrainingError(f"alpha must be distinct numbers between 0 and 1, not {self.alphas}", param="alpha")
-        if not 0 < self.delta < 1:
-            raise TrainingError(f"delta must be a number between 0 and 1, not {self.delta}", param="delta")
-        if self.seed < 0:
-            raise TrainingError(f"seed must be 0 or more, not {self.seed}", param="seed")
-
-    def of(self, reference: str, training: TrainOptions) -> CalibrateOptions:
-        """The calibration of the bundle that a training run has just published, labelled as its rows were."""
-        return CalibrateOptions(
-            **vars(self),
-            bundle=reference,
-            run_dir=training.run_dir,
-            labels=training.answers,
-            judge=training.judge,
-            abstain_pattern=training.abstain_pattern,
-            max_new_tokens=training.max_new_tokens,
-            batch_rows=training.batch_rows,
-        )
+    @property
+    def shuffles(self) -> tuple[int, ...]:
+        """Return the seeds, one for each shuffle of the folds."""
+        given = cast("int | tuple[int, ...]", self.seeds)
+        return tuple(range(given)) if isinstance(given, int) else given
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewRowsOptions:
+class ConfidenceOptions:
+    """What a guaranteed threshold keeps, and how surely."""
+
+    alpha: Annotated[
+        str,
+        option("Largest share of hallucinations among the answered question groups, counted equally; several with "
+               "commas, of which the first that a threshold qualifies for is served.", group=_GUARANTEE),
+    ] = "0.1"  # fmt: skip
+    delta: Annotated[
+        float,
+        option("Probability of calibration rows that mislead, split evenly among the alphas.", limits=Range(1e-9, 0.5),
+               group=_GUARANTEE),
+    ] = 0.05  # fmt: skip
+    publish_closed: Annotated[
+        bool, option("Where no threshold qualifies, publish a gate that answers nothing.", group=_GUARANTEE)
+    ] = False
+
+    def check(self) -> None:
+        """Raise TrainingError for an invalid alpha or delta."""
+        try:
+            alphas = self.alphas
+        except ValueError:
+            alphas = ()
+        if not alphas or not all(0 < one < 1 for one in alphas) or len(set(alphas)) < len(alphas):
+            raise TrainingError(f"alpha must be one or more distinct numbers between 0 and 1, not {self.alpha!r}",
+                                param="alpha")  # fmt: skip
+        if not 0 < self.delta < 1:
+            raise TrainingError(f"delta must be a number between 0 and 1, not {self.delta}", param="delta")
+
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        """Return the numbers of ``alpha``."""
+        return tuple(float(part) for part in self.alpha.split(","))
+
+
+@section("New rows", 5)
+@dataclass(frozen=True, kw_only=True)
+class NewRowsOptions(JudgeOptions, LabelOptions):
     """Rows that a published bundle has never seen, and what is published from them."""
 
-    bundle: str  # its reference
-    run_dir: Path  # readouts and answers; resumes from here
-    name: str | None = None  # of the new bundle; None: the same, one version on
-    trained_on: tuple[Path, ...] = ()  # the bundle's own rows, where it does not record them
-    labels: Labels | None = None  # None: as the bundle's own rows were labelled
-    judge: JudgeOptions | None = None  # None: the judge that the bundle records
-    abstain_pattern: str = ABSTAIN
-    max_new_tokens: int = 48
-    batch_rows: int = BATCH_ROWS
-    dry_run: bool = False  # say what would be done, and look at no label
+    data: Data = ()
+    labels: GeneratedLabels = None
+    new_name: Annotated[
+        str | None, option("Name to publish under.  Default: the bundle's own, as its next version.")
+    ] = None
+    trained_on: Annotated[
+        tuple[str, ...],
+        option("The bundle's own training and held-out files, repeatable: for bundles that do not record which rows "
+               "they have seen."),
+        Parameter(metavar="FILE"),
+    ] = ()  # fmt: skip
+    seed: Seed = 0
+    dry_run: Annotated[bool, DRY_RUN] = False
+    batch_rows: BatchRows = BATCH_ROWS
+    run_dir: RunDir = None
 
-    def preparation(self, labels: Labels, judged_by: str | None, site: Site) -> Preparation:
-        """How the rows become readouts and labels; the arguments are what the bundle records of its training.
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value, and for what belongs to training."""
+        super().check()
+        _ = self.file
+        if self.labels == "sample":
+            raise TrainingError("labels are of greedy answers here: given or generate", param="labels")
+        if self.prompt_format != "auto":
+            raise TrainingError("prompt_format is that of the bundle's training rows", param="prompt_format")
+
+    @property
+    def file(self) -> Path:
+        """Return the file of the rows.  Raises TrainingError without one."""
+        return one_file(self.data)
+
+    @property
+    def answers(self) -> Labels:
+        """Return where the labels are from."""
+        return "generate" if self.labels == "generate" else "given"
+
+    @property
+    def folder(self) -> Path:
+        """Return the run folder."""
+        return self.run_dir or Path("runs") / (self.new_name or "")
+
+    def of(self, name: str, training: TrainingRecord) -> Self:
+        """Return the options with what they leave open filled in from the record of the bundle ``name``.
 
         Raises TrainingError where a judge is needed that the record does not describe wholly.
         """
-        judge, wanted = self.judge, self.labels or labels
-        if judge is None:
-            described, _, pattern = (judged_by or "contains").partition(" of ")
-            judge = JudgeOptions(cast(JudgeName, described.partition(":")[0]), answer_pattern=pattern)
-            if wanted == "generate" and judged_by is not None and judge.described() != judged_by:
-                raise TrainingError(f"the answers were judged by {judged_by!r}: name the judge", param="judge")
-        return Preparation(
-            run_dir=self.run_dir,
-            readout=site,
-            sites=(site,),
-            labels=wanted,
-            judge=judge,
-            abstain_pattern=self.abstain_pattern,
-            max_new_tokens=self.max_new_tokens,
-            batch_rows=self.batch_rows,
-        )
+        labels = self.labels or training.labels
+        filled = replace(self, labels=labels, new_name=self.new_name or name)
+        if self.judge is not None:
+            return filled
+        described, _, pattern = (training.judge or "contains").partition(" of ")
+        kind = described.partition(":")[0]
+        if kind == "openai":
+            if labels == "generate":
+                raise TrainingError(f"the answers were judged by {training.judge!r}: name the judge", param="judge")
+            return filled
+        filled = replace(filled, judge=cast(JudgeName, kind), answer_pattern=pattern)
+        if labels == "generate" and training.judge is not None and filled.judged_by != training.judge:
+            raise TrainingError(f"the answers were judged by {training.judge!r}: name the judge", param="judge")
+        return filled
 
 
+@section("New rows", 5)
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(PromiseOptions, NewRowsOptions):
-    """One calibration of a published bundle."""
+class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
+    """One guarantee for a threshold of a published bundle."""
+
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value of either part."""
+        ConfidenceOptions.check(self)
+        NewRowsOptions.check(self)
 
 
+_RECALIBRATION = Group("Recalibration", sort_key=6)
+
+
+@section("New rows", 5)
 @dataclass(frozen=True, kw_only=True)
 class RecalibrateOptions(NewRowsOptions):
-    """One recalibration of a published bundle for another base rate."""
+    """One recalibration of a published bundle for another base rate; ``data`` are drawn at random from the traffic."""
 
-    data: Path  # labelled JSONL rows, drawn at random from the traffic
-    traffic: Path | None = None  # unlabelled: risks, or rows to be scored
-    threshold: ThresholdRule = "map"  # the same decisions; or the same number
-    allow_other_shift: bool = False  # use the traffic although prior shift alone does not explain it
-    seed: int = 0  # of folds and draws
+    feedback: Annotated[
+        str,
+        option("Instead of --data and --traffic: what a service kept with --feedback-db, the same file or URL.  Loads "
+               "no model.", metavar=DATABASE, group=_RECALIBRATION),
+    ] = ""  # fmt: skip
+    traffic: Annotated[
+        Path | None,
+        option("Unlabelled JSONL of the same traffic: risks as 'hallutracer score --output' writes them, or prompts to "
+               "be scored.", group=_RECALIBRATION),
+    ] = None  # fmt: skip
+    threshold_rule: Annotated[
+        ThresholdRule,
+        option("map: the threshold is carried along, so that the same prompts are flagged.  keep: the same number on "
+               "the new scale, right for a threshold by --wrong-costs: what a wrong answer costs has not changed, and "
+               "the new risk is a probability of your traffic.", group=_RECALIBRATION),
+    ] = "map"  # fmt: skip
+    allow_other_shift: Annotated[
+        bool,
+        option("Use the traffic although prior shift alone does not explain it, or although nobody can tell.",
+               group=_RECALIBRATION),
+    ] = False  # fmt: skip
+
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value, and for rows beside feedback."""
+        if not self.feedback:
+            super().check()
+        for name in ("data", "traffic", "labels"):
+            if self.feedback and getattr(self, name):
+                raise TrainingError("--feedback brings rows, labels and traffic of its own", param=name)
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """One training run.  Raises TrainingError for an invalid value, before anything is loaded."""
+@section("Training", 5)
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(ConfidenceOptions, FoldOptions, JudgeOptions, LabelOptions):
+    """One training run."""
 
-    data: Path  # JSONL rows, see data/training_rows.py
-    name: str  # the bundle's name
-    run_dir: Path  # readouts, answers and the progress journal; a run resumes from here
-    test: Path | None = None  # held-out rows, scored with the final bundle and used for nothing else
-    readout: Site = Site.ATTENTION_HEAD  # where a_l is taken (Eq. readout)
-    sites: tuple[Site, ...] = ()  # further sites to collect in the same pass, for diagnostics
-    logit_scale: LogitScale = "unit_norm"  # the paper's rule, or each L_l over its within-class training std
-    signals: tuple[Signal, ...] = (DEPTH_MEAN,)  # what the classifier reads; or (depth_mean, log_max_prob, entropy)
-    labels: TrainingLabels = "given"  # the rows' own, or the model's answers judged against the rows' `answers`
-    samples: int = 8  # only with labels="sample": answers of each prompt
-    temperature: float = 1.0  # only with labels="sample": of these answers
-    judge: JudgeOptions = JudgeOptions()  # not with labels="given"
-    abstain_pattern: str = ABSTAIN  # not with labels="given": such answers belong to neither class
-    max_new_tokens: int = 48  # not with labels="given": length of an answer
-    forms: tuple[str, ...] | None = None  # that questions are asked in; None: as ``wanted_forms``, (): as they are
-    prompt_format: Literal["auto", "chat", "text"] = "auto"  # how a bare `prompt` is rendered; auto: chat if it can
-    folds: int = 5  # outer folds of the evaluation, and of the cross-fit behind the final classifier
-    inner_folds: int = 3  # folds inside a training partition: choice of C, and the classifier's cross-fit
-    seeds: tuple[int, ...] = (0, 1, 2)  # one shuffle of the folds each
-    c: float | Literal["auto"] = "auto"  # inverse strength of the probes' regularisation
-    c_grid: tuple[float, ...] = C_GRID  # what "auto" chooses from
-    class_balance: ClassBalance = "weights"  # probe fit only: class weights, or drop rows of the larger class
-    batch_rows: int = BATCH_ROWS  # prompts in one call of the engine; part of the run's identity, since padding rounds
-    wrong_costs: float | None = None  # K of the threshold 1 / (1 + K), in withheld right answers; None: 1, or `target`
-    target: str | None = None  # "wrong<=0.2" or "answered>=0.5": the threshold, by out-of-fold risks
-    sample: bool = True  # keep held-out questions in the bundle, to show what the risk is worth
-    evaluate: bool = True  # the nested evaluation; without it the card reports no performance
-    allow_no_signal: bool = False  # publish although the interval of the nested AUROC reaches chance
-    jobs: int = 0  # processes for the probe fits; 0: all cores
-    calibration: PromiseOptions | None = None  # a guarantee for the threshold, as the last step
+    name: Annotated[str, option("Name of the bundle.", group="Parameters")]
+    data: Data = ()
+    test: Annotated[Path | None, option("Held-out rows, scored with the final bundle and used for nothing else.")] = (
+        None
+    )
+    labels: GeneratedLabels = "given"
+    samples: Samples = 8
+    temperature: Annotated[
+        float, option("With --labels sample: of the sampled answers.", limits=Range(positive=True))
+    ] = 1.0
+    forms: Annotated[
+        str | None,
+        option("Forms of conversation that questions are asked in.  mixture: all, by weight, and requests that ask for "
+               "no fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  "
+               "Default: mixture; none with given labels, which belong to the prompts as they are.", metavar="NAMES"),
+    ] = None  # fmt: skip
+    readout: Annotated[
+        Literal["attention_head", "residual_stream"], option("attention_head is the paper's default.")
+    ] = "attention_head"  # where a_l is taken (Eq. readout)
+    logit_scale: Annotated[
+        LogitScale,
+        option(
+            "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; "
+            "weighted gives each layer a weight, fitted on out-of-fold logits."
+        ),
+    ] = "unit_norm"
+    signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
+    class_balance: Annotated[ClassBalance, option("In the probe fit only.")] = "weights"
+    wrong_costs: Annotated[
+        float | None,
+        option("K: a wrong answer costs as much as K withheld right ones, and the threshold is 1 / (1 + K).  Default: "
+               "1, answer what is more likely right than wrong.", limits=Range(positive=True)),
+    ] = None  # fmt: skip
+    target: Annotated[
+        str | None,
+        option("Instead of --wrong-costs, by out-of-fold risks: \"wrong<=0.2\" is the largest threshold with at most "
+               "this share of wrong among the answered (20 rows or more), \"answered>=0.5\" the smallest that answers "
+               "this share.  Out of reach: the closest threshold is published, and run and card say so.",
+               metavar="TARGET"),
+    ] = None  # fmt: skip
+    keep_sample: Annotated[
+        bool,
+        option("Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer try' and the "
+               "playground: of --test, else of rows that then leave training (5 % at most).  --no-sample where your "
+               "questions are private."),
+        Parameter(negative="--no-sample"),
+    ] = True  # fmt: skip
+    evaluate: Annotated[
+        bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
+    ] = True
+    allow_no_signal: Annotated[
+        bool,
+        option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),
+    ] = False
+    run_dir: RunDir = None
+    calibration: Annotated[
+        Path | None,
+        option("Further rows, in groups of their own: the last step publishes a second version with a threshold that "
+               "is guaranteed on them, as 'hallutracer guarantee' does."),
+    ] = None  # fmt: skip
+    sites: Annotated[tuple[Site, ...], PYTHON] = ()  # further sites to collect in the same pass
+    inner_folds: Annotated[int, PYTHON] = 3  # inside a training partition: choice of C, the classifier's cross-fit
+    c_grid: Annotated[tuple[float, ...], PYTHON] = C_GRID  # what C is chosen from
 
-    def __post_init__(self) -> None:
-        """Check values, not types."""
-
-        def require(fine: bool, field: str, expected: str) -> None:
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value; nothing is loaded before."""
+        ConfidenceOptions.check(self)
+        JudgeOptions.check(self)
+        seeds = self.shuffles
+        checks = (
+            (self.signals in SIGNALS, "signals", f"one of {', '.join(map(repr, SIGNALS))}"),
+            (self.logit_scale in get_args(LogitScale), "logit_scale", "'unit_norm', 'standardized' or 'weighted'"),
+            (self.labels in ("given", "generate", "sample"), "labels", "'given', 'generate' or 'sample'"),
+            (self.samples >= 2, "samples", "2 or more"),
+            (0 < self.temperature < math.inf, "temperature", "a positive number"),
+            (self.class_balance in get_args(ClassBalance), "class_balance", "'weights' or 'downsample'"),
+            (self.labels != "sample" or self.class_balance == "weights", "class_balance",
+             "'weights' with sampled labels, whose rows have a part in both classes"),
+            (self.prompt_format in ("auto", "chat", "text"), "prompt_format", "'auto', 'chat' or 'text'"),
+            (self.folds >= 2, "folds", "2 or more"),
+            (self.inner_folds >= 2, "inner_folds", "2 or more"),
+            (len(seeds) > 0 and len(set(seeds)) == len(seeds), "seeds", "one or more distinct seeds"),
+            (all(0 <= seed < 2**32 for seed in seeds), "seeds", "numbers from 0 to 2**32 - 1"),
+            (self.c is None or 0 < self.c < math.inf, "c", "a positive number"),
+            (len(self.c_grid) > 0 and all(0 < c < math.inf for c in self.c_grid), "c_grid", "positive numbers"),
+            (self.batch_rows >= 1, "batch_rows", "1 or more"),
+            (self.answer_tokens >= 1, "max_new_tokens", "1 or more"),
+            (self.jobs >= 0, "jobs", "0 (all cores) or more"),
+        )  # fmt: skip
+        for fine, field, expected in checks:
             if not fine:
                 raise TrainingError(f"{field} must be {expected}, not {getattr(self, field)!r}", param=field)
-
-        require(self.signals in ((DEPTH_MEAN,), (DEPTH_MEAN, *FIRST_TOKEN)), "signals",
-                f"{(DEPTH_MEAN,)} or {(DEPTH_MEAN, *FIRST_TOKEN)}")  # fmt: skip
-        require(self.logit_scale in get_args(LogitScale), "logit_scale", "'unit_norm', 'standardized' or 'weighted'")
-        require(self.labels in get_args(TrainingLabels), "labels", "'given', 'generate' or 'sample'")
-        require(self.samples >= 2, "samples", "2 or more")
-        require(0 < self.temperature < math.inf, "temperature", "a positive number")
-        require(self.class_balance in ("weights", "downsample"), "class_balance", "'weights' or 'downsample'")
-        require(self.labels != "sample" or self.class_balance == "weights", "class_balance",
-                "'weights' with sampled labels, whose rows have a part in both classes")  # fmt: skip
-        require(self.prompt_format in ("auto", "chat", "text"), "prompt_format", "'auto', 'chat' or 'text'")
-        require(self.folds >= 2, "folds", "2 or more")
-        require(self.inner_folds >= 2, "inner_folds", "2 or more")
-        require(len(self.seeds) > 0 and len(set(self.seeds)) == len(self.seeds), "seeds", "one or more distinct seeds")
-        require(all(0 <= seed < 2**32 for seed in self.seeds), "seeds", "numbers from 0 to 2**32 - 1")
-        require(self.c == "auto" or (isinstance(self.c, int | float) and 0 < self.c < math.inf), "c",
-                "'auto' or a positive number")  # fmt: skip
-        require(len(self.c_grid) > 0 and all(0 < c < math.inf for c in self.c_grid), "c_grid", "positive numbers")
-        require(self.batch_rows >= 1, "batch_rows", "1 or more")
-        require(self.max_new_tokens >= 1, "max_new_tokens", "1 or more")
-        require(self.jobs >= 0, "jobs", "0 (all cores) or more")
-        _ = self.rule
-        for field, pattern in (
-            ("abstain_pattern", self.abstain_pattern),
-            ("answer_pattern", self.judge.answer_pattern),
-        ):
-            try:
-                groups = re.compile(pattern).groups
-            except re.error as error:
-                raise TrainingError(f"{field} is not a regular expression: {error}", param=field) from error
-            if field == "answer_pattern" and pattern and groups < 1:
-                raise TrainingError(
-                    f"answer_pattern has no group: put (...) around the answer in {pattern!r}", param=field
-                )
+        if self.target is not None or self.wrong_costs is not None:
+            _ = self.rule
         self._check_forms()
-        if (
-            self.answers == "generate"
-            and self.judge.name == "openai"
-            and not (self.judge.base_url and self.judge.model)
-        ):
-            raise TrainingError("the openai judge needs a base url (up to /v1) and a model", param="judge")
 
     def _check_forms(self) -> None:
-        if not self.forms:
+        if self.forms is not None and not self.forms.strip(" ,"):
+            raise TrainingError("forms is empty: none, mixture, or names of forms with commas", param="forms")
+        if self.forms is None or self.wanted_forms == ():
             return
         if self.labels == "given":
             raise TrainingError(
@@ -232,51 +357,70 @@ class TrainOptions:
                 "forms must be none, or let the labels be generated (--labels generate)",
                 param="forms",
             )
+        from service.data.forms.registry import chosen
+
         try:
-            chosen(() if self.forms == (MIXTURE,) else self.forms)
+            chosen(() if self.wanted_forms == (MIXTURE,) else self.wanted_forms)
         except HalluTracerError as error:
             raise TrainingError(f"{error.message}; or {MIXTURE} alone, or none alone", param="forms") from None
 
     @property
-    def wanted_forms(self) -> tuple[str, ...]:
-        """Names of the forms, or the mixture: the default where the model answers anyway, as labels then allow it."""
-        if self.forms is not None:
-            return self.forms
-        return (MIXTURE,) if self.answers == "generate" else ()
+    def file(self) -> Path:
+        """Return the file of the rows.  Raises TrainingError without one."""
+        return one_file(self.data)
 
     @property
-    def answers(self) -> Labels:
-        """Where the labels that everything is measured by come from: the rows, or the model's greedy answers."""
-        return "given" if self.labels == "given" else "generate"
+    def folder(self) -> Path:
+        """Return the run folder: readouts, answers and the progress journal."""
+        return self.run_dir or Path("runs") / self.name
 
     @property
-    def sampled(self) -> SampleOptions | None:
-        """The sampled answers that soft labels come from, if any do."""
-        return SampleOptions(self.samples, self.temperature) if self.labels == "sample" else None
-
-    @property
-    def collected_sites(self) -> tuple[Site, ...]:
-        """All sites that are collected, the run's own first."""
-        return tuple(dict.fromkeys((self.readout, *self.sites)))
-
-    @property
-    def preparation(self) -> Preparation:
-        """How the rows become readouts and labels."""
-        return Preparation(
-            run_dir=self.run_dir,
-            readout=self.readout,
-            sites=self.collected_sites,
+    def guarantee(self) -> "GuaranteeOptions | None":
+        """Return the options of the last step, if it was asked for: its rows are labelled as those of training."""
+        if self.calibration is None:
+            return None
+        return made_of(
+            GuaranteeOptions,
+            self,
+            data=(str(self.calibration),),
             labels=self.answers,
-            judge=self.judge,
-            abstain_pattern=self.abstain_pattern,
-            max_new_tokens=self.max_new_tokens,
-            batch_rows=self.batch_rows,
-            sampled=self.sampled,
+            prompt_format="auto",
+            run_dir=self.folder,
         )
 
     @property
-    def rule(self) -> GateRule:
-        """Of the threshold.  Raises TrainingError where there are two, or one that cannot be read."""
+    def wanted_forms(self) -> tuple[str, ...]:
+        """Return names of the forms, or the mixture: the default where the model answers anyway, so labels allow it."""
+        if self.forms is None:
+            return (MIXTURE,) if self.answers == "generate" else ()
+        names = tuple(part.strip() for part in self.forms.split(",") if part.strip())
+        return () if names == ("none",) else names
+
+    @property
+    def answers(self) -> Labels:
+        """Return where the labels that everything is measured by come from: the rows, or greedy answers."""
+        return "given" if self.labels == "given" else "generate"
+
+    @property
+    def site(self) -> Site:
+        """Return the readout's site."""
+        return Site(self.readout)
+
+    @property
+    def reads(self) -> tuple[Signal, ...]:
+        """Return the signals that the classifier reads, by the manifest's names."""
+        return SIGNALS[self.signals]
+
+    @property
+    def sampled(self) -> SampleOptions | None:
+        """Return how the answers are sampled that soft labels come from, if any do."""
+        return SampleOptions(self.samples, self.temperature) if self.labels == "sample" else None
+
+    @property
+    def rule(self) -> "GateRule":
+        """Return the threshold's rule.  Raises TrainingError where there are two, or one that cannot be read."""
+        from service.fitting.thresholds import Target, WrongCosts
+
         if self.target is None:
             return WrongCosts() if self.wrong_costs is None else WrongCosts(self.wrong_costs)
         if self.wrong_costs is not None:
@@ -284,20 +428,19 @@ class TrainOptions:
         return Target.parse(self.target)
 
     @property
-    def workers(self) -> int:
-        """Processes for the probe fits; by default all cores that this process may use."""
-        return int(self.jobs or cpu_count())
+    def probe(self) -> "DepthMeanProbe":
+        """Return the estimator that is fitted; by default on all cores that this process may use."""
+        from joblib import cpu_count
 
-    @property
-    def probe(self) -> DepthMeanProbe:
-        """The estimator that is fitted."""
+        from service.fitting.estimator import DepthMeanProbe
+
         return DepthMeanProbe(
-            self.c,
+            "auto" if self.c is None else self.c,
             c_grid=self.c_grid,
             logit_scale=self.logit_scale,
             class_balance=self.class_balance,
             folds=self.folds,
             inner_folds=self.inner_folds,
-            seeds=self.seeds,
-            n_jobs=self.workers,
+            seeds=self.shuffles,
+            n_jobs=int(self.jobs or cpu_count()),
         )

@@ -40,7 +40,8 @@ from service.fitting.scores import (
     shown_bins,
 )
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating]
+Labels = NDArray[np.integer]
 Numbers = TypeVar("Numbers")  # what a figure is drawn from
 
 _LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PURPLE, ":"))
@@ -70,7 +71,7 @@ class PlotData:
 
 
 def draw(data: PlotData) -> dict[str, bytes]:
-    """Every figure the data allow, file name -> PNG bytes."""
+    """Return every figure that the data allow: file name -> PNG bytes."""
     pages = {"layers.png": png(_layers, data, wide=True)}
     if data.risk:
         pages |= {
@@ -109,25 +110,50 @@ def _precision_recall(axes: Axes, data: PlotData) -> None:
 
 
 def _reliability(axes: Axes, data: PlotData) -> None:
-    """The bundle's own risk with the band of each bin; the others for comparison, as lines."""
+    """Draw the bundle's own risk with the band of each bin; the others for comparison, as lines."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
     sizes, count = np.zeros(1, np.int64), shown_bins(len(data.label))
     for (name, risk), (colour, line), marker in zip(data.risk.items(), _LINES, "osD^", strict=False):
         if name in data.ranking_only:
             continue
-        predicted, observed, size = reliability(data.label, risk, count)
-        if name != data.own:
+        if name == data.own:
+            sizes = _with_bands(axes, data.label, data.group, risk, count, name, (colour, line, marker))
+        else:
+            predicted, observed, _ = reliability(data.label, risk, count)
             axes.plot(predicted, observed, line, color=colour, label=name, linewidth=1.2)
-            continue
-        sizes, bins = size, equal_mass_bins(risk, count)
-        bands = [share_interval(float(share), data.group[bins == place]) for place, share in enumerate(observed)]
-        ends = np.array(bands).T
-        axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, color=colour, zorder=3,
-                      label=f"{name}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
-        axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
     rows = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
-    axes.set(title=f"Reliability: {len(sizes)} bins of {rows} rows (marker area)",
-             xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
+    _calibration_axes(axes, f"Reliability: {len(sizes)} bins of {rows} rows (marker area)")
+
+
+def draw_before_after(label: Labels, group: Labels, before: Floats, after: Floats) -> bytes:
+    """Return a PNG of a recalibration's reliability before and after, with bands: label, group, held-out risks [n]."""
+
+    def plot(axes: Axes, risks: Mapping[str, Floats]) -> None:
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
+        looks, count = ((ORANGE, "--", "s"), (BLUE, "-", "o")), min(10, max(3, len(label) // 15))
+        for (name, risk), look in zip(risks.items(), looks, strict=True):
+            _with_bands(axes, label, group, risk, count, name, look)
+        _calibration_axes(axes, f"Recalibration: {len(label)} rows that it was not fitted on")
+
+    return png(plot, {"before": before, "after": after})
+
+
+def _with_bands(
+    axes: Axes, label: Labels, group: Labels, risk: Floats, count: int, name: str, look: tuple[str, str, str]
+) -> NDArray[np.int64]:
+    """Draw a reliability curve with the 95 % band of each of ``count`` bins; return how many rows each has."""
+    colour, line, marker = look
+    predicted, observed, size = reliability(label, risk, count)
+    bins = equal_mass_bins(risk, count)
+    ends = np.array([share_interval(float(share), group[bins == place]) for place, share in enumerate(observed)]).T
+    axes.errorbar(predicted, observed, np.abs(ends - observed), linestyle=line, color=colour, zorder=3,
+                  label=f"{name}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
+    axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
+    return size
+
+
+def _calibration_axes(axes: Axes, title: str) -> None:
+    axes.set(title=title, xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.set_aspect("equal")
     legend_below(axes)

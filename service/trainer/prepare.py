@@ -1,41 +1,37 @@
-"""From a data file to readouts and labels: what training and calibrating begin with."""
+"""From a data file to readouts and labels, and the context probes that are fitted on them: what a prompt is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from service.data.collection import Collection, collect
+from probes_store.manifest import Signal
+from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
+from service.data.collection import Collection, collect, sample_answers
+from service.data.forms.registry import FORMS
+from service.data.judges import contains
 from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
-from service.data.options import ABSTAIN, BATCH_ROWS, JudgeOptions, Labels
-from service.data.sampled_answers import SampleOptions, sample_answers
-from service.data.training_rows import Dataset, class_problems
-from service.engines.base import Engine
+from service.data.options import SampleOptions
+from service.data.training_rows import FORM, Dataset, Row, class_problems
+from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
-from service.fitting.nested_cv import Inputs
-from service.fitting.probes import Floats, Index, Readouts
+from service.fitting.context import ContextFit, PromptLabels, context_columns, fit_context_probe, fit_passage_probes
+from service.fitting.estimator import DepthMeanProbe, extra_signals, signal_matrix
+from service.fitting.nested_cv import Inputs, rounded
+from service.fitting.probes import Floats, Index, ProbeFit, Readouts
+from service.judging.conversation import has_passage
 from service.prompts import PromptFormat
 from service.readout import Probes, Site
-from service.risk import truth_logits
-from service.trainer.prompt_labels import prompt_labels
+from service.risk import depth_mean, truth_logits
+from service.trainer.options import NewRowsOptions, TrainOptions
 
-
-@dataclass(frozen=True)
-class Preparation:
-    """How rows become readouts and labels; the fields are those of ``TrainOptions``."""
-
-    run_dir: Path
-    readout: Site
-    sites: tuple[Site, ...]  # all that are collected, ``readout`` first
-    labels: Labels
-    judge: JudgeOptions = JudgeOptions()
-    abstain_pattern: str = ABSTAIN
-    max_new_tokens: int = 48
-    batch_rows: int = BATCH_ROWS
-    sampled: SampleOptions | None = None  # soft labels from sampled answers, too
+LEAST_AUROC = 0.9  # of ``asks``: one that tells less would let questions pass for something else
+QUESTIONS_BELOW = 0.003  # share of the training questions that may pass for no question: users ask in more ways
+WITH_PASSAGE = ("passages", "long")  # families of forms
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +43,8 @@ class PreparedData:
     labelled: Labelled
     inputs: Inputs
 
-    @property
-    def others(self) -> Index:
-        """Positions in the data file, as those of ``labelled.index``, of rows that do not apply."""
-        return self.dataset.others
-
     def readouts_of(self, index: Index, label: Index) -> Readouts:
-        """Readouts at any positions in the data file, with the caller's labels [n], such as whether the rows apply.
+        """Return readouts at any positions in the file, with the caller's labels [n], such as whether the rows apply.
 
         The groups are ``dataset.groups[index]``.
         """
@@ -61,11 +52,11 @@ class PreparedData:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows by class, as the manifest and the evaluation name them; ``rows`` are those that apply."""
+        """Return rows by class, as the manifest and the evaluation name them; ``rows`` are those that apply."""
         label = self.labelled.label
         return {
             "rows": len(self.dataset.asking),
-            "others": len(self.others),
+            "others": len(self.dataset.others),
             "factual": int(label.sum()),
             "hallucinated": int(len(label) - label.sum()),
             "left_out": sum(self.labelled.left_out.values()),
@@ -76,35 +67,38 @@ class PreparedData:
 def prepare(
     engine: Engine,
     dataset: Dataset,
-    options: Preparation,
+    options: TrainOptions | NewRowsOptions,
     prompt_format: PromptFormat,
     name: str,
     *,
+    sites: Sequence[Site],
     folds: int | None,
+    sampled: SampleOptions | None = None,
 ) -> PreparedData:
     """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
 
+    sites: what is collected, the site that the probes read first; sampled: soft labels from sampled answers, too;
     folds: how many groups each class must have once the answers are judged; None: any number, also none.
     Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups.
     """
-    folder = options.run_dir / name
+    folder = options.folder / name
     collection = collect(
         engine,
         dataset,
         folder,
-        sites=options.sites,
+        sites=sites,
         prompt_format=prompt_format,
         batch_rows=options.batch_rows,
-        max_new_tokens=options.max_new_tokens if options.labels == "generate" else None,
+        max_new_tokens=options.answer_tokens if options.answers == "generate" else None,
     )
-    if options.labels == "given":
+    if options.answers == "given":
         labelled = given_labels(dataset)
     else:
-        if options.sampled is None:
-            labelled = judged_labels(dataset, folder, options.judge, options.abstain_pattern)
+        if sampled is None:
+            labelled = judged_labels(dataset, folder, options)
         else:
-            sample_answers(engine, dataset, collection.prompts, folder, options.sampled, options.max_new_tokens)
-            labelled = sampled_labels(dataset, folder, options.judge, options.abstain_pattern, options.sampled)
+            sample_answers(engine, dataset, collection.prompts, folder, sampled, options.answer_tokens)
+            labelled = sampled_labels(dataset, folder, options, sampled)
         groups = dataset.groups[labelled.index]
         problems = [] if folds is None else class_problems(labelled.label, groups, folds)
         if problems:
@@ -112,7 +106,7 @@ def prepare(
     index = labelled.index
     tokens = collection.prompts.lengths[index]
     inputs = Inputs(
-        readouts=Readouts(collection.rows[options.readout], index, labelled.label, labelled.share),
+        readouts=Readouts(collection.rows[sites[0]], index, labelled.label, labelled.share),
         group=dataset.groups[index],
         first_token=collection.first_token[index],
         prompt_tokens=tokens,
@@ -123,7 +117,7 @@ def prepare(
 
 
 def trajectories(readouts: Readouts, probes: Sequence[Probes]) -> Floats:
-    """Scaled logits of collected rows as a server computes them: [n, probes m], one probe's behind the other's."""
+    """Return scaled logits of collected rows as a server computes them: [n, probes m], probe by probe."""
     columns = []
     for probe in probes:
         for layer, head in enumerate(probe.head.tolist()):
@@ -131,3 +125,132 @@ def trajectories(readouts: Readouts, probes: Sequence[Probes]) -> Floats:
             own = slice(layer, layer + 1)
             columns.append(truth_logits(a[:, None], probe.direction[own], probe.bias[own], probe.scale[own]))
     return np.concatenate(columns, axis=1)
+
+
+def prompt_labels(dataset: Dataset, index: Index, tokens: Index) -> PromptLabels:
+    """Return what prompts of so many ``tokens`` show: a passage, by form or shape, and an accepted answer."""
+    rows = [dataset.rows[row] for row in index.tolist()]
+    passage = np.array([_has_passage(row) for row in rows], np.bool_)
+    stated = np.array([contains("", "\n".join(row.texts), row.answers) for row in rows], np.bool_)
+    return PromptLabels(passage, stated & passage, tokens)
+
+
+def _has_passage(row: Row) -> bool:
+    form = FORMS.get(row.strata.get(FORM, ""))
+    return has_passage(row.texts[-1]) if form is None else form.family in WITH_PASSAGE
+
+
+@dataclass(frozen=True, eq=False)
+class BundleContext:
+    """The fits of one run; n labelled rows and k that do not apply, which stand last."""
+
+    fits: tuple[ContextFit, ...]
+    labelled: int  # n
+    columns: Floats | None  # [n, 2 or 3] what the classifier reads; None where it reads none
+
+    @property
+    def logits(self) -> Floats:
+        """Return [n + k, A m]; out of fold where a probe learnt from the row."""
+        return np.concatenate([fit.logits for fit in self.fits], axis=1)
+
+    def record(self) -> Context:
+        """Return the manifest's record, with the threshold below which a prompt asks for no fact."""
+        found = next((fit for fit in self.fits if fit.record.name == "asks"), None)
+        return Context(
+            tuple(fit.record for fit in self.fits),
+            None if found is None else _applicability(found.probability, self.labelled),
+        )
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """Return the ``context_`` arrays of ``ProbeTensors``."""
+        probes = [fit.probe for fit in self.fits]
+        return {
+            "context_head": np.stack([probe.head for probe in probes]),
+            "context_direction": np.stack([probe.direction for probe in probes]).astype(np.float32),
+            "context_bias": np.stack([probe.bias for probe in probes]).astype(np.float32),
+            "context_scale": np.stack([probe.scale for probe in probes]).astype(np.float32),
+        }
+
+    def document(self) -> dict[str, Any]:
+        """Return evaluation.json's part."""
+        shown = {fit.record.name: {"auroc": fit.record.auroc, "rows": fit.record.rows} for fit in self.fits}
+        return {"context": rounded(shown)}
+
+
+def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | None:
+    """Fit what the rows allow; None where they allow no probe."""
+    n, k, folds, seed = len(data.inputs.label), len(data.dataset.others), probe.folds, probe.seeds[0]
+    index = np.concatenate([data.inputs.readouts.index, data.dataset.others])
+    group = data.dataset.groups[index]
+    every = data.readouts_of(index, np.concatenate([np.ones(n, np.int64), np.zeros(k, np.int64)]))
+    labels = data.inputs.prompts
+    assert labels is not None, "prepared rows have them"
+    tokens = data.collection.prompts.lengths[index]
+    padded = PromptLabels(np.pad(labels.passage, (0, k)), np.pad(labels.stated, (0, k)), tokens)
+    passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, probe)
+    if passages is not None and not all(map(_has_directions, passages)):
+        passages = None
+    asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, probe)
+    if asking is not None and not (_has_directions(asking) and asking.record.auroc >= LEAST_AUROC):
+        asking = None
+    fits = (*(() if asking is None else (asking,)), *(passages or ()))
+    if not fits:
+        return None
+    return BundleContext(fits, n, None if passages is None else context_columns(passages, padded)[:n])
+
+
+def all_logits(
+    out_of_fold: Floats, data: PreparedData, final: ProbeFit, scale: Floats, context: BundleContext | None
+) -> tuple[Floats, tuple[Floats, Index]]:
+    """Return logits [seeds, n, (1 + A) m] for the reference, and those of the rows that do not apply, with groups [k].
+
+    ``out_of_fold`` [seeds, n, m] are the risk's; no row that does not apply took part in ``final``.
+    """
+    n, others = len(data.inputs.label), data.dataset.others
+    arrays = (array.astype(np.float32) for array in (final.direction, final.bias, scale))
+    probe = Probes(data.inputs.readouts.file.site, final.head, *arrays)
+    own = trajectories(data.readouts_of(others, np.zeros(len(others), np.int64)), [probe])
+    group = data.dataset.groups[others]
+    if context is None:
+        return out_of_fold, (own, group)
+    more = np.broadcast_to(context.logits[:n], (len(out_of_fold), n, context.logits.shape[1]))
+    return np.concatenate([out_of_fold, more], axis=2), (np.concatenate([own, context.logits[n:]], axis=1), group)
+
+
+def served_signals(
+    logits: Floats, first_token: Floats, tokens: Index, signals: Sequence[Signal], context: Context | None, layers: int
+) -> Floats:
+    """Return the classifier's input [n, k] of logits [n, (1 + A) m] and prompts of so many tokens, as a server does."""
+    columns: Floats | None = None
+    if context is not None and all(context.place(name) is not None for name in ("passage", "stated")):
+        means = depth_mean(logits.reshape(len(logits), -1, layers))[:, 1:]
+        read = [prompt_context(context, *row) for row in zip(means.tolist(), tokens.tolist(), strict=True)]
+        columns = np.array([(one.passage, one.stated, one.stated_length) for one in read], np.float64)
+        columns = columns.reshape(-1, len(CONTEXT_SIGNALS))
+    return signal_matrix(logits[:, :layers], extra_signals(signals, first_token, columns))
+
+
+def with_context(signals: Sequence[Any], context: BundleContext | None) -> tuple[Any, ...]:
+    """Return the classifier's signals, with those of the context where there are some."""
+    if context is None or context.columns is None:
+        return tuple(signals)
+    return (*signals, *CONTEXT_SIGNALS[: context.columns.shape[1]])
+
+
+def _has_directions(fit: ContextFit) -> bool:
+    """Return whether every layer has one: a layer that is constant on the rows of this probe has none to serve."""
+    return bool(np.all(np.any(fit.probe.direction, axis=1)))
+
+
+def _applicability(probability: Floats, labelled: int) -> Applicability:
+    questions, others = probability[:labelled], probability[labelled:]
+    threshold = float(np.clip(np.quantile(questions, QUESTIONS_BELOW), 1e-6, 0.5))
+    below, above = float((questions < threshold).mean()), float((others >= threshold).mean())
+    return Applicability(
+        threshold,
+        below,
+        above,
+        f"Where P(asks) is below {threshold:.3f}, the prompt asks the model for no fact, and the risk does not apply "
+        f"to it. Out of fold {below:.1%} of {labelled} training questions lie below, and {above:.1%} of {len(others)} "
+        "other prompts above. A prompt that asks for a fact in the words of another task may pass for one.",
+    )

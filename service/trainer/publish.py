@@ -1,13 +1,17 @@
-"""From fitted numbers to a bundle's draft: stored probes, golden prompts, manifest."""
+"""What a run publishes: stored probes, golden prompts, manifest, evaluation.json and the plots' numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
+import service
 from probes_store.bundle import spreads, tolerance_for
 from probes_store.manifest import (
     ChatTemplateRecord,
@@ -19,18 +23,25 @@ from probes_store.manifest import (
     TokenizerRecord,
     TrainingRecord,
 )
-from probes_store.records import Context, DType, Uncertainty
+from probes_store.records import CONTEXT_SIGNALS, Context, DType, RefitInterval, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
+from service.data.training_rows import FORM, Dataset
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
 from service.fitting import FIRST_TOKEN
-from service.fitting.estimator import FinalClassifier, extra_signals, signal_matrix
+from service.fitting.estimator import FinalClassifier, scale_shift
+from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
+from service.fitting.prior_shift import LabelledRisks
 from service.fitting.probes import Floats, Index, ProbeFit
+from service.fitting.scores import debiased_calibration_error, effective_groups, risk_auroc
+from service.fitting.thresholds import GateProfile
 from service.fitting.uncertainty import TrajectoryReference
 from service.prompts import PromptFormat
 from service.readout import Probes
-from service.trainer.context import BundleContext, served_columns, with_context
+from service.trainer.new_rows import Marks
 from service.trainer.options import TrainOptions
+from service.trainer.plots import PlotData
+from service.trainer.prepare import BundleContext, PreparedData, served_signals, with_context
 
 GOLDEN_PROMPTS = 8
 
@@ -43,7 +54,7 @@ def probe_tensors(
     reference: TrajectoryReference,
     context: BundleContext | None = None,
 ) -> ProbeTensors:
-    """A fit in the element types that are stored and served: scale [m]; class_mean, class_std [2, m] out of fold."""
+    """Return a fit in the element types that are stored: scale [m]; class_mean, class_std [2, m] out of fold."""
     return ProbeTensors(
         head=fit.head,
         direction=fit.direction.astype(np.float32),
@@ -57,21 +68,8 @@ def probe_tensors(
     )
 
 
-def served_signals(
-    logits: Floats,
-    first_token: Floats,
-    tokens: Index,
-    signals: Sequence[Signal],
-    context: Context | None,
-    layers: int,
-) -> Floats:
-    """The classifier's input [n, k] of logits [n, (1 + A) m] and prompts of so many tokens, as a server computes it."""
-    columns = served_columns(context, logits, layers, tokens)
-    return signal_matrix(logits[:, :layers], extra_signals(signals, first_token, columns))
-
-
 def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
-    """Positions of ``count`` rows spread evenly over the ranks of risk [n], lowest and highest among them."""
+    """Return positions of ``count`` rows spread evenly over the ranks of risk [n], lowest and highest included."""
     order = np.argsort(risk, kind="stable")
     places = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64)
     return order[np.unique(places)]
@@ -86,7 +84,7 @@ def record_golden(
     collected: Floats,
     context: Context | None = None,
 ) -> Golden:
-    """Replay G prompts of token ids through ``Engine.score`` and record what a server must reproduce.
+    """Replay G prompts of token ids through ``Engine.score`` and return what a server must reproduce.
 
     ``collected`` [G, (1 + A) m] are the same prompts' logits from the run folder.
     Raises EngineError: the two differ, so the probes were fitted on something that serving does not read.
@@ -111,9 +109,8 @@ def record_golden(
 
 
 def model_record(identity: ModelIdentity) -> ModelRecord:
-    """The manifest's record.  Of a folder only the last part is recorded: its path on this machine is private."""
-    geometry = identity.geometry
-    folder = Path(identity.model)
+    """Return the manifest's record.  Of a folder it has only the last part: the path on this machine is private."""
+    geometry, folder = identity.geometry, Path(identity.model)
     return ModelRecord(
         name=folder.resolve().name if folder.is_dir() else identity.model,
         revision=identity.revision,
@@ -137,7 +134,7 @@ def manifest_of(
     uncertainty: Uncertainty,
     context: BundleContext | None = None,
 ) -> Manifest:
-    """The manifest, without what publishing adds: version, time, digests and files."""
+    """Return the manifest, without what publishing adds: version, time, digests and files."""
     return Manifest(
         name=options.name,
         model=model_record(identity),
@@ -145,12 +142,198 @@ def manifest_of(
         chat_template=ChatTemplateRecord(identity.chat_template),
         prompt_format=prompt_format,
         dtype=cast(DType, identity.dtype),  # checked on publishing
-        readout=ReadoutRecord(options.readout.value, "last"),
+        readout=ReadoutRecord(options.readout, "last"),
         logit_scale=options.logit_scale,
-        signals=with_context(options.signals, context),
+        signals=with_context(options.reads, context),
         classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept),
         threshold=threshold,
         uncertainty=uncertainty,
         context=None if context is None else context.record(),
         training=training,
+    )
+
+
+def training_record(options: TrainOptions, data: PreparedData, c: float) -> TrainingRecord:
+    """Return the manifest's record of the training run."""
+    counts = {key: count for key, count in data.counts.items() if key != "others"}  # only the evaluation names them
+    return TrainingRecord(
+        data_digest=data.dataset.origin.file_digest,
+        labels=options.answers,
+        judge=options.judged_by if options.answers == "generate" else None,
+        seeds=options.shuffles,
+        folds=options.folds,
+        c=c,
+        c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
+        class_balance=options.class_balance,
+        hallutracer_version=service.__version__,
+        **counts,
+    )
+
+
+def uncertainty_record(reference: TrajectoryReference, interval: RefitInterval | None) -> Uncertainty:
+    """Return what a run found, with what it means."""
+    outside = (
+        f"A prompt lies outside training where the distance of its trajectory to those of training is 1 or more. Of "
+        f"fresh prompts like the training rows about {reference.share:.2g} do, by {reference.rows} rows that neither "
+        f"probes nor reference had seen. For a prompt outside, neither risk nor interval was checked on anything alike."
+    )
+    refits = (
+        "It has no intervals: these need the nested evaluation with two seeds or more."
+        if interval is None
+        else f"An interval says where {interval.level:.0%} of trainings on other rows of the same kind and number "
+        f"would put the risk of this prompt; {interval.fits} fits of the nested cross-validation gave its width. It is "
+        f"not an interval for the truth of one answer, and knows nothing of another model, template or kind of prompt."
+    )
+    return Uncertainty(reference.share, reference.rows, interval, f"{refits} {outside}")
+
+
+def evaluation_document(
+    options: TrainOptions,
+    signals: Sequence[Signal],
+    data: PreparedData,
+    out_of_fold: Floats,
+    refitted: Floats,
+    search: dict[str, float | None],
+    nested: Evaluation | None,
+    gates: GateProfile,
+    risks: Floats,
+) -> dict[str, Any]:
+    """Return evaluation.json of a bundle with these ``signals``.
+
+    ``out_of_fold`` [seeds, n, m] and ``refitted`` [n, m] are trajectories of the training rows.
+    ``search`` is the out-of-fold AUROC by value of C; ``gates`` is what thresholds would answer, by the
+    out-of-fold ``risks`` [n].
+    """
+    label, group = data.inputs.label, data.inputs.group
+    layers, means = layer_aurocs(label, out_of_fold)
+    shift = scale_shift(out_of_fold.mean(axis=-1), refitted.mean(axis=-1), label)
+    file = {
+        "file": options.file.name,
+        "digest": data.dataset.origin.file_digest,
+        "effective_groups": rounded(effective_groups(group)),
+        "largest_group_share": rounded(float(np.unique(group, return_counts=True)[1].max() / len(group))),
+    }
+    document: dict[str, Any] = {
+        "data": file | data.counts | _rows_by_form(data.dataset) | _soft_labels(options, data),
+        "c_search": rounded(search),
+        "out_of_fold": {
+            "layer_auroc": rounded(layers.mean(axis=0).tolist()),
+            "depth_mean_auroc": rounded(float(means.mean())),
+            "depth_mean_cross_fitted_and_refitted": rounded(shift),
+            "gates": asdict(gates),
+            "risks": risks_document(risks, label, group),
+        },
+        "rows_seen": {"training": Marks.of(data.dataset).document()},
+        "signal_of_the_bundle": name_of(signals, options.logit_scale),
+    }
+    if nested is not None:
+        document["cross_validation"] = nested.document
+    return document
+
+
+def _rows_by_form(dataset: Dataset) -> dict[str, Any]:
+    """Return how many rows of each form were read, where every row names its form."""
+    names = [row.strata.get(FORM) for row in dataset.rows]
+    return {} if None in names else {"forms": dict(sorted(Counter(names).items()))}
+
+
+def _soft_labels(options: TrainOptions, data: PreparedData) -> dict[str, Any]:
+    """Return what the probes were fitted on, where that is not the labels that they are measured by."""
+    share = data.inputs.readouts.soft_label
+    if share is None:
+        return {}
+    return {
+        "soft_labels": {
+            "samples": options.samples,
+            "temperature": options.temperature,
+            "right": rounded(float(share.mean())),
+            "rows_with_right_and_wrong_answers": rounded(float(np.mean((share > 0) & (share < 1)))),
+            "right_where_the_greedy_answer_is": rounded(float(share[data.inputs.label == 1].mean())),
+        }
+    }
+
+
+def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.integer]) -> dict[str, str]:
+    """Return risk, class and group of each row [n]: texts, since lists would take a line for each number."""
+    numbers = np.unique(group, return_inverse=True)[1]
+    return {
+        "risk": " ".join(f"{value:.6f}" for value in risk),
+        "hallucinated": " ".join(str(1 - int(value)) for value in label),
+        "group": " ".join(map(str, numbers.tolist())),
+    }
+
+
+def read_risks(document: Mapping[str, str]) -> LabelledRisks:
+    """Return what ``risks_document`` wrote."""
+    hallucinated, group = (np.array(document[key].split(), np.int64) for key in ("hallucinated", "group"))
+    return LabelledRisks(np.array(document["risk"].split(), np.float64), 1 - hallucinated, group)
+
+
+def by_form(
+    label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float
+) -> dict[str, dict[str, float | int | None]]:
+    """Return rows, share wrong, mean risk, its error, AUROC and the gate of each form: label [n], risk [seeds, n].
+
+    ``calibration_error`` is debiased.  Means over seeds; no AUROC where a form has one class only, nothing of answered
+    rows where there are none.  Empty unless every row names its form.
+    """
+    names = [row.get(FORM) for row in strata]
+    if None in names:
+        return {}
+    form = np.array(names)
+    table: dict[str, dict[str, float | int | None]] = {}
+    for name in sorted(set(form.tolist())):
+        inside = form == name
+        own, risks = label[inside], risk[:, inside]
+        both, answered = 0 < own.sum() < len(own), risks < threshold
+        table[name] = {
+            "rows": len(own),
+            "wrong": float(1 - own.mean()),
+            "mean_risk": float(risks.mean()),
+            "calibration_error": float(np.mean([debiased_calibration_error(own, of_seed) for of_seed in risks])),
+            "auroc": float(np.mean([risk_auroc(own, of_seed) for of_seed in risks])) if both else None,
+            "answered": float(answered.mean()),
+            "wrong_among_answered": (1 - own)[np.nonzero(answered)[1]].mean() if answered.any() else None,
+            "mean_risk_among_answered": risks[answered].mean() if answered.any() else None,
+        }
+    return {name: rounded(row) for name, row in table.items()}
+
+
+def plot_data(
+    options: TrainOptions,
+    signals: Sequence[Signal],
+    inputs: Inputs,
+    out_of_fold: Floats,
+    class_mean: Floats,
+    class_std: Floats,
+    nested: Evaluation | None,
+    threshold: float,
+) -> PlotData:
+    """Return the numbers of the plots on the card of a bundle with these ``signals``.
+
+    Trajectories [seeds, n, m], their mean and deviation by class [2, m].
+    """
+    layers, means = layer_aurocs(inputs.label, out_of_fold)
+    groups = {"first token": FIRST_TOKEN, "passage": CONTEXT_SIGNALS}
+    read = (words for words, names in groups.items() if any(name in signals for name in names))
+    own = " and ".join(["depth mean", *read])
+    risks: dict[str, Floats] = {}
+    if nested is not None:  # the first seed's folds; together they cover every row once
+        shown = {"depth mean": name_of(options.reads[:1], options.logit_scale)}
+        shown |= {own: name_of(signals, options.logit_scale)}
+        shown |= {"first-token probability": "first_token_max_prob", "prompt length": "prompt_length"}
+        risks = {text: nested.risk[name][0] for text, name in shown.items()}
+    units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "weighted": "weighted"}
+    return PlotData(
+        inputs.label,
+        inputs.group,
+        risks,
+        class_mean,
+        class_std,
+        layers,
+        means,
+        logit_unit=units[options.logit_scale],
+        own=own,
+        threshold=threshold,
+        ranking_only=("prompt length",),
     )

@@ -6,10 +6,12 @@ bundle of the same digest, also where a run was killed and started again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.estimator import DepthMeanProbe, class_statistics, extra_signals, signal_matrix
+from service.fitting.estimator import DepthMeanProbe, ScaledLogits, class_statistics, extra_signals, signal_matrix
 from service.fitting.folds import group_folds, outer_folds
 from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
 from service.fitting.probes import Readouts
@@ -33,22 +35,25 @@ from service.judging.sample import KEY as SAMPLE
 from service.judging.sample import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
-from service.trainer.by_form import by_form
-from service.trainer.calibrate import carry_out, described, plan
-from service.trainer.card import CHANCE, write_card
-from service.trainer.context import all_logits, fit_context, with_context
-from service.trainer.forms import spread
-from service.trainer.ledger import Marks
+from service.trainer.cards import CHANCE, write_card
+from service.trainer.guarantee import carry_out, plan
+from service.trainer.new_rows import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
-from service.trainer.prepare import prepare, trajectories
-from service.trainer.publish import golden_rows, manifest_of, probe_tensors, record_golden, served_signals
-from service.trainer.record import evaluation_document, plot_data, training_record
-from service.trainer.sample import draw_sample
-from service.trainer.scaling import scaling_document
-from service.trainer.summary import better_options
-from service.trainer.summary import closing as closing_lines
-from service.trainer.uncertainty import uncertainty_record
+from service.trainer.prepare import all_logits, fit_context, prepare, served_signals, trajectories, with_context
+from service.trainer.publish import (
+    by_form,
+    evaluation_document,
+    golden_rows,
+    manifest_of,
+    plot_data,
+    probe_tensors,
+    record_golden,
+    training_record,
+    uncertainty_record,
+)
+from service.trainer.summary import better_options, closing_lines
+from service.trainer.training_set import draw_sample, spread
 
 
 def train(
@@ -76,23 +81,24 @@ def train(
             f"not {options.name!r}",
             param="name",
         )
+    options.check()
     dataset, test = _read(options)
     store.check_writable()
-    console.print(f"{len(dataset)} rows in {options.data.name}" + (f", {len(test)} held out" if test else ""))
+    console.print(f"{len(dataset)} rows in {options.file.name}" + (f", {len(test)} held out" if test else ""))
     for data in (dataset, test) if test is not None else (dataset,):
         for remark in data.remarks:
             console.print(f"{data.path.name}: {remark}")
     dataset, sample = draw_sample(options, dataset, test, console)
 
-    with locked(options.run_dir), closing(engine_factory()) as engine:
+    with locked(options.folder), closing(engine_factory()) as engine:
         draft, better = _draft(options, dataset, test, sample, engine, console, probe)
         bundle = store.publish(draft)
         console.print(f"published {bundle.reference}")
         for line in (*closing_lines(bundle.evaluation()), *better):
             console.print(line)
-        if options.calibration is not None:
-            calibrating = plan(options.calibration.of(bundle.reference, options), store)
-            for line in described(calibrating):
+        if options.guarantee is not None:
+            calibrating = plan(bundle, options.guarantee, store)
+            for line in calibrating.described():
                 console.print(line)
             bundle = calibrating.done or carry_out(calibrating, engine, store, console)
     return bundle
@@ -111,9 +117,10 @@ def _draft(
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
-    data = prepare(engine, dataset, options.preparation, prompt_format, "train", folds=options.folds)
-    greedy = replace(options.preparation, sampled=None)  # rows that are only measured on need no soft label
-    held = prepare(engine, test, greedy, prompt_format, "test", folds=0) if test else None
+    sites = tuple(dict.fromkeys((options.site, *options.sites)))
+    run = partial(prepare, engine, options=options, prompt_format=prompt_format, sites=sites)
+    data = run(dataset, name="train", folds=options.folds, sampled=options.sampled)
+    held = run(test, name="test", folds=0) if test else None  # rows that are only measured on need no soft label
     counts = data.counts
     others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
@@ -122,7 +129,7 @@ def _draft(
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
     if fitted is None:
-        console.print(f"fitting probes: {options.folds} folds x {len(options.seeds)} seeds")
+        console.print(f"fitting probes: {options.folds} folds x {len(options.shuffles)} seeds")
         probe = options.probe.fit_readouts(inputs.readouts, inputs.group)
         console.print(f"C = {probe.C_:g}")
     else:
@@ -134,11 +141,11 @@ def _draft(
 
     # What a prompt is: does it ask for a fact, has it a passage?  And where the prompts of training lie.
     context = fit_context(data, probe)
-    names, columns = with_context(options.signals, context), None if context is None else context.columns
+    names, columns = with_context(options.reads, context), None if context is None else context.columns
     logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
-    reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.seeds, more)
+    reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.shuffles, more)
     tensors = probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
-    probes = Probes.all_of(options.readout, tensors)
+    probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
 
     # Calibrate: the classifier sees out-of-fold signals only.
@@ -152,7 +159,7 @@ def _draft(
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
-    nested = evaluate(seen, folds=options.folds, seeds=options.seeds, probe=probe) if options.evaluate else None
+    nested = evaluate(seen, folds=options.folds, seeds=options.shuffles, probe=probe) if options.evaluate else None
     own = name_of(names, options.logit_scale)
     if nested is not None:
         crossed_risk = nested.risk[own]
@@ -167,7 +174,7 @@ def _draft(
     document = evaluation_document(
         options, names, data, out_of_fold, refitted, probe.c_search_, nested, answering, first
     )
-    document |= scaling_document(scaled) | ({} if context is None else context.document())
+    document |= _scaling_document(scaled) | ({} if context is None else context.document())
     document |= {} if sample is None else {SAMPLE: sample.document()}
     document |= {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
     if held is not None:
@@ -222,6 +229,18 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
         )
 
 
+def _scaling_document(scaled: ScaledLogits) -> dict[str, Any]:
+    """Return the layers' weights and how strongly each seed's were pulled to equal ones; empty without weights."""
+    if not scaled.strengths:
+        return {}
+    return {
+        "layer_weights": {
+            "weight": rounded((1 / scaled.scale).tolist()),
+            "pull_to_equal_weights": [None if math.isinf(strength) else strength for strength in scaled.strengths],
+        }
+    }
+
+
 def _forms(found: dict[str, Any]) -> dict[str, Any]:
     return {"by_form": found} if found else {}
 
@@ -239,15 +258,15 @@ def _check_signal(auroc: dict[str, float], options: TrainOptions) -> None:
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     """Both data files, checked."""
-    dataset = read_dataset(options.data, options.answers, folds=options.folds)
+    dataset = read_dataset(options.file, options.answers, folds=options.folds)
     test = read_dataset(options.test, options.answers, folds=0) if options.test is not None else None
     if options.answers == "generate":
         for data in (dataset, test) if test is not None else (dataset,):
-            check_answers(data, options.judge)
+            check_answers(data, options)
     if test is not None:
         check_disjoint(dataset, test)
     if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
-        calibration = read_dataset(options.calibration.data, options.answers, folds=None)
+        calibration = read_dataset(options.calibration, options.answers, folds=None)
         check_all_apply(calibration)
         for seen in (dataset, test) if test is not None else (dataset,):
             check_disjoint(seen, calibration)
@@ -266,8 +285,8 @@ def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
     if min(len(np.unique(group[label == value])) for value in (0, 1)) > 10 * max(options.folds, options.inner_folds):
         return
     rows = np.arange(len(label))
-    if options.c == "auto":
-        group_folds(label, group, rows, options.inner_folds, options.seeds[0], what="inner fold")
-    for fold in outer_folds(label, group, folds=options.folds, seeds=options.seeds):
+    if options.c is None:
+        group_folds(label, group, rows, options.inner_folds, options.shuffles[0], what="inner fold")
+    for fold in outer_folds(label, group, folds=options.folds, seeds=options.shuffles):
         if options.evaluate:
             group_folds(label, group, fold.train, options.inner_folds, fold.seed, what="inner fold")

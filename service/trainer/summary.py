@@ -8,23 +8,18 @@ from typing import Any
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.fitting.presentation import aligned_table
 from service.fitting.scores import gain
-from service.trainer.card import SIGNALS, WITHIN, cell, cheaper_and_better, group_warning
-from service.trainer.threshold_card import rule_in_words
+from service.trainer.cards import SIGNALS, WITHIN, cell, cheaper_and_better, group_warning, rule_in_words
 
 OPTIONS = {
-    "depth_mean_unit_norm": "--logit-scale unit_norm --signals depth_mean",
-    "depth_mean_standardized": "--logit-scale standardized --signals depth_mean",
-    "depth_mean_weighted": "--logit-scale weighted --signals depth_mean",
-    "fused_unit_norm": "--logit-scale unit_norm --signals depth_mean,first_token",
-    "fused_standardized": "--logit-scale standardized --signals depth_mean,first_token",
-    "fused_weighted": "--logit-scale weighted --signals depth_mean,first_token",
+    f"{kind}_{scale}": f"--logit-scale {scale} --signals {signals}"
+    for kind, signals in (("depth_mean", "depth_mean"), ("fused", "depth_mean,first_token"))
+    for scale in ("unit_norm", "standardized", "weighted")
 }
 """Signal -> the options of ``hallutracer train`` that publish it."""
 
 
-def closing(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """What a run says once its bundle is published, from the bundle's evaluation: how well it works, its
-    threshold, and warnings."""
+def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a run says once its bundle is published: how well it works, its threshold, and warnings."""
     crossed, held = evaluation.get("cross_validation"), evaluation.get("held_out")
     if crossed is not None:
         if cheaper := cheaper_and_better(crossed["signals"], evaluation["signal_of_the_bundle"]):
@@ -42,7 +37,7 @@ def closing(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def summary_table(signals: Mapping[str, Any], own: str) -> str:
-    """AUROC with its interval, AUROC within a kind where the rows have kinds, and calibration; ours is marked."""
+    """Return AUROC with its interval, AUROC within a kind where rows have kinds, and calibration; ours is marked."""
     within = [key for key in WITHIN if any(row.get(key) for row in signals.values())]
     header = ["", "AUROC [95 %]", *(WITHIN[key] for key in within), "ECE", "debiased"]
     lines = []
@@ -62,19 +57,16 @@ def summary_table(signals: Mapping[str, Any], own: str) -> str:
 
 
 def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str]:
-    """A line for each variant whose gain over the bundle's own signal has a 95 % interval above zero.
+    """Yield a line for each variant whose gain over the bundle's own signal has a 95 % interval above zero.
 
     The variants were compared on the rows that would also judge the winner: its own figure is a little too good.
     """
     for plain, flags in OPTIONS.items():
-        name = _with_context(plain) if own in CONTEXT_NAMES else plain  # these flags read the context as well
+        name = plain  # or the signal that also reads what a prompt is, as these flags then do
+        if own in CONTEXT_NAMES:
+            name = plain.replace("depth_mean", "context").replace("fused", "fused_context")
         if name == own:
             continue
         found = gain(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
         if found.low > 0:
             yield f"{flags} gains {found.difference:.3f} [{found.low:.3f}, {found.high:.3f}] of AUROC"
-
-
-def _with_context(name: str) -> str:
-    """The signal of ``CONTEXT_NAMES`` that also reads what a prompt is."""
-    return name.replace("depth_mean", "context").replace("fused", "fused_context")

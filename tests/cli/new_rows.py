@@ -1,4 +1,4 @@
-"""What the tests of calibrate and recalibrate share: the demo model's own questions, and a command on them."""
+"""What the tests of guarantee and recalibrate share: the demo model's own questions, and a command on them."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ def test_the_commands_are_those_of_the_readme() -> None:
         "serve", "doctor", "try", "score", "train", "bundle list", "bundle show", "bundle compare", "bundle verify",
         "bundle alias", "bundle sign", "bundle push", "bundle pull", "bundle promote", "bundle rollback", "demo info",
         "demo questions", "demo retrieval", "demo build", "data convert", "data list", "data mix", "data forms",
-        "data tasks", "data audit", "evaluate", "diagnose", "calibrate", "recalibrate", "feedback", "keys make",
+        "data tasks", "data audit", "evaluate", "diagnose", "guarantee", "recalibrate", "feedback", "keys make",
         "keys list", "audit verify",
     } == COMMANDS  # fmt: skip
 
 
 def test_every_command_has_a_help() -> None:
-    examples = ("score", "train", "calibrate", "recalibrate", "evaluate", "diagnose", "serve")
+    examples = ("score", "train", "guarantee", "recalibrate", "evaluate", "diagnose", "serve")
     flags = [(path, "--help-all") for path in ("", "bundle", *sorted(COMMANDS))]
     for path, flag in [*flags, *((path, flag) for path in ("score", "bundle list") for flag in ("-h", "--help"))]:
         done = hallutracer(*path.split(), flag)
@@ -91,9 +91,9 @@ TRAIN = "train --name x --model owner/nowhere --data /no/rows.jsonl"
         (f"{TRAIN} --target wrong<=0.2 --wrong-costs 1", "--target"),
         (f"{TRAIN} --wrong-costs 0", "> 0"),
         (f"{TRAIN} --wrong-costs much", "--wrong-costs"),
-        ("calibrate --bundle demo", "--data"),
-        ("calibrate --data x.jsonl", "--bundle"),
-        ("calibrate --data x.jsonl --bundle demo --alpha .1,2", "--alpha"),
+        ("guarantee --bundle demo", "--data"),
+        ("guarantee --data x.jsonl", "--bundle"),
+        ("guarantee --data x.jsonl --bundle demo --alpha .1,2", "--alpha"),
         ("recalibrate --bundle demo", "--data"),
         ("recalibrate --data x.jsonl", "--bundle"),
         ("score", "--input"),
@@ -166,25 +166,25 @@ def test_an_address_that_cannot_be_listened_on_is_said_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "status", "said"),
     [
-        ((), "line 1"),
-        (("--target", "wrong=0.2"), '--target "wrong<=0.2"'),
-        (("--forms", "mixture"), "given labels belong to the prompts as they are"),
-        (("--forms", "lone,chat", "--labels", "generate"), "no form is called 'chat'"),
-        (("--forms", ",", "--labels", "generate"), "forms is empty"),
-        (("--forms", "none"), "line 1"),
-        (("--forms", "turns,lone", "--labels", "sample"), "line 1"),
+        ((), 1, "line 1"),
+        (("--target", "wrong=0.2"), 2, '--target "wrong<=0.2"'),
+        (("--forms", "mixture"), 2, "given labels belong to the prompts as they are"),
+        (("--forms", "lone,chat", "--labels", "generate"), 2, "no form is called 'chat'"),
+        (("--forms", ",", "--labels", "generate"), 2, "forms is empty"),
+        (("--forms", "none"), 1, "line 1"),
+        (("--forms", "turns,lone", "--labels", "sample"), 1, "line 1"),
     ],
 )
 def test_train_reports_rows_forms_and_rules_before_a_model_is_loaded(
-    tmp_path: Path, more: tuple[str, ...], said: str
+    tmp_path: Path, more: tuple[str, ...], status: int, said: str
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"id": "a", "prompt": "", "label": 1}) + "\n")
     options = ("--data", str(path), "--name", "x", "--model", "owner/nowhere", "--run-dir", str(tmp_path / "r"))
     done = hallutracer("train", *options, *more)
-    assert (done.returncode, said in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, said in done.stderr) == (status, True), done.stderr
 
 
 def test_progress_is_reported_by_the_clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
     ("more", "said"),
     [
         (["--judge", "openai"], "--judge-url"),
-        (["--prompt-format", "text"], "rendered as the bundle's"),
+        (["--prompt-format", "text"], "that of the bundle's training rows"),
         (["--threshold-rule", "loose"], "keep"),
         (["--threshold-rule", "youden"], "keep"),
         (["--traffic", "nowhere.jsonl"], "nowhere.jsonl"),

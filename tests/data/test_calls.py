@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.data.call_check import meets, problem
-from service.data.calls import Call, parse_calls
+from service.data.calls import Call, meets, parse_calls
+from service.data.calls import expectation_problem as problem
 
 ONE = Call("area", {"base": 3, "unit": "cm"})
 

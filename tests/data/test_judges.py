@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from service.data import judges as judge
-from service.data.options import ABSTAIN, JudgeOptions
+from service.data import judges as references
+from service.data.options import ABSTAIN, JudgeName, JudgeOptions
 from service.errors import TrainingError
 from service.trainer.options import TrainOptions
 from tests.local_server import answer, listening
@@ -73,9 +74,9 @@ class Endpoint:
         said = {"choices": [{"message": {"content": content}}]} if status == 200 else content
         answer(request, status, json.dumps(said).encode())
 
-    def judge(self, **options: Any) -> tuple[judge.OpenAIJudge, list[float]]:
+    def judge(self) -> tuple[judge.OpenAIJudge, list[float]]:
         waited: list[float] = []
-        given = JudgeOptions("openai", base_url=self.url, model="grader", api_key="key", **options)
+        given = JudgeOptions("openai", self.url or "http://x", "grader", "key")
         return judge.OpenAIJudge(given, sleep=waited.append), waited
 
 
@@ -109,8 +110,9 @@ def test_it_tries_again_where_that_may_help(endpoint: Any) -> None:
     assert waited == [0.5, 1.0, 2.0]
 
 
-def test_it_gives_up_with_the_reason(endpoint: Any) -> None:
-    ask, _ = endpoint((200, "maybe")).judge(retries=1)
+def test_it_gives_up_with_the_reason(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "RETRIES", 1)
+    ask, _ = endpoint((200, "maybe")).judge()
     with pytest.raises(TrainingError, match=r"'maybe' where yes or no was asked for \(after 2 tries"):
         ask("q", "a", ["b"])
 
@@ -123,11 +125,12 @@ def test_it_does_not_repeat_a_refusal(endpoint: Any) -> None:
     assert len(server.seen) == 1
 
 
-def test_an_unreachable_endpoint_is_named() -> None:
+def test_an_unreachable_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "RETRIES", 0)
     server = Endpoint([])
     with listening(server) as address:
         server.url = f"http://{address}/v1"
-    ask, _ = server.judge(retries=0)
+    ask, _ = server.judge()
     with pytest.raises(TrainingError, match=f"{server.url}/chat/completions cannot be reached"):
         ask("q", "a", ["b"])
 
@@ -144,7 +147,7 @@ def test_the_answer_pattern_cuts_out_what_is_judged(text: str, expected: bool) -
 def test_an_answer_pattern_without_a_group_is_refused(tmp_path: Path) -> None:
     for pattern in ("It is", "("):
         with pytest.raises(TrainingError, match="answer_pattern"):
-            TrainOptions(tmp_path / "x", "x", tmp_path, judge=JudgeOptions("exact", answer_pattern=pattern))
+            TrainOptions(name="x", run_dir=tmp_path, judge="exact", answer_pattern=pattern).check()
 
 
 @pytest.mark.parametrize(
@@ -166,3 +169,66 @@ def test_an_answer_pattern_without_a_group_is_refused(tmp_path: Path) -> None:
 )
 def test_contains_keeps_what_tells_answers_apart(answer: str, accepted: str, expected: bool) -> None:
     assert judge.contains("", answer, [accepted]) is expected
+
+
+KITE = ["No, it needs wind", "I have no comment.", references.incorrect("Yes, it always flies")]
+CALL = {"name": "area", "arguments": {"base": [3]}, "optional": []}
+AREA = [references.expectation("calls", calls=[CALL])]
+
+
+@pytest.mark.parametrize(
+    ("answer", "factual"),
+    [
+        ("No, a kite needs some wind.", True),
+        ("I have no comment.", True),
+        ("Yes, it always flies", False),
+        ("Bananas", False),  # nearer to neither
+    ],
+)
+def test_similarity(answer: str, factual: bool) -> None:
+    assert judge.make_judge(JudgeOptions("similarity"))("", answer, KITE) is factual
+
+
+def test_calls() -> None:
+    asked = judge.make_judge(JudgeOptions("calls"))
+    assert asked("", "[area(base=3)]", AREA)
+    assert not asked("", "[area(base=4)]", AREA)
+    assert not asked("", "It cannot be done.", AREA)
+
+
+def test_an_answer_pattern_applies_to_them_too() -> None:
+    asked = judge.make_judge(JudgeOptions("calls", answer_pattern=r"Answer: (.*)"))
+    assert asked("", "First I think. Answer: area(base=3)", AREA)
+
+
+@pytest.mark.parametrize("name", ["exact", "contains", "regex"])
+def test_other_judges_are_not_shown_incorrect_answers(name: JudgeName) -> None:
+    asked = judge.make_judge(JudgeOptions(name))
+    assert asked("", "No, it needs wind", KITE)
+    assert not asked("", "Yes, it always flies", KITE)
+    assert judge.answer_problems(JudgeOptions(name), KITE) == []
+
+
+@pytest.mark.parametrize("name", ["exact", "contains", "regex", "openai", "similarity"])
+def test_other_judges_refuse_expectations(name: JudgeName) -> None:
+    assert "for the judge 'calls'" in judge.answer_problems(JudgeOptions(name), AREA)[0]
+
+
+def test_what_the_new_judges_cannot_use_is_said_before_a_model_is_loaded() -> None:
+    calls, similarity = JudgeOptions("calls"), JudgeOptions("similarity")
+    assert judge.answer_problems(calls, AREA) == judge.answer_problems(similarity, KITE) == []
+    assert "needs one answer that says what to expect" in judge.answer_problems(calls, ["Paris"])[0]
+    assert "needs one answer" in judge.answer_problems(calls, [*AREA, "Paris"])[0]
+    assert "damaged: 'texts'" in judge.answer_problems(calls, [references.expectation("text", texts=[])])[0]
+    assert "needs an incorrect answer too" in judge.answer_problems(similarity, ["Paris"])[0]
+    assert "has no word" in judge.answer_problems(similarity, ["...", references.incorrect("Rome")])[0]
+    assert (
+        "an accepted one is needed" in judge.answer_problems(JudgeOptions("exact"), [references.incorrect("Rome")])[0]
+    )
+
+
+def test_the_manifest_names_the_measure() -> None:
+    assert JudgeOptions("similarity").judged_by == "similarity:rouge-l"
+    assert JudgeOptions("calls").judged_by == "calls:bfcl"
+    assert JudgeOptions("contains").judged_by == "contains"
+    assert JudgeOptions("openai", "http://x", "grader").judged_by == "openai:grader"

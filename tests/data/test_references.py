@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from service.data import references
+from service.data import judges as references
 
 
 def test_there_and_back() -> None:
     answers = ["Paris", references.incorrect('Rome "really"'), references.expectation("text", texts=["é"])]
-    assert references.split(answers) == (["Paris"], ['Rome "really"'])
+    assert references.split_answers(answers) == (["Paris"], ['Rome "really"'])
     assert references.expected(answers) == {"expect": "text", "texts": ["é"]}
     assert references.expected(answers[:2]) is None
 
@@ -20,5 +20,5 @@ def test_there_and_back() -> None:
      r"{2,3}\d", '{"expect": ["calls"]}', '{"a":' * 5_000],
 )  # fmt: skip
 def test_other_strings_stay_plain_answers(plain: str) -> None:
-    assert references.split([plain]) == ([plain], [])
+    assert references.split_answers([plain]) == ([plain], [])
     assert references.expected([plain]) is None

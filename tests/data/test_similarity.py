@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.data.similarity import margin, rouge_l, words
+from service.data.judges import margin, rouge_l, words
 
 SENTENCES = st.lists(st.sampled_from("abc"), max_size=6)
 

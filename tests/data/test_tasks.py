@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from service.data.forms import task_given, task_handed, task_making, task_talk, task_texts
-from service.data.forms.task_asked import ASKED
-from service.data.forms.task_rows import task_rows
-from service.data.forms.tasks import SLOTS, TASKS
+from service.data.forms.registry import WORDINGS
+from service.data.forms.tasks import SLOTS, TASKS, task_rows
 from tests.command_line import run
 
 ROWS = task_rows(1500)
@@ -75,27 +73,51 @@ def test_company_has_its_share() -> None:
     alone = sum(len(row["messages"]) == 1 for row in ROWS) / len(ROWS)
     assert 0.5 < alone < 0.65  # beside a fact or a passage is one message, too
     assert 0.1 < sum(roles(row)[0] == "system" for row in ROWS) / len(ROWS) < 0.22
-    questions = {question for question, *_ in ASKED}
+    questions = {question for question, *_ in WORDINGS["asked"]}
     asked = [row for row in ROWS if questions & {message["content"] for message in row["messages"][:-1]}]
     assert 0.2 < len(asked) / len(ROWS) < 0.35
     assert all(len(row["messages"]) > 2 for row in ROWS if row["kind"] == "task/follow_up")
     assert max(len(row["messages"]) for row in ROWS) >= 17
 
 
+HANDED_OVER = ["sentences", "clumsy", "scenes", "reviews", "things", "first_names", "code_jobs", "queries", "snippets"]
+TEMPLATES = [
+    "greeting",
+    "chatting",
+    "leaving",
+    "about",
+    "opinion",
+    "advice",
+    "role_play",
+    "meta_requests",
+    "follow_ups",
+    "writing",
+    "letters",
+    "creative",
+    "coding",
+    "brainstorm",
+    "planning",
+    "rewriting",
+    "translating",
+    "code_help",
+    "summary",
+    "extracting",
+    "classifying",
+    "formatting",
+]
+
+
 def test_texts_and_templates_are_many_and_without_doubles() -> None:
-    given = [value for name, value in vars(task_given).items() if name.isupper()]
-    for entries in (*SLOTS.values(), *given, task_texts.TOPICS):
+    for entries in (*SLOTS.values(), *(WORDINGS[name] for name in HANDED_OVER)):
         assert len(entries) >= (30 if entries is SLOTS["language"] else 40)
         assert len(set(entries)) == len(entries)
         assert all(entries)
-    for module in (task_talk, task_making, task_handed):
-        for name, wordings in vars(module).items():
-            if not name.isupper() or name in ("LEADS", "ASIDES", "HANDED"):
-                continue
-            assert len(wordings) >= 8, name
-            assert len(set(wordings)) == len(wordings), name
-            used = {slot for wording in wordings for _, slot, *_ in string.Formatter().parse(wording) if slot}
-            assert used <= set(SLOTS), name
+    for name in TEMPLATES:
+        wordings = WORDINGS[name]
+        assert len(wordings) >= 8, name
+        assert len(set(wordings)) == len(wordings), name
+        used = {slot for wording in wordings for _, slot, *_ in string.Formatter().parse(wording) if slot}
+        assert used <= set(SLOTS), name
 
 
 @pytest.mark.parametrize("name", ["no_fact_prompts.txt", "fact_prompts.txt"])

@@ -117,9 +117,9 @@ def main() -> None:
     collection.ANSWERED_TOGETHER = 64  # several calls, to be killed between
     engine.kill_at = given.pop("kill_at", None)
     store = Store(Path(given.pop("store")))
-    paths = {key: Path(given.pop(key)) for key in ("data", "run_dir")}
-    sets = {key: tuple(given.pop(key)) for key in ("seeds", "forms")}
-    train(TrainOptions(**paths, **sets, **given), lambda: engine, store, console=Quiet())
+    paths: dict[str, Any] = {"data": (given.pop("data"),), "run_dir": Path(given.pop("run_dir"))}
+    given["seeds"] = tuple(given["seeds"])
+    train(TrainOptions(**paths, **given), lambda: engine, store, console=Quiet())
 
 
 if __name__ == "__main__":

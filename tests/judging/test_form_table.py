@@ -13,7 +13,7 @@ from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.data.forms import registry
 from service.judging.form_table import FormTable, form_table
-from service.trainer.by_form import by_form
+from service.trainer.publish import by_form
 from tests.judging.test_coverage import bundle_with
 from tests.probes_store.factory import GUARANTEE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.trainer.by_form import by_form, form_section
+from service.trainer.publish import by_form
 from tests.fitting.planted import planted_rows
 from tests.trainer.test_run import run
 
@@ -32,12 +32,10 @@ def test_nothing_is_told_of_answers_that_no_gate_gives() -> None:
     found = by_form(LABEL, RISK, FORMS, 0.05)
     assert found["lone"]["answered"] == 0
     assert found["lone"]["wrong_among_answered"] is None
-    assert "| - |" in (form_section({"held_out": {"by_form": found}}) or "")
 
 
 def test_rows_that_name_no_form_have_no_table() -> None:
     assert by_form(LABEL, RISK, [*FORMS[:-1], {}], 0.5) == {}
-    assert form_section({"held_out": None, "cross_validation": {"signals": {}}}) is None
 
 
 def test_evaluation_and_card_have_it(tmp_path: Path) -> None:

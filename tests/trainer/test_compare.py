@@ -8,7 +8,7 @@ import pytest
 
 from probes_store.bundle import Bundle
 from probes_store.store import SHIPPED, Store
-from service.trainer.compare import compare
+from service.trainer.comparison import compare
 from tests.command_line import hallutracer
 
 

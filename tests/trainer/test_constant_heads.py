@@ -60,7 +60,7 @@ def test_readouts_that_are_constant_in_one_fold_do_not_end_a_run(
 
 
 def test_a_layer_that_is_constant_everywhere_is_an_error_and_is_not_published(tmp_path: Path) -> None:
-    for c in ("auto", 0.3):
+    for c in (None, 0.3):
         with pytest.raises(NoDirection, match="layer 2"):
             run(tmp_path, ConstantEngine(set(), None), c=c, evaluate=False)
     assert not list((tmp_path / "store").rglob("bundle.json"))

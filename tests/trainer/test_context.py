@@ -16,7 +16,7 @@ from probes_store.bundle import Bundle, check_golden
 from probes_store.records import CONTEXT_SIGNALS
 from service.data.forms.registry import FORMS, chosen, families
 from service.data.forms.spread import in_forms
-from service.data.forms.task_rows import task_rows
+from service.data.forms.tasks import task_rows
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds
 from service.fitting.nested_cv import CONTEXT_NAMES
@@ -24,20 +24,19 @@ from service.readout import Site
 from service.scoring import Scorer
 from service.trainer.new_rows import risks_of
 from service.trainer.options import TrainOptions
-from service.trainer.prepare import PreparedData, prepare
-from service.trainer.prompt_labels import WITH_PASSAGE, prompt_labels
+from service.trainer.prepare import WITH_PASSAGE, PreparedData, prepare, prompt_labels
 from tests.data.test_forms import SAID, made
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
-from tests.trainer.test_run import run
+from tests.trainer.test_run import FUSED, run
 
 QUESTIONS, OTHERS = 360, 120
 WORDS = {"poem": (0, -2.0), "Context:": (1, 1.5), "states": (2, 1.5)}  # head and strength of what a prompt is
 QUICK: dict[str, Any] = {
-    "signals": ("depth_mean", "log_max_prob", "entropy"),
+    "signals": "depth_mean,first_token",
     "seeds": (0, 1),
     "c": 0.3,
     "labels": "generate",
-    "forms": (),
+    "forms": "none",
 }
 
 
@@ -88,9 +87,9 @@ def fresh(folder: Path) -> tuple[list[dict[str, Any]], PreparedData]:
     for row in rows[::10]:
         row["prompt"] += " strange"
     data = read_dataset(write_rows(folder / "fresh.jsonl", rows), "generate", folds=None)
-    options = TrainOptions(folder / "x", "x", folder / "new", labels="generate")
+    options = TrainOptions(name="x", run_dir=folder / "new", labels="generate")
     engine = Strange()
-    return rows, prepare(engine, data, options.preparation, "chat", "fresh", folds=None)
+    return rows, prepare(engine, data, options, "chat", "fresh", sites=[options.site], folds=None)
 
 
 class Strange(ReadingEngine):
@@ -104,7 +103,7 @@ class Strange(ReadingEngine):
 def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
     manifest, context = trained.manifest, trained.manifest.context
     assert context is not None
-    assert (manifest.format_version, manifest.signals) == (1, (*QUICK["signals"], "passage", "stated"))
+    assert (manifest.format_version, manifest.signals) == (1, (*FUSED, "passage", "stated"))
     asks, passage, stated = context.probes
     assert [probe.name for probe in context.probes] == ["asks", "passage", "stated"]
     assert (asks.rows, asks.positive) == (QUESTIONS + OTHERS, QUESTIONS)
@@ -200,13 +199,13 @@ def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Pa
     ):
         bundle, _ = run(tmp_path / name, ReadingEngine(), rows, **QUICK | {"evaluate": False})
         manifest = bundle.manifest
-        assert (manifest.context, manifest.signals) == (None, QUICK["signals"])
+        assert (manifest.context, manifest.signals) == (None, FUSED)
         assert "context" not in bundle.evaluation()
         assert bundle.probes.context_head is None
         engine = ReadingEngine()
         rows_read = read_dataset(tmp_path / name / "rows.jsonl", "generate", folds=None)
-        options = TrainOptions(tmp_path / "x", "x", tmp_path / name / "run-again", labels="generate")
-        data = prepare(engine, rows_read, options.preparation, "chat", "again", folds=None)
+        options = TrainOptions(name="x", run_dir=tmp_path / name / "run-again", labels="generate")
+        data = prepare(engine, rows_read, options, "chat", "again", sites=[options.site], folds=None)
         assert np.array_equal(risks_of(bundle, data, withhold_outside=True), risks_of(bundle, data))
 
 
@@ -216,11 +215,11 @@ def test_each_kind_of_row_brings_its_own_probes(tmp_path: Path) -> None:
     asking = run(tmp_path / "poems", ReadingEngine(), poems, **quick)[0].manifest
     assert asking.context is not None
     assert [probe.name for probe in asking.context.probes] == ["asks"]
-    assert (asking.signals, asking.context.applicability is None) == (QUICK["signals"], False)
+    assert (asking.signals, asking.context.applicability is None) == (FUSED, False)
     passages = run(tmp_path / "passages", ReadingEngine(), reading_rows(360, 0), **quick)[0].manifest
     assert passages.context is not None
     assert [probe.name for probe in passages.context.probes] == ["passage", "stated"]
-    assert passages.signals == (*QUICK["signals"], "passage", "stated")
+    assert passages.signals == (*FUSED, "passage", "stated")
     assert passages.context.applicability is None
 
 
@@ -254,12 +253,13 @@ def lengthened(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_where_passages_differ_in_length_the_classifier_reads_it(tmp_path: Path) -> None:
     bundle, _ = run(tmp_path, Overlooking(), lengthened(reading_rows()), **QUICK | {"seeds": (0,)})
-    assert bundle.manifest.signals == (*QUICK["signals"], *CONTEXT_SIGNALS)
+    assert bundle.manifest.signals == (*FUSED, *CONTEXT_SIGNALS)
     assert bundle.manifest.classifier.weight[-1] < 0  # for being right, of each e-fold of its tokens
     assert bundle.evaluation()["signal_of_the_bundle"] == "fused_context_unit_norm"
     path = write_rows(tmp_path / "fresh.jsonl", lengthened(reading_rows(60, 0, seed=3)))
-    options, engine = TrainOptions(tmp_path / "x", "x", tmp_path / "new", labels="generate"), Overlooking()
-    data = prepare(engine, read_dataset(path, "generate", folds=None), options.preparation, "chat", "fresh", folds=None)
+    options = TrainOptions(name="x", run_dir=tmp_path / "new", labels="generate")
+    engine, rows = Overlooking(), read_dataset(path, "generate", folds=None)
+    data = prepare(engine, rows, options, "chat", "fresh", sites=[options.site], folds=None)
     scorer = Scorer(engine, bundle)
     reports = scorer.score([scorer.render(prompt=row.prompt) for row in data.dataset.rows])
     risks = np.array([report.risk for report in reports])

@@ -22,9 +22,9 @@ from service.errors import DataError, FeedbackUnavailable, TrainingError
 from service.feedback.databases import Location, location
 from service.feedback.statements import write_answers, write_label
 from service.scoring import Scorer
-from service.trainer.calibrate import plan
-from service.trainer.feedback import FeedbackOptions, recalibrate_by_feedback
-from service.trainer.options import CalibrateOptions
+from service.trainer.feedback import recalibrate_by_feedback
+from service.trainer.guarantee import plan
+from service.trainer.options import GuaranteeOptions, RecalibrateOptions
 from tests.feedback.made import answer, given
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.probes_store.keys import key_pair
@@ -76,8 +76,9 @@ def mixed(count: int, seed: int) -> Rows:
 
 def run(store: Store, where: Location, **changes: Any) -> tuple[Bundle | None, Quiet]:
     console = Quiet()
-    options = FeedbackOptions(**{"bundle": "planted:1", "feedback": where} | changes)
-    return recalibrate_by_feedback(options, store, console=console), console
+    bundle = store.load(changes.pop("bundle", "planted:1"))
+    options = RecalibrateOptions(feedback=where.text, **changes)
+    return recalibrate_by_feedback(bundle, options, store, console=console), console
 
 
 def test_the_risk_follows_the_feedback(tmp_path: Path, store: Store, trained: Bundle) -> None:
@@ -198,7 +199,7 @@ def test_rows_that_were_spent_here_cannot_be_calibrated_on(tmp_path: Path, store
     assert bundle is not None
     data = write_rows(tmp_path / "labelled.jsonl", rows[:300])
     with pytest.raises(DataError, match="the recalibration of planted:2 has spent"):
-        plan(CalibrateOptions(data=data, bundle="planted:2", run_dir=tmp_path / "run", alphas=(0.3,)), store)
+        plan(store.load("planted:2"), GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run", alpha="0.3"), store)
 
 
 def test_too_few_labels_are_refused_with_their_number(tmp_path: Path, store: Store, trained: Bundle) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from service.trainer.card import cell, cheaper_and_better
-from service.trainer.summary import closing
+from service.trainer.cards import cell, cheaper_and_better
+from service.trainer.summary import closing_lines
 
 
 def signals(own: float, **others: float) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def test_a_signal_without_probes_that_ranks_better_is_said_above_the_table() -> 
     assert "first-token entropy" in said
     assert "0.904 against 0.844" in said
     evaluation = {"cross_validation": {"signals": rows}, "signal_of_the_bundle": "depth_mean_unit_norm"}
-    lines = list(islice(closing(evaluation), 3))
+    lines = list(islice(closing_lines(evaluation), 3))
     assert lines[0] == said
     assert "0.904 +/- 0.100" in lines[2]  # without intervals the table is drawn, too
 

@@ -13,15 +13,14 @@ import pytest
 from probes_store.store import Store
 from service.data.forms.registry import FORMS, chosen, is_one_message
 from service.data.forms.spread import in_forms
-from service.data.options import JudgeOptions
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.errors import DataError, TrainingError
 from service.readout import Site
-from service.trainer.forms import group_names
-from service.trainer.ledger import Marks, check_unspent
-from service.trainer.options import TrainOptions, parse_forms
+from service.trainer.new_rows import Marks, check_unspent
+from service.trainer.options import TrainOptions
 from service.trainer.prepare import prepare
+from service.trainer.training_set import group_names
 from tests.data.test_forms import SAID, made
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.test_run import run
@@ -145,7 +144,7 @@ def test_what_was_asked_in_a_form_is_spent(mixed: tuple[Path, list[str]]) -> Non
 
 def test_an_id_that_became_a_group_is_no_spent_group(tmp_path: Path) -> None:
     lone = [{key: value for key, value in row.items() if key != "group"} for row in questions()]
-    bundle, _ = run(tmp_path, PlantedEngine(max_tokens=ROOM), lone, **MIXED | {"forms": ("wording",)})
+    bundle, _ = run(tmp_path, PlantedEngine(max_tokens=ROOM), lone, **MIXED | {"forms": "wording"})
     assert {row["group"] for row in lines(tmp_path / "run" / "train-forms.jsonl")} >= {"r0-7"}
     marks = Marks.read(bundle.evaluation()["rows_seen"]["training"])
     fresh = [{"prompt": "Which river?", "answers": ["x"], "group": "r0-7"}]
@@ -181,7 +180,7 @@ def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_othe
 
 def test_chosen_forms_alone(tmp_path: Path) -> None:
     engine = PlantedEngine(max_tokens=ROOM)
-    bundle, _ = run(tmp_path, engine, questions(), **MIXED | {"forms": ("wording", "greeting")})
+    bundle, _ = run(tmp_path, engine, questions(), **MIXED | {"forms": "wording,greeting"})
     forms = bundle.evaluation()["data"]["forms"]
     assert set(forms) == {"polite", "chatter", "lower", "ending", "greeting", "typos"}
     assert sum(forms.values()) == 240
@@ -189,7 +188,7 @@ def test_chosen_forms_alone(tmp_path: Path) -> None:
 
 
 def test_no_forms_are_the_rows_as_they_are(tmp_path: Path) -> None:
-    bundle, _ = run(tmp_path, PlantedEngine(), questions(), **MIXED | {"forms": ()})
+    bundle, _ = run(tmp_path, PlantedEngine(), questions(), **MIXED | {"forms": "none"})
     assert "forms" not in bundle.evaluation()["data"]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["train"]
     assert bundle.manifest.training.rows == 240
@@ -209,7 +208,7 @@ def test_what_is_too_long_for_the_model_takes_another_form(tmp_path: Path, limit
 
 def test_where_no_chosen_form_fits_questions_are_asked_alone(tmp_path: Path) -> None:
     engine = PlantedEngine(max_tokens=420)
-    bundle, console = run(tmp_path, engine, questions(), **MIXED | {"forms": ("long",)})
+    bundle, console = run(tmp_path, engine, questions(), **MIXED | {"forms": "long"})
     assert bundle.evaluation()["data"]["forms"] == {"lone": 240}
     assert "240 rows of rows.jsonl fit none of the forms and are asked alone" in console.lines
 
@@ -232,13 +231,13 @@ def test_without_a_template_a_form_is_one_message(tmp_path: Path, how: str) -> N
     assert bundle.manifest.prompt_format == "text"
     assert any("forms of a single message only" in line for line in console.lines)
     with pytest.raises(TrainingError, match="leave out forms of several messages, .*turn_own") as caught:
-        run(tmp_path, engine, **options | {"forms": ("lone", "turns")})
+        run(tmp_path, engine, **options | {"forms": "lone,turns"})
     assert caught.value.param == "forms"
 
 
 def test_patterns_of_the_judge_are_nothing_to_state(tmp_path: Path) -> None:
     rows = [row | {"answers": [f"(Paris|Town{number})"]} for number, row in enumerate(questions())]
-    run(tmp_path, PlantedEngine(max_tokens=ROOM), rows, **MIXED | {"judge": JudgeOptions("regex")})
+    run(tmp_path, PlantedEngine(max_tokens=ROOM), rows, **MIXED | {"judge": "regex"})
     found = [row for row in lines(tmp_path / "run" / "train-forms.jsonl") if row["form"] != "task"]
     assert len({row["form"] for row in found}) > 10
     assert not any("Town" in message["content"] for row in found for message in row["messages"])
@@ -260,20 +259,20 @@ def test_sampled_labels_are_asked_in_forms_and_only_where_there_is_an_answer(tmp
 def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> None:
     rows = [*questions(60), *({"prompt": f"Write poem {n}.", "applies": False, "group": "p"} for n in range(30))]
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows[::-1]), "generate", folds=2)
-    options = TrainOptions(tmp_path / "x", "x", tmp_path / "run", labels="generate", forms=(), batch_rows=16)
+    options = TrainOptions(name="x", run_dir=tmp_path / "run", labels="generate", forms="none", batch_rows=16)
     engine = PlantedEngine()
-    data = prepare(engine, dataset, options.preparation, "chat", "train", folds=2)
-    assert data.others.tolist() == list(range(30))
-    assert set(data.labelled.index.tolist()).isdisjoint(data.others.tolist())
+    data = prepare(engine, dataset, options, "chat", "train", sites=[options.site], folds=2)
+    assert data.dataset.others.tolist() == list(range(30))
+    assert set(data.labelled.index.tolist()).isdisjoint(data.dataset.others.tolist())
     answers = lines(tmp_path / "run" / "train" / "answers.jsonl")
     assert sorted(row["row"] for row in answers) == list(range(30, 90))
     assert data.counts["others"] == 30
     assert data.counts["rows"] == 60
-    read = data.readouts_of(data.others, np.zeros(30, np.int64))
+    read = data.readouts_of(data.dataset.others, np.zeros(30, np.int64))
     rendered = engine.render_chat([{"role": "user", "content": "Write poem 29."}])
     expected = engine.activations(rendered, Site.ATTENTION_HEAD)
     np.testing.assert_array_equal(read.file.head(2, 1)[read.index[:1]][0], expected[2].reshape(3, -1)[1])
-    assert len(set(dataset.groups[data.others].tolist())) == 1
+    assert len(set(dataset.groups[data.dataset.others].tolist())) == 1
 
 
 def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
@@ -286,30 +285,30 @@ def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "forms"),
-    [(None, None), ("none", ()), ("mixture", ("mixture",)), ("turns, lone", ("turns", "lone"))],
+    [(None, ("mixture",)), ("none", ()), ("mixture", ("mixture",)), ("turns, lone", ("turns", "lone"))],
 )
-def test_forms_as_written_on_the_command_line(text: str | None, forms: tuple[str, ...] | None) -> None:
-    assert parse_forms(text) == forms
+def test_forms_as_written_on_the_command_line(text: str | None, forms: tuple[str, ...]) -> None:
+    assert TrainOptions(name="x", labels="generate", forms=text).wanted_forms == forms
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"forms": ("mixture",)}, "given labels belong to the prompts as they are.*--labels generate"),
-        ({"labels": "generate", "forms": ("chat",)}, "no form is called 'chat'.*mixture alone"),
-        ({"labels": "generate", "forms": ("mixture", "lone")}, "no form is called 'mixture'"),
-        ({"labels": "generate", "forms": ("lone", "none")}, "no form is called 'none'"),
+        ({"forms": "mixture"}, "given labels belong to the prompts as they are.*--labels generate"),
+        ({"labels": "generate", "forms": "chat"}, "no form is called 'chat'.*mixture alone"),
+        ({"labels": "generate", "forms": "mixture,lone"}, "no form is called 'mixture'"),
+        ({"labels": "generate", "forms": "lone,none"}, "no form is called 'none'"),
     ],
 )
 def test_senseless_forms_are_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     with pytest.raises(TrainingError, match=match) as caught:
-        TrainOptions(tmp_path, "x", tmp_path, **change)
+        TrainOptions(name="x", **change).check()
     assert caught.value.param == "forms"
     with pytest.raises(TrainingError, match="forms is empty"):
-        parse_forms(" ,")
+        TrainOptions(name="x", labels="generate", forms=" ,").check()
 
 
 def test_the_default_depends_on_the_labels(tmp_path: Path) -> None:
-    assert TrainOptions(tmp_path, "x", tmp_path).wanted_forms == ()
+    assert TrainOptions(name="x", run_dir=tmp_path).wanted_forms == ()
     for labels in ("generate", "sample"):
-        assert TrainOptions(tmp_path, "x", tmp_path, labels=labels).wanted_forms == ("mixture",)  # type: ignore[arg-type]
+        assert TrainOptions(name="x", run_dir=tmp_path, labels=labels).wanted_forms == ("mixture",)  # type: ignore[arg-type]

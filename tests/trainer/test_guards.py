@@ -15,7 +15,7 @@ from service.fitting import nested_cv
 from service.fitting.estimator import FinalClassifier
 from service.fitting.thresholds import ChosenThreshold, GateRule
 from service.trainer import run as trainer_run
-from service.trainer.record import read_risks
+from service.trainer.publish import read_risks
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.test_run import run
 

@@ -19,7 +19,7 @@ from service.demo.questions import questions
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import DataError, TrainingError
-from service.trainer.options import PromiseOptions, TrainOptions
+from service.trainer.options import TrainOptions
 from service.trainer.run import train
 from tests.fitting.planted import Quiet, planted_rows, write_rows
 from tests.trainer.test_run import run
@@ -55,7 +55,8 @@ def test_coin_labels_of_paraphrases_have_no_signal(tmp_path: Path, demo: Transfo
     data = write_rows(
         tmp_path / "rows.jsonl", copied([{"prompt": text, "label": draw.getrandbits(1)} for text in asked], copies)
     )
-    options = TrainOptions(data, "coin", tmp_path / "run", folds=4, inner_folds=2, seeds=(0,), c=0.3, jobs=1)
+    quick: dict[str, Any] = {"folds": 4, "inner_folds": 2, "seeds": (0,), "c": 0.3, "jobs": 1}
+    options = TrainOptions(data=(str(data),), name="coin", run_dir=tmp_path / "run", **quick)
     console = Quiet()
     with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
         train(options, lambda: demo, Store(tmp_path / "store"), console=console)
@@ -64,8 +65,7 @@ def test_coin_labels_of_paraphrases_have_no_signal(tmp_path: Path, demo: Transfo
 
 def test_training_and_guarantee_count_paraphrases_once(tmp_path: Path) -> None:
     new = write_rows(tmp_path / "new.jsonl", copied(planted_rows(200, seed=5), 3))
-    promise = PromiseOptions(new, (0.2,))
-    bundle, console = run(tmp_path, rows=copied(planted_rows(80), 3), evaluate=False, calibration=promise)
+    bundle, console = run(tmp_path, rows=copied(planted_rows(80), 3), evaluate=False, calibration=new, alpha="0.2")
     assert bundle.manifest.training.groups == 80
     guarantee = bundle.manifest.guarantee
     assert guarantee is not None
@@ -74,7 +74,7 @@ def test_training_and_guarantee_count_paraphrases_once(tmp_path: Path) -> None:
 
 
 def test_paraphrases_of_training_rows_are_refused(tmp_path: Path) -> None:
-    from tests.trainer.test_calibrate import Never, calibrated
+    from tests.trainer.test_guarantee import Never, calibrated
 
     bundle, _ = run(tmp_path, rows=copied(planted_rows(80), 1), evaluate=False)
     store = Store(bundle.path.parents[1])

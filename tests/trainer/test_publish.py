@@ -37,7 +37,7 @@ class OffByOneHead(PlantedEngine):
 
 def test_an_engine_that_serves_other_readouts_publishes_nothing(tmp_path: Path) -> None:
     options = TrainOptions(
-        data=write_rows(tmp_path / "rows.jsonl", planted_rows(80)),
+        data=(str(write_rows(tmp_path / "rows.jsonl", planted_rows(80))),),
         name="planted",
         run_dir=tmp_path / "run",
         folds=2,
@@ -61,7 +61,7 @@ def test_a_models_folder_is_recorded_by_its_name_alone(tmp_path: Path) -> None:
 def test_rows_are_read_the_same_from_disk_and_from_the_engine(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", planted_rows(80))
     options = TrainOptions(
-        data=data, name="p", run_dir=tmp_path / "run", readout=Site.RESIDUAL_STREAM, logit_scale="standardized",
+        data=(str(data),), name="p", run_dir=tmp_path / "run", readout="residual_stream", logit_scale="standardized",
         folds=2, seeds=(0,), c=0.3, evaluate=False, jobs=1,
     )  # fmt: skip
     engine = PlantedEngine()

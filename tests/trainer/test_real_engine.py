@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from probes_store.store import Store
-from service.data.options import JudgeOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.readout import Site
@@ -28,18 +27,18 @@ def _one_thread() -> None:
 
 def options(folder: Path, **changes: Any) -> TrainOptions:
     given: dict[str, Any] = {
-        "data": write_rows(folder / "rows.jsonl", planted_rows(160)),
+        "data": (str(write_rows(folder / "rows.jsonl", planted_rows(160))),),
         "test": write_rows(folder / "test.jsonl", planted_rows(80, seed=3)),
         "name": "tiny",
         "run_dir": folder / "run",
-        "signals": ("depth_mean", "log_max_prob", "entropy"),
+        "signals": "depth_mean,first_token",
         "folds": 3,
         "inner_folds": 2,
         "seeds": (0,),
         "batch_rows": 16,
         "jobs": 1,
         "sites": tuple(Site),
-        "forms": (),
+        "forms": "none",
     }
     return TrainOptions(**given | changes)
 
@@ -65,10 +64,10 @@ def test_generated_answers_resume_and_repeat(tmp_path: Path, monkeypatch: pytest
     for row in rows:
         row["answers"] = ["[a-m]"]  # of a random model's babble about half holds such a letter
     changes: dict[str, Any] = {
-        "data": write_rows(tmp_path / "babble.jsonl", rows),
+        "data": (str(write_rows(tmp_path / "babble.jsonl", rows)),),
         "test": None,
         "labels": "generate",
-        "judge": JudgeOptions("regex"),
+        "judge": "regex",
         "evaluate": False,
         "max_new_tokens": 3,
     }

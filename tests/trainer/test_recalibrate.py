@@ -14,8 +14,8 @@ from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import Store
 from service.errors import DataError, RunMismatch, TrainingError
 from service.scoring import Scorer
-from service.trainer.calibrate import calibrate, plan
-from service.trainer.options import CalibrateOptions, RecalibrateOptions
+from service.trainer.guarantee import guarantee, plan
+from service.trainer.options import GuaranteeOptions, RecalibrateOptions
 from service.trainer.recalibrate import recalibrate
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.trainer.test_run import run
@@ -50,9 +50,10 @@ def recalibrated(
     data = write_rows(folder / "labelled.jsonl", rare(150, 5) if rows is None else rows)
     if isinstance(changes.get("traffic"), list):
         changes["traffic"] = write_rows(folder / "traffic.jsonl", changes["traffic"])
-    given: dict[str, Any] = {"data": data, "bundle": "planted", "run_dir": folder / "run"} | changes
+    given: dict[str, Any] = {"data": (str(data),), "run_dir": folder / "run"} | changes
+    bundle = store.load(given.pop("bundle", "planted"))
     console = Quiet()
-    return recalibrate(RecalibrateOptions(**given), engine, store, console=console), console
+    return recalibrate(bundle, RecalibrateOptions(**given), engine, store, console=console), console
 
 
 def published(folder: Path, store: Store, rows: Rows | None = None, **changes: Any) -> Bundle:
@@ -172,9 +173,9 @@ def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Sto
     assert "nothing was published" in console.lines[-1]
     assert "**the risk as it is**" in "\n".join(console.lines)
     assert store.load("planted").reference == "planted:1"
+    options = GuaranteeOptions(data=(str(tmp_path / "labelled.jsonl"),), run_dir=tmp_path / "run", alpha="0.3")
     with pytest.raises(RunMismatch, match="recalibrated"):  # the labels were looked at
-        calibrate(CalibrateOptions(data=tmp_path / "labelled.jsonl", bundle="planted", run_dir=tmp_path / "run",
-                                   alphas=(0.3,)), PlantedEngine, store, console=Quiet())  # fmt: skip
+        guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
 
 
 @pytest.mark.parametrize("by", ["prompt", "group"])
@@ -194,15 +195,19 @@ def test_rows_that_ask_for_no_fact_have_no_place_here(tmp_path: Path, store: Sto
 
 def test_rows_that_were_spent_here_cannot_be_calibrated_on(tmp_path: Path, store: Store) -> None:
     published(tmp_path, store)
-    options: dict[str, Any] = {"data": tmp_path / "labelled.jsonl", "alphas": (0.3,), "run_dir": tmp_path / "other"}
+    options: dict[str, Any] = {
+        "data": (str(tmp_path / "labelled.jsonl"),),
+        "alpha": "0.3",
+        "run_dir": tmp_path / "other",
+    }
     for bundle in ("planted:1", "planted:2"):
         with pytest.raises(DataError, match=r"the recalibration of planted:2 has spent"):
-            plan(CalibrateOptions(bundle=bundle, **options), store)
+            plan(store.load(bundle), GuaranteeOptions(**options), store)
 
 
 def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, store: Store) -> None:
     new = write_rows(tmp_path / "new.jsonl", planted_rows(400, seed=21))
-    first = calibrate(CalibrateOptions(data=new, bundle="planted", run_dir=tmp_path / "c", alphas=(0.2,)),
+    first = guarantee(store.load("planted"), GuaranteeOptions(data=(str(new),), run_dir=tmp_path / "c", alpha="0.2"),
                       PlantedEngine, store, console=Quiet())  # fmt: skip
     assert first is not None
     assert first.manifest.guarantee is not None
@@ -217,7 +222,7 @@ def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, s
         float(bundle.manifest.recalibration(first.manifest.threshold))  # type: ignore[misc]
     )
     fresh = write_rows(tmp_path / "fresh.jsonl", planted_rows(400, seed=22))
-    again = calibrate(CalibrateOptions(data=fresh, bundle="planted", run_dir=tmp_path / "d", alphas=(0.2,)),
+    again = guarantee(store.load("planted"), GuaranteeOptions(data=(str(fresh),), run_dir=tmp_path / "d", alpha="0.2"),
                       PlantedEngine, store, console=Quiet())  # fmt: skip
     assert again is not None
     assert again.manifest.guarantee is not None
@@ -232,7 +237,7 @@ def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, s
 
 def test_the_threshold_may_stay_where_it_is(tmp_path: Path, store: Store, trained: Bundle) -> None:
     """A wrong answer costs what it did: on a risk that follows the traffic the same number is right."""
-    bundle = published(tmp_path, store, threshold="keep")
+    bundle = published(tmp_path, store, threshold_rule="keep")
     fresh = rare(300, 9)
     before, after = scored(trained, fresh)[1], scored(bundle, fresh)[1]
     assert bundle.manifest.threshold == trained.manifest.threshold == 0.5
@@ -267,12 +272,12 @@ def test_a_bundle_without_recorded_risks_needs_its_held_out_file_for_traffic(
     traffic = unlabelled(rare(200, 7))
     with pytest.raises(TrainingError, match="name its training file"):
         recalibrated(tmp_path, store, engine=Never)
-    bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(train, test))
+    bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(str(train), str(test)))
     assert bundle is not None
     assert "against the best mixture" in "\n".join(console.lines)
     del evaluation["held_out"]
     store.publish(BundleDraft(trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}))
-    given: dict[str, Any] = {"bundle": "planted:4", "trained_on": (train,)}
+    given: dict[str, Any] = {"bundle": "planted:4", "trained_on": (str(train),)}
     with pytest.raises(TrainingError, match="no risks of its training rows.*--allow-other-shift"):
         recalibrated(tmp_path, store, engine=Never, traffic=traffic, **given)
     bundle, console = recalibrated(tmp_path, store, traffic=traffic, allow_other_shift=True, **given)

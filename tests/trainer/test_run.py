@@ -16,18 +16,19 @@ import yaml
 from probes_store.bundle import Bundle
 from probes_store.errors import StoreNotWritable
 from probes_store.store import Store
-from service.data.options import JudgeOptions
 from service.errors import DataError, RunMismatch, TrainingError
 from service.readout import Site
 from service.scoring import Scorer
-from service.trainer.card import NO_SIGNAL, group_warning
-from service.trainer.options import TrainOptions, parse_signals
+from service.trainer.cards import group_warning
+from service.trainer.options import TrainOptions
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 
 FAST: dict[str, Any] = {
-    "folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1, "forms": (), "sample": False,
+    "folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1, "forms": "none",
+    "keep_sample": False,
 }  # fmt: skip
+NO_SIGNAL = "The interval of the bundle's own AUROC reaches chance"
 FUSED = ("depth_mean", "log_max_prob", "entropy")
 
 
@@ -36,7 +37,7 @@ def run(folder: Path, engine: PlantedEngine | None = None, rows: Any = None, **c
     data = folder / "rows.jsonl"
     if not data.exists():
         write_rows(data, planted_rows(240) if rows is None else rows)
-    options: dict[str, Any] = FAST | {"data": data, "name": "planted", "run_dir": folder / "run"} | changes
+    options: dict[str, Any] = FAST | {"data": (str(data),), "name": "planted", "run_dir": folder / "run"} | changes
     console = Quiet()
     return train(
         TrainOptions(**options), lambda: engine or PlantedEngine(), Store(folder / "store"), console=console
@@ -47,7 +48,7 @@ def run(folder: Path, engine: PlantedEngine | None = None, rows: Any = None, **c
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("trained")
     test = write_rows(folder / "test.jsonl", planted_rows(200, seed=3))
-    return run(folder, test=test, signals=FUSED, sites=(Site.RESIDUAL_STREAM,))[0]
+    return run(folder, test=test, signals="depth_mean,first_token", sites=(Site.RESIDUAL_STREAM,))[0]
 
 
 def test_the_planted_signal_is_found_and_recorded(trained: Bundle) -> None:
@@ -150,7 +151,7 @@ def test_shuffled_labels_leave_nothing(tmp_path: Path, scale: str) -> None:
 
 def test_the_residual_stream_and_downsampling_and_a_fixed_c(tmp_path: Path) -> None:
     bundle, _ = run(
-        tmp_path, readout=Site.RESIDUAL_STREAM, logit_scale="standardized", class_balance="downsample", c=0.2,
+        tmp_path, readout="residual_stream", logit_scale="standardized", class_balance="downsample", c=0.2,
         prompt_format="text",
     )  # fmt: skip
     manifest = bundle.manifest
@@ -163,7 +164,7 @@ def test_the_residual_stream_and_downsampling_and_a_fixed_c(tmp_path: Path) -> N
 
 
 def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) -> None:
-    bundle, console = run(tmp_path, labels="generate", judge=JudgeOptions("contains"), evaluate=False)
+    bundle, console = run(tmp_path, labels="generate", judge="contains", evaluate=False)
     training = bundle.manifest.training
     known = sum("known" in row["prompt"] for row in planted_rows(240))
     assert training.factual == known
@@ -174,7 +175,7 @@ def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) ->
     assert "how well it works is not known" in bundle.card()
     assert "cross_validation" not in bundle.evaluation()
     engine = PlantedEngine()
-    again, _ = run(tmp_path, engine, labels="generate", judge=JudgeOptions("regex"), evaluate=False)
+    again, _ = run(tmp_path, engine, labels="generate", judge="regex", evaluate=False)
     assert engine.extracts == engine.generates == 0  # another judge reads the answers that are there
     assert again.manifest.training.judge == "regex"
 
@@ -247,7 +248,7 @@ def test_what_can_be_refused_is_refused_before_a_model_is_loaded(
     def never() -> PlantedEngine:
         raise AssertionError("a model was loaded")
 
-    options = TrainOptions(**({"data": data, "name": "planted", "run_dir": tmp_path / "run"} | change))
+    options = TrainOptions(**({"data": (str(data),), "name": "planted", "run_dir": tmp_path / "run"} | change))
     with pytest.raises(error, match=match):
         train(options, never, store, console=Quiet())
     assert not (tmp_path / "run").exists()
@@ -262,23 +263,16 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"signals": ("entropy",)}, "signals"),
+        ({"signals": "entropy"}, "signals"),
         ({"folds": 1}, "folds"),
         ({"seeds": (1, 1)}, "seeds"),
         ({"c": 0.0}, "c"),
         ({"c_grid": ()}, "c_grid"),
         ({"abstain_pattern": "("}, "abstain_pattern"),
-        ({"labels": "generate", "judge": JudgeOptions("openai")}, "judge"),
+        ({"labels": "generate", "judge": "openai"}, "judge"),
     ],
 )
 def test_senseless_options_are_refused(tmp_path: Path, change: dict[str, Any], field: str) -> None:
     with pytest.raises(TrainingError) as caught:
-        TrainOptions(**({"data": tmp_path, "name": "x", "run_dir": tmp_path} | change))
+        TrainOptions(**({"name": "x"} | change)).check()
     assert caught.value.param == field
-
-
-def test_signals_as_written_on_the_command_line() -> None:
-    assert parse_signals("depth_mean") == ("depth_mean",)
-    assert parse_signals("depth_mean, first_token") == FUSED
-    with pytest.raises(TrainingError):
-        parse_signals("first_token")

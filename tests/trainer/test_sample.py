@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from service.data.options import JudgeOptions
 from service.data.training_rows import Dataset, read_dataset
 from service.judging.sample import Sample, sample_of
 from service.trainer.options import TrainOptions
-from service.trainer.sample import KEPT, SHARE, draw_sample
+from service.trainer.training_set import KEPT, SHARE, draw_sample
 from tests.fitting.planted import planted_rows, write_rows
 from tests.trainer.test_run import Quiet, run
 
@@ -26,7 +25,7 @@ def drawn(
 ) -> tuple[Dataset, Sample | None]:
     data = dataset(folder / "rows.jsonl", rows)
     held = None if test is None else dataset(folder / "test.jsonl", test)
-    chosen = TrainOptions(data=data.path, name="a", run_dir=folder / "run", **options)
+    chosen = TrainOptions(data=(str(data.path),), name="a", run_dir=folder / "run", **options)
     return draw_sample(chosen, data, held, Quiet())
 
 
@@ -74,9 +73,9 @@ def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "options"),
     [
-        ({}, {"sample": False}),
-        ({}, {"labels": "generate", "judge": JudgeOptions("openai", "http://127.0.0.1:1/v1", "judge")}),
-        ({}, {"labels": "generate", "judge": JudgeOptions(answer_pattern="A: (.*)")}),
+        ({}, {"keep_sample": False}),
+        ({}, {"labels": "generate", "judge": "openai", "judge_url": "http://127.0.0.1:1/v1", "judge_model": "judge"}),
+        ({}, {"labels": "generate", "answer_pattern": "A: (.*)"}),
         ({"answers": None}, {}),
         ({"answers": ["?!"]}, {}),  # nothing is left of it to compare
         ({"prompt": None, "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "{}"}]}, {}),
@@ -113,7 +112,7 @@ def test_no_class_falls_below_what_the_folds_need(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_the_sample_in_the_bundle(tmp_path: Path) -> None:
-    bundle, console = run(tmp_path, rows=planted_rows(600), sample=True)
+    bundle, console = run(tmp_path, rows=planted_rows(600), keep_sample=True)
     sample = sample_of(bundle)
     assert sample is not None
     assert len(sample.questions) == 15
@@ -127,5 +126,5 @@ def test_a_run_keeps_the_sample_in_the_bundle(tmp_path: Path) -> None:
     [line] = [line for line in console.lines if "left out of training" in line]
     assert line.startswith("15 questions are left out of training")
     assert "(30 rows;" in line
-    again, _ = run(tmp_path, sample=True)  # resumes
+    again, _ = run(tmp_path, keep_sample=True)  # resumes
     assert sample_of(again) == sample

@@ -13,7 +13,8 @@ import pytest
 from hallutracer_research.data.judge_audit import sample
 from probes_store.store import Store
 from service.data import collection
-from service.data.sampled_answers import SampleOptions, read_samples
+from service.data.labels import read_samples
+from service.data.options import SampleOptions
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling
 from service.errors import TrainingError
@@ -113,9 +114,9 @@ def test_an_interrupted_run_goes_on_with_the_sample_where_it_stopped(
     assert [count for count, _ in engine.drawn] == [100, 100, 40]
     folder = tmp_path / "run" / "train"
     for count in (5, 6):
-        found = list(read_samples(folder, SampleOptions(count, 0.7)))
+        found = read_samples(folder, SampleOptions(count, 0.7))
         assert len(found) == count * 240
-        assert {answer.sample for answer in found} == set(range(count))
+        assert {answer["sample"] for answer in found} == set(range(count))
     again, _ = run(tmp_path, SamplingEngine(), evaluate=False, **SOFT)  # and five of six are the five
     assert again.manifest.digest == bundle.manifest.digest
 
@@ -123,7 +124,7 @@ def test_an_interrupted_run_goes_on_with_the_sample_where_it_stopped(
 def test_samples_of_a_row_differ(soft: Path) -> None:
     texts: dict[int, set[str]] = {}
     for answer in read_samples(soft / "run" / "train", SampleOptions(5, 0.7)):
-        texts.setdefault(answer.row, set()).add(answer.text)
+        texts.setdefault(answer["row"], set()).add(answer["answer"])
     assert np.mean([len(found) > 1 for found in texts.values()]) > 0.5
 
 
@@ -140,7 +141,7 @@ def test_greedy_verdicts_alone_are_audited(soft: Path) -> None:
 @pytest.mark.parametrize("change", [{"samples": 1}, {"temperature": 0.0}, {"class_balance": "downsample"}])
 def test_senseless_options_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(TrainingError) as caught:
-        TrainOptions(data=tmp_path, name="n", run_dir=tmp_path, **SOFT | change)
+        TrainOptions(name="n", **SOFT | change).check()
     assert caught.value.param in change
 
 
@@ -155,7 +156,7 @@ def test_samples_without_doubt_train_the_bundle_of_the_greedy_labels(tmp_path: P
     data = write_rows(tmp_path / "rows.jsonl", planted_rows(240))
     bundles = []
     for name, changes in (("a", SOFT), ("b", {"labels": "generate"})):
-        options = TrainOptions(data=data, name=name, run_dir=tmp_path / name, evaluate=False, **FAST | changes)
+        options = TrainOptions(data=(str(data),), name=name, run_dir=tmp_path / name, evaluate=False, **FAST | changes)
         bundles.append(train(options, Sure, Store(tmp_path / "store"), console=Quiet()))
     one, other = bundles
     assert one.manifest.classifier == other.manifest.classifier

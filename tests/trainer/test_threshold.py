@@ -16,9 +16,9 @@ from service.errors import TrainingError
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import Target, WrongCosts
 from service.judging.coverage import coverage
+from service.trainer.cards import rule_in_words, write_card
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData, _coverage
-from service.trainer.threshold_card import rule_in_words, threshold_section
 from tests.fitting.planted import Quiet, planted_rows, write_rows
 from tests.trainer.test_plots import data
 from tests.trainer.test_run import run
@@ -145,7 +145,8 @@ def test_a_gate_that_answers_nothing_says_so(missed: tuple[Bundle, Quiet]) -> No
     nothing = {"answered": 0.0, "wrong_among_answered": 0.0, "right_withheld": 1.0}
     crossed["at_threshold"] = nothing
     crossed["by_wrong_costs"][-1] |= nothing
-    said = threshold_section(evaluation)
+    manifest, std = missed[0].manifest, [1.0] * len(missed[0].manifest.signals)
+    said = write_card(manifest, evaluation, signal_std=std, left_out={}, plots=[])
     assert "**no prompt is answered**" in said
     assert "| 4 | 0.200 | 0.0% | - | 100.0% |" in said
 
@@ -180,7 +181,7 @@ def test_the_curve_shows_the_chosen_point() -> None:
 
 def test_the_options_have_one_rule(tmp_path: Path) -> None:
     def options(**given: Any) -> TrainOptions:
-        return TrainOptions(tmp_path / "rows.jsonl", "x", tmp_path, **given)
+        return TrainOptions(name="x", **given)
 
     assert options().rule == WrongCosts(1.0)
     assert options(wrong_costs=0.5).rule == WrongCosts(0.5)
@@ -192,5 +193,5 @@ def test_the_options_have_one_rule(tmp_path: Path) -> None:
         ({"wrong_costs": 0.0}, "wrong_costs"),
     ):
         with pytest.raises(TrainingError, match=field) as caught:
-            options(**given)
+            options(**given).check()
         assert caught.value.param == field

@@ -13,10 +13,11 @@ from cyclopts import Parameter
 
 from hallutracer_research.data import judge_audit, mixture
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
-from service.cli.options import Json, Seed, UsageError
+from service.cli.options import Json, UsageError
 from service.cli.output import print_json, print_line
 from service.data.forms import registry, spread
-from service.data.forms.task_rows import task_rows
+from service.data.forms.tasks import task_rows
+from service.data.options import Seed
 from service.data.training_rows import read_dataset
 from service.errors import HalluTracerError
 from service.options import Common

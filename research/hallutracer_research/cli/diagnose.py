@@ -10,24 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from service.cli.loading import load_engine, open_store
-from service.cli.new_rows import NewRowsChoices
-from service.cli.options import (
-    BatchRows,
-    BundleOptions,
-    Data,
-    EngineChoice,
-    GeneratedLabels,
-    JudgeChoices,
-    LabelChoices,
-    Output,
-    RunDir,
-    UsageError,
-)
-from service.data.options import BATCH_ROWS
+from service.cli.loading import load_engine
+from service.cli.new_rows import one_bundle
+from service.cli.options import BundleOptions, EngineChoice, Output, UsageError, check
+from service.data.options import BATCH_ROWS, BatchRows, Data, GeneratedLabels, JudgeOptions, LabelOptions, RunDir
 from service.options import Common
 from service.progress import note
 from service.settings import option, section
+from service.trainer.options import NewRowsOptions, made_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,7 +85,7 @@ ISOTROPY: Sequence[Row] = (
 
 @section("Diagnosis", 5)
 @dataclass(frozen=True, kw_only=True)
-class DiagnoseChoices:
+class DiagnoseChoices(JudgeOptions, LabelOptions):
     """What is diagnosed: with a bundle, the trajectories of these rows."""
 
     data: Data = ()
@@ -122,8 +112,6 @@ def diagnose(
     *,
     options: DiagnoseChoices = DiagnoseChoices(),
     bundles: BundleOptions = BundleOptions(),
-    labels: LabelChoices = LabelChoices(),
-    judge: JudgeChoices = JudgeChoices(),
     engine: EngineChoice = EngineChoice(),
     common: Common = Common(),
 ) -> None:
@@ -158,7 +146,7 @@ def diagnose(
         if data.ignored:
             note(f"ignored arrays: {', '.join(data.ignored)}")
     else:
-        data = _own(options, bundles, labels, judge, engine)
+        data = _own(options, bundles, engine)
     document = diagnose_set(data, rule)
     console = Console(highlight=False)
     rows, layers = data.trajectory.shape
@@ -170,31 +158,19 @@ def diagnose(
         note(f"written to {options.output}")
 
 
-def _own(
-    options: DiagnoseChoices, bundles: BundleOptions, labels: LabelChoices, judge: JudgeChoices, engine: EngineChoice
-) -> LabelledSet:
-    """The trajectories of the bundle's probes on the rows."""
-    if len(bundles.bundle) != 1:
-        raise UsageError("--bundle", "name the bundle whose probes read the rows")
+def _own(options: DiagnoseChoices, bundles: BundleOptions, engine: EngineChoice) -> LabelledSet:
+    """Return the trajectories of the bundle's probes on the rows."""
+    check(made_of(NewRowsOptions, options))
+    _, bundle = one_bundle(bundles, "whose probes read the rows")
     from hallutracer_research.paper.diagnose import own_trajectories
     from service.readout import Site
-    from service.trainer.options import NewRowsOptions
 
-    bundle = open_store(bundles).load(bundles.bundle[0])
-    choices = NewRowsChoices(
-        data=options.data, labels=options.labels, batch_rows=options.batch_rows, run_dir=options.run_dir
-    )
-    fields = choices.of(bundle, labels, judge)
-    data = fields.pop("data")
-    del fields["seed"]
     engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
-    site = Site(bundle.manifest.readout.site)
+    site, rows = Site(bundle.manifest.readout.site), made_of(NewRowsOptions, options, new_name=bundle.manifest.name)
     try:
-        found = own_trajectories(
-            bundle, data, NewRowsOptions(**fields), lambda: load_engine(engine, bundles=[bundle], rows=[site])
-        )
+        found = own_trajectories(bundle, rows, lambda: load_engine(engine, bundles=[bundle], rows=[site]))
     except KeyboardInterrupt:
-        note(f"the same command resumes from {fields['run_dir']}")
+        note(f"the same command resumes from {rows.folder}")
         raise
     for remark in found.remarks:
         note(remark)

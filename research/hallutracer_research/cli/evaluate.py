@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from service.cli.options import Data, EngineChoice, FitChoices, LabelChoices, Out, Samples, UsageError
+from service.cli.options import EngineChoice, Out, UsageError
 from service.cli.output import print_line
+from service.data.options import Data, LabelOptions, Samples
 from service.options import Common
 from service.settings import Range, option, section
+from service.trainer.options import FoldOptions
 
 if TYPE_CHECKING:
     from hallutracer_research.evaluation.options import EvaluationSource
@@ -56,8 +58,8 @@ class EvaluateChoices:
 def evaluate(
     *,
     options: EvaluateChoices = EvaluateChoices(),
-    labels: LabelChoices = LabelChoices(),
-    fit: FitChoices = FitChoices(),
+    labels: LabelOptions = LabelOptions(),
+    fit: FoldOptions = FoldOptions(),
     engine: EngineChoice = EngineChoice(),
     common: Common = Common(),
 ) -> None:
@@ -79,7 +81,7 @@ def evaluate(
 
     evaluation = EvaluateOptions(
         sources=limited(_sources(options.data, engine.model), options.limit), out=options.out or Path("evaluation"),
-        suite=options.suite, methods=method_names(options.methods), samples=options.samples, seeds=fit.seeds,
+        suite=options.suite, methods=method_names(options.methods), samples=options.samples, seeds=len(fit.shuffles),
         folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge,
         max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
         skip_long=options.skip_long, batch_rows=fit.batch_rows, jobs=fit.jobs,

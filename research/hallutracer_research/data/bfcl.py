@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hallutracer_research.data.files import Row, json_lines
-from service.data import references
+from service.data import judges as references
 
 CALLS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple")  # have gold calls
 NO_CALL, SOME_CALL = ("irrelevance", "live_irrelevance"), ("live_relevance",)

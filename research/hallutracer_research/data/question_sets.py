@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hallutracer_research.data.files import BRIEFLY, Row, csv_table, json_document, json_lines, question_group, text_of
-from service.data import references
+from service.data import judges as references
 from service.data.judges import normalise
 
 TABLE, TASK = "TruthfulQA.csv", "mc_task.json"

@@ -21,7 +21,6 @@ from service.data.options import JudgeOptions
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines.base import Engine, EngineOptions, Sampling
-from service.fitting import DEPTH_MEAN, FIRST_TOKEN
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.scores import auroc, within_stratum_auroc
 from service.library.plots import draw_trajectories
@@ -43,7 +42,7 @@ def draw_pair(engine: Engine, bundle: Bundle, path: Path) -> None:
 
 
 BATCH_TOKENS = 8192  # as for the shipped bundles: their last bits depend on it
-BUNDLES = {"demo": (DEPTH_MEAN,), "demo-fused": (DEPTH_MEAN, *FIRST_TOKEN)}
+BUNDLES = {"demo": "depth_mean", "demo-fused": "depth_mean,first_token"}
 # Answers read "It is France." or "The answer is France.": only the part after the opening is judged.
 JUDGE = JudgeOptions("exact", answer_pattern=r"^\s*(?:It is|The answer is)?\s*(.*?)\.?\s*$")
 CHOICE_C = 0.1  # fixed for the comparison of seeds; the bundles choose their own
@@ -122,15 +121,16 @@ def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Cons
     bundles = []
     for name, signals in BUNDLES.items():
         options = TrainOptions(
-            data=paths["train"],
+            data=(str(paths["train"]),),
             test=paths["test"],
             name=name,
             run_dir=out / f"run-{chosen}",  # shared: same answers and activations
             signals=signals,
             labels="generate",
-            judge=JUDGE,
+            judge="exact",
+            answer_pattern=JUDGE.answer_pattern,
             max_new_tokens=24,
-            forms=(),  # the model was taught lone questions: in a conversation it knows nothing
+            forms="none",  # the model was taught lone questions: in a conversation it knows nothing
             jobs=jobs,
         )
         bundles.append(train(options, partial(_load, model), store, console=console))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from service.demo.forms import FORMS, question_text, random_form
+from service.demo.questions import FORMS, question_text, random_form
 from service.demo.world import Fact, World
 
 if TYPE_CHECKING:

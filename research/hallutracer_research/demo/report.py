@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from service.data.collection import collect
 from service.data.labels import judged_labels
-from service.data.options import ABSTAIN, JudgeOptions
+from service.data.options import JudgeOptions
 from service.data.run_folder import locked
 from service.data.training_rows import read_dataset
 from service.demo.questions import questions
@@ -81,7 +81,7 @@ def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> LabelledAnswers:
     run = folder / "run"
     with locked(run):
         activations = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
-        labelled = judged_labels(dataset, run, judge, ABSTAIN)
+        labelled = judged_labels(dataset, run, judge)
     index = labelled.index
     return LabelledAnswers(
         rows=[by_id[dataset.rows[row].id] for row in index.tolist()],

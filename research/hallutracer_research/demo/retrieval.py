@@ -1,7 +1,7 @@
 """hallutracer demo retrieval: what a passage does to a model's answers and to their risks, and when fetching one pays.
 
 Held-out questions about real facts are asked without a passage, with one that states the fact, with one about other
-things, and with one that contradicts it (service/demo/passages.py).  Everything is answered; the policies are computed
+things, and with one that contradicts it (service/demo/questions.py).  Everything is answered; the policies are computed
 afterwards from the same answers.
 """
 
@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from service.data.judges import contains
 from service.demo import Passage
-from service.demo.passages import with_passages
-from service.demo.questions import questions
+from service.demo.questions import questions, with_passages
 from service.engines.base import Sampling
 from service.fitting.presentation import markdown_table
 from service.fitting.scores import auroc_interval, risk_auroc, t_interval

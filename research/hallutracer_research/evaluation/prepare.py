@@ -21,7 +21,7 @@ from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationS
 from probes_store.local import atomic_write
 from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
-from service.data.options import ABSTAIN, JudgeName, JudgeOptions, Labels
+from service.data.options import JudgeName, JudgeOptions, Labels
 from service.data.rows import id_of, objects
 from service.data.training_rows import Dataset, check_all_apply, class_problems, read_dataset
 from service.engines.base import Engine
@@ -45,7 +45,6 @@ class SetRows:
     labels: Labels
     judge: JudgeOptions
     max_new_tokens: int
-    abstain_pattern: str
     kind: tuple[str, ...]  # [N] sub-dataset of each row, "" where it names none
     notes: tuple[str, ...]
 
@@ -103,9 +102,10 @@ def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
         notes += dataset.remarks
     judge: JudgeName = options.judge or (info.judge if info else None) or "contains"
     set_rows = SetRows(
-        name=source.name, title=title, dataset=dataset, labels=labels, judge=JudgeOptions(judge),
+        name=source.name, title=title, dataset=dataset, labels=labels,
+        judge=JudgeOptions(judge, abstain_pattern=info.abstain_pattern if info else None),
         max_new_tokens=options.max_new_tokens or (info.max_new_tokens if info else None) or 48,
-        abstain_pattern=(info.abstain_pattern if info else None) or ABSTAIN, kind=_kinds(dataset), notes=tuple(notes),
+        kind=_kinds(dataset), notes=tuple(notes),
     )  # fmt: skip
     if labels == "generate":
         check_answers(dataset, set_rows.judge)
@@ -140,10 +140,8 @@ def prepare_set(
         engine, rows.dataset, folder, sites=tuple(Site), prompt_format=prompt_format, batch_rows=options.batch_rows,
         max_new_tokens=rows.max_new_tokens if rows.labels == "generate" else None, poolings=poolings,
     )  # fmt: skip
-    if rows.labels == "given":
-        labelled = given_labels(rows.dataset)
-    else:
-        labelled = judged_labels(rows.dataset, folder, rows.judge, rows.abstain_pattern)
+    given = rows.labels == "given"
+    labelled = given_labels(rows.dataset) if given else judged_labels(rows.dataset, folder, rows.judge)
     index, label = labelled.index, labelled.label
     group = rows.dataset.groups[index]
     if problems := class_problems(label, group, options.folds):

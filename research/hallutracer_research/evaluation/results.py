@@ -23,12 +23,12 @@ from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.splits import Split
 from hallutracer_research.evaluation.tables import Cell, Column, Table
 from probes_store.local import atomic_write
+from service.data.training_rows import FORM
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.probes import Floats, Index
 from service.fitting.scores import auprc, auroc_interval, gain, risk_auroc
 from service.readout import Pooling, Site
-from service.trainer.by_form import FORM
 
 Measures = dict[str, dict[str, float]]  # measure -> mean and std; of the AUROC also low and high
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")

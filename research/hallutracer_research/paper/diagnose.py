@@ -42,7 +42,7 @@ from service.fitting.scores import auroc
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
 from service.scoring import Scorer
-from service.trainer.ledger import Marks, group_mark
+from service.trainer.new_rows import Marks, group_mark
 from service.trainer.options import NewRowsOptions
 from service.trainer.prepare import PreparedData, prepare, trajectories
 
@@ -261,9 +261,7 @@ class OwnSet:
     remarks: tuple[str, ...]
 
 
-def own_trajectories(
-    bundle: Bundle, data: Path, options: NewRowsOptions, engine_factory: Callable[[], Engine]
-) -> OwnSet:
+def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Callable[[], Engine]) -> OwnSet:
     """Run every row through the model, label it, and read it with the bundle's probes; resumes in the run folder.
 
     The file is checked before the model is loaded.  Raises DataError, TrainingError, RunMismatch and BundleRefused.
@@ -271,16 +269,16 @@ def own_trajectories(
     check_three_layers(bundle)
     manifest = bundle.manifest
     site = Site(manifest.readout.site)
-    preparation = options.preparation(manifest.training.labels, manifest.training.judge, site)
-    dataset = read_dataset(data, preparation.labels, folds=MIN_ROWS)
+    options = options.of(manifest.name, manifest.training)
+    dataset = read_dataset(options.file, options.answers, folds=MIN_ROWS)
     check_all_apply(dataset)
-    if preparation.labels == "generate":
-        check_answers(dataset, preparation.judge)
+    if options.answers == "generate":
+        check_answers(dataset, options)
     folder = f"diagnosis-{dataset.digest.removeprefix('sha256:')[:12]}"
-    with locked(options.run_dir), closing(engine_factory()) as engine:
+    with locked(options.folder), closing(engine_factory()) as engine:
         Scorer(engine, bundle)  # this model's bundle, and it reads what it should
         prompt_format = as_prompt_format(manifest.prompt_format)
-        prepared = prepare(engine, dataset, preparation, prompt_format, folder, folds=MIN_ROWS)
+        prepared = prepare(engine, dataset, options, prompt_format, folder, sites=[site], folds=MIN_ROWS)
         return _read(bundle, prepared, Probes.of(site, bundle.probes))
 
 

@@ -1,55 +1,119 @@
 """Forms of conversation: the same question alone, in a chat, under a system prompt, behind a passage, in other wording.
 
-A form makes of a question the messages in which somebody asks it.  What stands around it comes from ``texts`` and from
-the other questions of the file, never from the question's own group.
+A form makes of a question the messages in which somebody asks it.  What stands around it comes from ``wordings.toml``
+and from the other questions of the file, never from the question's own group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from service.data.forms.base import Company, Form, Make, Message, Question, Unfit
-from service.data.forms.texts import (
-    BEFORE,
-    BEHIND,
-    CHATTER,
-    ENDINGS,
-    FACTS,
-    FORMATS,
-    GREETINGS,
-    JUNK,
-    LONG_SYSTEM,
-    MARKS,
-    NOTES,
-    PASSAGES,
-    PERSONAS,
-    POLITE,
-    REFUSALS,
-    RULES,
-    SHORT_SYSTEM,
-    SMALL_TALK,
-)
 from service.errors import HalluTracerError
 
-FORMS: dict[str, Form] = {}
+_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+WORDINGS: Mapping[str, list[str]] = _TEXTS
+TURNS: Mapping[str, list[list[str]]] = _TEXTS  # its entries of several texts: what was said, and the answers
+Message = dict[str, str]
+INSTRUCTION = re.compile(r"\s+Answer [^.?!]*\.$")  # behind a question: "Answer briefly."
+STATED = 8  # other questions with a statement, from which on facts and passages are made of statements alone
 
 
-def _form(family: str, weight: float = 1.0) -> Callable[[Make], Make]:
-    def add(make: Make) -> Make:
-        name = make.__name__.removeprefix("_")
-        FORMS[name] = Form(name, family, weight, make)
-        return make
+@dataclass(frozen=True)
+class Question:
+    """One row that asks something by itself.  Texts are "" where they are not known."""
 
-    return add
+    id: str
+    text: str
+    answer: str  # the first accepted one
+    said: str  # what the model answered when it was asked alone
+    statement: str  # a sentence that gives the answer
+    group: str
+    kind: str
+
+    @property
+    def reply(self) -> str:
+        """Return a right answer, as a sentence where there is one."""
+        return self.statement or self.answer
+
+    @property
+    def note(self) -> str:
+        """Return a sentence or two that give the answer.  Raises Unfit where it is not known."""
+        if not (self.statement or self.answer):
+            raise Unfit
+        return self.statement or f"{INSTRUCTION.sub('', self.text)} {self.answer}."
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What may stand around one question: ``same`` are other questions of its kind, ``other`` those of other kinds."""
+
+    random: random.Random
+    same: Sequence[Question]
+    other: Sequence[Question]
+
+    def draw(self, count: int, *, alike: bool | None = None) -> list[Question]:
+        """Return different questions, of the same kind, of others, or (None) of all.  Raises Unfit for fewer."""
+        pools = {True: self.same, False: self.other, None: [*self.same, *self.other]}
+        pool = pools[alike] or pools[None]
+        if len(pool) < count:
+            raise Unfit
+        return self.random.sample(pool, count)
+
+    def wrong(self, question: Question) -> str:
+        """Return an answer to another question of the kind, not to this one.  Raises Unfit where there is none."""
+        answers = [one.answer for one in self.same or self.other if one.answer not in ("", question.answer)]
+        if not answers:
+            raise Unfit
+        return self.random.choice(answers)
+
+    def fact(self) -> str:
+        """Return a true sentence that has nothing to do with the question."""
+        return self.random.choice([*WORDINGS["facts"], *(one.note for one in self.noted[:STATED])])
+
+    @property
+    def noted(self) -> list[Question]:
+        """Return other questions to make notes of: those that have a statement, where there are some."""
+        pool = [*self.same, *self.other]
+        stated = [one for one in pool if one.statement]
+        return stated if len(stated) >= STATED else pool
+
+    def notes(self, count: int) -> list[str]:
+        """Return notes of different other questions.  Raises Unfit where there are fewer."""
+        if len(self.noted) < count:
+            raise Unfit
+        return [one.note for one in self.random.sample(self.noted, count)]
+
+
+class Unfit(Exception):  # noqa: N818 - not an error: the question takes another form
+    """The question, or the file around it, lacks what the form needs."""
+
+
+Make = Callable[[Question, Surroundings], list[Message]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """``weight`` is its share in a mixture, beside the others'."""
+
+    name: str
+    family: str
+    weight: float
+    make: Make
 
 
 def families() -> list[str]:
-    """What a mixture can be made of, in the order of the registry."""
+    """Return what a mixture can be made of, in the order of the registry."""
     return list(dict.fromkeys(form.family for form in FORMS.values()))
 
 
 def chosen(names: Iterable[str]) -> list[Form]:
-    """The forms of these names and families, each once.  Raises HalluTracerError naming those that there are."""
+    """Return the forms of these names and families, each once.  Raises HalluTracerError naming those that there are."""
     found: dict[str, Form] = {}
     for name in names:
         own = {form.name: form for form in FORMS.values() if name in (form.name, form.family, "all")}
@@ -62,7 +126,7 @@ def chosen(names: Iterable[str]) -> list[Form]:
 
 
 def is_one_message(form: Form) -> bool:
-    """Whether the form is a single message of the user, which a model without a chat template can be asked, too."""
+    """Return whether a form is a single message, which a model without a chat template can be asked, too."""
     return form.family not in ("system", "turns")
 
 
@@ -74,259 +138,196 @@ def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _system(text: str) -> Message:
-    return {"role": "system", "content": text}
+def _system(text: str, question: Question) -> list[Message]:
+    return [{"role": "system", "content": text}, _user(question.text)]
 
 
 def _turn(question: Question, answer: str) -> list[Message]:
     return [_user(question.text), _assistant(answer)]
 
 
-def _filled(templates: Sequence[str], question: Question, company: Company, **texts: str) -> str:
-    return company.random.choice(templates).format(q=question.text, **texts)
+def _asked(wordings: str, question: Question, around: Surroundings, **texts: str) -> list[Message]:
+    """Return the question in one of the wordings of this name."""
+    return [_user(around.random.choice(WORDINGS[wordings]).format(q=question.text, **texts))]
 
 
-# Alone, in other words.
-
-
-@_form("lone", 4.0)
-def _lone(question: Question, company: Company) -> list[Message]:
-    return [_user(question.text)]
-
-
-@_form("wording")
-def _polite(question: Question, company: Company) -> list[Message]:
-    return [_user(_filled(POLITE, question, company))]
-
-
-@_form("wording")
-def _chatter(question: Question, company: Company) -> list[Message]:
-    return [_user(_filled(CHATTER, question, company))]
-
-
-@_form("wording")
-def _lower(question: Question, company: Company) -> list[Message]:
-    return [_user(question.text.lower().rstrip("?.! "))]
-
-
-@_form("wording")
-def _typos(question: Question, company: Company) -> list[Message]:
-    """Two neighbouring letters swapped, or one left out, in one or two words; names are left as they are."""
+def _typos(question: Question, around: Surroundings) -> list[Message]:
+    """Swap two neighbouring letters, or leave one out, in one or two words; names are left as they are."""
     words = question.text.split(" ")
     places = [place for place, word in enumerate(words) if len(word) > 3 and word.islower()]
     if not places:
         raise Unfit
-    for place in company.random.sample(places, min(len(places), company.random.choice((1, 2)))):
-        word, at = words[place], company.random.randrange(1, len(words[place]) - 1)
+    for place in around.random.sample(places, min(len(places), around.random.choice((1, 2)))):
+        word, at = words[place], around.random.randrange(1, len(words[place]) - 1)
         swapped = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
-        words[place] = company.random.choice((swapped, word[:at] + word[at + 1 :]))
+        words[place] = around.random.choice((swapped, word[:at] + word[at + 1 :]))
     return [_user(" ".join(words))]
 
 
-@_form("wording")
-def _ending(question: Question, company: Company) -> list[Message]:
-    """What asks for nothing more behind the question: "Answer:", three dots, a few letters."""
-    junk = "".join(company.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=company.random.randint(4, 24)))
-    return [_user(_filled(ENDINGS, question, company, j=junk))]
+def _ending(question: Question, around: Surroundings) -> list[Message]:
+    """Put behind the question what asks for nothing more: "Answer:", three dots, a few letters."""
+    junk = "".join(around.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=around.random.randint(4, 24)))
+    return _asked("endings", question, around, j=junk)
 
 
-@_form("junk")
-def _junk(question: Question, company: Company) -> list[Message]:
-    """Pieces that make no sense behind the question, seldom before it: markup, symbols, words cut and out of order."""
-    words = [word for other in company.draw(4) for word in other.text.split()]
-    count = company.random.randint(2, 24)
-    pieces = [company.random.choice((company.random.choice(MARKS), _cut(words, company))) for _ in range(count)]
-    junk = "".join(piece + company.random.choice(("", " ", " ")) for piece in pieces).strip()
-    return [_user(_filled(JUNK, question, company, j=junk))]
+def _junk(question: Question, around: Surroundings) -> list[Message]:
+    """Put pieces that make no sense behind the question, seldom before it: markup, symbols, parts of words."""
+    words = [word for other in around.draw(4) for word in other.text.split()]
+    count = around.random.randint(2, 24)
+    choice = around.random.choice
+    pieces = [choice((choice(WORDINGS["marks"]), _cut(words, around))) for _ in range(count)]
+    junk = "".join(piece + choice(("", " ", " ")) for piece in pieces).strip()
+    return _asked("junk", question, around, j=junk)
 
 
-def _cut(words: Sequence[str], company: Company) -> str:
-    """A word of them, half of one, or two in one, in some case."""
-    word, other = company.random.choice(words), company.random.choice(words)
+def _cut(words: Sequence[str], around: Surroundings) -> str:
+    """Return a word of them, half of one, or two in one, in some case."""
+    word, other = around.random.choice(words), around.random.choice(words)
     changed = (word, word.upper(), word.lower(), word[: len(word) // 2], word[len(word) // 2 :], word + other.title())
-    return company.random.choice(changed)
+    return around.random.choice(changed)
 
 
-@_form("formats")
-def _format(question: Question, company: Company) -> list[Message]:
-    return [_user(_filled(FORMATS, question, company))]
+def _system_rules(question: Question, around: Surroundings) -> list[Message]:
+    rules = around.random.sample(WORDINGS["rules"], around.random.randint(2, 5))
+    text = around.random.choice(WORDINGS["short_system"]) + "\n" + "\n".join(f"- {rule}" for rule in rules)
+    return _system(text, question)
 
 
-# Under a system prompt.
+def _system_facts(question: Question, around: Surroundings) -> list[Message]:
+    facts = " ".join(around.fact() for _ in range(around.random.randint(1, 3)))
+    return _system(f"{around.random.choice(WORDINGS['short_system'])} {facts}", question)
 
 
-@_form("system")
-def _system_short(question: Question, company: Company) -> list[Message]:
-    return [_system(company.random.choice(SHORT_SYSTEM)), _user(question.text)]
-
-
-@_form("system")
-def _system_persona(question: Question, company: Company) -> list[Message]:
-    return [_system(company.random.choice(PERSONAS)), _user(question.text)]
-
-
-@_form("system")
-def _system_rules(question: Question, company: Company) -> list[Message]:
-    rules = company.random.sample(RULES, company.random.randint(2, 5))
-    text = company.random.choice(SHORT_SYSTEM) + "\n" + "\n".join(f"- {rule}" for rule in rules)
-    return [_system(text), _user(question.text)]
-
-
-@_form("system")
-def _system_long(question: Question, company: Company) -> list[Message]:
-    return [_system(company.random.choice(LONG_SYSTEM)), _user(question.text)]
-
-
-@_form("system")
-def _system_facts(question: Question, company: Company) -> list[Message]:
-    facts = " ".join(company.fact() for _ in range(company.random.randint(1, 3)))
-    return [_system(f"{company.random.choice(SHORT_SYSTEM)} {facts}"), _user(question.text)]
-
-
-# After earlier turns.
-
-
-@_form("turns")
-def _greeting(question: Question, company: Company) -> list[Message]:
-    hello, answer = company.random.choice(GREETINGS)
+def _greeting(question: Question, around: Surroundings) -> list[Message]:
+    hello, answer = around.random.choice(TURNS["greetings"])
     return [_user(hello), _assistant(answer), _user(question.text)]
 
 
-@_form("turns")
-def _small_talk(question: Question, company: Company) -> list[Message]:
-    turns = [one for pair in company.random.sample(SMALL_TALK, company.random.randint(1, 2)) for one in pair]
-    said = [_assistant(text) if place % 2 else _user(text) for place, text in enumerate(turns)]
+def _small_talk(question: Question, around: Surroundings) -> list[Message]:
+    pairs = around.random.sample(TURNS["small_talk"], around.random.randint(1, 2))
+    said = [message for hello, answer in pairs for message in (_user(hello), _assistant(answer))]
     return [*said, _user(question.text)]
 
 
-@_form("turns")
-def _turn_right(question: Question, company: Company) -> list[Message]:
-    [other] = company.draw(1, alike=company.random.random() < 0.5)
+def _turn_right(question: Question, around: Surroundings) -> list[Message]:
+    [other] = around.draw(1, alike=around.random.random() < 0.5)
     return [*_turn(other, other.reply), _user(question.text)]
 
 
-@_form("turns")
-def _turn_wrong(question: Question, company: Company) -> list[Message]:
-    [other] = company.draw(1, alike=True)
-    return [*_turn(other, company.wrong(other)), _user(question.text)]
+def _turn_wrong(question: Question, around: Surroundings) -> list[Message]:
+    [other] = around.draw(1, alike=True)
+    return [*_turn(other, around.wrong(other)), _user(question.text)]
 
 
-@_form("turns")
-def _turn_refused(question: Question, company: Company) -> list[Message]:
-    [other] = company.draw(1, alike=company.random.random() < 0.5)
-    return [*_turn(other, company.random.choice(REFUSALS)), _user(question.text)]
+def _turn_refused(question: Question, around: Surroundings) -> list[Message]:
+    [other] = around.draw(1, alike=around.random.random() < 0.5)
+    return [*_turn(other, around.random.choice(WORDINGS["refusals"])), _user(question.text)]
 
 
-@_form("turns", 2.0)
-def _turn_own(question: Question, company: Company) -> list[Message]:
-    other = _said(company, 1)
-    return [*_turn(other[0], other[0].said), _user(question.text)]
-
-
-@_form("turns", 1.5)
-def _turns_own(question: Question, company: Company) -> list[Message]:
-    before = [message for one in _said(company, company.random.choice((2, 3, 8))) for message in _turn(one, one.said)]
-    return [*before, _user(question.text)]
-
-
-@_form("turns", 1.5)
-def _turns_mixed(question: Question, company: Company) -> list[Message]:
-    """Right, wrong and refused ones, in any order."""
-    before: list[Message] = []
-    for other in company.draw(company.random.choice((2, 3, 3, 8))):
-        answers = (other.reply, other.reply, company.wrong(other), company.random.choice(REFUSALS))
-        before += _turn(other, company.random.choice(answers))
-    return [*before, _user(question.text)]
-
-
-@_form("turns")
-def _turns_with_system(question: Question, company: Company) -> list[Message]:
-    system = company.random.choice([*SHORT_SYSTEM, *PERSONAS])
-    return [_system(system), *company.random.choice((_turn_right, _greeting, _small_talk))(question, company)]
-
-
-def _said(company: Company, count: int) -> list[Question]:
-    pool = [one for one in (*company.same, *company.other) if one.said]
+def _turns_own(question: Question, around: Surroundings, counts: Sequence[int] = (2, 3, 8)) -> list[Message]:
+    """Return earlier questions with what the model answered to each."""
+    count = around.random.choice(counts) if len(counts) > 1 else counts[0]
+    pool = [one for one in (*around.same, *around.other) if one.said]
     if len(pool) < count:
         raise Unfit
-    return company.random.sample(pool, count)
+    before = [message for one in around.random.sample(pool, count) for message in _turn(one, one.said)]
+    return [*before, _user(question.text)]
 
 
-@_form("few_shot")
-def _few_shot(question: Question, company: Company) -> list[Message]:
-    shots = company.draw(company.random.choice((2, 3, 5)), alike=company.random.random() < 0.7)
-    lead, ask, reply = company.random.choice((("", "Q: ", "A: "), ("Some examples:\n", "Question: ", "Answer: ")))
+def _turns_mixed(question: Question, around: Surroundings) -> list[Message]:
+    """Return right, wrong and refused ones, in any order."""
+    before: list[Message] = []
+    for other in around.draw(around.random.choice((2, 3, 3, 8))):
+        answers = (other.reply, other.reply, around.wrong(other), around.random.choice(WORDINGS["refusals"]))
+        before += _turn(other, around.random.choice(answers))
+    return [*before, _user(question.text)]
+
+
+def _turns_with_system(question: Question, around: Surroundings) -> list[Message]:
+    system = around.random.choice([*WORDINGS["short_system"], *WORDINGS["personas"]])
+    turns = around.random.choice((_turn_right, _greeting, _small_talk))(question, around)
+    return [{"role": "system", "content": system}, *turns]
+
+
+def _few_shot(question: Question, around: Surroundings) -> list[Message]:
+    shots = around.draw(around.random.choice((2, 3, 5)), alike=around.random.random() < 0.7)
+    lead, ask, reply = around.random.choice((("", "Q: ", "A: "), ("Some examples:\n", "Question: ", "Answer: ")))
     lines = [f"{ask}{one.text}\n{reply}{one.answer}" for one in shots]
     return [_user(lead + "\n\n".join([*lines, f"{ask}{question.text}\n{reply.strip()}"]))]
 
 
-# Beside a fact or a passage.
+def _fact_behind(question: Question, around: Surroundings) -> list[Message]:
+    facts = " ".join(around.fact() for _ in range(around.random.choice((1, 1, 1, 2, 3))))
+    return _asked("behind", question, around, f=facts)
 
 
-@_form("facts", 1.5)
-def _fact_before(question: Question, company: Company) -> list[Message]:
-    return [_user(_filled(BEFORE, question, company, f=company.fact()))]
+def _passage(question: Question, around: Surroundings, notes: list[str]) -> list[Message]:
+    return _asked("passages", question, around, p=_shuffled(notes, around))
 
 
-@_form("facts", 2.5)
-def _fact_behind(question: Question, company: Company) -> list[Message]:
-    facts = " ".join(company.fact() for _ in range(company.random.choice((1, 1, 1, 2, 3))))
-    return [_user(_filled(BEHIND, question, company, f=facts))]
-
-
-@_form("passages", 2.0)
-def _passage_right(question: Question, company: Company) -> list[Message]:
-    return _passage(question, company, [question.note, *company.notes(2)])
-
-
-@_form("passages", 1.5)
-def _passage_unrelated(question: Question, company: Company) -> list[Message]:
-    return _passage(question, company, company.notes(3))
-
-
-@_form("passages", 0.1)
-def _passage_contradicting(question: Question, company: Company) -> list[Message]:
+def _passage_contradicting(question: Question, around: Surroundings) -> list[Message]:
     if not question.answer:
         raise Unfit
-    wrong = company.wrong(question)
+    wrong = around.wrong(question)
     note = question.note.replace(question.answer, wrong) if question.answer in question.note else f"{wrong}."
-    return _passage(question, company, [note, *company.notes(2)])
+    return _passage(question, around, [note, *around.notes(2)])
 
 
-@_form("passages", 1.5)
-def _passages_several(question: Question, company: Company) -> list[Message]:
-    """Two to four, of which one may have the answer."""
-    parts = [company.notes(company.random.randint(2, 4)) for _ in range(company.random.randint(2, 4))]
-    if company.random.random() < 0.5:
-        company.random.choice(parts).append(question.note)
-    numbered = [f"[{number}] {_shuffled(part, company)}" for number, part in enumerate(parts, 1)]
-    return [_user(_filled(PASSAGES, question, company, p="\n".join(numbered)))]
+def _passages_several(question: Question, around: Surroundings) -> list[Message]:
+    """Return two to four, of which one may have the answer."""
+    parts = [around.notes(around.random.randint(2, 4)) for _ in range(around.random.randint(2, 4))]
+    if around.random.random() < 0.5:
+        around.random.choice(parts).append(question.note)
+    numbered = [f"[{number}] {_shuffled(part, around)}" for number, part in enumerate(parts, 1)]
+    return _asked("passages", question, around, p="\n".join(numbered))
 
 
-@_form("long", 0.6)
-def _context_1k(question: Question, company: Company) -> list[Message]:
-    return _passage(question, company, _long(question, company, 700))
-
-
-@_form("long", 0.1)
-def _context_4k(question: Question, company: Company) -> list[Message]:
-    return _passage(question, company, _long(question, company, 2800))
-
-
-def _passage(question: Question, company: Company, notes: list[str]) -> list[Message]:
-    return [_user(_filled(PASSAGES, question, company, p=_shuffled(notes, company)))]
-
-
-def _long(question: Question, company: Company, words: int) -> list[str]:
-    """Notes of so many words; in half of the cases one has the answer.  A word is about 1.4 tokens."""
-    notes = [question.note] if company.random.random() < 0.5 else []
-    pool = [*NOTES, *FACTS, *(one.note for one in company.noted)]
+def _long(question: Question, around: Surroundings, words: int) -> list[Message]:
+    """Return notes of so many words; in half of the cases one has the answer.  A word is about 1.4 tokens."""
+    notes = [question.note] if around.random.random() < 0.5 else []
+    pool = [*WORDINGS["notes"], *WORDINGS["facts"], *(one.note for one in around.noted)]
     left = words - sum(len(note.split()) for note in notes)
     while left > 0:
-        notes.append(company.random.choice(pool))
+        notes.append(around.random.choice(pool))
         left -= len(notes[-1].split())
-    return notes
+    return _passage(question, around, notes)
 
 
-def _shuffled(notes: Sequence[str], company: Company) -> str:
-    return " ".join(company.random.sample(notes, len(notes)))
+def _shuffled(notes: Sequence[str], around: Surroundings) -> str:
+    return " ".join(around.random.sample(notes, len(notes)))
+
+
+_FORMS: Sequence[tuple[str, str, float, Make]] = (
+    ("lone", "lone", 4.0, lambda q, around: [_user(q.text)]),
+    ("polite", "wording", 1.0, lambda q, around: _asked("polite", q, around)),
+    ("chatter", "wording", 1.0, lambda q, around: _asked("chatter", q, around)),
+    ("lower", "wording", 1.0, lambda q, around: [_user(q.text.lower().rstrip("?.! "))]),
+    ("typos", "wording", 1.0, _typos),
+    ("ending", "wording", 1.0, _ending),
+    ("junk", "junk", 1.0, _junk),
+    ("format", "formats", 1.0, lambda q, around: _asked("formats", q, around)),
+    ("system_short", "system", 1.0, lambda q, around: _system(around.random.choice(WORDINGS["short_system"]), q)),
+    ("system_persona", "system", 1.0, lambda q, around: _system(around.random.choice(WORDINGS["personas"]), q)),
+    ("system_rules", "system", 1.0, _system_rules),
+    ("system_long", "system", 1.0, lambda q, around: _system(around.random.choice(WORDINGS["long_system"]), q)),
+    ("system_facts", "system", 1.0, _system_facts),
+    ("greeting", "turns", 1.0, _greeting),
+    ("small_talk", "turns", 1.0, _small_talk),
+    ("turn_right", "turns", 1.0, _turn_right),
+    ("turn_wrong", "turns", 1.0, _turn_wrong),
+    ("turn_refused", "turns", 1.0, _turn_refused),
+    ("turn_own", "turns", 2.0, lambda q, around: _turns_own(q, around, (1,))),
+    ("turns_own", "turns", 1.5, _turns_own),
+    ("turns_mixed", "turns", 1.5, _turns_mixed),
+    ("turns_with_system", "turns", 1.0, _turns_with_system),
+    ("few_shot", "few_shot", 1.0, _few_shot),
+    ("fact_before", "facts", 1.5, lambda q, around: _asked("before", q, around, f=around.fact())),
+    ("fact_behind", "facts", 2.5, _fact_behind),
+    ("passage_right", "passages", 2.0, lambda q, around: _passage(q, around, [q.note, *around.notes(2)])),
+    ("passage_unrelated", "passages", 1.5, lambda q, around: _passage(q, around, around.notes(3))),
+    ("passage_contradicting", "passages", 0.1, _passage_contradicting),
+    ("passages_several", "passages", 1.5, _passages_several),
+    ("context_1k", "long", 0.6, lambda q, around: _long(q, around, 700)),
+    ("context_4k", "long", 0.1, lambda q, around: _long(q, around, 2800)),
+)
+FORMS = {name: Form(name, family, weight, make) for name, family, weight, make in _FORMS}

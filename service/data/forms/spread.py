@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.data.forms.base import Company, Form, Message, Question, Unfit
-from service.data.references import split
+from service.data.forms.registry import Form, Message, Question, Surroundings, Unfit
+from service.data.judges import split_answers
 from service.data.rows import check_text, objects
 from service.errors import DataError
 
@@ -26,7 +26,7 @@ def in_forms(
     said: dict[str, str] | None = None,
     fits: Fits | None = None,
 ) -> list[Row]:
-    """Each row in ``per_row`` different forms, drawn by their weights; the same seed and rows give the same.
+    """Return each row in ``per_row`` different forms, drawn by their weights; the same seed and rows give the same.
 
     ``said`` is what the model answered, by id, for the forms with its own earlier answers.  A row that has ``messages``
     is what it is: it stays, once, and so does one that does not apply.  A row that fits none of the forms is left out;
@@ -46,12 +46,12 @@ def in_forms(
         draw = random.Random(f"{seed} {question.id}")
         same = _others(question, by_kind[question.kind], draw)
         other = [one for one in _others(question, every, draw) if one.kind != question.kind]
-        found += _rows(row, question, Company(draw, same, other), forms, per_row, fits)
+        found += _rows(row, question, Surroundings(draw, same, other), forms, per_row, fits)
     return found
 
 
 def read_said(path: Path) -> dict[str, str]:
-    """What the model answered, by id, of a run's ``answers.jsonl``.  Raises DataError."""
+    """Return what the model answered, by id, of a run's ``answers.jsonl``.  Raises DataError."""
     problems: list[str] = []
     said: dict[str, str] = {}
     for line, value in objects(path, problems):
@@ -74,15 +74,15 @@ def _is_question(row: Row) -> bool:
 
 
 def _rows(
-    row: Row, question: Question, company: Company, forms: Sequence[Form], per_row: int, fits: Fits | None
+    row: Row, question: Question, around: Surroundings, forms: Sequence[Form], per_row: int, fits: Fits | None
 ) -> list[Row]:
     found: list[Row] = []
     left = list(forms)
     while left and len(found) < per_row:
-        [form] = company.random.choices(left, [one.weight for one in left])
+        [form] = around.random.choices(left, [one.weight for one in left])
         left.remove(form)
         try:
-            messages = form.make(question, company)
+            messages = form.make(question, around)
         except Unfit:
             continue
         if fits is not None and not fits(form, messages):
@@ -94,13 +94,15 @@ def _rows(
 
 
 def _others(question: Question, pool: Sequence[Question], draw: random.Random) -> list[Question]:
-    """Up to 40 of the pool, of other groups and with other answers, which are known."""
+    """Return up to 40 of the pool, of other groups and with other answers, which are known."""
     some = draw.sample(pool, min(len(pool), 60))
     return [one for one in some if one.group != question.group and one.answer not in ("", question.answer)][:40]
 
 
 def _question(row: Row, said: dict[str, str]) -> Question:
-    accepted, _ = split([str(one) for one in row.get("answers") or ()])  # what else a judge needs is no text to state
+    accepted, _ = split_answers(
+        [str(one) for one in row.get("answers") or ()]
+    )  # what else a judge needs is no text to state
     return Question(
         id=str(row["id"]),
         text=str(row["prompt"]).strip(),

@@ -1,7 +1,8 @@
-"""Requests that ask the model for no fact: chat, writing, translating, code, given texts, nonsense.
+"""Requests that ask the model for no fact: chat, writing, translating, code, given texts, nonsense; and rows of them.
 
 They are what the probe that tells a question of fact from the rest learns the rest from.  A kind makes a request of
-templates and of lists of texts; many end in a question mark or name a city, since questions of fact do so, too.
+wordings and of lists of texts; many end in a question mark or name a city, since questions of fact do so, too.  They
+stand alone, or among what the forms of questions put around one, so that this tells nothing: only the request decides.
 """
 
 from __future__ import annotations
@@ -10,37 +11,38 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from service.data.forms import task_given as given
-from service.data.forms import task_handed as handed
-from service.data.forms import task_making as making
-from service.data.forms import task_talk as talk
-from service.data.forms import task_texts as texts
-from service.data.forms.texts import ENDINGS, FACTS, FORMATS, NOTES, PASSAGES, POLITE
+from service.data.forms.registry import TURNS, WORDINGS, Form, Message, Question, Surroundings, Unfit, chosen
 
-SLOTS = {
-    "topic": texts.TOPICS, "place": texts.PLACES, "person": texts.PEOPLE, "matter": texts.MATTERS, "role": texts.ROLES,
-    "language": texts.LANGUAGES, "view": texts.OPINIONS, "ideas": texts.IDEAS, "trouble": texts.TROUBLES,
-    "plan": texts.PLANS, "constraint": texts.CONSTRAINTS, "piece": texts.PIECES, "hello": texts.HELLOS,
-    "chat": texts.CHAT, "bye": texts.BYES, "you": texts.ABOUT_YOU, "meta": texts.META, "name": given.FIRST_NAMES,
-    "job": given.CODE_JOBS, "query": given.QUERIES,
+_SLOTS = {
+    "topic": "topics", "place": "places", "person": "people", "matter": "matters", "role": "roles",
+    "language": "languages", "view": "opinions", "ideas": "ideas", "trouble": "troubles", "plan": "plans",
+    "constraint": "constraints", "piece": "pieces", "hello": "hellos", "chat": "chat", "bye": "byes",
+    "you": "about_you", "meta": "meta", "name": "first_names", "job": "code_jobs", "query": "queries",
 }  # fmt: skip
+SLOTS: dict[str, list[str]] = {slot: WORDINGS[name] for slot, name in _SLOTS.items()}
+ALONE = 0.45
+AROUND = ("system", "turns", "few_shot", "facts", "passage_unrelated", "context_1k")
+BEFORE_FOLLOW_UP = ("turn_right", "turn_wrong", "turn_own", "turns_own", "turns_mixed")
 
 # Wordings of questions that suit any request: were they left to the questions, they would give them away.
 _AROUND_QUESTIONS = [
-    one for one in (*POLITE, *FORMATS) if not any(word in one for word in ("tell me", "several answers"))
+    one
+    for one in (*WORDINGS["polite"], *WORDINGS["formats"])
+    if not any(word in one for word in ("tell me", "several answers"))
 ]
 
 
 @dataclass(frozen=True)
-class Request:
+class TaskRequest:
     """``topic`` is what requests of one wording, or of one text, have in common."""
 
     text: str
     topic: str
 
 
-Make = Callable[[random.Random], Request]
+Make = Callable[[random.Random], TaskRequest]
 
 
 @dataclass(frozen=True)
@@ -53,136 +55,64 @@ class Task:
     make: Make
 
 
-TASKS: dict[str, Task] = {}
+def task_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Return so many rows that ask for no fact; the same seed and number give the same."""
+    draw = random.Random(f"{seed} tasks")
+    tasks = draw.choices(list(TASKS.values()), [task.weight for task in TASKS.values()], k=count)
+    seen: set[str] = set()
+    rows: list[dict[str, Any]] = []
+    for number, task in enumerate(tasks):
+        request = _new(draw, task, seen)
+        name = f"task/{task.name}"
+        row = {"id": f"{name}/{number}", "messages": _conversation(draw, task, request)}
+        rows.append(row | {"group": f"{name}/{request.topic}", "kind": name, "form": "task", "applies": False})
+    return rows
 
 
-def _task(weight: float = 1.0, *, follows: bool = False) -> Callable[[Make], Make]:
-    def add(make: Make) -> Make:
-        name = make.__name__.removeprefix("_")
-        TASKS[name] = Task(name, weight, follows, make)
-        return make
-
-    return add
-
-
-@_task()
-def _greeting(draw: random.Random) -> Request:
-    return _worded(draw, talk.GREETING)
+def _new(draw: random.Random, task: Task, seen: set[str]) -> TaskRequest:
+    """Return a request that was not made before, unless there is hardly a new one left."""
+    request = task.make(draw)
+    for _ in range(30):
+        if request.text.lower() not in seen:
+            break
+        request = task.make(draw)
+    seen.add(request.text.lower())
+    return request
 
 
-@_task()
-def _chat(draw: random.Random) -> Request:
-    return _worded(draw, talk.CHATTING)
+def _conversation(draw: random.Random, task: Task, request: TaskRequest) -> list[Message]:
+    if not task.follows and draw.random() < ALONE:
+        return [{"role": "user", "content": request.text}]
+    forms = chosen(BEFORE_FOLLOW_UP if task.follows else AROUND)
+    asked = Question(id="", text=request.text, answer="", said="", statement="", group="", kind="task")
+    pool = draw.sample(TURNS["asked"], len(TURNS["asked"]))
+    others = [Question("", text, answer, said, said, text, "fact") for text, answer, said in pool]
+    return _in_form(forms, asked, Surroundings(draw, same=others[::2], other=others[1::2]))
 
 
-@_task(0.7)
-def _thanks_and_goodbye(draw: random.Random) -> Request:
-    return _worded(draw, talk.LEAVING)
+def _in_form(forms: Sequence[Form], asked: Question, around: Surroundings) -> list[Message]:
+    while True:  # a form with a long passage is unfit for half of its draws: the answer, which there is none of
+        [form] = around.random.choices(forms, [one.weight for one in forms])
+        try:
+            return form.make(asked, around)
+        except Unfit:
+            continue
 
 
-@_task(0.7)
-def _about_you(draw: random.Random) -> Request:
-    return _worded(draw, talk.ABOUT)
+def _code_help(draw: random.Random) -> TaskRequest:
+    code = draw.choice(WORDINGS["snippets"])
+    return _handed(draw, "code_help", draw.choice((code, f"```\n{code}\n```")))
 
 
-@_task(1.5)
-def _writing(draw: random.Random) -> Request:
-    return _worded(draw, making.WRITING)
-
-
-@_task()
-def _letter(draw: random.Random) -> Request:
-    return _worded(draw, making.LETTERS)
-
-
-@_task(1.5)
-def _rewriting(draw: random.Random) -> Request:
-    return _handed(draw, handed.REWRITING, draw.choice((*given.CLUMSY, *given.SENTENCES, *FACTS)))
-
-
-@_task(1.3)
-def _translating(draw: random.Random) -> Request:
-    return _handed(draw, handed.TRANSLATING, draw.choice((*given.SENTENCES, *given.SENTENCES, *FACTS)))
-
-
-@_task(1.2)
-def _code(draw: random.Random) -> Request:
-    return _worded(draw, making.CODING)
-
-
-@_task()
-def _code_help(draw: random.Random) -> Request:
-    code = draw.choice(given.SNIPPETS)
-    return _handed(draw, handed.CODE_HELP, draw.choice((code, f"```\n{code}\n```")))
-
-
-@_task(1.5)
-def _summary(draw: random.Random) -> Request:
-    return _handed(draw, handed.SUMMARY, _text(draw), PASSAGES)
-
-
-@_task()
-def _extracting(draw: random.Random) -> Request:
-    return _handed(draw, handed.EXTRACTING, _text(draw), PASSAGES)
-
-
-@_task()
-def _classifying(draw: random.Random) -> Request:
-    return _handed(draw, handed.CLASSIFYING, " ".join(draw.sample(given.REVIEWS, draw.choice((1, 1, 2)))))
-
-
-@_task()
-def _brainstorm(draw: random.Random) -> Request:
-    return _worded(draw, making.BRAINSTORM)
-
-
-@_task()
-def _advice(draw: random.Random) -> Request:
-    return _worded(draw, talk.ADVICE)
-
-
-@_task(0.7)
-def _planning(draw: random.Random) -> Request:
-    return _worded(draw, making.PLANNING)
-
-
-@_task()
-def _role_play(draw: random.Random) -> Request:
-    return _worded(draw, talk.ROLE_PLAY)
-
-
-@_task()
-def _formatting(draw: random.Random) -> Request:
-    things = draw.sample(given.THINGS, draw.randint(3, 8))
-    pairs = [
-        f"{name}, {draw.randint(18, 70)}, {draw.choice(texts.PLACES)}" for name in draw.sample(given.FIRST_NAMES, 3)
-    ]
+def _formatting(draw: random.Random) -> TaskRequest:
+    things = draw.sample(WORDINGS["things"], draw.randint(3, 8))
+    names = draw.sample(WORDINGS["first_names"], 3)
+    pairs = [f"{name}, {draw.randint(18, 70)}, {draw.choice(WORDINGS['places'])}" for name in names]
     shown = draw.choice((", ".join(things), "\n".join(things), " ".join(things), "\n".join(pairs), "; ".join(pairs)))
-    return _handed(draw, handed.FORMATTING, shown)
+    return _handed(draw, "formatting", shown)
 
 
-@_task(0.7)
-def _constraint(draw: random.Random) -> Request:
-    return _worded(draw, making.CREATIVE)
-
-
-@_task()
-def _opinion(draw: random.Random) -> Request:
-    return _worded(draw, talk.OPINION)
-
-
-@_task(0.7)
-def _meta(draw: random.Random) -> Request:
-    return _worded(draw, talk.META_REQUESTS)
-
-
-@_task(follows=True)
-def _follow_up(draw: random.Random) -> Request:
-    return _worded(draw, talk.FOLLOW_UPS)
-
-
-@_task(0.6)
-def _nonsense(draw: random.Random) -> Request:
+def _nonsense(draw: random.Random) -> TaskRequest:
     made = {
         "mash": lambda: " ".join("".join(draw.choices("asdfghjklq", k=5)) for _ in range(draw.randint(1, 5))),
         "letters": lambda: "".join(draw.choices(string.ascii_lowercase + "?", k=draw.randint(1, 14))),
@@ -190,38 +120,48 @@ def _nonsense(draw: random.Random) -> Request:
         "repeated": lambda: draw.choice(("ha", "la", "bla ", "no ", "x", "test ", "uh ")) * draw.randint(2, 9),
         "faces": lambda: "".join(draw.choices("😀😂🎉👍🐱🌧❤🍕🙈🚀🇵🇪", k=draw.randint(1, 6))),
         "digits": lambda: "".join(draw.choices("0123456789 ", k=draw.randint(1, 12))) + draw.choice("017"),
-        "salad": lambda: " ".join(draw.sample(given.THINGS, draw.randint(2, 6))) + draw.choice(("", "", "?", "...")),
-        "paste": lambda: f"{draw.choice(given.FIRST_NAMES)}_{draw.randint(1, 99)}.{draw.choice(('png', 'txt'))}",
+        "salad": lambda: (
+            " ".join(draw.sample(WORDINGS["things"], draw.randint(2, 6))) + draw.choice(("", "", "?", "..."))
+        ),
+        "paste": lambda: f"{draw.choice(WORDINGS['first_names'])}_{draw.randint(1, 99)}.{draw.choice(('png', 'txt'))}",
     }
     name = draw.choice(list(made))
-    return Request(made[name]().strip(), name)
+    return TaskRequest(made[name]().strip(), name)
+
+
+def _one_of(draw: random.Random, *wordings: str) -> str:
+    return draw.choice([text for name in wordings for text in WORDINGS[name]])
+
+
+def _reviews(draw: random.Random) -> str:
+    return " ".join(draw.sample(WORDINGS["reviews"], draw.choice((1, 1, 2))))
 
 
 def _text(draw: random.Random) -> str:
-    """A few sentences that belong together no more than news in brief do; a fact may be among them."""
-    pool = (*given.SCENES, *NOTES, draw.choice(FACTS))
+    """Return a few sentences that belong together no more than news in brief do; a fact may be among them."""
+    pool = (*WORDINGS["scenes"], *WORDINGS["notes"], draw.choice(WORDINGS["facts"]))
     return " ".join(draw.sample(pool, draw.choice((2, 3, 3, 4, 6, 10))))
 
 
-def _worded(draw: random.Random, wordings: Sequence[str]) -> Request:
-    text, topic = _filled(draw, wordings)
-    return Request(_aside(draw, text), topic)
+def _worded(draw: random.Random, wordings: str) -> TaskRequest:
+    text, topic = _filled(draw, WORDINGS[wordings])
+    return TaskRequest(_aside(draw, text), topic)
 
 
-def _handed(draw: random.Random, wordings: Sequence[str], what: str, passages: Sequence[str] = ()) -> Request:
-    """A request with what it is about, behind it or before it; the latter in the forms' layouts of passages, too."""
-    head, topic = _filled(draw, wordings)
-    if passages and draw.random() < 0.5:
-        return Request(draw.choice(passages).format(p=what, q=head), topic)
+def _handed(draw: random.Random, wordings: str, what: str, *, in_passages: bool = False) -> TaskRequest:
+    """Return a request with what it is about, behind or before it; or in the forms' layouts of passages."""
+    head, topic = _filled(draw, WORDINGS[wordings])
+    if in_passages and draw.random() < 0.5:
+        return TaskRequest(draw.choice(WORDINGS["passages"]).format(p=what, q=head), topic)
     if head[-1] == "." and draw.random() < 0.6:
         head = f"{head[:-1]}:"
     elif head[-1].isalpha():
         head = f"{head}:"
-    return Request(draw.choice(handed.HANDED).format(head=_aside(draw, head, 0.2), given=what), topic)
+    return TaskRequest(draw.choice(WORDINGS["handed"]).format(head=_aside(draw, head, 0.2), given=what), topic)
 
 
 def _filled(draw: random.Random, wordings: Sequence[str]) -> tuple[str, str]:
-    """A wording with its gaps filled, and its topic: its place, or what fills it where it has no words of its own."""
+    """Return a wording with its gaps filled, and its topic: its place, or what fills it where it has no own words."""
     place = draw.randrange(len(wordings))
     parts: list[str] = []
     filled: list[str] = []
@@ -235,16 +175,48 @@ def _filled(draw: random.Random, wordings: Sequence[str]) -> tuple[str, str]:
     topic = f"{place}" if own else filled[-1].lower()
     if wordings[place][0].islower():
         upper, lower = text[0].upper() + text[1:], text
-        return draw.choice(talk.LEADS).format(upper=upper, lower=lower), topic
+        return draw.choice(WORDINGS["leads"]).format(upper=upper, lower=lower), topic
     return (text[0].upper() + text[1:] if own else text), topic
 
 
 def _aside(draw: random.Random, text: str, share: float = 0.4) -> str:
-    """The text as somebody in a hurry, or somebody talkative, writes it; most often as it is."""
+    """Return the text as somebody in a hurry, or somebody talkative, writes it; most often as it is."""
     if draw.random() > share:
         return text
     if draw.random() < 0.4:
         junk = "".join(draw.choices(string.ascii_lowercase + "!.;[]=+/ ", k=draw.randint(4, 24)))
-        wording = draw.choice((*talk.ASIDES, *talk.ASIDES, *ENDINGS, *_AROUND_QUESTIONS))
+        wording = draw.choice((*WORDINGS["asides"], *WORDINGS["asides"], *WORDINGS["endings"], *_AROUND_QUESTIONS))
         return wording.format(q=text, j=junk)
     return draw.choice((text.lower(), text.lower().rstrip("?.! "), text.rstrip(".?! "), f"{text} :)", f"Hey! {text}"))
+
+
+def _of(wordings: str) -> Make:
+    return lambda draw: _worded(draw, wordings)
+
+
+_TASKS: Sequence[tuple[str, float, Make]] = (
+    ("greeting", 1.0, _of("greeting")),
+    ("chat", 1.0, _of("chatting")),
+    ("thanks_and_goodbye", 0.7, _of("leaving")),
+    ("about_you", 0.7, _of("about")),
+    ("writing", 1.5, _of("writing")),
+    ("letter", 1.0, _of("letters")),
+    ("rewriting", 1.5, lambda draw: _handed(draw, "rewriting", _one_of(draw, "clumsy", "sentences", "facts"))),
+    ("translating", 1.3, lambda draw: _handed(draw, "translating", _one_of(draw, "sentences", "sentences", "facts"))),
+    ("code", 1.2, _of("coding")),
+    ("code_help", 1.0, _code_help),
+    ("summary", 1.5, lambda draw: _handed(draw, "summary", _text(draw), in_passages=True)),
+    ("extracting", 1.0, lambda draw: _handed(draw, "extracting", _text(draw), in_passages=True)),
+    ("classifying", 1.0, lambda draw: _handed(draw, "classifying", _reviews(draw))),
+    ("brainstorm", 1.0, _of("brainstorm")),
+    ("advice", 1.0, _of("advice")),
+    ("planning", 0.7, _of("planning")),
+    ("role_play", 1.0, _of("role_play")),
+    ("formatting", 1.0, _formatting),
+    ("constraint", 0.7, _of("creative")),
+    ("opinion", 1.0, _of("opinion")),
+    ("meta", 0.7, _of("meta_requests")),
+    ("follow_up", 1.0, _of("follow_ups")),
+    ("nonsense", 0.6, _nonsense),
+)
+TASKS = {name: Task(name, weight, name == "follow_up", make) for name, weight, make in _TASKS}

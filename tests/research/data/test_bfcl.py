@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hallutracer_research.data.bfcl import CALLS, KINDS
-from service.data import references
+from service.data import judges as references
 from service.errors import DataError
 from tests.research.data.samples import bfcl_row, damage, function, read, write_bfcl
 

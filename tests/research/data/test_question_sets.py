@@ -10,7 +10,7 @@ import pytest
 
 from hallutracer_research.data.files import question_group
 from hallutracer_research.data.question_sets import TABLE, TASK
-from service.data import references
+from service.data import judges as references
 from service.data.judges import contains, regex
 from service.errors import DataError
 from tests.research.data.samples import TRIVIA, damage, read, write_nq_open, write_opentriviaqa, write_truthfulqa
@@ -116,7 +116,7 @@ def test_a_question_with_its_correct_and_incorrect_answers(tmp_path: Path) -> No
     kite, hammer = rows
     assert kite["prompt"] == "Can a kite fly without wind?"
     assert (kite["kind"], kite["type"]) == ("Toys", "Adversarial")
-    assert references.split(kite["answers"]) == (
+    assert references.split_answers(kite["answers"]) == (
         ["No, it needs wind", "It cannot fly", "I have no comment."],
         ["Yes, it always flies", "Yes, a kite has an engine"],
     )

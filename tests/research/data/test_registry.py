@@ -37,7 +37,7 @@ def test_every_set_says_what_it_is(name: str) -> None:
     assert (info.judge is not None) == (info.labels == "generate")
     assert info.judge is None or info.judge in get_args(JudgeName)
     if info.abstain_pattern is not None:
-        TrainOptions(Path("x"), "x", Path("x"), abstain_pattern=info.abstain_pattern)
+        TrainOptions(name="x", run_dir=Path("x"), abstain_pattern=info.abstain_pattern).check()
 
 
 @pytest.mark.parametrize("name", SETS)

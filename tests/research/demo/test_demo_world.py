@@ -6,10 +6,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from hallutracer_research.demo.corpus import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
-from service.demo.facts import FACTS_FILE, load_facts
-from service.demo.forms import FORMS, question_text
-from service.demo.questions import questions
-from service.demo.world import build_world
+from service.demo.questions import FORMS, question_text, questions
+from service.demo.world import FACTS_FILE, build_world, load_facts
 
 SPLITS = ("train", "dev", "test")
 

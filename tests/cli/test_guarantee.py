@@ -1,4 +1,4 @@
-"""hallutracer calibrate from the command line: what it refuses, what it would test, and where the promise is shown."""
+"""hallutracer guarantee from the command line: what it refuses, what it would test, and where the promise is shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from probes_store.store import Store
-from service.trainer.statement import guaranteed_card
+from service.trainer.cards import guaranteed_card
 from tests.cli.new_rows import arguments, dry_run, own, question_files
 from tests.command_line import run
 from tests.probes_store.factory import guaranteed as draft
@@ -22,7 +22,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return question_files(tmp_path_factory)
 
 
-command = partial(arguments, "calibrate", "sure")
+command = partial(arguments, "guarantee", "sure")
 
 
 def test_a_dry_run_loads_no_model_and_writes_nothing(
@@ -38,8 +38,8 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
     ("more", "said"),
     [
         (["--judge", "openai"], "--judge-url"),
-        (["--prompt-format", "text"], "rendered as the bundle's"),
-        (["--labels", "sample"], "about greedy answers"),
+        (["--prompt-format", "text"], "that of the bundle's training rows"),
+        (["--labels", "sample"], "of greedy answers"),
     ],
 )
 def test_what_is_refused(

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 
 from service.demo import Passage
-from service.demo.passages import SENTENCES, passage, sentence, with_passages
-from service.demo.questions import questions
+from service.demo.questions import SENTENCES, passage, questions, sentence, with_passages
 from service.demo.world import build_world
 from tests.command_line import hallutracer
 

@@ -14,8 +14,8 @@ from probes_store.errors import BundleRefused
 from probes_store.store import Store
 from service.errors import DataError, NoThreshold, RunMismatch, TrainingError
 from service.scoring import Scorer
-from service.trainer.calibrate import calibrate, plan
-from service.trainer.options import CalibrateOptions, PromiseOptions
+from service.trainer.guarantee import guarantee, plan
+from service.trainer.options import GuaranteeOptions
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.trainer.test_run import run
 
@@ -47,9 +47,10 @@ def calibrated(
     data = folder / "calibration.jsonl"
     if rows is not None or not data.exists():
         write_rows(data, planted_rows(400, seed=5) if rows is None else rows)
-    given: dict[str, Any] = {"data": data, "bundle": "planted", "run_dir": folder / "run", "alphas": (0.2,)} | changes
+    given: dict[str, Any] = {"data": (str(data),), "run_dir": folder / "run", "alpha": "0.2"} | changes
+    bundle = store.load(given.pop("bundle", "planted"))
     console = Quiet()
-    return calibrate(CalibrateOptions(**given), engine, store, console=console), console
+    return guarantee(bundle, GuaranteeOptions(**given), engine, store, console=console), console
 
 
 def published(folder: Path, store: Store, rows: Rows | None = None, **changes: Any) -> Bundle:
@@ -94,7 +95,7 @@ def test_the_promise_is_published_and_served(tmp_path: Path, store: Store, train
 
 def test_the_card_has_the_statement_once(tmp_path: Path, store: Store) -> None:
     first = published(tmp_path, store)
-    again = published(tmp_path, store, planted_rows(400, seed=6), alphas=(0.3,))
+    again = published(tmp_path, store, planted_rows(400, seed=6), alpha="0.3")
     for bundle in (first, again):
         card, guarantee = bundle.card(), bundle.manifest.guarantee
         assert guarantee is not None
@@ -155,8 +156,8 @@ def test_a_set_is_spent_once(tmp_path: Path, store: Store) -> None:
     again, console = calibrated(tmp_path, store, engine=Never)  # the same question has the same answer
     assert again is not None
     assert again.reference == bundle.reference
-    assert "this very calibration" in console.lines[0]
-    for changes in ({"alphas": (0.3,)}, {"seed": 1}, {"bundle": "planted:1", "delta": 0.1}):
+    assert "this very guarantee" in console.lines[0]
+    for changes in ({"alpha": "0.3"}, {"seed": 1}, {"bundle": "planted:1", "delta": 0.1}):
         with pytest.raises(DataError, match="has spent"):
             calibrated(tmp_path, store, engine=Never, **changes)
     rows = planted_rows(400, seed=6)
@@ -172,7 +173,7 @@ def test_no_threshold_qualifies(tmp_path: Path, store: Store) -> None:
     assert "--publish-closed" in str(caught.value)
     assert store.load("planted").reference == "planted:1"
     with pytest.raises(RunMismatch, match=r"spent.*alphas = \[0\.2\]"):  # asked because of the answer
-        calibrated(tmp_path, store, alphas=(0.5,))
+        calibrated(tmp_path, store, alpha="0.5")
     bundle = published(tmp_path, store, publish_closed=True)
     guarantee = bundle.manifest.guarantee
     assert guarantee is not None
@@ -195,7 +196,7 @@ def test_too_few_groups_are_said_before_a_model_is_loaded(tmp_path: Path, store:
 
 
 def test_several_alphas_share_delta_and_the_first_that_qualifies_is_served(tmp_path: Path, store: Store) -> None:
-    bundle = published(tmp_path, store, alphas=(0.03, 0.2, 0.4), delta=0.09)
+    bundle = published(tmp_path, store, alpha="0.03,0.2,0.4", delta=0.09)
     guarantee, (record,) = bundle.manifest.guarantee, bundle.evaluation()["calibrations"]
     assert guarantee is not None
     assert guarantee.alpha == 0.2
@@ -211,7 +212,7 @@ def test_a_dry_run_says_what_would_be_tested_and_spends_nothing(tmp_path: Path, 
     assert "400 rows in 200 groups" in console.lines[0]
     assert "at least 14 answering groups" in console.lines[1]
     assert not (tmp_path / "run").exists()
-    assert published(tmp_path, store, alphas=(0.3,)).reference == "planted:2"
+    assert published(tmp_path, store, alpha="0.3").reference == "planted:2"
 
 
 def older(store: Store) -> None:
@@ -230,13 +231,13 @@ def test_an_older_bundle_needs_its_own_rows_and_gives_up_a_part_of_the_new_ones(
     train, test = (tmp_path / name for name in ("a.jsonl", "b.jsonl"))
     write_rows(train, planted_rows(240)), write_rows(test, planted_rows(80, seed=3))
     with pytest.raises(TrainingError, match="training file.*--trained-on"):
-        calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(test,))
+        calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(str(test),))
     with pytest.raises(TrainingError, match="held-out file.*--trained-on"):
-        calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(train,))
+        calibrated(tmp_path, store, engine=Never, bundle="older", trained_on=(str(train),))
     with pytest.raises(DataError, match=r"line 1 and 239 more lines: its prompt is among .*a\.jsonl"):
-        calibrated(tmp_path, store, planted_rows(400), Never, bundle="older", trained_on=(train, test))
+        calibrated(tmp_path, store, planted_rows(400), Never, bundle="older", trained_on=(str(train), str(test)))
     rows = planted_rows(400, seed=5)
-    bundle = published(tmp_path, store, rows, bundle="older", trained_on=(train, test))
+    bundle = published(tmp_path, store, rows, bundle="older", trained_on=(str(train), str(test)))
     guarantee = bundle.manifest.guarantee
     assert guarantee is not None
     assert guarantee.all_groups == 150
@@ -247,9 +248,8 @@ def test_rows_that_ask_for_no_fact_are_no_calibration(tmp_path: Path, store: Sto
     rows = [*planted_rows(400, seed=5), {"id": "poem", "prompt": "Write a poem.", "applies": False}]
     with pytest.raises(DataError, match='line 401: "applies" is false.*leave it out here'):
         calibrated(tmp_path, store, rows, Never)
-    promise = PromiseOptions(tmp_path / "calibration.jsonl", alphas=(0.2,))
     with pytest.raises(DataError, match='line 401: "applies" is false.*leave it out here'):
-        run(tmp_path / "a", rows=planted_rows(240), calibration=promise)
+        run(tmp_path / "a", rows=planted_rows(240), calibration=tmp_path / "calibration.jsonl")
     assert not (tmp_path / "a" / "run").exists()  # said before a model is loaded
 
 
@@ -257,7 +257,7 @@ def test_a_bundle_of_a_read_only_store_needs_a_name(tmp_path: Path, store: Store
     own = Store(tmp_path / "own", fallbacks=[store.root])
     with pytest.raises(TrainingError, match="--new-name"):
         calibrated(tmp_path, own, engine=Never)
-    assert published(tmp_path, own, name="mine").reference == "mine:1"
+    assert published(tmp_path, own, new_name="mine").reference == "mine:1"
 
 
 def test_generated_answers_are_judged_as_the_bundle_records(tmp_path: Path) -> None:
@@ -276,22 +276,21 @@ def test_generated_answers_are_judged_as_the_bundle_records(tmp_path: Path) -> N
 def test_training_ends_with_a_calibration(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "new.jsonl", planted_rows(400, seed=5))
     engine = PlantedEngine()
-    bundle, console = run(tmp_path, engine, evaluate=False, calibration=PromiseOptions(data, (0.25,)))
+    bundle, console = run(tmp_path, engine, evaluate=False, calibration=data, alpha="0.25")
     assert bundle.reference == "planted:2"
     assert bundle.manifest.guarantee is not None
     assert sum(line.startswith("published") for line in console.lines) == 2
-    again, _ = run(tmp_path, evaluate=False, calibration=PromiseOptions(data, (0.25,)))
+    again, _ = run(tmp_path, evaluate=False, calibration=data, alpha="0.25")
     assert again.reference == "planted:2"
     overlap = write_rows(tmp_path / "old.jsonl", planted_rows(240))
     with pytest.raises(DataError, match="its prompt is also"):
-        run(tmp_path, evaluate=False, name="other", calibration=PromiseOptions(overlap))
+        run(tmp_path, evaluate=False, name="other", calibration=overlap)
 
 
-@pytest.mark.parametrize("change", [{"alphas": ()}, {"alphas": (0.1, 0.1)}, {"alphas": (1.0,)}, {"delta": 0.0},
-                                    {"seed": -1}])  # fmt: skip
+@pytest.mark.parametrize("change", [{"alpha": ""}, {"alpha": "0.1,0.1"}, {"alpha": "1.0"}, {"delta": 0.0}])
 def test_senseless_options_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(TrainingError):
-        PromiseOptions(data=tmp_path, **change)
+        GuaranteeOptions(data=("x",), **change).check()
 
 
 def test_a_plan_reads_no_label(tmp_path: Path, store: Store) -> None:
@@ -300,7 +299,7 @@ def test_a_plan_reads_no_label(tmp_path: Path, store: Store) -> None:
     for value in (0, 1):
         rows = [row | {"label": value} for row in planted_rows(400, seed=5)]
         data = write_rows(tmp_path / f"{value}.jsonl", rows)
-        made = plan(CalibrateOptions(data=data, bundle="planted", run_dir=tmp_path / "run"), store)
+        made = plan(store.load("planted"), GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run"), store)
         assert made.gates is not None
         plans.append(json.dumps([made.groups, dataclasses.asdict(made.gates)]))
     assert plans[0] == plans[1]

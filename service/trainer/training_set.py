@@ -1,35 +1,120 @@
-"""A training run's questions in forms of conversation: the file that is trained on, made of the one that was named.
+"""The rows that are trained on: less the sample that the bundle carries, and asked in forms of conversation.
 
-A probability that was fitted on lone questions is wrong in a chat, so where the model answers anyway it is asked as
-people ask.  Everything is drawn by the run's first seed, and a run that is started again makes the same file.
+The sample shows what the risk is worth: it is drawn before any risk is known, and never fitted on.  A probability that
+was fitted on lone questions is wrong in a chat, so where the model answers anyway it is asked as people ask.  All is
+drawn by the run's first seed, and a run that is started again makes the same file.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
-from service.data.forms.base import Form, Message
-from service.data.forms.registry import FORMS, chosen, is_one_message
+from service.data.forms.registry import FORMS, Form, Message, chosen, is_one_message
 from service.data.forms.spread import in_forms, read_said
-from service.data.forms.task_rows import task_rows
+from service.data.forms.tasks import task_rows
+from service.data.judges import normalise
 from service.data.run_folder import IN_FORMS
-from service.data.training_rows import Dataset, Row, read_dataset
+from service.data.training_rows import Dataset, Row, missing_groups, read_dataset
 from service.engines.base import Engine
 from service.errors import RequestError, TrainingError
+from service.judging.sample import MOST_TOKENS, Sample, SampleQuestion
 from service.prompts import PromptFormat, render
 from service.trainer.options import MIXTURE, Console, TrainOptions
 
+KEPT = 48  # questions
+FEWEST = 8  # questions; fewer would show nothing
+SHARE = 0.05  # of the training rows that may leave for it
+JUDGES = ("contains", "exact")  # what a service compares answers with: no endpoint, no pattern
+LONGEST = 400  # characters of a question that a table can show
 ASKED_ALONE = 600  # questions whose own answers stand in earlier turns; more would cost answers and add little
 WITH_OWN_ANSWERS = ("turn_own", "turns_own")
 ANSWERS, PATTERNS = "answers", "patterns"  # the latter are a judge's alone: no passage and no earlier turn states them
 TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and so many at least
+
+
+def draw_sample(
+    options: TrainOptions, dataset: Dataset, test: Dataset | None, console: Console
+) -> tuple[Dataset, Sample | None]:
+    """Return the rows left to train on, and the sample: of the held-out rows, else of rows that leave training.
+
+    Rows leave by groups, kinds in turn, and where every class keeps the groups that the folds need.
+    """
+    judge = options.judge_name if options.answers == "generate" else "contains"
+    if not options.keep_sample or judge not in JUDGES or options.answer_pattern:
+        return dataset, None
+    source = dataset if test is None else test
+    draw = random.Random(options.shuffles[0])
+    places = _kinds_in_turn(source, draw)
+    if test is None:
+        places = _within_share(dataset, places)
+    places = places[:KEPT]
+    if len(places) < FEWEST:
+        return dataset, None
+    if test is None:
+        left = without(dataset, places)
+        if options.answers == "given" and missing_groups(left, options.folds):
+            return dataset, None
+        console.print(
+            f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
+            f"({len(dataset) - len(left)} rows; --no-sample)"
+        )
+        dataset = left
+    rows = [source.rows[place] for place in places]
+    length = min(options.answer_tokens, MOST_TOKENS)
+    questions = tuple(SampleQuestion(row.texts[0], row.answers, row.strata.get("kind", "")) for row in rows)
+    return dataset, Sample(source.origin.path.name, judge, options.abstains.pattern, length, questions)
+
+
+def without(dataset: Dataset, places: Sequence[int]) -> Dataset:
+    """Return the dataset less the groups of these rows."""
+    return dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[np.asarray(places)])).tolist())
+
+
+def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
+    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ..."""
+    order = [place for place, row in enumerate(source.rows) if _fits(row)]
+    draw.shuffle(order)
+    seen: set[int] = set()
+    by_kind: dict[str, list[int]] = defaultdict(list)
+    for place in order:
+        if (group := int(source.groups[place])) not in seen:
+            seen.add(group)
+            by_kind[source.rows[place].strata.get("kind", "")].append(place)
+    turns = [(turn, number, place) for number, own in enumerate(by_kind.values()) for turn, place in enumerate(own)]
+    return [place for _, _, place in sorted(turns)]
+
+
+def _within_share(dataset: Dataset, places: Sequence[int]) -> list[int]:
+    """Return those of ``places``, in turn, whose groups together have at most ``SHARE`` of the rows."""
+    sizes = np.bincount(dataset.groups)
+    room = int(SHARE * len(dataset))
+    found: list[int] = []
+    for place in places:
+        if sizes[dataset.groups[place]] <= room:
+            room -= int(sizes[dataset.groups[place]])
+            found.append(place)
+    return found
+
+
+def _fits(row: Row) -> bool:
+    """Return whether a row is a question by itself, with answers that can be compared."""
+    alone = row.prompt is not None or [message["role"] for message in row.messages or ()] == ["user"]
+    return (
+        row.applies
+        and alone
+        and len(row.texts[0]) <= LONGEST
+        and bool(row.answers)
+        and all(map(normalise, row.answers))
+    )
 
 
 @dataclass(frozen=True)
@@ -46,14 +131,14 @@ class Fits:
     refused: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, form: Form, messages: list[Message]) -> bool:
-        """Count, and answer for one of the forms."""
+        """Return whether the model takes messages of one of the forms, and count it."""
         fine = self.takes(messages, self.reserve)
         self.tried[form.name] += 1
         self.refused[form.name] += not fine
         return fine
 
     def takes(self, messages: list[Message], reserve: int = 0) -> bool:
-        """Whether these messages are rendered, and leave room for ``reserve`` tokens."""
+        """Return whether these messages are rendered, and leave room for ``reserve`` tokens."""
         if not all(message["content"].strip() for message in messages):  # all that "?!" has in lower case
             return False
         row = as_asked({"messages": messages}, self.prompt_format)
@@ -64,7 +149,7 @@ class Fits:
         return len(ids) + reserve <= self.engine.identity.max_tokens
 
     def described(self) -> str | None:
-        """One line that names the forms that did not fit."""
+        """Return one line that names the forms that did not fit."""
         if not self.refused.total():
             return None
         shown = ", ".join(
@@ -82,7 +167,7 @@ def spread(
     prompt_format: PromptFormat,
     console: Console,
 ) -> tuple[Dataset, Dataset | None]:
-    """The rows to train on and the held-out rows, in the forms that the options want; both as they are where none are.
+    """Return training and held-out rows in the forms that the options want; as they are where none are wanted.
 
     The answers of lone questions and the files are kept in the run folder.
     Raises DataError for rows that do not fit the model by themselves, TrainingError for forms that need a template.
@@ -90,7 +175,7 @@ def spread(
     if not options.wanted_forms:
         return dataset, test
     forms = _forms(options, prompt_format, console)
-    fits = Fits(engine, prompt_format, options.max_new_tokens)
+    fits = Fits(engine, prompt_format, options.answer_tokens)
     found = [
         _in_forms(options, own, name, forms, fits, console)
         for own, name in ((dataset, "train"), (test, "test"))
@@ -126,9 +211,9 @@ def _in_forms(
     said: dict[str, str] = {}
     if any(form.name in WITH_OWN_ANSWERS for form in forms):
         said = _said(options, dataset, f"{name}-said", fits)
-    key = PATTERNS if options.judge.name == "regex" else ANSWERS
+    key = PATTERNS if options.judge == "regex" else ANSWERS
     rows = [_object(row, group, key) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
-    made = in_forms(rows, forms, seed=options.seeds[0], said=said, fits=fits)
+    made = in_forms(rows, forms, seed=options.shuffles[0], said=said, fits=fits)
     ids = {row["id"] for row in made}
     left = [row for row in rows if ids.isdisjoint({row["id"], *(f"{row['id']}+{form.name}" for form in forms)})]
     made += in_forms(left, [FORMS["lone"]])  # no form fits them, and to lose them would help nobody
@@ -137,7 +222,7 @@ def _in_forms(
     if name == "train" and options.wanted_forms == (MIXTURE,) and fits.prompt_format == "chat":
         made += _tasks(options, dataset, fits)
     made = [{ANSWERS if name == PATTERNS else name: value for name, value in row.items()} for row in made]
-    path = options.run_dir / IN_FORMS.format(name)
+    path = options.folder / IN_FORMS.format(name)
     lines = [json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False) for row in _unlike(made)]
     atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
     result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
@@ -152,34 +237,34 @@ def _in_forms(
 
 
 def _said(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> dict[str, str]:
-    """What the model answers to some of the lone questions, by id; resumes from ``folder`` in the run."""
+    """Return what the model answers to some of the lone questions, by id; resumes from ``folder`` in the run."""
     lone = [place for place, row in enumerate(dataset.rows) if row.prompt is not None and row.applies]
-    draw = random.Random(f"{options.seeds[0]} said")
+    draw = random.Random(f"{options.shuffles[0]} said")
     places = sorted(draw.sample(lone, min(len(lone), ASKED_ALONE)))
     if not places:
         return {}
     collection = collect(
         fits.engine,
         dataset.part(places),
-        options.run_dir / folder,
-        sites=(options.readout,),
+        options.folder / folder,
+        sites=(options.site,),
         prompt_format=fits.prompt_format,
         batch_rows=options.batch_rows,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=options.answer_tokens,
     )
     return read_said(collection.folder / "answers.jsonl")
 
 
 def _tasks(options: TrainOptions, dataset: Dataset, fits: Fits) -> list[dict[str, Any]]:
-    """Requests that ask for no fact and that fit the model; none where the file has such rows of its own."""
+    """Return requests that ask for no fact and that fit the model; none where the file has such rows of its own."""
     if len(dataset.others):
         return []
     count = max(LEAST_TASKS, round(TASKS * len(dataset)))
-    return [row for row in task_rows(count, options.seeds[0]) if fits.takes(row["messages"])]
+    return [row for row in task_rows(count, options.shuffles[0]) if fits.takes(row["messages"])]
 
 
 def group_names(dataset: Dataset) -> list[str]:
-    """The group of each row after near-duplicates were joined: its first row's own group, or that row's id."""
+    """Return the group of each row after near-duplicates were joined: its first row's own group, or that row's id."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for row, number in zip(dataset.rows, dataset.groups.tolist(), strict=True):
@@ -193,7 +278,7 @@ def group_names(dataset: Dataset) -> list[str]:
 
 
 def _object(row: Row, group: str, key: str) -> dict[str, Any]:
-    """A row as its file has it, in the group that was found for it, with its answers under ``key``."""
+    """Return a row as its file has it, in the group that was found for it, with its answers under ``key``."""
     asked = {"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}
     told: dict[str, Any] = {key: list(row.answers)} if row.applies else {"applies": False}
     stated = {"statement": row.statement} if row.statement else {}
@@ -201,7 +286,7 @@ def _object(row: Row, group: str, key: str) -> dict[str, Any]:
 
 
 def as_asked(row: dict[str, Any], prompt_format: PromptFormat) -> dict[str, Any]:
-    """The row as it is rendered: without a template the one message of the user is a prompt."""
+    """Return the row as it is rendered: without a template the one message of the user is a prompt."""
     if prompt_format == "chat" or "messages" not in row or len(row["messages"]) > 1:
         return row
     [message] = row["messages"]
@@ -209,7 +294,7 @@ def as_asked(row: dict[str, Any], prompt_format: PromptFormat) -> dict[str, Any]
 
 
 def _unlike(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with ids of their own: a file may have a row "a+lone" beside "a"."""
+    """Return the rows with ids of their own: a file may have a row "a+lone" beside "a"."""
     seen: set[str] = set()
     found = []
     for row in rows:

@@ -1,0 +1,157 @@
+"""Bundles beside each other: the figures that they carry, and whether one may take another's place.  Loads no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from probes_store.bundle import Bundle
+from probes_store.manifest import Manifest
+from service.errors import HalluTracerError
+from service.fitting.presentation import markdown_table
+from service.fitting.scores import jeffreys
+from service.trainer.cards import METRICS, SIGNALS, WITHIN
+
+SHOWN = ("auroc", *WITHIN, "auprc_hallucinated", "brier", "calibration_debiased")
+LEAST_PROMPTS, MOST_DISAGREEMENT, MOST_DRIFT = 500, 0.05, 0.5
+
+
+@dataclass(frozen=True)
+class BundleComparison:
+    """A table, and what keeps its columns from being compared."""
+
+    markdown: str
+    caveats: tuple[str, ...]
+
+
+def compare(bundles: Sequence[Bundle]) -> BundleComparison:
+    """Return a column for each bundle: what it reads, its signal's figures, its threshold; "-" for none."""
+    documents = [bundle.evaluation() for bundle in bundles]
+    lines: list[list[str]] = [
+        ["model", *(bundle.manifest.model.name for bundle in bundles)],
+        ["site", *(bundle.manifest.readout.site for bundle in bundles)],
+        ["signal", *(SIGNALS[document["signal_of_the_bundle"]] for document in documents)],
+        ["training rows", *(f"{bundle.manifest.training.rows:,}" for bundle in bundles)],
+        ["threshold", *(f"{bundle.manifest.threshold:.4f}" for bundle in bundles)],
+    ]
+    for title, place in (("nested CV", "cross_validation"), ("held out", "held_out")):
+        rows = [_figures(document, place) for document in documents]
+        for key in SHOWN:
+            if any(row.get(key) is not None for row in rows):
+                name = METRICS.get(key) or f"AUROC {WITHIN[key]}"
+                lines.append([f"{title}: {name}", *(_cell(row.get(key)) for row in rows)])
+    header = ["", *(bundle.reference for bundle in bundles)]
+    return BundleComparison(markdown_table(header, lines), tuple(_caveats(bundles, documents)))
+
+
+def _figures(document: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    found = document.get(place)
+    own = "bundle" if place == "held_out" else document["signal_of_the_bundle"]
+    return found["signals"][own] if found else {}
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, Mapping):
+        return f"{value:.3f}"
+    interval = f" [{value['low']:.3f}, {value['high']:.3f}]" if "low" in value else ""
+    return f"{value['mean']:.3f}{interval}"
+
+
+def _caveats(bundles: Sequence[Bundle], documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if len({bundle.manifest.model.fingerprint for bundle in bundles}) > 1:
+        yield "the bundles read different models, which answer different questions right"
+    if len({bundle.manifest.training.data_digest for bundle in bundles}) > 1:
+        yield "trained on different rows: the nested figures are not of the same questions"
+    if len({document["held_out"]["digest"] for document in documents if document.get("held_out")}) > 1:
+        yield "held-out figures are of different rows"
+    yield "intervals are of each figure, not of the difference: on the same rows a smaller gain can be sure"
+
+
+@dataclass(frozen=True)
+class PromotionBounds:
+    """What a candidate must stay within."""
+
+    least_prompts: int = LEAST_PROMPTS  # that it read as a shadow
+    most_disagreement: float = MOST_DISAGREEMENT  # upper end of the share's 95 % interval
+    most_drift: float = MOST_DRIFT  # of the golden prompts, as a share of what the replay tolerates
+
+
+@dataclass(frozen=True)
+class PromotionFinding:
+    """One condition, in words."""
+
+    fine: bool
+    text: str
+
+
+def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> list[PromotionFinding]:
+    """Return what speaks for and against a bundle, by what a running service saw of it as a shadow.
+
+    ``served`` is the answer of the service's GET /v1/bundles.  Raises HalluTracerError where it is none.
+    """
+    try:
+        return list(_findings(bundle, served, bounds))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise HalluTracerError(f"not the bundles of a HalluTracer service of this version: {error!r}") from None
+
+
+def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> Iterator[PromotionFinding]:
+    cards = [one for one in served["data"] if one["digest"] == bundle.manifest.digest]
+    if not cards:
+        where = f"{bundle.reference} ({bundle.manifest.digest[:19]}..)"
+        yield PromotionFinding(False, f"the service has not loaded {where}")
+        return
+    compared, golden = cards[0].get("compared"), cards[0]["golden"]
+    if compared is None:
+        yield PromotionFinding(False, f"{bundle.reference} is no shadow there: start it with --shadow")
+    else:
+        prompts, share = compared["prompts"], compared["disagreement"]
+        text = f"{prompts:,} prompts read as a shadow; at least {bounds.least_prompts:,}"
+        yield PromotionFinding(prompts >= bounds.least_prompts, text)
+        if prompts:
+            upper = jeffreys(share, prompts).high
+            kinds = (("stricter", "alone flags"), ("looser", "alone lets pass"), ("failed", "no number for"))
+            counts = ", ".join(f"{words} {compared[kind]:,}" for kind, words in kinds)
+            text = f"disagrees on {share:.1%}, upper end of its 95 % interval {upper:.1%} ({counts})"
+            fine = upper <= bounds.most_disagreement
+            yield PromotionFinding(fine, f"{text}; at most {bounds.most_disagreement:.1%}")
+    for what in ("risk", "trajectory"):
+        share = golden[what] / golden[f"{what}_tolerance"]
+        text = f"golden prompts: {what} off by {golden[what]:.2g}, {share:.0%} of what the replay tolerates"
+        yield PromotionFinding(share <= bounds.most_drift, f"{text}; at most {bounds.most_drift:.0%}")
+
+
+def differences(before: Manifest, after: Manifest) -> list[tuple[str, str, str]]:
+    """Return field, value before, value after, of all fields of the manifest that differ, but for files' digests."""
+    flat = [_flat(asdict(manifest)) for manifest in (before, after)]
+    names = [name for name in dict.fromkeys([*flat[0], *flat[1]]) if not name.startswith("files.")]
+    rows = [(name, flat[0].get(name, "-"), flat[1].get(name, "-")) for name in names]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    if isinstance(value, Mapping):
+        found: dict[str, str] = {}
+        for key, inner in value.items():
+            found |= _flat(inner, f"{name}.{key}" if name else str(key))
+        return found
+    return {name: f"{value:.6g}" if isinstance(value, float) else str(value)}
+
+
+def probes_apart(before: Bundle, after: Bundle) -> str:
+    """Return how many heads differ, and the angle between the directions of layers with the same head."""
+    first, second = before.probes, after.probes
+    if first.direction.shape != second.direction.shape:
+        return "their probes have different shapes"
+    same = first.head == second.head
+    text = f"{int((~same).sum())} of {len(same)} layers read another head"
+    if not same.any():
+        return text
+    cosine = np.sum(first.direction[same] * second.direction[same], axis=-1)
+    middle, least = np.median(cosine), cosine.min()
+    return f"{text}; where it is the same, the directions' cosine is {middle:.3f} in the median, {least:.3f} at least"

@@ -1,0 +1,299 @@
+"""A threshold with a guarantee: new rows -> risks -> fixed-sequence testing -> a new version of the bundle.
+
+The rows must be new to the bundle, and they are spent by being tested: a second question put to the same rows, asked
+because of the first one's answer, would carry no guarantee.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from probes_store.bundle import Bundle
+from probes_store.local import atomic_write
+from probes_store.records import CLOSED, DType, Guarantee
+from probes_store.store import Store
+from service.data.run_folder import locked
+from service.engines.base import Engine
+from service.errors import NoThreshold, RunMismatch, TrainingError
+from service.fitting.nested_cv import rounded
+from service.fitting.thresholds import (
+    GateProfile,
+    GuaranteeTest,
+    gate_profile,
+    least_groups,
+    risk_control,
+    threshold_sequence,
+)
+from service.fitting.thresholds import certify as test_sequence
+from service.judging.conversation import shape_of
+from service.prompts import as_prompt_format
+from service.scoring import Scorer
+from service.trainer.cards import guaranteed_card, statement
+from service.trainer.new_rows import (
+    Marks,
+    NewRows,
+    check_unspent,
+    draft_of,
+    read_new_rows,
+    risks_of,
+    seen_by,
+    spent_sets,
+)
+from service.trainer.options import Console, GuaranteeOptions
+from service.trainer.prepare import prepare
+
+PILOT_SHARE = 4  # one of so many groups chooses the thresholds of a bundle that records none
+
+
+@dataclass(frozen=True, eq=False)
+class GuaranteePlan:
+    """What is going to be tested, on rows that were found to be new.  Made without a look at a label."""
+
+    rows: NewRows[GuaranteeOptions]
+    gates: GateProfile | None  # by training's out-of-fold risks; None: a part of the rows has to do
+    done: Bundle | None = None  # the version that this very guarantee has published already
+
+    @property
+    def options(self) -> GuaranteeOptions:
+        """Return the options, filled in by what the bundle records."""
+        return self.rows.options
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """Return what is asked of the rows: asked again, it has the same answer."""
+        options, judge = self.options, self.rows.judge
+        return {
+            "alphas": list(options.alphas), "delta": options.delta, "seed": options.seed,
+            "labels": options.answers, "judge": judge,
+            "max_new_tokens": None if judge is None else options.answer_tokens,
+        }  # fmt: skip
+
+    @property
+    def shapes(self) -> tuple[str, ...] | None:
+        """Return the shapes of the rows' conversations; None where prompts go through no chat template."""
+        if self.rows.bundle.manifest.prompt_format != "chat":
+            return None
+        asked = [row.messages or [{"role": "user", "content": row.prompt or ""}] for row in self.rows.dataset.rows]
+        return tuple(sorted({str(shape_of(messages)) for messages in asked}))
+
+    @property
+    def each_delta(self) -> float:
+        """Return the delta of one alpha: the guarantees hold together with confidence 1 - delta."""
+        return self.options.delta / len(self.options.alphas)
+
+    @property
+    def groups(self) -> int:
+        """Return how many groups are left for the test."""
+        total = len(np.unique(self.rows.dataset.groups))
+        return total if self.gates is not None else total - total // PILOT_SHARE
+
+    def described(self) -> list[str]:
+        """Return what is going to be tested, in lines."""
+        if self.done is not None:
+            return [f"{self.done.reference} is this very guarantee"]
+        rows = f"{len(self.rows.dataset)} rows in {self.groups} groups for the test"
+        lines = [f"{rows}, new to {self.rows.bundle.reference}", *self.rows.dataset.remarks]
+        if self.gates is None:
+            lines.append(f"one group of {PILOT_SHARE} chooses the thresholds: the bundle records no out-of-fold risks")
+        for alpha in self.options.alphas:
+            least = least_groups(alpha, self.each_delta)
+            text = f"alpha {alpha:g}, delta {self.each_delta:g}: at least {least} answering groups"
+            if self.gates is not None:
+                found = threshold_sequence(self.gates, alpha, self.each_delta, self.groups)
+                text += f"; {len(found)} thresholds from {found[0]:.4f} to {found[-1]:.4f}"
+            lines.append(text)
+        return lines
+
+
+def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePlan:
+    """Check everything that needs no model.
+
+    Raises DataError, TrainingError (too few groups; the bundle's rows are not known), and what the store raises.
+    """
+    rows = read_new_rows(bundle, options, store)
+    evaluation, dataset = rows.evaluation, rows.dataset
+    recorded: dict[str, Any] | None = evaluation.get("out_of_fold", {}).get("gates")
+    made = GuaranteePlan(rows, None if recorded is None else GateProfile(**_tuples(recorded)))
+    seen = list(seen_by(bundle, evaluation, options.trained_on))
+    for what, version, record in spent_sets(store, bundle):
+        if record["data"]["digest"] == dataset.digest and record.get("question") == made.question:
+            return replace(made, done=version)
+        seen.append((f"the rows that the {what} of {version.reference} has spent", Marks.read(record["spent"])))
+    check_unspent(dataset, seen)
+    least = least_groups(max(options.alphas), made.each_delta)
+    if made.groups < least:
+        raise TrainingError(
+            f"{dataset.path} has {made.groups} groups for the test, and no threshold can pass at alpha = "
+            f"{max(options.alphas):g}, delta = {made.each_delta:g} with less than {least} answering ones. Nothing was "
+            "spent: add groups",
+            param="data",
+        )
+    return made
+
+
+def guarantee(
+    bundle: Bundle, options: GuaranteeOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
+) -> Bundle | None:
+    """Publish a version of a bundle with a threshold that is guaranteed; None for a dry run, which spends nothing.
+
+    Raises:
+        NoThreshold: none qualifies, and ``publish_closed`` is not set.
+        DataError: rows are at fault, or not new to the bundle, by line number.
+        RunMismatch: the run folder belongs to another run, or its rows were asked something else before.
+        TrainingError: see ``plan``.
+        probes_store.errors.BundleError: the bundle is not the model's, or the store cannot be written.
+    """
+    made = plan(bundle, options, store)
+    for line in made.described():
+        console.print(line)
+    if options.dry_run or made.done is not None:
+        return made.done
+    store.check_writable()
+    with locked(made.options.folder), closing(engine_factory()) as engine:
+        return carry_out(made, engine, store, console)
+
+
+def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Console) -> Bundle:
+    """Score, test, publish.  Raises as ``guarantee`` does."""
+    rows, options, bundle = made.rows, made.options, made.rows.bundle
+    Scorer(engine, bundle)  # this model's bundle, and it reads what it should
+    prompt_format = as_prompt_format(bundle.manifest.prompt_format)
+    data = prepare(engine, rows.dataset, options, prompt_format, rows.folder, sites=[rows.site], folds=None)
+    _note_question(made)
+    value, label, group = risks_of(bundle, data, withhold_outside=True), data.inputs.label, data.inputs.group
+    gates, tested = made.gates, np.arange(len(label))
+    if gates is None:
+        pilot = _pilot(group, options.seed)
+        gates, tested = gate_profile(label[pilot], value[pilot], group[pilot]), np.flatnonzero(~pilot)
+    label, value, group = label[tested], value[tested], group[tested]
+    delta, seed = made.each_delta, options.seed
+    tests = [
+        test_sequence(label, value, group, threshold_sequence(gates, alpha, delta, made.groups), alpha, delta, seed)
+        for alpha in options.alphas
+    ]
+    for test in tests:
+        for line in table(test):
+            console.print(line)
+    served = next((test for test in tests if test.passed is not None), None)
+    if served is None and not options.publish_closed:
+        raise NoThreshold("\n".join(_missing(test, len(label)) for test in tests), param="data")
+    controls = [_control(label, value, group, test.alpha) for test in tests]
+
+    # The bundle as it was, with another threshold, its guarantee and a longer ledger.
+    promise = served or tests[0]
+    step = promise.passed
+    threshold = CLOSED if step is None else step.threshold
+    record = Guarantee(
+        alpha=promise.alpha,
+        delta=promise.delta,
+        threshold=threshold,
+        groups=0 if step is None else step.groups,
+        hallucinated=0 if step is None else step.wrong,
+        p_value=1.0 if step is None else step.p_value,
+        answered=float((value < threshold).mean()),
+        risk_control_threshold=controls[tests.index(promise)],
+        rows=len(label),
+        all_groups=len(np.unique(group)),
+        data_digest=rows.dataset.digest,
+        labels=options.answers,
+        judge=rows.judge,
+        dtype=cast(DType, engine.identity.dtype),
+        seed=seed,
+        statement="",
+    )
+    manifest = replace(bundle.manifest, guarantee_shapes=made.shapes)
+    record = replace(record, statement=statement(record, manifest, options.answer_tokens, step))
+    name = options.new_name or bundle.manifest.name
+    manifest = replace(manifest, name=name, threshold=record.threshold, guarantee=record)
+    evaluation = bundle.evaluation()
+    ledger = {
+        "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
+        "question": made.question,
+        "thresholds_from": "training's out-of-fold risks" if made.gates else f"one group of {PILOT_SHARE}",
+        "promises": [
+            {
+                "alpha": test.alpha,
+                "delta": test.delta,
+                "threshold": test.threshold,
+                "least_alpha": rounded(test.least_alpha),
+                "risk_control_threshold": control,
+                "steps": rounded([asdict(step) for step in test.steps]),
+            }
+            for test, control in zip(tests, controls, strict=True)
+        ],
+        "spent": Marks.of(rows.dataset).document(),
+    }
+    evaluation["calibrations"] = [*evaluation.get("calibrations", []), ledger]
+    card = guaranteed_card(bundle.card(), manifest, step)
+    published = store.publish(draft_of(bundle, manifest, evaluation, card))
+    console.print(f"published {published.reference}")
+    return published
+
+
+def table(test: GuaranteeTest) -> list[str]:
+    """Return the thresholds that were tested, in their order; the last one is the first that failed, if any did."""
+    lines = [
+        f"alpha {test.alpha:g}: of the answering groups, counted equally; the answered rows are not promised",
+        "threshold  answering groups  hallucinated  answered rows  hallucinated  p",
+    ]
+    for step in test.steps:
+        verdict = "" if step.p_value <= test.delta else "  failed"
+        rows = f"{step.rows:13}  {step.wrong_rows:12}"
+        lines.append(f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {rows}  {step.p_value:.2g}{verdict}")
+    return lines
+
+
+def _missing(test: GuaranteeTest, rows: int) -> str:
+    """Return why no threshold qualifies, and what would have done."""
+    first, wanted = test.steps[0], test.groups_wanted
+    if wanted < 0:
+        cure = "no number of rows makes up for its share of hallucinations"
+    else:
+        more = max(wanted - first.groups, 1)
+        about = f", about {more * rows // first.groups} rows like these" if first.groups else ""
+        cure = f"{more} more answering groups are wanted{about}"
+    return (
+        f"no threshold qualifies at alpha = {test.alpha:g}, delta = {test.delta:g}. The first, {first.threshold:.4f}, "
+        f"had {first.groups} answering groups, {first.wrong} of them hallucinated (p = {first.p_value:.2g}). The least "
+        f"alpha that it would have passed at is {test.least_alpha:.3f}; {cure}. Nothing was published. These rows are "
+        "spent: ask again with new ones, or publish a gate that answers nothing with --publish-closed"
+    )
+
+
+def _pilot(group: NDArray[np.integer], seed: int) -> NDArray[np.bool_]:
+    """Return which rows are of the groups that choose the thresholds: [n]."""
+    names = np.random.default_rng([seed, 1]).permutation(np.unique(group))
+    return np.isin(group, names[: len(names) // PILOT_SHARE])
+
+
+def _note_question(made: GuaranteePlan) -> None:
+    """Keep what is asked beside the rows, before it is answered.  Raises RunMismatch: it was something else before."""
+    path = made.rows.question
+    if path.exists() and (before := json.loads(path.read_text(encoding="utf-8"))) != made.question:
+        changed = ", ".join(f"{key} = {before.get(key)!r}" for key in before if before[key] != made.question.get(key))
+        raise RunMismatch(
+            f"the rows of {made.rows.dataset.path} are spent: they were tested before, with {changed}. A question that "
+            "an earlier answer led to carries no guarantee; use new rows",
+            param="data",
+        )
+    atomic_write(path, (json.dumps(made.question, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _tuples(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in document.items()}
+
+
+def _control(
+    label: NDArray[np.integer], value: NDArray[np.floating], group: NDArray[np.integer], alpha: float
+) -> float | None:
+    """Return the threshold of ``risk_control``, rounded down to what the statement prints: any lower one keeps it."""
+    found = risk_control(label, value, group, alpha)
+    return None if found is None else math.floor(found * 1e6) / 1e6
