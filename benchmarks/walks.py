@@ -2,8 +2,8 @@
 
     python -m benchmarks.walks
 
-A prompt (POST /score on a loaded service), a bundle (``hallutracer bundle verify demo --model demo``) and training rows (``hallutracer
-train`` on 120 questions of the demo).  Modules that are only imported are not counted.
+A prompt (POST /score on a loaded service), a bundle (``hallutracer bundle verify demo --model demo``) and training rows
+(``hallutracer train`` on questions of the demo).  Modules that are only imported are not counted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Guards between what is fitted and what is tested, of which each removal would flatter the figures.
 
-Standardisation, head and C have theirs in tests/fitting/test_calibration.py, where rows of the test side are poisoned.
+Standardisation, head and C have theirs in tests/fitting/test_estimator.py, where rows of the test side are poisoned.
 """
 
 from __future__ import annotations
