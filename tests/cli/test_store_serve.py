@@ -22,7 +22,7 @@ from probes_store.store import Store
 from probes_store.trust import Signing
 from tests import running
 from tests.probes_store.keys import key_pair
-from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server
+from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server, use
 from tests.serve_process import ServeProcess
 
 URL = f"s3://{BUCKET}/probes"
@@ -81,6 +81,7 @@ def to_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     with s3_server() as address:
         for name, value in {**VARIABLES, "AWS_ENDPOINT_URL": address}.items():
             monkeypatch.setenv(name, value)
+        use(address)  # another file's server may have been asked before
         opened = Way(address)
         try:
             yield opened
