@@ -77,7 +77,7 @@ def made(folder: Path, engine: Any, labels: Any = "generate") -> PreparedSet:
     lines = [json.dumps({"row": row, "answer": one.text}) + "\n" for row, one in enumerate(said)]
     (folder / "answers.jsonl").write_text("".join(reversed(lines)))
     nothing = cast(Any, None)
-    rows = SetRows("made", "", cast(Any, SimpleNamespace(digest="d")), labels, JudgeOptions("contains"), LONGEST, "",
+    rows = SetRows("made", "", cast(Any, SimpleNamespace(digest="d")), labels, JudgeOptions("contains"), LONGEST,
                    (), ("a note",))  # fmt: skip
     inputs = MethodInputs(
         label=np.zeros(len(LABELLED), np.int64), group=np.arange(len(LABELLED)), heads=nothing, residual=nothing,
