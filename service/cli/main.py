@@ -124,8 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _absent(given: Sequence[str]) -> str:
     """Return which command of ``RESEARCH`` was asked for and is not installed; "" where none."""
-    known: set[tuple[str, ...]] = {(name,) for name in installed()}
-    known |= {(name, child) for name, entry in installed().items() if isinstance(entry, tuple) for child in entry[1]}
+    entries = installed()
+    known: set[tuple[str, ...]] = {(name,) for name in entries}
+    known |= {(name, child) for name, entry in entries.items() if isinstance(entry, tuple) for child in entry[1]}
     return next(
         (" ".join(words) for words in RESEARCH if tuple(given[: len(words)]) == words and words not in known), ""
     )
