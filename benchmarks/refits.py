@@ -103,10 +103,9 @@ def trained(
     scores = nested_cv(outer_folds(label, group, folds=FOLDS, seeds=SEEDS), fold_risk)
     probe = clone(options).fit_readouts(train, group).fit_risk(label)
     crossed, classifier, final = probe.out_of_fold_, probe.classifier_, probe.probes_
-    probes = Probes.of(
-        Site.ATTENTION_HEAD, probe_tensors(final, np.ones(len(final.head)), *class_statistics(crossed, label))
-    )
     reference = fit_reference(crossed, label, group, FOLDS, SEEDS)
+    tensors = probe_tensors(final, np.ones(len(final.head)), *class_statistics(crossed, label), reference=reference)
+    probes = Probes.of(Site.ATTENTION_HEAD, tensors)
     interval = fit_interval(by_row(scores["own"], len(label)), reference, FOLDS)
     assert interval is not None
     trajectory = trajectories(fresh, [probes])

@@ -31,6 +31,15 @@ def _with_a_point(value: object) -> object:
     return value
 
 
+def _characters(text: str) -> str:
+    """Refuse half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("characters") from None
+    return text
+
+
 def matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
     """Return a check that a text is what the whole pattern describes; ``expected`` says so in messages."""
 
@@ -42,7 +51,7 @@ def matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Text = Annotated[str, Strict()]
+Text = Annotated[str, Strict(), AfterValidator(_characters)]
 Filled = Annotated[Text, Field(min_length=1)]
 Int = Annotated[int, Strict(), Field(ge=-MAX_INT, le=MAX_INT)]
 Natural = Annotated[Int, Field(ge=0)]

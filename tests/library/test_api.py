@@ -188,7 +188,7 @@ def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert (
         repr(trained) == f"<Trained: mine:1, AUROC {own.auroc:.3f} [{own.low:.3f}, {own.high:.3f}]; {trained.folder}>"
     )
-    assert trained.card.startswith("---\nlibrary_name")
+    assert trained.card.startswith("---\nbase_model: hallutracer-demo\nlibrary_name: hallutracer\n")
     assert set(trained.to_frame().title) >= {"best single head", "first-token entropy"}
 
 

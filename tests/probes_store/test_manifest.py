@@ -106,8 +106,12 @@ def test_not_json() -> None:
     for data in (b"\xff\xfe}\n", b"[" * 100_000 + b"}\n", b'{"version": ' + b"9" * 5000 + b"}\n", b"{,}\n", b"[]\n"):
         with pytest.raises(BadValue):
             read_manifest(data)
-    with pytest.raises(BadValue, match=r"model\.name"):
-        read_manifest(manifest_bytes(MANIFEST).replace(b"tiny-llama", rb"tiny\ud800llama"))
+    for field in ("model.name", "training.judge"):
+        section, _, name = field.partition(".")
+        document = json.loads(manifest_bytes(MANIFEST))
+        document[section][name] = "tiny\ud800llama"
+        with pytest.raises(BadValue, match=field):
+            read_manifest(json.dumps(document).encode())
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
