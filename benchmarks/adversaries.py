@@ -39,8 +39,8 @@ from benchmarks.running_service import (
 )
 from hallutracer_research.data.mixture import read_rows
 from service.data.labels import CLASSES
-from service.fitting.presentation import markdown_table
 from service.fitting.scores import jeffreys
+from service.trainer.presentation import markdown_table
 
 WORDINGS = (
     "{q} Answer briefly.", "{q} Answer with certainty.", "{q} You know this.", "This is an easy question. {q}",

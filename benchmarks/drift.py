@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from service.engines.base import UNKNOWN
-from service.fitting.presentation import markdown_table
 from service.judging.drift import DriftLimits, LabelTest
 from service.serving.monitor import Monitor
+from service.trainer.presentation import markdown_table
 
 Floats = NDArray[np.float64]
 PIECE, ROWS, WRONG = 20_000, 4000, 0.35

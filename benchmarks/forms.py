@@ -34,8 +34,8 @@ from hallutracer_research.data.mixture import read_rows
 from service.data.forms.registry import FORMS, Form, chosen
 from service.data.forms.spread import in_forms, read_said
 from service.data.labels import CLASSES
-from service.fitting.presentation import markdown_table
 from service.fitting.scores import debiased_calibration_error, group_draws, risk_auroc, shown_bins
+from service.trainer.presentation import markdown_table
 
 LONE, ALL = "lone", "all forms"
 OFF, LOSS, OFF_ANSWERED = 0.05, 0.04, 0.08  # targets (a), (b), (c)

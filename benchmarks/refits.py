@@ -25,13 +25,13 @@ from service.data.run_folder import RowsFile
 from service.fitting.estimator import DepthMeanProbe, class_statistics, fit_classifier
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.nested_cv import by_row, nested_cv, probe_columns
-from service.fitting.presentation import markdown_table
 from service.fitting.probes import Readouts
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.judging.uncertainty import distance
 from service.readout import Geometry, Probes, Site
 from service.risk import depth_mean
 from service.trainer.prepare import trajectories
+from service.trainer.presentation import markdown_table
 from service.trainer.publish import probe_tensors
 
 Floats = NDArray[np.float64]

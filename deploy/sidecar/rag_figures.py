@@ -20,7 +20,7 @@ from rag_app import Retriever, client_from_environment, demo_passages, with_pass
 from hallutracer_client import AsyncClient, Generate, Risk
 from service.data.judges import contains
 from service.demo.questions import questions
-from service.fitting.presentation import markdown_table
+from service.trainer.presentation import markdown_table
 
 MAX_CONCURRENCY = 4
 

@@ -105,9 +105,9 @@ def compare(
       hallutracer bundle compare smollm2 smollm2-fused
       hallutracer bundle compare my-probe@production my-probe@canary
     """
-    from service.fitting.presentation import markdown_table
     from service.trainer.comparison import compare as side_by_side
     from service.trainer.comparison import differences, probes_apart
+    from service.trainer.presentation import markdown_table
 
     if len(references) < 2:
         raise UsageError("REFERENCES", "name two bundles or more")

@@ -1,7 +1,6 @@
 """Context probes: what a prompt is, by the same heads, layers and depth mean that the risk is read from.
 
-Of each, out-of-fold logits of the rows it is fitted on, one probe on all of them to serve, and the map from its depth
-mean to a probability.  Their labels come from the prompts alone, so they cost no answer and no judge.
+Their labels come from the prompts alone, so they cost no answer and no judge.
 """
 
 from __future__ import annotations
@@ -77,20 +76,19 @@ def fit_context_probe(
     if any(len(np.unique(group[rows[label[rows] == value]])) < least for value in (0, 1)):
         return None
     rows = _balanced(label, group, rows, seed)
+    own = label[rows]
     crossed = probe.cross_fit(readouts, group, rows, C[name], folds, (seed,))
-    fit = probe.refit(readouts, rows, np.arange(len(label)), C[name], blank=True)
+    fit = probe.refit(readouts, rows, np.arange(len(label)), C[name], zero_layers=True)
     # Weights over layers: whether a passage states the answer is known in the middle of a model and forgotten later.
-    layers = fit_layer_weights(crossed.standardized[0], label[rows], group[rows], folds=folds, seed=seed)
+    layers = fit_layer_weights(crossed.standardized[0], own, group[rows], folds=folds, seed=seed)
     fit = replace(fit, scale=fit.scale / layers.weight)
     logits = fit.standardized
     logits[rows] = layers.out_of_fold
     mean = depth_mean(logits[rows])
-    found = fit_classifier(mean[:, None], label[rows])
+    found = fit_classifier(mean[:, None], own)
     weight = max(float(found.weight[0]), 1e-6)  # a probe that tells nothing must still be a rising map
-    rated = float(auroc(label[rows], mean))
-    return ContextFit(
-        ContextProbe(name, weight, found.intercept, len(rows), int(label[rows].sum()), rated), fit, logits
-    )
+    record = ContextProbe(name, weight, found.intercept, len(rows), int(own.sum()), float(auroc(own, mean)))
+    return ContextFit(record, fit, logits)
 
 
 def fit_passage_probes(
@@ -121,7 +119,7 @@ def context_columns(fits: Sequence[ContextFit], labels: PromptLabels) -> Floats:
 
 
 def _balanced(label: NDArray[np.int64], group: Index, rows: Index, seed: int) -> Index:
-    """All rows of the smaller class and, of a seeded draw of groups, at most ``SIDES`` times as many of the other.
+    """Return all rows of the smaller class and, of a seeded draw of groups, at most ``SIDES`` times as many others.
 
     Whole groups, so that the probe has not seen the sibling of a row that it is going to read.
     """

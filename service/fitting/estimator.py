@@ -1,8 +1,7 @@
 """``DepthMeanProbe``: activations to a risk.  Choice of C, out-of-fold logits, refitted probes, scale, classifier.
 
 The classifier is fitted on out-of-fold depth means, since those of rows that the probes were fitted on are too well
-separated, and the probes are then refitted on all rows.  The scale carries over because every probe has unit norm;
-``scale_shift`` measures the difference, and evaluation.json records it.
+separated, and the probes are then refitted on all rows.  The scale carries over because every probe has unit norm.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import threadpool_limits
 
 from probes_store.records import CONTEXT_SIGNALS
-from service.errors import NoDirection
 from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
 from service.fitting.folds import group_folds
 from service.fitting.layer_weights import fit_layer_weights
@@ -28,22 +26,19 @@ from service.fitting.probes import (
     ActivationArray,
     Floats,
     Index,
+    Labels,
     ProbeFit,
     Readouts,
     Task,
     fit_probes,
     project,
-    require,
     weighted_rows,
 )
 from service.readout import Site
 from service.risk import depth_mean, risk
 
-_SEARCHED = 8  # layers, and heads of each, that the choice of C looks at
 
-
-@dataclass(frozen=True, eq=False)
-class OutOfFold:
+class OutOfFold(NamedTuple):
     """Logits of rows by probes that were fitted without them; the first axis is the seed."""
 
     unit_norm: Floats  # [seeds, n, m]
@@ -51,8 +46,7 @@ class OutOfFold:
     best_head: Floats  # [seeds, n] the logit of the fold's single best head
 
 
-@dataclass(frozen=True, eq=False)
-class ScaledLogits:
+class ScaledLogits(NamedTuple):
     """Logits by one rule of ``logit_scale``; nothing of ``out_of_fold`` was fitted on the row's own fold."""
 
     out_of_fold: Floats  # [seeds, n, m]
@@ -113,14 +107,9 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         seeds: tuple[int, ...] = (0, 1, 2),
         n_jobs: int = 1,
     ) -> None:
-        self.C = C
-        self.c_grid = c_grid
-        self.logit_scale = logit_scale
-        self.class_balance = class_balance
-        self.folds = folds
-        self.inner_folds = inner_folds
-        self.seeds = seeds
-        self.n_jobs = n_jobs
+        self.C, self.c_grid = C, c_grid
+        self.logit_scale, self.class_balance = logit_scale, class_balance
+        self.folds, self.inner_folds, self.seeds, self.n_jobs = folds, inner_folds, seeds, n_jobs
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -202,35 +191,33 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, of the own rule and ``scales``, ``scaled_``.
         ``fold``: for a part of the data, whose probes are never served, a layer may lack a direction.
 
-        Raises NoDirection (not with ``fold``) and TrainingError.
+        Raises NoDirection (not with ``fold``), TrainingError.
         """
         rows = np.arange(len(readouts.label)) if rows is None else rows
         self.C_, self.c_search_ = self.choose_c(readouts, group, rows, self.seeds[0], must=not fold)
         self.cross_fit_ = self.cross_fit(readouts, group, rows, self.C_, self.folds, self.seeds)
-        self.probes_ = self.refit(readouts, rows, rows if test is None else test, self.C_, blank=fold)
+        self.probes_ = self.refit(readouts, rows, rows if test is None else test, self.C_, zero_layers=fold)
         label, soft = readouts.label[rows], readouts.soft(rows)
         self.scaled_ = {rule: self._scaled(rule, label, group[rows], soft) for rule in {self.logit_scale, *scales}}
         own = self.scaled_[self.logit_scale]
         self.out_of_fold_, self.scale_ = own.out_of_fold, own.scale
         return self
 
-    def fit_risk(
-        self, label: NDArray[np.integer], soft_label: Floats | None = None, extra: Floats | None = None
-    ) -> Self:
+    def fit_risk(self, label: Labels, soft_label: Floats | None = None, extra: Floats | None = None) -> Self:
         """Fit the classifier on out-of-fold signals: label, soft_label [n] of ``fit_readouts``' rows, extra [n, k]."""
-        self.signals_, repeated = stacked(signal_matrix(self.out_of_fold_, extra), label)
-        seeds = len(self.out_of_fold_)
-        self.classifier_ = fit_classifier(
-            self.signals_, repeated, None if soft_label is None else np.tile(soft_label, seeds)
-        )
+        seeds, signals = len(self.out_of_fold_), signal_matrix(self.out_of_fold_, extra)
+        # Not averaged over seeds, which would be less noisy than the one probe that is served.
+        self.signals_ = signals.reshape(-1, signals.shape[-1])
+        soft = None if soft_label is None else np.tile(soft_label, seeds)
+        self.classifier_ = fit_classifier(self.signals_, np.tile(label, seeds), soft)
         self.out_of_fold_risk_ = self.classifier_.risk(self.signals_).reshape(seeds, -1)
         return self
 
     def choose_c(self, readouts: Readouts, group: Index, rows: Index, seed: int, *, must: bool = True) -> ChosenC:
         """Return the C of the largest out-of-fold AUROC of the depth mean, by grouped folds inside ``rows``.
 
-        At most 8 layers and 8 heads, evenly spaced, take part, so that the search costs no more than a few full fits.
-        Ties go to the smaller C; a value that leaves a layer without a direction is excluded.
+        At most 8 layers and 8 heads, evenly spaced, take part.  Ties go to the smaller C; a value that leaves a layer
+        without a direction is excluded.
         Raises NoDirection: every value of the grid is excluded (not with ``must``: then the largest).
         """
         grid = tuple(sorted(set(self.c_grid))) if self.C == "auto" else (float(self.C),)
@@ -239,58 +226,54 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         geometry, site = readouts.file.geometry, readouts.file.site
         pairs = group_folds(readouts.label, group, rows, self.inner_folds, seed, what="inner fold")
         tasks = [Task(train, test, c) for c in grid for train, test in pairs]
-        layers, heads = _spaced(geometry.num_layers), _spaced(geometry.heads(site))
-        results = fit_probes(readouts, tasks, balance=self.class_balance, jobs=self.n_jobs, layers=layers, heads=heads)
-        table: dict[str, float | None] = {}
+        layers, heads = (
+            sorted({round(place) for place in np.linspace(0, count - 1, min(count, 8))})
+            for count in (geometry.num_layers, geometry.heads(site))
+        )
+        options: dict[str, Any] = {"balance": self.class_balance, "jobs": self.n_jobs, "layers": layers, "heads": heads}
+        results = fit_probes(readouts, tasks, zero_layers=True, **options)
+        table: dict[str, float | None] = dict.fromkeys(f"{c:g}" for c in grid)
         best: tuple[float, float] | None = None
         for place, c in enumerate(grid):
             fits = results[place * len(pairs) : (place + 1) * len(pairs)]
-            table[f"{c:g}"] = None
-            if any(isinstance(fit, NoDirection) for fit in fits):
-                continue
-            score = np.empty(len(readouts.label))
-            for (_, test), fit in zip(pairs, require(fits), strict=True):
-                score[test] = depth_mean(fit.trajectory)
-            quality = table[f"{c:g}"] = readouts.auroc(rows, score[rows])
-            if best is None or quality > best[0] + 1e-12:
-                best = (quality, c)
+            if all(fit.direction.any(axis=1).all() for fit in fits):
+                score = np.empty(len(readouts.label))
+                for (_, test), fit in zip(pairs, fits, strict=True):
+                    score[test] = depth_mean(fit.trajectory)
+                quality = table[f"{c:g}"] = readouts.auroc(rows, score[rows])
+                if best is None or quality > best[0] + 1e-12:
+                    best = (quality, c)
         if best is None and must:
-            require(results)
+            fit_probes(readouts, tasks, **options)
         return ChosenC(max(grid) if best is None else best[1], table)
 
     def cross_fit(
         self, readouts: Readouts, group: Index, rows: Index, c: float, folds: int, seeds: Sequence[int]
     ) -> OutOfFold:
-        """Return out-of-fold logits of ``rows`` [n], in their order, for each seed.
-
-        Zeros where a fold's layer has no direction.  Raises TrainingError.
-        """
+        """Return logits of ``rows`` [n], in their order, for each seed; zeros where a fold's layer has no direction."""
         pairs = [
             (place, train, test)
             for place, seed in enumerate(seeds)
             for train, test in group_folds(readouts.label, group, rows, folds, seed, what="cross-fit fold")
         ]
-        fits = self._fit(readouts, [Task(train, test, c) for _, train, test in pairs], blank=True)
+        fits = self._fit(readouts, [Task(train, test, c) for _, train, test in pairs], zero_layers=True)
         where = np.full(len(readouts.label), -1)
         where[rows] = np.arange(len(rows))
         unit = np.full((len(seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
-        standardized, best_head = unit.copy(), unit[:, :, 0].copy()
+        crossed = OutOfFold(unit, unit.copy(), unit[:, :, 0].copy())
         for (place, _, test), fit in zip(pairs, fits, strict=True):
-            unit[place, where[test]] = fit.trajectory
-            standardized[place, where[test]] = fit.standardized
-            best_head[place, where[test]] = fit.trajectory[:, fit.best_layer]
-        return OutOfFold(unit, standardized, best_head)
+            at = place, where[test]
+            crossed.unit_norm[at], crossed.standardized[at] = fit.trajectory, fit.standardized
+            crossed.best_head[at] = fit.trajectory[:, fit.best_layer]
+        return crossed
 
-    def refit(self, readouts: Readouts, rows: Index, test: Index, c: float, *, blank: bool = False) -> ProbeFit:
-        """Return probes on all of ``rows``, with the logits of ``test``; ``blank`` as in ``fit_probes``.
+    def refit(self, readouts: Readouts, rows: Index, test: Index, c: float, *, zero_layers: bool = False) -> ProbeFit:
+        """Return probes on all of ``rows``, with the logits of ``test``: ``fit_probes``' result and errors."""
+        return self._fit(readouts, [Task(rows, test, c)], zero_layers=zero_layers)[0]
 
-        Raises NoDirection: a layer has no direction and may not be blank.
-        """
-        return self._fit(readouts, [Task(rows, test, c)], blank=blank)[0]
-
-    def _fit(self, readouts: Readouts, tasks: Sequence[Task], *, blank: bool) -> list[ProbeFit]:
-        found = fit_probes(readouts, tasks, balance=self.class_balance, jobs=self.n_jobs, relax=True, blank=blank)
-        return require(found)
+    def _fit(self, readouts: Readouts, tasks: Sequence[Task], *, zero_layers: bool) -> list[ProbeFit]:
+        options: dict[str, Any] = {"balance": self.class_balance, "jobs": self.n_jobs, "zero_layers": zero_layers}
+        return fit_probes(readouts, tasks, retry_larger_c=True, **options)
 
     def _scaled(self, rule: LogitScale, label: Index, group: Index, soft_label: Floats | None) -> ScaledLogits:
         crossed, refitted = self.cross_fit_, self.probes_
@@ -307,7 +290,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return ScaledLogits(out_of_fold, refitted.trajectory * weight, 1 / weight, strengths)
 
 
-def fit_classifier(signals: Floats, label: NDArray[np.integer], soft_label: Floats | None = None) -> FinalClassifier:
+def fit_classifier(signals: Floats, label: Labels, soft_label: Floats | None = None) -> FinalClassifier:
     """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
 
     C = 1e4 only matters where the classes are separable and the weights would be infinite.  No class weights: the risk
@@ -323,14 +306,6 @@ def fit_classifier(signals: Floats, label: NDArray[np.integer], soft_label: Floa
     return FinalClassifier(weight, float(model.intercept_[0] - weight @ mean))
 
 
-def stacked(signals: Floats, label: NDArray[np.integer]) -> tuple[Floats, NDArray[np.integer]]:
-    """Return signals [seeds, n, k] and label [n] as [seeds n, k] and [seeds n].
-
-    Not averaged over seeds, which would be less noisy than the one probe that is served.
-    """
-    return signals.reshape(-1, signals.shape[-1]), np.tile(label, len(signals))
-
-
 def signal_matrix(trajectory: Floats, extra: Floats | None = None) -> Floats:
     """Return the classifier's input [..., n, 1 + k]: trajectory [..., n, m] scaled, extra [n, k]."""
     mean = depth_mean(trajectory)[..., None]
@@ -340,10 +315,8 @@ def signal_matrix(trajectory: Floats, extra: Floats | None = None) -> Floats:
 
 
 def extra_signals(names: Sequence[str], first_token: Floats, context: Floats | None = None) -> Floats | None:
-    """Return the columns of a bundle's signals behind the depth mean, [n, k]: first_token [n, 2], context [n, 2 or 3].
-
-    None where there are none.
-    """
+    """Return the columns of a bundle's signals behind the depth mean, [n, k], where there are any: first_token [n, 2],
+    context [n, 2 or 3]."""
     columns = {"log_max_prob": first_token[:, 0], "entropy": first_token[:, 1]}
     if context is not None:  # the length is read where it tells something
         columns |= dict(zip(CONTEXT_SIGNALS, context.T, strict=False))
@@ -351,13 +324,13 @@ def extra_signals(names: Sequence[str], first_token: Floats, context: Floats | N
     return np.stack(chosen, axis=1) if chosen else None
 
 
-def class_statistics(trajectory: Floats, label: NDArray[np.integer]) -> tuple[Floats, Floats]:
+def class_statistics(trajectory: Floats, label: Labels) -> tuple[Floats, Floats]:
     """Return mean and deviation by class of trajectories [seeds, n, m], each [2, m]; row 0 hallucinated."""
     by_class = [trajectory[:, label == value].reshape(-1, trajectory.shape[-1]) for value in (0, 1)]
     return np.stack([rows.mean(axis=0) for rows in by_class]), np.stack([rows.std(axis=0) for rows in by_class])
 
 
-def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) -> dict[str, dict[str, float]]:
+def scale_shift(out_of_fold: Floats, refit: Floats, label: Labels) -> dict[str, dict[str, float]]:
     """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted, in-sample ones [n]."""
     sides = {"cross_fitted": out_of_fold, "refitted": refit}
     return {
@@ -368,7 +341,6 @@ def scale_shift(out_of_fold: Floats, refit: Floats, label: NDArray[np.integer]) 
 
 
 def _activations(x: NDArray[np.float32]) -> ActivationArray:
-    """Of [n, layers, heads, d], of [n, layers, d] or of [n, d]."""
     if x.ndim == 4:
         return ActivationArray(x, Site.ATTENTION_HEAD)
     if x.ndim > 4:
@@ -383,7 +355,3 @@ def _extra(values: ArrayLike | None, rows: int | None) -> Floats | None:
     if columns.ndim != 2 or (rows is not None and len(columns) != rows):
         raise ValueError(f"extra must be [n, k] with a row for each of X, not {list(columns.shape)}")
     return columns
-
-
-def _spaced(count: int) -> list[int]:
-    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, _SEARCHED))})

@@ -29,12 +29,8 @@ class OuterFold(NamedTuple):
 
 def outer_folds(label: Labels, group: Labels, *, folds: int, seeds: Sequence[int]) -> list[OuterFold]:
     """Return every outer fold of every seed over all rows: label, group [n].  Raises what ``group_folds`` raises."""
-    rows = np.arange(len(label))
-    return [
-        OuterFold(seed, number, train, test)
-        for seed in seeds
-        for number, (train, test) in enumerate(group_folds(label, group, rows, folds, seed))
-    ]
+    pairs = {seed: group_folds(label, group, np.arange(len(label)), folds, seed) for seed in seeds}
+    return [OuterFold(seed, number, *pair) for seed in seeds for number, pair in enumerate(pairs[seed])]
 
 
 def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
@@ -43,7 +39,7 @@ def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int
     Groups are disjoint, every row is tested once, and both sides of every fold have both classes.
     Raises TrainingError: a side of a fold lacks a class; names seed, fold and cure.
     """
-    pairs = _pairs(label, group, rows, folds, seed, what)
+    pairs = unchecked_folds(label, group, rows, folds, seed, what)
     for number, pair in enumerate(pairs):
         for side, name in zip(pair, ("training", "test"), strict=True):
             missing = [word for value, word in enumerate(("hallucinated", "factual")) if value not in label[side]]
@@ -55,19 +51,8 @@ def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int
     return pairs
 
 
-def usable_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
-    """Return those of ``group_folds`` whose two sides have both classes; for a choice that need not test every row.
-
-    Raises TrainingError: not one has.
-    """
-    pairs = _pairs(label, group, rows, folds, seed, what)
-    usable = [pair for pair in pairs if all(len(np.unique(label[side])) == 2 for side in pair)]
-    if not usable:
-        raise TrainingError(f"seed {seed}: none of the {folds} {what}s has both classes on both sides; add rows")
-    return usable
-
-
-def _pairs(label: Labels, group: Labels, rows: Index, folds: int, seed: int, what: str) -> Pairs:
+def unchecked_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, what: str = "fold") -> Pairs:
+    """Return ``group_folds`` whose sides may lack a class.  Raises TrainingError: fewer groups than folds."""
     groups = len(np.unique(group[rows]))
     if groups < folds:
         lower = {"fold": "--folds", "inner fold": "--inner-folds"}.get(what, "the number of folds")
@@ -79,7 +64,6 @@ def _pairs(label: Labels, group: Labels, rows: Index, folds: int, seed: int, wha
 @lru_cache(maxsize=2)  # the choice of C and the cross-fit use the same folds, and a split takes a second
 def _split(label: bytes, group: bytes, folds: int, seed: int) -> tuple[tuple[Index, Index], ...]:
     y, groups = np.frombuffer(label, np.int64), np.frombuffer(group, np.int64)
-    splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a class with few rows: the caller checks every side
-        return tuple(splitter.split(y, y, groups))
+        return tuple(StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(y, y, groups))

@@ -7,16 +7,13 @@ The weights are those of a logistic regression on out-of-fold truth logits, none
 pulls towards the paper's rule: with sigma_l the deviation of L_l, v_l = w_l sigma_l and p = sigma / |sigma|
 
     minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2,   v >= 0
-
-The level of the weights is free.  Group-disjoint folds choose lambda by AUROC; the paper's rule, lambda = infinity, is
-left only where the gain over it has an interval above zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +21,14 @@ from scipy.optimize import minimize
 from threadpoolctl import threadpool_limits
 
 from service.fitting.folds import group_folds
-from service.fitting.probes import weighted_rows
+from service.fitting.probes import Floats, Labels, weighted_rows
 from service.fitting.scores import gain
-
-Floats = NDArray[np.float64]
 
 STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)  # lambda, strong to weak
 FLOOR = 0.01  # of the mean weight: a layer of weight zero would have an infinite scale
 
 
-@dataclass(frozen=True, eq=False)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """The weights of n rows' trajectories."""
 
     weight: Floats  # [m] mean 1
@@ -43,24 +37,19 @@ class LayerWeights:
 
 
 def fit_layer_weights(
-    trajectory: Floats,
-    label: NDArray[np.integer],
-    group: NDArray[np.integer],
-    *,
-    folds: int,
-    seed: int,
-    soft_label: Floats | None = None,
+    trajectory: Floats, label: Labels, group: Labels, *, folds: int, seed: int, soft_label: Floats | None = None
 ) -> LayerWeights:
     """Fit on trajectory [n, m] of unit-norm probes, each row's fitted without it; label, group [n].
 
-    ``soft_label`` [n] is fitted on where there is one; the strength is chosen by ``label`` all the same.
+    Group-disjoint folds choose lambda by AUROC; the paper's rule, lambda = infinity, is left only where the gain over
+    it has an interval above zero.  ``soft_label`` [n] is fitted on where there is one; lambda is chosen by ``label``.
     Raises TrainingError where a fold lacks a class.
     """
-    pairs = group_folds(label, group, np.arange(len(label)), folds, seed, what="layer-weight fold")
+    every = np.arange(len(label))
+    pairs = group_folds(label, group, every, folds, seed, what="layer-weight fold")
 
     def fit(rows: NDArray[np.integer], strengths: Sequence[float]) -> list[Floats]:
-        soft = None if soft_label is None else soft_label[rows]
-        return _path(trajectory[rows], label[rows], soft, strengths)
+        return _path(trajectory[rows], label[rows], None if soft_label is None else soft_label[rows], strengths)
 
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         paths = [fit(train, STRENGTHS) for train, _ in pairs]
@@ -72,14 +61,12 @@ def fit_layer_weights(
         out_of_fold = np.empty_like(trajectory)
         for path, (_, held) in zip(paths, pairs, strict=True):
             out_of_fold[held] = trajectory[held] * path[best]
-        (weight,) = fit(np.arange(len(label)), [STRENGTHS[best]])
+        (weight,) = fit(every, [STRENGTHS[best]])
     return LayerWeights(weight, STRENGTHS[best], out_of_fold)
 
 
-def _path(
-    trajectory: Floats, label: NDArray[np.integer], soft_label: Floats | None, strengths: Sequence[float]
-) -> list[Floats]:
-    """The weights [m] at each strength, each begun where the last one ended."""
+def _path(trajectory: Floats, label: Labels, soft_label: Floats | None, strengths: Sequence[float]) -> list[Floats]:
+    """Return the weights [m] at each strength, each begun where the last one ended."""
     made = weighted_rows(label, soft_label)
     sigma = trajectory.std(axis=0)
     sigma = np.where(sigma > 0, sigma, 1.0)  # a layer that tells nothing is left alone by the data
@@ -98,11 +85,11 @@ def _path(
     found, point = [], np.append(paper * 1e-3, 0.0)
     bounds = [(0.0, None)] * len(sigma) + [(None, None)]
     for strength in strengths:
-        if math.isinf(strength):
-            found.append(np.ones(len(sigma)))
-            continue
-        point = minimize(loss, point, (strength,), "L-BFGS-B", jac=True, bounds=bounds, options={"maxiter": 500}).x
-        weight = point[:-1] / sigma
-        weight = np.maximum(weight, FLOOR * weight.mean()) if weight.any() else np.ones(len(sigma))
+        weight = np.ones(len(sigma))
+        if not math.isinf(strength):
+            point = minimize(loss, point, (strength,), "L-BFGS-B", jac=True, bounds=bounds, options={"maxiter": 500}).x
+            if point[:-1].any():
+                weight = point[:-1] / sigma
+                weight = np.maximum(weight, FLOOR * weight.mean())
         found.append(weight / weight.mean())
     return found

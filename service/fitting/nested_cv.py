@@ -1,16 +1,14 @@
 """Nested cross-validation: outer folds x seeds, everything else inside the training side.
 
 ``nested_cv`` runs any fit over the outer folds.  ``evaluate`` is the trainer's: standardisation, head selection, C and
-the classifier see only the training side of a fold, where the classifier is fitted on an inner cross-fit
-(``inner_folds``, one seed).  One outer fold costs 1 + inner_folds fits of all heads, and the choice of C about
-inner_folds x |grid| fits of at most 8 x 8 heads; all signals share these fits.
+the classifier see only the training side of a fold, where the classifier is fitted on an inner cross-fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +67,7 @@ PROTOCOL = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class FoldScores:
+class FoldScores(NamedTuple):
     """One method's scores of one outer fold's test rows."""
 
     seed: int
@@ -145,14 +142,13 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
 
     Raises TrainingError.
     """
-    label = inputs.label
+    label, group = inputs.label, inputs.group
     records: list[dict[str, Any]] = []
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
         train, test = fold.train, fold.test
-        c, signals = probe_columns(
-            inputs.readouts, inputs.group, inputs.first_token, train, test, fold.seed, probe, inputs.prompts
-        )
+        given = inputs.readouts, group, inputs.first_token
+        c, signals = probe_columns(*given, train, test, fold.seed, probe, inputs.prompts)
         signals += [(name, (column[train], column[test])) for name, column in _references(inputs)]
         record: dict[str, Any] = {"seed": fold.seed, "fold": fold.fold, "c": c, "rows": len(test), "signals": {}}
         risks = {}
@@ -164,7 +160,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
         records.append(record)
         return risks
 
-    outer = outer_folds(label, inputs.group, folds=folds, seeds=seeds)
+    outer = outer_folds(label, group, folds=folds, seeds=seeds)
     scores = nested_cv(tqdm(outer, "evaluation", mininterval=1), fit)
     # A fold whose training side has too few passages has none of ``CONTEXT_NAMES``: then the run has none.
     names = [name for name in NAMES if len(scores.get(name, ())) == len(outer)]
@@ -175,8 +171,8 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
         signals[name] = row = _summarise([record["signals"][name] for record in records])
         row["ece_pooled"] = _over([ece(label, risk) for risk in risks[name]])
         row["calibration_debiased"] = _over([debiased_calibration_error(label, risk) for risk in risks[name]])
-        row |= rounded(cox_line(label, inputs.group, risks[name], folds))
-        row["auroc"] |= rounded(auroc_interval(label, inputs.group, tests[name])._asdict())
+        row |= rounded(cox_line(label, group, risks[name], folds))
+        row["auroc"] |= rounded(auroc_interval(label, group, tests[name])._asdict())
     protocol = {"folds": folds, "inner_folds": probe.inner_folds, "seeds": list(seeds), **PROTOCOL}
     return Evaluation({"protocol": protocol, "signals": signals, "folds": rounded(records)}, risks, tests)
 
@@ -184,26 +180,17 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
 def held_out(
     inputs: Inputs, classifier: FinalClassifier, threshold: float, signals: Floats, references: Inputs
 ) -> dict[str, Any]:
-    """Return the final bundle's scores on rows that took no part, by its classifier's signals [n, k].
-
-    The reference signals are fitted on all training rows (``references``).  ``at_threshold`` and ``calibration`` are
-    the bundle's.
-    """
-    label = inputs.label
-    own = classifier.risk(signals)
-    risks = {"bundle": own}
+    """Return scores on rows that took no part, by the final bundle's classifier of its signals [n, k], and by reference
+    signals that are fitted on all training rows (``references``)."""
+    label, factual = inputs.label, int(inputs.label.sum())
+    risks = {"bundle": classifier.risk(signals)}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
         risks[name] = fit_classifier(of_train, references.label, references.readouts.soft_label).risk(of_test)
-    return {
-        "rows": len(label),
-        "factual": int(label.sum()),
-        "hallucinated": int((1 - label).sum()),
-        "signals": rounded(
-            {name: summary(label, risk) | _within(label, risk, inputs.strata) for name, risk in risks.items()}
-        ),
-        "at_threshold": rounded(at_threshold(label, own, threshold)),
-        "calibration": rounded(cox_line(label, inputs.group, own[None])),
-    }
+    scores = {name: summary(label, risk) | _within(label, risk, inputs.strata) for name, risk in risks.items()}
+    gate = at_threshold(label, risks["bundle"], threshold)
+    calibration = cox_line(label, inputs.group, risks["bundle"][None])
+    counts = {"rows": len(label), "factual": factual, "hallucinated": len(label) - factual}
+    return counts | rounded({"signals": scores, "at_threshold": gate, "calibration": calibration})
 
 
 def rounded(value: Any) -> Any:
@@ -232,43 +219,41 @@ def probe_columns(
 
     group [n], first_token [n, 2]; ``probe`` has the options.  Without ``prompts`` none of ``CONTEXT_NAMES``.
     """
-    inner = clone(probe).set_params(folds=probe.inner_folds, seeds=(seed,), logit_scale="unit_norm")
+    folds = probe.inner_folds
+    inner = clone(probe).set_params(folds=folds, seeds=(seed,), logit_scale="unit_norm")
     inner.fit_readouts(readouts, group, train, test, scales=SCALES, fold=True)
     kinds: list[tuple[Signal, ...]] = [(DEPTH_MEAN,), FUSED]
     context = None
-    if prompts is not None:
-        least = probe.inner_folds  # fewer than ``LEAST``, which all rows have where the run reads the context
-        found = fit_passage_probes(readouts, prompts, group, train, probe.inner_folds, seed, probe, least)
-        context = None if found is None else context_columns(found, prompts)
-        if context is not None:
-            read = CONTEXT_SIGNALS[: context.shape[1]]
-            kinds += [(DEPTH_MEAN, *read), (*FUSED, *read)]
+    # ``folds`` groups of each class are fewer than ``LEAST``, which all rows have where the run reads the context.
+    if prompts and (found := fit_passage_probes(readouts, prompts, group, train, folds, seed, probe, folds)):
+        context = context_columns(found, prompts)
+        read = CONTEXT_SIGNALS[: context.shape[1]]
+        kinds += [(DEPTH_MEAN, *read), (*FUSED, *read)]
     columns: Columns = []
     for names in kinds:
         extra = extra_signals(names, first_token, context)
         for scale in SCALES:
-            sides = inner.scaled_[scale].out_of_fold[0], inner.scaled_[scale].trajectory
-            of_train, of_test = (
-                signal_matrix(side, None if extra is None else extra[rows])
-                for side, rows in zip(sides, (train, test), strict=True)
-            )
+            scaled = inner.scaled_[scale]
+            sides = (scaled.out_of_fold[0], train), (scaled.trajectory, test)
+            of_train, of_test = (signal_matrix(side, None if extra is None else extra[rows]) for side, rows in sides)
             columns.append((name_of(names, scale), (of_train, of_test)))
-    crossed, fit = inner.cross_fit_.unit_norm[0], inner.probes_
-    columns.append(("best_head", (inner.cross_fit_.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]])))
-    layer = int(np.argmax([readouts.auroc(train, column) for column in crossed.T]))
-    columns.append(("best_layer", (crossed[:, [layer]], fit.trajectory[:, [layer]])))
+    crossed, fit = inner.cross_fit_, inner.probes_
+    columns.append(("best_head", (crossed.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]])))
+    of_layers = crossed.unit_norm[0]
+    layer = int(np.argmax([readouts.auroc(train, column) for column in of_layers.T]))
+    columns.append(("best_layer", (of_layers[:, [layer]], fit.trajectory[:, [layer]])))
     return inner.C_, columns
 
 
 def _references(inputs: Inputs) -> Iterator[tuple[str, Floats]]:
-    """Signals without a probe, one column [n, 1] each."""
+    """Yield signals without a probe, one column [n, 1] each."""
     yield "first_token_max_prob", inputs.first_token[:, [0]]  # its logarithm, which ranks the same
     yield "first_token_entropy", inputs.first_token[:, [1]]
     yield "prompt_length", inputs.prompt_tokens[:, None].astype(np.float64)
 
 
 def _within(label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]]) -> dict[str, float | None]:
-    """AUROC within each stratification whose keys every row has."""
+    """Return the AUROC within each stratification whose keys every row has."""
     return {
         f"auroc_within_{name}": within_stratum_auroc(label, risk, [tuple(row[key] for key in keys) for row in strata])
         for name, keys in STRATA.items()
@@ -277,7 +262,7 @@ def _within(label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str
 
 
 def _summarise(records: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Mean and standard deviation over folds and seeds; None for a score that no fold has."""
+    """Return mean and standard deviation over folds and seeds; None for a score that no fold has."""
     table: dict[str, Any] = {}
     for name in dict.fromkeys((*SUMMARY, *(key for record in records for key in record))):
         values = [value for record in records if (value := record.get(name)) is not None]

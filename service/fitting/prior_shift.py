@@ -6,44 +6,36 @@ share pi of hallucinated rows is another.  Then the odds of every risk change by
     logit(risk') = logit(risk) + logit(pi) - logit(pi_0),
 
 and pi is found from unlabelled rows alone (Saerens, Latinne and Decaestecker 2002, Neural Computation 14, 21-41).
-Where something else shifts, the share is wrong without a sign of it.  ``prior_shift_test`` fits the best mixture of
-training's two class-conditional distributions (the least squares of black-box shift estimation, Lipton, Wang and Smola
-2018, on the distribution functions) and compares the largest distance that remains with what chance leaves, by a
-centred bootstrap over groups of both samples.  A traffic that happens to be such a mixture passes.
+Where something else shifts, the share is wrong without a sign of it: ``prior_shift_test`` asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logit
 
 from probes_store.records import EDGE, Recalibration
-from service.fitting.scores import TAILS, equal_mass_bins, group_draws
-
-Floats = NDArray[np.floating]
-Labels = NDArray[np.integer]
+from service.fitting.scores import TAILS, Floats, Labels, equal_mass_bins, group_draws
 
 LEVELS = 512  # distinct likelihood ratios that are told apart
-_STEPS = 50  # of a bisection
 LEVEL = 0.01  # of the test
 NEGLIGIBLE = 0.03  # never refused: a large traffic would show by what refitted probes differ from cross-fitted ones
 CUTS = 50  # risks at which the distribution functions are compared
 
 
-@dataclass(frozen=True, eq=False)
-class Traffic:
+class Traffic(NamedTuple):
     """Unlabelled rows; rows of one group depend on each other."""
 
     risk: Floats  # [n] as the bundle serves it
     group: Labels  # [n]
 
 
-@dataclass(frozen=True, eq=False)
-class LabelledRisks:
+class LabelledRisks(NamedTuple):
     """Labelled risks of training's own kind, by probes that were fitted without the row."""
 
     risk: Floats  # [n]
@@ -81,8 +73,8 @@ def most_likely_share(traffic: Traffic, prior: float, label: Labels | None = Non
     label [m]: labelled rows of the same traffic, drawn at random from it, which are not among its rows.
     """
     ratio, level = _ratios(traffic.risk, prior)
-    labels = np.zeros(0, np.int64) if label is None else np.asarray(label)
-    counts = np.append(np.bincount(level), [(labels == 0).sum(), (labels != 0).sum()]).astype(np.float64)
+    wrong = np.zeros(0, bool) if label is None else np.asarray(label) == 0
+    counts = np.append(np.bincount(level), [wrong.sum(), (~wrong).sum()]).astype(np.float64)
     return float(_most_likely(ratio, counts[None])[0])
 
 
@@ -93,10 +85,10 @@ def estimate_share(
 
     The interval is by bootstrap over groups; it takes training's risks as exact.
     """
-    labels = np.zeros(0, np.int64) if label is None else np.asarray(label)
+    wrong = np.zeros(0, bool) if label is None else np.asarray(label) == 0
     groups = traffic.group if group is None else np.concatenate([traffic.group, group])
     ratio, level = _ratios(traffic.risk, prior)
-    rows, wrong = len(traffic.risk), labels == 0
+    rows = len(traffic.risk)
     drawn = [
         np.append(np.bincount(level, weight[:rows]), [weight[rows:][wrong].sum(), weight[rows:][~wrong].sum()])
         for weight in group_draws(groups, seed)
@@ -116,7 +108,7 @@ def shift_to(share: float, prior: float, rows: int) -> Recalibration:
 
 
 def _ratios(risk: Floats, prior: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """p(risk | hallucinated) / p(risk | factual) at no more than LEVELS levels [L], and the level of each row [n]."""
+    """Return p(risk | hallucinated) / p(risk | factual) at no more than LEVELS levels [L], and each row's level [n]."""
     inside = np.clip(np.asarray(risk, np.float64), EDGE, 1 - EDGE)
     ratio = inside / (1 - inside) * (1 - prior) / prior
     level = equal_mass_bins(ratio, min(LEVELS, len(ratio)))
@@ -124,7 +116,7 @@ def _ratios(risk: Floats, prior: float) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _most_likely(ratio: Floats, counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The share of greatest likelihood of each of D samples: ratio [L], counts [D, L + 2] -> [D].
+    """Return the share of greatest likelihood of each of D samples: ratio [L], counts [D, L + 2] -> [D].
 
     sum_j n_j log(1 + pi (ratio_j - 1)) + h log(pi) + f log(1 - pi) is concave: bisection on its slope, of all samples
     at once, finds the maximum that the EM of Saerens et al. climbs to.
@@ -132,10 +124,10 @@ def _most_likely(ratio: Floats, counts: NDArray[np.float64]) -> NDArray[np.float
     rise = np.asarray(ratio) - 1.0
     unlabelled, wrong, right = counts[:, :-2], counts[:, -2], counts[:, -1]
     low, high = np.zeros(len(counts)), np.ones(len(counts))
-    for _ in range(_STEPS):
+    for _ in range(50):
         middle = (low + high) / 2
-        told = (unlabelled * (rise / (1.0 + middle[:, None] * rise))).sum(axis=1)
-        rising = told + wrong / middle - right / (1 - middle) > 0
+        slope = (unlabelled * (rise / (1.0 + middle[:, None] * rise))).sum(axis=1)
+        rising = slope + wrong / middle - right / (1 - middle) > 0
         low, high = np.where(rising, middle, low), np.where(rising, high, middle)
     return (low + high) / 2
 
@@ -147,7 +139,12 @@ def number_together(*names: Sequence[str]) -> list[NDArray[np.int64]]:
 
 
 def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> PriorShiftTest:
-    """Return how the traffic compares with the best mixture; ValueError where the source lacks a class."""
+    """Return how the traffic compares with the best mixture of training's two class-conditional distributions.
+
+    The mixture is the least squares of black-box shift estimation (Lipton, Wang and Smola 2018) on the distribution
+    functions; the largest distance that remains is compared with what chance leaves, by a centred bootstrap over groups
+    of both samples.  A traffic that happens to be such a mixture passes.  Raises ValueError: the source lacks a class.
+    """
     bad = np.asarray(source.label) == 0
     if not bad.any() or bad.all():
         raise ValueError("the source needs rows of both classes")
@@ -155,7 +152,7 @@ def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> 
     of_source, of_traffic = (np.searchsorted(cuts, risk, "left") for risk in (source.risk, traffic.risk))
 
     def functions(own: NDArray[np.float64], seen: NDArray[np.float64]) -> list[Floats]:
-        """Distribution functions at the cuts of hallucinated, factual and traffic rows, which count so often."""
+        """Return the distribution functions at the cuts of hallucinated, factual and traffic rows, of such weights."""
         parts = (of_source[bad], own[bad]), (of_source[~bad], own[~bad]), (of_traffic, seen)
         return [np.cumsum(np.bincount(place, w, len(cuts) + 1))[:-1] / w.sum() for place, w in parts]
 
@@ -177,7 +174,7 @@ def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> 
 
 
 def _best_share(hallucinated: Floats, factual: Floats, unknown: Floats) -> float:
-    """Least squares, not held between 0 and 1; 0 where the classes do not differ."""
+    """Return the share by least squares, not held between 0 and 1; 0 where the classes do not differ."""
     direction = hallucinated - factual
     length = float(direction @ direction)
     return float((unknown - factual) @ direction) / length if length else 0.0

@@ -1,8 +1,5 @@
 """Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training).
 
-Each process reads one layer at a time and of it one head's columns, which ``solver`` fits for all partitions and all
-values of C together.  At the residual stream the one head is the whole activation and scikit-learn fits it.
-
 A row's soft label is the share of right ones among its sampled answers.  Its logistic loss is that share times a
 factual row's plus the rest times a hallucinated one's, so the row becomes two weighted rows.
 """
@@ -11,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from joblib import Parallel, delayed, parallel_config
@@ -30,7 +28,7 @@ Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
 Labels = NDArray[np.integer]
 
-RELAXED = (3.0, 10.0, 30.0, 100.0)  # times C, where a layer would have no probe
+LARGER_C = (3.0, 10.0, 30.0, 100.0)  # times C, where a layer would have no probe
 _CHUNK = 4096  # rows
 
 
@@ -71,15 +69,18 @@ class Readouts:
 
     def soft(self, rows: Labels) -> Floats | None:
         """Return the soft labels of these rows, where there are any."""
-        return None if self.soft_label is None else self.soft_label[rows]
+        return _soft(self.soft_label, rows)
 
     def auroc(self, rows: Labels, score: Floats) -> float:
         """Return the AUROC of the truth scores [r] of ``rows`` [r], by the labels that are fitted on."""
         return soft_auroc(self.label[rows], self.soft(rows), score)
 
 
-@dataclass(frozen=True, eq=False)
-class WeightedRows:
+def _soft(soft_label: Floats | None, rows: Labels) -> Floats | None:
+    return None if soft_label is None else soft_label[rows]
+
+
+class WeightedRows(NamedTuple):
     """r weighted rows made of n, those of the larger weight first in their own order."""
 
     row: NDArray[np.int64]  # [r] which row
@@ -123,8 +124,7 @@ class Task:
     c: float  # inverse strength of the penalty
 
 
-@dataclass(frozen=True, eq=False)
-class HeadProbe:
+class HeadProbe(NamedTuple):
     """One head's probe of one partition: L = direction . a + bias (Eq. logit)."""
 
     head: int
@@ -132,9 +132,7 @@ class HeadProbe:
     bias: float
     scale: float  # pooled within-class standard deviation of L on the training rows
     auroc: float  # on the training rows; selects the head
-
-
-Candidate = tuple[HeadProbe, Floats]  # a probe of one layer and its test logits
+    logits: Floats  # [n_test]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,31 +167,28 @@ def fit_head(
 ) -> list[tuple[Floats, float] | None]:
     """Return each task's raw-space weight [d] and bias of one head, not yet divided by its norm: x [n, d], label [n].
 
-    Eq. standardize, standardized-probe and raw-space-probe.  L1 at the attention site, all tasks at once (``solver``);
-    L2 through lbfgs, whose intercept is free, at the residual stream.  None where every weight is zero.  Rows of which
-    both classes have a part by ``soft_label`` [n] count twice in the attention site's standardisation.
+    Eq. standardize, standardized-probe and raw-space-probe: L1 at the attention site, all tasks at once (``solver``),
+    L2 at the residual stream.  None where every weight is zero.  Rows of which both classes have a part by
+    ``soft_label`` [n] count twice in the attention site's standardisation.
     """
     if site is Site.RESIDUAL_STREAM:
-        soft = [None if soft_label is None else soft_label[task.train] for task in tasks]
-        rows_of = [weighted_rows(label[task.train], own) for task, own in zip(tasks, soft, strict=True)]
+        trains = [task.train for task in tasks]
+        rows_of = [weighted_rows(label[train], _soft(soft_label, train)) for train in trains]
         return [_ridge(x[task.train], rows, task.c, balance) for task, rows in zip(tasks, rows_of, strict=True)]
     rows = weighted_rows(label, soft_label)
-    names = [task.train.tobytes() for task in tasks]
-    first = {name: place for place, name in reversed(list(enumerate(names)))}  # partitions by their first task
-    number = {name: place for place, name in enumerate(first)}
-    weight = np.zeros((len(first), len(rows.row)))
-    for name, place in first.items():
+    partitions = {task.train.tobytes(): task.train for task in reversed(tasks)}
+    weight = np.zeros((len(partitions), len(rows.row)))
+    for of_partition, train in zip(weight, partitions.values(), strict=True):
         inside = np.zeros(len(x), bool)
-        inside[tasks[place].train] = True
+        inside[train] = True
         kept = inside[rows.row]
-        weight[number[name], kept] = row_weights(rows.label[kept], balance, rows.weight[kept])
-    partition, c = np.array([number[name] for name in names]), np.array([task.c for task in tasks])
+        of_partition[kept] = row_weights(rows.label[kept], balance, rows.weight[kept])
+    number = {name: place for place, name in enumerate(partitions)}
+    partition, c = np.array([number[task.train.tobytes()] for task in tasks]), np.array([task.c for task in tasks])
     values = np.ascontiguousarray(x if soft_label is None else x[rows.row], np.float32)[None]
-    solution = solve(values, rows.label, weight, partition, c)
-    return [
-        (direction, float(bias)) if np.any(direction) else None
-        for direction, bias in zip(solution.weight[0], solution.intercept[0], strict=True)
-    ]
+    directions, intercepts = solve(values, rows.label, weight, partition, c)
+    pairs = zip(directions[0], intercepts[0], strict=True)
+    return [(direction, float(bias)) if np.any(direction) else None for direction, bias in pairs]
 
 
 def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
@@ -229,7 +224,6 @@ def row_weights(label: Labels, balance: ClassBalance, weight: Floats | None = No
 
 
 def _ridge(x: NDArray[np.floating], rows: WeightedRows, c: float, balance: ClassBalance) -> tuple[Floats, float] | None:
-    """The residual stream's L2 probe of one partition, not yet divided by its norm."""
     if balance == "downsample":  # never with soft labels
         kept = _downsample(rows.label)
         x, rows = x[kept], weighted_rows(rows.label[kept], None)
@@ -244,7 +238,7 @@ def _ridge(x: NDArray[np.floating], rows: WeightedRows, c: float, balance: Class
 
 
 def _downsample(label: Labels) -> Index:
-    """Rows with equal class sizes, drawn with a fixed seed, in the data's order."""
+    """Return rows with equal class sizes, drawn with a fixed seed, in the data's order."""
     rng = np.random.default_rng(0)
     sides = [np.flatnonzero(label == value) for value in (0, 1)]
     size = min(map(len, sides))
@@ -259,16 +253,15 @@ def fit_probes(
     jobs: int,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    relax: bool = False,
-    blank: bool = False,
-) -> list[ProbeFit | NoDirection]:
+    retry_larger_c: bool = False,
+    zero_layers: bool = False,
+) -> list[ProbeFit]:
     """Return one ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
-    Where every probe of a layer is zero, the task's result is a NoDirection (``require`` raises it).  With ``relax``,
-    once C was chosen, such a layer is fitted again with the next C of ``RELAXED`` that leaves it a direction.  With
-    ``blank``, for folds, whose probes are never published, a layer that no C gives a direction gets logits of zero.
+    A layer whose every probe is zero is fitted again, with ``retry_larger_c``, with the next C of ``LARGER_C`` that
+    leaves it a direction; one that still has none gets, with ``zero_layers``, a direction and logits of zero.
 
-    Raises TrainingError: the sampled answers of a task's rows are all right or all wrong.
+    Raises NoDirection: a layer has none.  TrainingError: sampled answers of a task's rows all right or all wrong.
     """
     for task in tasks:
         soft = readouts.soft(task.train)
@@ -280,83 +273,57 @@ def fit_probes(
             )
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
-    heads = range(geometry.heads(site)) if heads is None else heads
+    heads = [*range(geometry.heads(site))] if heads is None else [*map(int, heads)]
     pieces = max(1, min(len(heads), -(-2 * jobs // len(layers))))  # fewer layers than processes: split the heads
-    chunks = [[int(head) for head in chunk] for chunk in np.array_split(np.asarray(heads), pieces)]
-    items = [(layer, chunk) for layer in layers for chunk in chunks]
-    if jobs == 1 or len(items) == 1:
-        best = [_fit_layer(readouts, tasks, layer, chunk, balance) for layer, chunk in items]
-    else:
-        with parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=1):
-            best = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
-    results: list[ProbeFit | NoDirection] = []
+    items = [(layer, chunk.tolist()) for layer in layers for chunk in np.array_split(heads, pieces)]
+    with parallel_config(backend="loky", n_jobs=1 if len(items) == 1 else jobs, inner_max_num_threads=1):
+        best = Parallel()(delayed(_fit_layer)(readouts, tasks, layer, chunk, balance) for layer, chunk in items)
+
+    fits = []
     for number, task in enumerate(tasks):
         chosen = []
         for place, layer in enumerate(layers):
-            candidate = _better(*(best[place * pieces + piece][number] for piece in range(pieces)))
-            for factor in RELAXED if relax and candidate is None else ():
-                (candidate,) = _fit_layer(
-                    readouts, [replace(task, c=task.c * factor)], layer, [*map(int, heads)], balance
-                )
-                if candidate is not None:
+            found = [part[number] for part in best[place * pieces : (place + 1) * pieces]]
+            probe = max((one for one in found if one is not None), key=lambda one: one.auroc, default=None)
+            for factor in LARGER_C if retry_larger_c and probe is None else ():
+                (probe,) = _fit_layer(readouts, [replace(task, c=task.c * factor)], layer, heads, balance)
+                if probe is not None:
                     break
-            if candidate is None and blank:
-                candidate = _blank(int(heads[0]), geometry.dim(site), len(task.test))
-            if candidate is None:
-                results.append(_no_direction(layer, task, len(heads), site))
-                break
-            chosen.append(candidate)
-        else:
-            probes = [probe for probe, _ in chosen]
-            results.append(
-                ProbeFit(
-                    np.array([probe.head for probe in probes], np.int32),
-                    np.stack([probe.direction for probe in probes]),
-                    np.array([probe.bias for probe in probes]),
-                    np.array([probe.scale for probe in probes]),
-                    np.array([probe.auroc for probe in probes]),
-                    np.stack([logits for _, logits in chosen], axis=1),
+            if probe is None and zero_layers:
+                probe = _zero_probe(heads[0], geometry.dim(site), len(task.test))
+            if probe is None:
+                probes = f"all {len(heads)} probes are" if len(heads) > 1 else "the probe is"
+                heads_read = site is Site.ATTENTION_HEAD
+                reason = "the penalty is too strong" if heads_read else "the readouts there may be constant"
+                raise NoDirection(
+                    f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows ({reason}): "
+                    "give a larger C (or larger values in the grid), or more rows",
+                    param="c",
                 )
-            )
-    return results
-
-
-def _blank(head: int, dim: int, rows: int) -> Candidate:
-    """A probe without a direction, which tells nothing, and its test logits."""
-    return HeadProbe(head, np.zeros(dim), bias=0.0, scale=1.0, auroc=0.5), np.zeros(rows)
-
-
-def require(results: Sequence[ProbeFit | NoDirection]) -> list[ProbeFit]:
-    """Return the fits.  Raises the first NoDirection."""
-    fits = []
-    for result in results:
-        if isinstance(result, NoDirection):
-            raise result
-        fits.append(result)
+            chosen.append(probe)
+        head, direction, bias, scale, quality, logits = map(np.array, zip(*chosen, strict=True))
+        fits.append(ProbeFit(head.astype(np.int32), direction, bias, scale, quality, np.ascontiguousarray(logits.T)))
     return fits
 
 
-def _better(*candidates: Candidate | None) -> Candidate | None:
-    """The best by training AUROC, ties to the first."""
-    return max((one for one in candidates if one is not None), key=lambda one: one[0].auroc, default=None)
+def _zero_probe(head: int, dim: int, rows: int) -> HeadProbe:
+    """Return a probe that tells nothing."""
+    return HeadProbe(head, np.zeros(dim), bias=0.0, scale=1.0, auroc=0.5, logits=np.zeros(rows))
 
 
 def _fit_layer(
     readouts: Readouts, tasks: Sequence[Task], layer: int, heads: Sequence[int], balance: ClassBalance
-) -> list[Candidate | None]:
-    """The best of ``heads`` at one layer for each task, with its test logits; None where all are zero."""
-    best: list[Candidate | None] = [None] * len(tasks)
+) -> list[HeadProbe | None]:
+    """Return the best of ``heads`` at one layer for each task, ties to the first; None where all are zero."""
+    best: list[HeadProbe | None] = [None] * len(tasks)
     with threadpool_limits(1), one_torch_thread():  # one order of summation, whatever the number of cores
         for head in heads:
             x = readouts.file.head(layer, head)[readouts.index]
             fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance, readouts.soft_label)
             for number, (task, raw) in enumerate(zip(tasks, fitted, strict=True)):
-                if raw is None:
-                    continue
-                probe = unit_probe(x, readouts.label, task, head, raw, readouts.soft_label)
-                current = best[number]
-                if current is None or probe.auroc > current[0].auroc:
-                    best[number] = (probe, project(x, task.test, probe.direction, probe.bias))
+                if raw is not None:
+                    probe, current = unit_probe(x, readouts.label, task, head, raw, readouts.soft_label), best[number]
+                    best[number] = probe if current is None or probe.auroc > current.auroc else current
     return best
 
 
@@ -372,11 +339,12 @@ def unit_probe(
     rows: x [n, d], label, soft_label [n]."""
     norm = float(np.linalg.norm(raw[0]))
     direction, bias = raw[0] / norm, raw[1] / norm
-    inside, soft = label[task.train], None if soft_label is None else soft_label[task.train]
+    inside, soft = label[task.train], _soft(soft_label, task.train)
     logits = project(x, task.train, direction, bias)
     rows = weighted_rows(inside, soft)
     scale = within_class_std(rows.label, logits[rows.row], rows.weight)
-    return HeadProbe(head, direction, bias, scale, soft_auroc(inside, soft, logits))
+    own = soft_auroc(inside, soft, logits)
+    return HeadProbe(head, direction, bias, scale, own, project(x, task.test, direction, bias))
 
 
 def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
@@ -396,13 +364,3 @@ def within_class_std(label: Labels, values: Floats, weight: Floats | None = None
         inside = label == value
         rest[inside] -= np.average(rest[inside], weights=counts[inside])
     return float(np.sqrt(np.average(rest**2, weights=counts))) or 1.0
-
-
-def _no_direction(layer: int, task: Task, heads: int, site: Site) -> NoDirection:
-    probes = f"all {heads} probes are" if heads > 1 else "the probe is"
-    reading = "the readouts there may be constant" if site is Site.RESIDUAL_STREAM else "the penalty is too strong"
-    return NoDirection(
-        f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows ({reading}): "
-        f"give a larger C (or larger values in the grid), or more rows",
-        param="c",
-    )

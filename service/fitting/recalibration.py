@@ -19,32 +19,25 @@ from sklearn.isotonic import isotonic_regression
 from probes_store.records import EDGE, Method, Recalibration
 from service.fitting.estimator import fit_classifier
 from service.fitting.folds import Pairs, group_folds
-from service.fitting.scores import ConfidenceInterval, squared_calibration_error, standard_error, t_interval
+from service.fitting.scores import ConfidenceInterval, Floats, Labels, squared_calibration_error, standard_error
+from service.fitting.scores import t_interval as interval
 
-Floats = NDArray[np.floating]
-Labels = NDArray[np.integer]
 MapFit = Callable[[Labels, Floats], Recalibration | None]
 
 FOLDS = 5
 SEEDS = (0, 1, 2)  # shuffles of the folds; losses are averaged over them
 COX_KEYS = ("calibration_slope", "calibration_intercept")
 _ROUNDING = 1e-9  # of a loss: less is no difference
-_EXTREME = 1e-9  # Cox's risks are kept this far from 0 and 1, whose log odds are infinite
-_WIDEST = 60.0  # largest change of the log odds that is looked for
-_STEPS = 60  # of a bisection
 _TAIL = 0.99  # of the last value that is kept at the end of the scale: risks beyond all rows stay in order
 
 
 def fit_intercept(label: Labels, risk: Floats) -> Recalibration | None:
-    """Return the change of the log odds of greatest likelihood: then the mean risk is the share of hallucinated rows.
-
-    A bisection to the last bit, as the result is part of a served risk.
-    """
+    """Return the likeliest change of the log odds: then the mean risk is the share of hallucinated rows."""
     x, bad = _log_odds(risk), np.asarray(label) == 0
     if not bad.any() or bad.all():
         return None
-    low, high = -_WIDEST, _WIDEST
-    for _ in range(_STEPS):
+    low, high = -60.0, 60.0
+    for _ in range(60):  # to the last bit, as the result is part of a served risk
         middle = (low + high) / 2
         low, high = (middle, high) if expit(x + middle).sum() < bad.sum() else (low, middle)
     return Recalibration("intercept", c=(low + high) / 2)
@@ -104,7 +97,7 @@ FITS: dict[Method, MapFit] = {  # from simple to flexible
 
 
 def _logistic(label: Labels, features: NDArray[np.float64]) -> tuple[Floats, float]:
-    """Weights and intercept of P(hallucinated): features [n, k] -> [k]."""
+    """Return weights [k] and intercept of P(hallucinated): features [n, k]."""
     classifier = fit_classifier(features, np.asarray(label))  # of factual: every sign turns
     return -classifier.weight, -classifier.intercept
 
@@ -173,7 +166,7 @@ def choose_map(
 
 
 def _held_out(fit: MapFit, label: Labels, risk: Floats, folds: Sequence[Pairs]) -> Floats | None:
-    """Risks by maps that were fitted without the row's group, [seeds, n]; None where a fold has no map."""
+    """Return risks by maps that were fitted without the row's group, [seeds, n]; None where a fold has no map."""
     table = np.empty((len(folds), len(label)))
     for place, pairs in enumerate(folds):
         for train, test in pairs:
@@ -185,40 +178,27 @@ def _held_out(fit: MapFit, label: Labels, risk: Floats, folds: Sequence[Pairs]) 
 
 
 def _loss(label: Labels, risks: Floats) -> Floats:
-    """-log P(what happened), mean over seeds: risks [seeds, n] -> [n]."""
+    """Return -log P(what happened), mean over seeds: risks [seeds, n] -> [n]."""
     inside = np.clip(risks, EDGE, 1 - EDGE)
     return np.asarray(np.where(np.asarray(label) == 0, -np.log(inside), -np.log1p(-inside)).mean(axis=0))
 
 
 def _candidate(
-    name: Method | Literal["identity"],
-    made: Recalibration | None,
-    held_out: Floats,
-    label: Labels,
-    before: Floats,
+    name: Method | Literal["identity"], made: Recalibration | None, held_out: Floats, label: Labels, before: Floats,
     group: Labels,
-) -> MapCandidate:
-    loss = _loss(label, held_out)
-    folds = None if made is None else FOLDS
+) -> MapCandidate:  # fmt: skip
+    loss, folds = _loss(label, held_out), None if made is None else FOLDS
     squared, without = squared_calibration_error(label, held_out[0], group)
-    gained = before - loss
-    low, high = (float(np.sqrt(max(0.0, end))) for end in t_interval(squared, without, folds))
+    error, low, high = (float(np.sqrt(max(0.0, x))) for x in (squared, *interval(squared, without, folds)))
+    log_loss, gain = ((float(v.mean()), _means_without(v, group)) for v in (loss, before - loss))
     return MapCandidate(
-        name=name,
-        map=made,
-        held_out=held_out,
-        loss=loss,
-        log_loss=float(loss.mean()),
-        log_loss_interval=t_interval(float(loss.mean()), _means_without(loss, group), folds),
-        gain=float(gained.mean()),
-        gain_interval=t_interval(float(gained.mean()), _means_without(gained, group), folds),
-        error=float(np.sqrt(max(0.0, squared))),
-        error_interval=ConfidenceInterval(low, high),
-    )
+        name, made, held_out, loss, log_loss[0], interval(*log_loss, folds), gain[0], interval(*gain, folds), error,
+        ConfidenceInterval(low, high),
+    )  # fmt: skip
 
 
 def _means_without(values: Floats, group: Labels) -> NDArray[np.float64]:
-    """The mean without each group: values, group [n] -> [G]."""
+    """Return the mean without each group: values, group [n] -> [G]."""
     member = np.unique(group, return_inverse=True)[1]
     return np.asarray((values.sum() - np.bincount(member, values)) / (len(values) - np.bincount(member)))
 
@@ -239,7 +219,7 @@ class CoxLine(NamedTuple):
 
 def fit_cox_line(label: Labels, risk: Floats) -> CoxLine | None:
     """Return the line of label, risk [n]; None where the risks separate the classes, or are all alike."""
-    x, bad = _log_odds(risk, _EXTREME), np.asarray(label) == 0
+    x, bad = _log_odds(risk, 1e-9), np.asarray(label) == 0
     if not bad.any() or bad.all() or x[bad].max() <= x[~bad].min() or x[~bad].max() <= x[bad].min():
         return None
     weight, intercept = _logistic(label, x[:, None])
@@ -249,32 +229,29 @@ def fit_cox_line(label: Labels, risk: Floats) -> CoxLine | None:
 def cox_line(label: Labels, group: Labels, risks: Floats, folds: int | None = None) -> dict[str, Any]:
     """Return by ``COX_KEYS`` mean and deviation over seeds, low and high of a 95 % interval: risks [seeds, n].
 
-    label, group [n]; ``folds`` of the cross-validation that the risks are from, None for rows that no fit has seen.
-    None where a seed has no line.  The interval is a jackknife's over groups.  Without a group the line is found by one
-    Newton step from the whole data's (Shao and Tu 1995, The Jackknife and Bootstrap): it needs only sums over groups,
-    and stays finite where the rest is separable; no low and high where it has no step.
+    label, group [n]; ``folds`` as in ``t_interval``.  None where a seed has no line.  A jackknife's interval, where the
+    line without a group is one Newton step from the whole data's (Shao and Tu 1995, The Jackknife and Bootstrap), which
+    needs only sums over groups; no low and high where it has no step.
     """
     lines = [fit_cox_line(label, risk) for risk in risks]
     if any(line is None for line in lines):
         return dict.fromkeys(COX_KEYS)
     found = np.array(lines, np.float64)  # [seeds, 2]
-    table: dict[str, Any] = {
-        key: {"mean": float(column.mean()), "std": float(column.std())}
-        for key, column in zip(COX_KEYS, found.T, strict=True)
-    }
+    table: dict[str, Any] = {}
     without = _lines_without(np.asarray(label) == 0, group, risks, found)
-    if without is not None:
-        for key, column in zip(COX_KEYS, without.T, strict=True):
-            table[key] |= t_interval(table[key]["mean"], column, folds)._asdict()
+    for place, key in enumerate(COX_KEYS):
+        table[key] = {"mean": float(found[:, place].mean()), "std": float(found[:, place].std())}
+        if without is not None:
+            table[key] |= interval(table[key]["mean"], without[:, place], folds)._asdict()
     return table
 
 
 def _lines_without(bad: NDArray[np.bool_], group: Labels, risks: Floats, found: Floats) -> Floats | None:
-    """Mean over seeds of (slope, intercept) without each group, [groups, 2]; None where a step has no finite end."""
+    """Return the mean line over seeds without each group, [groups, 2]; None where a step has no finite end."""
     names, member = np.unique(group, return_inverse=True)
     steps = []
     for risk, (slope, intercept) in zip(risks, found, strict=True):
-        x = _log_odds(risk, _EXTREME)
+        x = _log_odds(risk, 1e-9)
         p = expit(intercept + slope * x)
         rest, spread = bad - p, p * (1 - p)
         steps.append([np.bincount(member, part) for part in (rest, rest * x, spread, spread * x, spread * x * x)])

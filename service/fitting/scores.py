@@ -1,12 +1,9 @@
 """Scores of a risk (ranking, calibration, what a threshold does) and their 95 % intervals over groups.
 
-Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  AUPRC is given with either class as the positive one,
-because the paper does not say which it uses.
-
-An interval is a jackknife's (Tukey 1958) that leaves out one group after the other, with Student's t of groups - 1
-degrees of freedom.  It changes no fit; what another training set would have changed is allowed for by a factor on the
-variance, 1 / (1 - share of the rows in a test side), in the manner of Nadeau and Bengio (2003, Mach. Learn. 52,
-239-281).  How often the intervals cover was measured: ``benchmarks/LOG.md``.
+Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  An interval is a jackknife's (Tukey 1958) that leaves
+out one group after the other, with Student's t of groups - 1 degrees of freedom.  It changes no fit; what another
+training set would have changed is allowed for by a factor on the variance, 1 / (1 - share of the rows in a test side),
+in the manner of Nadeau and Bengio (2003, Mach. Learn. 52, 239-281).  Measured coverage: ``benchmarks/LOG.md``.
 """
 
 from __future__ import annotations
@@ -26,11 +23,8 @@ Index = NDArray[np.integer]
 Tests = Sequence[tuple[Index, Floats]]  # test sides: rows and their risks
 
 ECE_BINS = 15
-ROWS_A_BIN = 20  # at least, where bins are shown: a share of fewer rows says little
 SUMMARY = ("auroc", "auprc_hallucinated", "auprc_factual", "brier", "ece")
 TAILS = np.array([0.025, 0.975])
-RESAMPLES = 1_000
-_TOGETHER = 256  # rows whose pairs are looked at in one go
 
 
 class ConfidenceInterval(NamedTuple):
@@ -52,10 +46,12 @@ class Gain(NamedTuple):
 def auroc(label: Labels, score: Floats) -> float:
     """Return P(score of a factual row > score of a hallucinated row), ties count half: label [N], score [N].
 
-    ``score`` rises with factuality (a truth logit).  ValueError where a class is missing.
+    ``score`` rises with factuality (a truth logit).  Raises ValueError where a class is missing.
     """
-    values = _two_classes(label)
+    values = np.asarray(label, np.int64)
     hallucinated, factual = np.sort(np.asarray(score)[values == 0]), np.sort(np.asarray(score)[values == 1])
+    if not len(hallucinated) or not len(factual) or len(hallucinated) + len(factual) != len(values):
+        raise ValueError(f"both classes (1 factual, 0 hallucinated) are needed, found {sorted(set(values.tolist()))}")
     # Counting pairs gives the same number as scikit-learn's curve, faster: head selection needs it many thousand times.
     below = np.searchsorted(hallucinated, factual, "left").sum() + np.searchsorted(hallucinated, factual, "right").sum()
     return float(below) / (2.0 * len(hallucinated) * len(factual))
@@ -67,19 +63,13 @@ def risk_auroc(label: Labels, risk: Floats) -> float:
 
 
 def auprc(label: Labels, risk: Floats, *, positive: int) -> float:
-    """Return the average precision with ``positive`` 0 (hallucinated, ranked by risk) or 1 (factual)."""
-    if positive not in (0, 1):
-        raise ValueError(f"positive must be 0 (hallucinated) or 1 (factual), not {positive}")
-    _two_classes(label)
-    score = np.asarray(risk) if positive == 0 else -np.asarray(risk)
-    return float(average_precision_score(label == positive, score))
+    """Return the average precision with ``positive`` 0 (hallucinated, ranked by risk) or 1; the paper does not say."""
+    return float(average_precision_score(label == positive, np.asarray(risk) if positive == 0 else -np.asarray(risk)))
 
 
 def equal_mass_bins(risk: Floats, bins: int = ECE_BINS) -> NDArray[np.int64]:
-    """Return the bin of each row, 0 and up without gaps: risk [n] -> [n].
-
-    Runs of (nearly) equal length of the sorted rows; equal risks share the bin of the first of them.
-    """
+    """Return each row's bin, 0 and up without gaps: runs of (nearly) equal length of the sorted risks [n].  Equal risks
+    share the bin of the first of them."""
     values = np.asarray(risk, np.float64)
     first = np.searchsorted(np.sort(values), values, side="left")
     return np.unique(first * bins // len(values), return_inverse=True)[1].astype(np.int64)
@@ -90,16 +80,15 @@ def reliability(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
     """Return mean risk, share hallucinated and size of each of ``equal_mass_bins``, [b <= bins]."""
     order = np.argsort(risk, kind="stable")
-    ranked = np.asarray(risk, np.float64)[order]
+    ranked, truth = np.asarray(risk, np.float64)[order], 1.0 - np.asarray(label, np.float64)[order]
     index = equal_mass_bins(ranked, bins)
     size = np.bincount(index)
-    truth = 1.0 - np.asarray(label, np.float64)[order]
     return np.bincount(index, ranked) / size, np.bincount(index, truth) / size, size
 
 
 def shown_bins(count: int) -> int:
-    """Return how many bins a plot of ``count`` rows has: as ECE where each has ``ROWS_A_BIN``, else fewer."""
-    return max(1, min(ECE_BINS, count // ROWS_A_BIN))
+    """Return how many bins a plot of ``count`` rows has: as ECE where each has 20 rows, else fewer."""
+    return max(1, min(ECE_BINS, count // 20))
 
 
 def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
@@ -137,10 +126,8 @@ def debiased_calibration_error(label: Labels, risk: Floats, bins: int = ECE_BINS
 
 
 def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
-    """Return what a gate does: share answered, wrong among the answered (0 where none is), right withheld.
-
-    label [n], risk [n]; or risk [seeds, n], of which every seed's rows count.
-    """
+    """Return what a gate does: share answered, wrong among the answered (0 where none is), right withheld; label [n],
+    risk [n] or [seeds, n], of which every seed's rows count."""
     answered = np.asarray(risk) < threshold
     factual = np.broadcast_to(np.asarray(label) == 1, answered.shape)
     return {
@@ -173,21 +160,9 @@ def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]
 
 def summary(label: Labels, risk: Floats) -> dict[str, float]:
     """Return every score of one set of risks, by the names in ``SUMMARY``."""
-    return {
-        "auroc": risk_auroc(label, risk),
-        "auprc_hallucinated": auprc(label, risk, positive=0),
-        "auprc_factual": auprc(label, risk, positive=1),
-        "brier": float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1)),
-        "ece": ece(label, risk),
-    }
-
-
-def _two_classes(label: Labels) -> NDArray[np.int64]:
-    values = np.asarray(label, np.int64)
-    ones, zeros = int(np.sum(values == 1)), int(np.sum(values == 0))
-    if not ones or not zeros or ones + zeros != len(values):
-        raise ValueError(f"both classes (1 factual, 0 hallucinated) are needed, found {sorted(set(values.tolist()))}")
-    return values
+    brier = float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1))
+    precision = [auprc(label, risk, positive=value) for value in (0, 1)]
+    return dict(zip(SUMMARY, (risk_auroc(label, risk), *precision, brier, ece(label, risk)), strict=True))
 
 
 # --- intervals ---
@@ -211,10 +186,10 @@ def share_interval(share: float, group: Index) -> ConfidenceInterval:
 
 
 def group_draws(group: Index, seed: int = 0) -> Iterator[NDArray[np.float64]]:
-    """Yield ``RESAMPLES`` bootstrap draws of whole groups: how often each row of ``group`` [n] counts, [n]."""
+    """Yield 1,000 bootstrap draws of whole groups: how often each row of ``group`` [n] counts, [n]."""
     names, member = np.unique(group, return_inverse=True)
     rng = np.random.default_rng(seed)
-    for _ in range(RESAMPLES):
+    for _ in range(1_000):
         yield np.bincount(rng.integers(0, len(names), len(names)), minlength=len(names))[member].astype(np.float64)
 
 
@@ -225,20 +200,15 @@ def standard_error(without: Floats) -> float:
 
 
 def t_interval(value: float, without: Floats, folds: int | None = None) -> ConfidenceInterval:
-    """Return the interval of any figure: ``without`` [groups] are its values with each group left out.
-
-    ``folds``: the figure is of a cross-validation; None: of rows that no fit has seen.
-    """
+    """Return the interval of any figure: ``without`` [groups] are its values with each group left out; ``folds`` of its
+    cross-validation, None for rows that no fit has seen."""
     error = standard_error(without) * (1 if folds is None else np.sqrt(folds / (folds - 1)))
     low, high = value + t.ppf(TAILS, len(without) - 1) * error
     return ConfidenceInterval(float(low), float(high))
 
 
 def auroc_interval(label: Index, group: Index, tests: Tests) -> ConfidenceInterval:
-    """Return the interval of the mean AUROC over test sides that have both classes: label, group [n].
-
-    On the scale of its log odds, so that it stays within 0 and 1.
-    """
+    """Return the interval of the mean AUROC over test sides with both classes, by its log odds: label, group [n]."""
     value, without = _mean_auroc(label, group, tests)
     if not np.isfinite(without).all() or len(without) < 2:
         return ConfidenceInterval(0.0, 1.0)  # nothing is known
@@ -265,42 +235,36 @@ def gain(label: Index, group: Index, one: Tests, other: Tests) -> Gain:
 
 
 def _refitting(tests: Tests) -> float:
-    """The factor on the variance; 1 for a single test side, which is rows that no fit has seen."""
+    """Return the factor on the variance; 1 for a single test side, which is rows that no fit has seen."""
     rows = len(np.unique(np.concatenate([side for side, _ in tests])))
     share = float(np.mean([len(side) for side, _ in tests])) / rows
     return 1.0 if share == 1 else 1 / (1 - share)
 
 
 def _mean_auroc(label: Index, group: Index, tests: Tests) -> tuple[float, NDArray[np.float64]]:
-    """The mean AUROC over test sides, and its values without each group [groups]; NaN where no side has a pair."""
-    rows = np.concatenate([side for side, _ in tests])
-    names, member = np.unique(np.asarray(group)[rows], return_inverse=True)
+    """Return the mean AUROC over test sides, and its values without each group [groups]; NaN: no side has a pair."""
+    names, member = np.unique(np.concatenate([np.asarray(group)[side] for side, _ in tests]), return_inverse=True)
     ends = np.cumsum([len(side) for side, _ in tests])
-    bad = np.asarray(label) == 0
     sides = [
-        _auroc_without(bad[side], np.asarray(risk, np.float64), of_side, len(names))
+        _auroc_without(np.asarray(label)[side] == 0, np.asarray(risk, np.float64), of_side, len(names))
         for (side, risk), of_side in zip(tests, np.split(member, ends[:-1]), strict=True)
     ]
-    found = np.array([[value, *without] for value, without in sides])  # [sides, 1 + groups]
+    found = np.array(sides)  # [sides, 1 + groups]
     count = np.isfinite(found).sum(axis=0)
     means = np.where(count > 0, np.nansum(found, axis=0) / np.maximum(count, 1), np.nan)
     return float(means[0]), means[1:]
 
 
-def _auroc_without(
-    bad: NDArray[np.bool_], risk: Floats, member: Index, groups: int
-) -> tuple[float, NDArray[np.float64]]:
-    """AUROC of one test side, and without each group [groups]: all but its rows' pairs.  NaN: no pairs."""
+def _auroc_without(bad: NDArray[np.bool_], risk: Floats, member: Index, groups: int) -> Floats:
+    """Return the AUROC of one test side, then without each group: all but its rows' pairs, [1 + groups]; NaN: none."""
     low, of_low = risk[~bad], member[~bad]
     lost, total = np.zeros(groups), 0.0
-    for part in np.array_split(np.flatnonzero(bad), bad.sum() // _TOGETHER + 1):
+    for part in np.array_split(np.flatnonzero(bad), bad.sum() // 256 + 1):  # not all pairs in memory
         won = (np.sign(risk[part][:, None] - low) + 1) / 2  # pairs of rows that are ranked right, ties half
         inside = np.where(member[part][:, None] == of_low, won, 0.0).sum(axis=1)  # counted by both of their rows
         lost += np.bincount(member[part], won.sum(axis=1) - inside, groups)
         lost += np.bincount(of_low, won.sum(axis=0), groups)
         total += won.sum()
     hallucinated, factual = (np.bincount(member[side], minlength=groups) for side in (bad, ~bad))
-    pairs = (bad.sum() - hallucinated) * ((~bad).sum() - factual)
-    without = np.divide(total - lost, pairs, out=np.full(groups, np.nan), where=pairs > 0)
-    whole = int(bad.sum()) * int((~bad).sum())
-    return (float(total) / whole if whole else np.nan), without
+    pairs = (bad.sum() - np.append(0, hallucinated)) * ((~bad).sum() - np.append(0, factual))
+    return np.divide(total - np.append(0.0, lost), pairs, out=np.full(groups + 1, np.nan), where=pairs > 0)

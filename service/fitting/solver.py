@@ -5,12 +5,10 @@ Each problem is the paper's probe (App. probe-training), as liblinear poses it:
     minimise   sum_i s_i log(1 + exp(-y_i (w . z_i + b))) + (|w|_1 + |b| / 100) / C
 
 on rows standardised by the partition's own training statistics (Eq. standardize), s_i the class weights, 0 for rows
-that the partition does not train on.  All partitions and all values of C share one copy of the rows, whose margins and
-gradients are two matrix products; standardisation is folded into the weights.
+that the partition does not train on.  Standardisation is folded into the weights, so all problems share the rows.
 
-The method is accelerated proximal Newton with one curvature for everything, H = Z' S Z / 4, which bounds the logistic
-loss's from above (and is exact at w = 0, where every problem starts).  So a step needs no line search and never goes
-up; H is computed once per head and partition and shared by the whole path of C.  ``descend`` is the inner problem.  A
+The method is accelerated proximal Newton with one curvature, H = Z' S Z / 4, which bounds the logistic loss's from
+above.  So a step needs no line search, and H is shared by the whole path of C.  ``descend`` is the inner problem.  A
 problem stops at a relative duality gap of ``GAP``: its objective is that close to the optimum, whatever the data.
 """
 
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +29,7 @@ Tensor = torch.Tensor
 GAP = 1e-4  # relative to the objective; the returned weights are one step further, in practice within 1e-7
 INTERCEPT_PENALTY = 0.01  # beside 1 for a weight: practically free, and the dual stays bounded
 MAX_STEPS = 3000  # separable rows at a large C take hundreds
-CHECK_FROM, CHECK_EVERY = 2, 2  # steps between evaluations of the duality gap, which cost half a step
+CHECK_EVERY = 2  # steps between evaluations of the duality gap, which cost half a step
 SWEEPS, DECREASE = 300, 1e-3  # an inner problem stopped too early makes the acceleration diverge
 MAX_KINDS = 512  # distinct columns of the weights; with more, each partition's product is computed separately
 MARGIN = 1e-5  # the curvature is summed in float32 and must stay an upper bound
@@ -40,19 +38,7 @@ TINY = 1e-30  # a positive float32 with a finite logarithm
 CONSTANT = 1e-9  # a column's deviation below this share of its mean is rounding error
 
 
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """Raw-space weights [h, P, d] and intercepts [h, P], with the certificate of each problem."""
-
-    weight: Floats
-    intercept: Floats
-    gap: Floats  # [h, P] relative duality gap at the last evaluation
-    objective: Floats  # [h, P] primal objective there, times C as liblinear's
-    steps: NDArray[np.int64]  # [h, P]
-
-
-@dataclass(frozen=True, eq=False)
-class _Scaled:
+class _Scaled(NamedTuple):
     """Rows around their common centre, and each partition's standardisation and curvature there."""
 
     rows: Tensor  # [h, n, d + 1] float32: -y_i (x_i, 1), so that a product is minus a margin
@@ -65,20 +51,21 @@ class _Scaled:
 
 def solve(
     rows: NDArray[np.float32], label: NDArray[np.integer], weight: Floats, partition: NDArray[np.integer], c: Floats
-) -> Solution:
-    """Fit P probes on each of h heads: rows [h, n, d], label [n] (1 factual), weight [F, n], partition [P], c [P].
+) -> tuple[Floats, Floats]:
+    """Return raw-space weights [h, P, d] and intercepts [h, P] of P probes on each of h heads.
 
-    ``weight`` holds s_i of each partition, 0 where a row is not trained on.  The heads come one by one, so that one
-    head's rows stay in the cache.
+    rows [h, n, d], label [n] (1 factual), weight [F, n]: s_i of each partition, partition [P], c [P].  The heads come
+    one by one, so that one head's rows stay in the cache.
     """
     if not rows.flags.writeable:
         rows = rows.copy()  # torch warns about read-only arrays
     sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).float()
     weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64))
     parts, strength = torch.from_numpy(np.asarray(partition, np.int64)), torch.from_numpy(np.asarray(c, np.float64))
-    solved = [_solve(_scale(torch.from_numpy(rows[head : head + 1]), sign, weights), parts, strength)
-              for head in range(len(rows))]  # fmt: skip
-    return Solution(*(np.concatenate([getattr(part, field.name) for part in solved]) for field in fields(Solution)))
+    heads = torch.from_numpy(rows).split(1)
+    solved = [_solve(_scale(head, sign, weights), parts, strength) for head in heads]
+    directions, intercepts = zip(*solved, strict=True)
+    return np.concatenate(directions), np.concatenate(intercepts)
 
 
 @contextmanager
@@ -93,7 +80,6 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
-    """rows [h, n, d] float32, sign [n], weight [F, n] -> what the steps need."""
     used = weight.amax(0) > 0
     # Rows that every partition weighs alike (a fold's rows of one class) stand together from here on.
     kinds, kind = _kinds(weight)
@@ -140,7 +126,7 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
 
 
 def _kinds(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct columns of weight [F, n], [F, A], and which one each row has, [n]."""
+    """Return the distinct columns of weight [F, n], [F, A], and which one each row has, [n]."""
     # Each column is hashed to one number: sorting whole columns would take longer than fitting them.
     mix = torch.rand(len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values, kind = torch.unique(mix @ weight, return_inverse=True)
@@ -155,7 +141,7 @@ class _Active:
     """Unfinished problems, as columns: p of P per head."""
 
     def __init__(self, scaled: _Scaled, partition: Tensor, c: Tensor) -> None:
-        self.partition, self.c = partition, c
+        self.partition = partition
         self.mean, self.inverse = scaled.mean[:, partition], scaled.inverse[:, partition]  # [h, p, d]
         self.s = scaled.weight[partition]  # [p, n]
         ones = torch.ones(scaled.rows.shape[-1], dtype=torch.float64)
@@ -163,33 +149,28 @@ class _Active:
         self.penalty = (ones / c[:, None]).expand(scaled.rows.shape[0], -1, -1).contiguous()  # [h, p, d + 1]
 
 
-def _solve(scaled: _Scaled, partition: Tensor, c: Tensor) -> Solution:
+def _solve(scaled: _Scaled, partition: Tensor, c: Tensor) -> tuple[Floats, Floats]:
     heads, _, size = scaled.rows.shape  # size: weights and intercept
-    count = len(partition)
-    at = torch.zeros(heads, count, size, dtype=torch.float64)  # where the gradient is taken
+    at = torch.zeros(heads, len(partition), size, dtype=torch.float64)  # where the gradient is taken
     before, result = at.clone(), at.clone()
-    moment = torch.ones(heads, count, dtype=torch.float64)
-    gap = torch.full((heads, count), torch.inf, dtype=torch.float64)
-    objective, steps = torch.zeros_like(gap), torch.zeros(heads, count, dtype=torch.int64)
-    lowest = torch.full_like(gap, torch.inf)
-    alive = torch.arange(count)
+    moment = torch.ones(heads, len(partition), dtype=torch.float64)
+    lowest = torch.full_like(moment, torch.inf)
+    alive = torch.arange(len(partition))
     active = _Active(scaled, partition, c)
     for step in range(MAX_STEPS):
-        check = step >= CHECK_FROM and step % CHECK_EVERY == 0
+        check = step > 0 and step % CHECK_EVERY == 0
         gradient, primal, dual = _evaluate(scaled, active, at, check)
         new, slope = _descend(scaled.metric, active, at, gradient)
         if check:
-            gap[:, alive] = (primal - dual) / primal.clamp_min(1e-300)
-            moment = torch.where(primal > lowest[:, alive], 1.0, moment)  # overshot: restart the momentum
-            lowest[:, alive] = torch.minimum(primal, lowest[:, alive])
-            objective[:, alive], steps[:, alive] = primal * active.c, step + 1
-            done = (gap[:, alive] <= GAP).all(0)  # a column leaves when it is done on every head
+            moment = torch.where(primal > lowest, 1.0, moment)  # overshot: restart the momentum
+            lowest = torch.minimum(primal, lowest)
+            done = ((primal - dual) / primal.clamp_min(1e-300) <= GAP).all(0)  # a column leaves when done on every head
             result[:, alive[done]] = new[:, done]
             if bool(done.all()):
                 break
             if bool(done.any()):
                 keep = ~done
-                alive, moment = alive[keep], moment[:, keep]
+                alive, moment, lowest = alive[keep], moment[:, keep], lowest[:, keep]
                 at, before, new = at[:, keep], before[:, keep], new[:, keep]
                 gradient, slope = gradient[:, keep], slope[:, keep]
                 active = _Active(scaled, partition[alive], c[alive])
@@ -203,11 +184,11 @@ def _solve(scaled: _Scaled, partition: Tensor, c: Tensor) -> Solution:
     raw = result[..., :-1] * scaled.inverse[:, partition]
     intercept = result[..., -1] - (raw * scaled.mean[:, partition]).sum(-1)
     intercept = intercept - (raw * scaled.centre).sum(-1)
-    return Solution(raw.numpy(), intercept.numpy(), gap.numpy(), objective.numpy(), steps.numpy())
+    return raw.numpy(), intercept.numpy()
 
 
 def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, check: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of the loss [h, p, d + 1] at ``at``; with ``check``, primal and dual objectives [h, p] over C."""
+    """Return the gradient of the loss [h, p, d + 1] at ``at``; with ``check``, primal and dual [h, p] over C."""
     weights = at[..., :-1] * active.inverse
     offset = at[..., -1:] - (weights * active.mean).sum(-1, keepdim=True)
     short = torch.cat([weights, offset], -1).float() @ scaled.rows.transpose(1, 2)  # [h, p, n] minus the margins
@@ -230,12 +211,9 @@ def _evaluate(scaled: _Scaled, active: _Active, at: Tensor, check: bool) -> tupl
 
 
 def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The inner problem of every head and column: minimisers and the model's gradients there, [h, p, d + 1]."""
-    given = (metric, at, gradient, active.penalty)
-    minima = [
-        descend(h.numpy(), active.partition.numpy(), v.numpy(), g.numpy(), penalty.numpy(), SWEEPS, DECREASE)
-        for h, v, g, penalty in zip(*given, strict=True)
-    ]
+    given = (one.numpy() for one in (metric, at, gradient, active.penalty))
+    partition = active.partition.numpy()
+    minima = [descend(h, partition, *start, SWEEPS, DECREASE) for h, *start in zip(*given, strict=True)]
     new, slope = (torch.from_numpy(np.stack(values)) for values in zip(*minima, strict=True))
     return new, slope
 
@@ -255,11 +233,9 @@ def descend(
 
         minimise over w   g . (w - v) + 1/2 (w - v)' H (w - v) + sum_j penalty_j |w_j|
 
-    by coordinate descent: metric H [F, D, D], partition [P], start v and its gradient g [P, D], penalty [P, D].  H is
-    shared by a partition's problems, so it stays in the cache for every C and every step of the solver.  A problem
-    stops after ``sweeps``, or when a sweep gains less than ``decrease`` of the first sweep's gain.  Coordinates without
-    curvature keep their start.  H and the running gradient are float32, which halves the memory traffic; the solver
-    computes its gradient anew in each step, which corrects the rounding.
+    by coordinate descent: metric H [F, D, D], partition [P], start v and its gradient g [P, D], penalty [P, D].  A
+    problem stops after ``sweeps``, or when a sweep gains less than ``decrease`` of the first sweep's gain.  Coordinates
+    without curvature keep their start.  H and the running gradient are float32, which halves the memory traffic.
     """
     weights = start.copy()
     problems, size = start.shape

@@ -1,8 +1,5 @@
 """Thresholds: by what a wrong answer costs, by a target that out-of-fold risks should meet, and with a guarantee.
 
-A question is answered where its risk lies below the threshold.  On a calibrated risk an answer pays as long as
-``risk * K < 1 - risk``, that is below ``1 / (1 + K)``.
-
 A guarantee is that of the groups that pass, counted equally, at most a share alpha is wrong, with confidence 1 - delta:
 learn-then-test (Angelopoulos et al. 2021) with fixed-sequence testing.  Of each group only its first answered row in a
 seeded order counts, so that the rows are independent.  The sequence of thresholds is fixed by other data (training's
@@ -40,7 +37,7 @@ class WrongCosts:
         """Check values, not types."""
         if not 0 < self.k < math.inf:
             raise TrainingError(
-                f"wrong_costs must be a positive number, what a wrong answer costs in withheld right answers, not "
+                "wrong_costs must be a positive number, what a wrong answer costs in withheld right answers, not "
                 f"{self.k!r}: 1 answers what is more likely right than wrong",
                 param="wrong_costs",
             )
@@ -74,7 +71,7 @@ class Target:
         )
 
     def __str__(self) -> str:
-        """As ``parse`` reads it."""
+        """Return what ``parse`` reads."""
         return f"{self.measure}{'<=' if self.measure == 'wrong' else '>='}{self.share:g}"
 
 
@@ -98,18 +95,17 @@ class ChosenThreshold:
 
 
 def choose_threshold(rule: GateRule, label: Labels, risk: Floats) -> ChosenThreshold:
-    """Return the threshold that ``rule`` asks for: label [n], 1 factual; out-of-fold risk [seeds, n], all rows alike.
+    """Return the threshold that ``rule`` asks for: label [n], out-of-fold risk [seeds, n], all rows alike.
 
-    A target on wrong answers has the largest threshold that meets it with ``LEAST_ANSWERED`` rows answered; where none
-    does, the one with the lowest share of wrong among as many, of equals the largest.  A target on answers has the
-    smallest threshold that meets it.  Thresholds that answer the same rows count as one, half-way between two risks.
+    A cost K has 1 / (1 + K): on a calibrated risk an answer pays as long as risk * K < 1 - risk.  A target on wrong
+    answers has the largest threshold that meets it with ``LEAST_ANSWERED`` rows answered; where none does, the one with
+    the lowest share of wrong among as many, of equals the largest.  A target on answers has the smallest threshold that
+    meets it.  Thresholds that answer the same rows count as one, half-way between two risks.
 
     Raises TrainingError: a target on wrong answers, and no threshold answers ``LEAST_ANSWERED`` rows.
     """
-    if isinstance(rule, WrongCosts):
-        threshold, reached = rule.threshold, True
-    else:
-        threshold, reached = _for_target(rule, label, risk)
+    by_cost = isinstance(rule, WrongCosts)
+    threshold, reached = (rule.threshold, True) if by_cost else _for_target(rule, label, risk)
     return ChosenThreshold(threshold, rule, reached, at_threshold(label, risk, threshold))
 
 
@@ -120,7 +116,6 @@ def by_wrong_costs(label: Labels, risk: Floats) -> list[dict[str, float]]:
 
 
 def _for_target(target: Target, label: Labels, risk: Floats) -> tuple[float, bool]:
-    """Threshold, and whether it meets the target."""
     values = np.asarray(risk, np.float64).ravel()
     order, levels = np.argsort(values, kind="stable"), np.unique(values)
     wrong = np.r_[0, np.cumsum(np.broadcast_to(np.asarray(label) == 0, risk.shape).ravel()[order])]
@@ -177,10 +172,8 @@ class GuaranteeTest:
     @property
     def least_alpha(self) -> float:
         """The smallest alpha that the first step would have passed at: Clopper and Pearson's upper bound at delta."""
-        first = self.steps[0]
-        if first.wrong >= first.groups:
-            return 1.0
-        return float(beta.ppf(1 - self.delta, first.wrong + 1, first.groups - first.wrong))
+        right = self.steps[0].groups - self.steps[0].wrong
+        return float(beta.ppf(1 - self.delta, self.steps[0].wrong + 1, right)) if right > 0 else 1.0
 
     @property
     def groups_wanted(self) -> int:
@@ -211,10 +204,8 @@ def least_groups(alpha: float, delta: float) -> int:
 
 
 def first_answered(label: Labels, risk: Floats, group: Labels, threshold: float, order: Labels) -> tuple[int, int]:
-    """Return how many groups have a risk below ``threshold``, and of how many the first such row in ``order`` is wrong.
-
-    label, risk, group, order [n].
-    """
+    """Return how many groups have a risk below ``threshold``, and of how many the first such row in ``order`` [n] is
+    wrong."""
     answered = order[np.asarray(risk)[order] < threshold]
     first = answered[np.unique(np.asarray(group)[answered], return_index=True)[1]]
     return len(first), int((np.asarray(label)[first] == 0).sum())
@@ -230,10 +221,9 @@ def gate_profile(label: Labels, risk: Floats, group: Labels) -> GateProfile:
 
 
 def threshold_sequence(profile: GateProfile, alpha: float, delta: float, calibration_groups: int) -> list[float]:
-    """Return thresholds from strict to loose.
+    """Return thresholds from strict to loose, from where the profile makes a test on so many groups surest to pass.
 
-    It begins where the profile makes a test on ``calibration_groups`` groups surest to pass: a stricter threshold has
-    fewer answering groups to show its fewer wrong answers by, and a sequence that begins too loose ends at once.
+    A stricter one has fewer groups to show its fewer wrong answers by; a sequence that begins too loose ends at once.
     """
     levels, answering = profile.thresholds, np.array(profile.groups) / profile.total * calibration_groups
     share = (np.array(profile.wrong) + 0.5) / (np.array(profile.groups) + 1)  # never 0: the profile is a sample, too
@@ -256,10 +246,10 @@ def certify(
     steps = []
     for threshold in thresholds:
         groups, wrong = first_answered(label, risk, group, threshold, order)
-        p = float(binom.cdf(wrong, groups, alpha)) if groups else 1.0
         answered = np.asarray(risk) < threshold
-        wrong_rows = int((np.asarray(label)[answered] == 0).sum())
-        steps.append(GuaranteeStep(threshold, groups, wrong, int(answered.sum()), wrong_rows, p))
+        rows, wrong_rows = int(answered.sum()), int((np.asarray(label)[answered] == 0).sum())
+        p = float(binom.cdf(wrong, groups, alpha)) if groups else 1.0
+        steps.append(GuaranteeStep(threshold, groups, wrong, rows, wrong_rows, p))
         if p > delta:
             break
     return GuaranteeTest(alpha, delta, tuple(steps))

@@ -1,11 +1,8 @@
 """The width of a risk's interval over other training rows, and where the trajectories of training lie.
 
-The *reference* is the mean and the shrunk covariance of out-of-fold trajectories; the cutoff of its distance is a
-quantile of distances of rows that took part neither in the probes that read them nor in the reference.
-
-The *interval* is a delete-a-group jackknife.  Each seed of the nested cross-validation gives every row a risk by a
-whole fit on the other folds' rows.  Two such fits each lack a random share 1 / K of the groups, so the variance between
-them is 1 / (K - 1) of that between fits on other training rows (Shao and Wu 1989, Ann. Statist. 17(3), 1176-1197).
+The interval is a delete-a-group jackknife.  Each seed of the nested cross-validation gives every row a risk by a whole
+fit on the other folds' rows.  Two such fits each lack a random share 1 / K of the groups, so the variance between them
+is 1 / (K - 1) of that between fits on other training rows (Shao and Wu 1989, Ann. Statist. 17(3), 1176-1197).
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from service.judging.uncertainty import distance
 
 OUTSIDE_SHARE = 0.01  # of fresh prompts like the training rows
 LEVEL = 0.95
-_ROUNDS = 5  # of reweighting
 _TINY = 1e-12  # a risk's distance from 0 and 1
 
 
@@ -58,30 +54,30 @@ def fit_reference(
     seeds: Sequence[int],
     others: tuple[Floats, Index] | None = None,
 ) -> TrajectoryReference:
-    """From out-of-fold logits [seeds, n, M], with the folds that they came from: label [n], group [n].
+    """Return the reference of out-of-fold logits [seeds, n, M], with the folds that they came from: label, group [n].
 
     ``others``: logits [k, M] and groups [k] of prompts without a label, which belong to training as well.
     """
     more, more_group = (np.empty((0, trajectory.shape[-1])), np.empty(0, np.int64)) if others is None else others
     fold_of = np.unique(more_group, return_inverse=True)[1] % folds
     away, further = np.empty(trajectory.shape[:2]), np.empty((len(seeds), len(more)))
-    for place, seed in enumerate(seeds):
-        rows = trajectory[place]
+    for place, (seed, rows) in enumerate(zip(seeds, trajectory, strict=True)):
         pairs = group_folds(label, group, np.arange(len(label)), folds, seed, what="cross-fit fold")
         for fold, (train, test) in enumerate(pairs):
             own = _whitened(np.concatenate([rows[train], more[fold_of != fold]]))
             away[place, test] = distance(rows[test], *own)
             further[place, fold_of == fold] = distance(more[fold_of == fold], *own)
-    cutoff = _cutoff(np.concatenate([away, further], axis=1))
+    # The distance that a share OUTSIDE_SHARE of fresh rows exceeds, as split conformal prediction counts.
+    every = np.concatenate([away, further], axis=1)
+    rank = min(every.shape[1], int(np.ceil((every.shape[1] + 1) * (1 - OUTSIDE_SHARE))))
+    cutoff = float(np.sort(every.ravel())[len(every) * rank - 1])
     mean, whitening = _whitened(np.concatenate([trajectory[0], more]))
     return TrajectoryReference(mean, whitening / cutoff, away / cutoff, len(more))
 
 
 def _whitened(rows: Floats) -> tuple[Floats, Floats]:
-    """Mean [m] and whitening [m, m] of trajectories [n, m], standardised since the shrinkage pulls variances to one.
-
-    A layer that never varies is left out.
-    """
+    """Return mean [m] and whitening [m, m] of trajectories [n, m], standardised since the shrinkage pulls variances
+    to one; a layer that never varies is left out."""
     mean, std = rows.mean(axis=0), rows.std(axis=0)
     varies = std > _TINY
     inverse = np.where(varies, 1.0 / np.where(varies, std, 1.0), 0.0)
@@ -90,15 +86,8 @@ def _whitened(rows: Floats) -> tuple[Floats, Floats]:
     return mean, np.linalg.cholesky(precision).T * inverse
 
 
-def _cutoff(away: Floats) -> float:
-    """The distance that a share ``OUTSIDE_SHARE`` of fresh rows exceeds, as split conformal prediction counts."""
-    seeds, rows = away.shape
-    rank = min(rows, int(np.ceil((rows + 1) * (1 - OUTSIDE_SHARE))))
-    return float(np.sort(away.ravel())[seeds * rank - 1])
-
-
 def fit_interval(risk: Floats, reference: TrajectoryReference, folds: int) -> RefitInterval | None:
-    """From the risks [seeds, n] of the nested folds' fits; None for a single seed, which has one fit for each row."""
+    """Return the interval by risks [seeds, n] of the nested folds' fits; None for one seed, of one fit for each row."""
     seeds = len(risk)
     if seeds < 2:
         return None
@@ -107,21 +96,13 @@ def fit_interval(risk: Floats, reference: TrajectoryReference, folds: int) -> Re
     centre = float(shape.mean())
     columns = np.stack([np.ones(len(shape)), (shape - centre) ** 2, reference.distance.mean(axis=0) ** 2], axis=1)
     variance = (folds - 1) * log_odds.var(axis=0, ddof=1)
-    weight = _nonnegative(columns, variance)
+    # A sample variance has a deviation in proportion to its mean: rows are weighted by their fitted values, five times.
+    fitted = np.full(len(variance), max(float(variance.mean()), _TINY))
+    for _ in range(5):
+        weight, _ = nnls(columns / fitted[:, None], variance / fitted)
+        fitted = np.maximum(columns @ weight, _TINY + 1e-3 * float(variance.mean()))
     wide = np.sqrt(np.maximum(columns @ weight, _TINY))
     between = np.concatenate([np.abs(log_odds[a] - log_odds[b]) / wide for a, b in combinations(range(seeds), 2)])
     stretch = (folds - 1) * float(np.quantile(between, LEVEL)) ** 2
     base, by_log_odds, by_distance = (stretch * weight).tolist()
     return RefitInterval(LEVEL, seeds * folds, centre, base, by_log_odds, by_distance)
-
-
-def _nonnegative(columns: Floats, variance: Floats) -> Floats:
-    """Nonnegative coefficients [k] of the row's expected variance: columns [n, k], variance [n].
-
-    A sample variance has a deviation in proportion to its mean: the rows are weighted by their fitted values.
-    """
-    fitted = np.full(len(variance), max(float(variance.mean()), _TINY))
-    for _ in range(_ROUNDS):
-        coefficients, _ = nnls(columns / fitted[:, None], variance / fitted)
-        fitted = np.maximum(columns @ coefficients, _TINY + 1e-3 * float(variance.mean()))
-    return np.asarray(coefficients)

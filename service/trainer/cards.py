@@ -17,11 +17,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from probes_store.manifest import Manifest
 from probes_store.records import Guarantee, Recalibration, Uncertainty
-from service.fitting.presentation import markdown_table
 from service.fitting.recalibration import ChosenMap
 from service.fitting.thresholds import LEAST_ANSWERED, GuaranteeStep
 from service.judging.form_table import kept_forms
 from service.risk import risk
+from service.trainer.presentation import markdown_table
 
 METRICS = {
     "auroc": "AUROC",

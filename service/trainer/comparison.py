@@ -11,9 +11,9 @@ import numpy as np
 from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest
 from service.errors import HalluTracerError
-from service.fitting.presentation import markdown_table
 from service.fitting.scores import jeffreys
 from service.trainer.cards import METRICS, SIGNALS, WITHIN
+from service.trainer.presentation import markdown_table
 
 SHOWN = ("auroc", *WITHIN, "auprc_hallucinated", "brier", "calibration_debiased")
 LEAST_PROMPTS, MOST_DISAGREEMENT, MOST_DRIFT = 500, 0.05, 0.5

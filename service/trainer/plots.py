@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from service.fitting.presentation import (
+from service.fitting.scores import (
+    at_threshold,
+    coverage_curve,
+    equal_mass_bins,
+    reliability,
+    share_interval,
+    shown_bins,
+)
+from service.trainer.presentation import (
     BLUE,
     GREEN,
     GREY,
@@ -30,14 +38,6 @@ from service.fitting.presentation import (
     layer_ticks,
     legend_below,
     thinned,
-)
-from service.fitting.scores import (
-    at_threshold,
-    coverage_curve,
-    equal_mass_bins,
-    reliability,
-    share_interval,
-    shown_bins,
 )
 
 Floats = NDArray[np.floating]

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
-from service.fitting.presentation import aligned_table
 from service.fitting.scores import gain
 from service.trainer.cards import SIGNALS, WITHIN, cell, cheaper_and_better, group_warning, rule_in_words
+from service.trainer.presentation import aligned_table
 
 OPTIONS = {
     f"{kind}_{scale}": f"--logit-scale {scale} --signals {signals}"

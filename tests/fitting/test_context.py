@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.fitting.context import (
-    LEAST,
-    SIDES,
-    ContextFit,
-    PromptLabels,
-    _balanced,
-    context_columns,
-    fit_context_probe,
-    fit_passage_probes,
-)
+from service.fitting import context
+from service.fitting.context import LEAST, SIDES, ContextFit, PromptLabels, fit_context_probe, fit_passage_probes
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Inputs, evaluate
 from service.fitting.scores import auroc, ece
@@ -58,6 +50,12 @@ def fitted(
     return fit_context_probe("passage", readouts(a, label), every // 2, rows, 3, 0, PROBE, least)
 
 
+def served(a: NDArray[np.floating], found: ContextFit) -> NDArray[np.floating]:
+    """What the probe on all of its rows says of every row."""
+    chosen = a[:, np.arange(LAYERS), found.probe.head].astype(np.float32)
+    return (np.einsum("nld,ld->nl", chosen, found.probe.direction) + found.probe.bias) / found.probe.scale
+
+
 def test_a_planted_direction_is_found_in_its_head() -> None:
     passage = halves(0.4, 1)
     found = fitted(planted({PASSAGE: signs(passage)}), passage)
@@ -88,9 +86,7 @@ def test_rows_that_took_part_have_logits_by_probes_that_never_saw_them() -> None
         label = halves(0.5, seed).astype(np.int64)
         found = fit_context_probe("stated", readouts(a, label), EVERY, EVERY, 3, 0, PROBE)
         assert found is not None
-        chosen = a[:, np.arange(LAYERS), found.probe.head]
-        seen = np.einsum("nld,ld->nl", chosen, found.probe.direction) + found.probe.bias
-        assert auroc(label, (seen / found.probe.scale).mean(axis=1)) > 0.7  # what is avoided
+        assert auroc(label, served(a, found).mean(axis=1)) > 0.7  # what is avoided
         assert 0.38 < auroc(label, found.logits.mean(axis=1)) < 0.6
         assert found.record.auroc < 0.6
         assert found.record.weight > 0  # of a probe that tells nothing, too
@@ -101,11 +97,8 @@ def test_rows_that_took_no_part_are_read_by_the_served_probe() -> None:
     a = planted({PASSAGE: signs(passage)})
     found = fitted(a, passage, EVERY[::2])
     assert found is not None
-    fit = found.probe
-    chosen = a[:, np.arange(LAYERS), fit.head].astype(np.float32)
-    served = (np.einsum("nld,ld->nl", chosen, fit.direction) + fit.bias) / fit.scale
-    np.testing.assert_allclose(found.logits[1::2], served[1::2], rtol=1e-6, atol=1e-6)
-    assert not np.allclose(found.logits[::2], served[::2], rtol=1e-3)
+    np.testing.assert_allclose(found.logits[1::2], served(a, found)[1::2], rtol=1e-6, atol=1e-6)
+    assert not np.allclose(found.logits[::2], served(a, found)[::2], rtol=1e-3)
 
 
 def test_too_few_groups_of_a_class_give_none() -> None:
@@ -121,19 +114,19 @@ def test_too_few_groups_of_a_class_give_none() -> None:
 
 
 def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
-    group, rows = np.arange(1000) // 2, np.arange(1000)  # pairs, which stay together
+    group, rows, balanced = np.arange(1000) // 2, np.arange(1000), context._balanced  # pairs, which stay together
     label = (rows % 20 == 0).astype(np.int64)
-    kept = _balanced(label, group, rows, 7)
+    kept = balanced(label, group, rows, 7)
     zeros = kept[label[kept] == 0]
     assert (label[kept] == 1).sum() == 50
     assert SIDES * 50 - 1 <= len(zeros) <= SIDES * 50  # groups are whole
     assert np.array_equal(np.flatnonzero(np.isin(group, group[zeros]) & (label == 0)), zeros)
     assert np.all(np.diff(kept) > 0)
-    assert np.array_equal(kept, _balanced(1 - label, group, rows, 7))
-    assert not np.array_equal(kept, _balanced(label, group, rows, 8))
-    assert set(_balanced(label, group, rows[::2], 7).tolist()) <= set(rows[::2].tolist())
+    assert np.array_equal(kept, balanced(1 - label, group, rows, 7))
+    assert not np.array_equal(kept, balanced(label, group, rows, 8))
+    assert set(balanced(label, group, rows[::2], 7).tolist()) <= set(rows[::2].tolist())
     even = (rows % 4 == 0).astype(np.int64)
-    assert np.array_equal(_balanced(even, group, rows[:400], 7), rows[:400])  # 3:1 already
+    assert np.array_equal(balanced(even, group, rows[:400], 7), rows[:400])  # 3:1 already
 
 
 @pytest.mark.parametrize(
@@ -162,16 +155,16 @@ def test_passage_probes_learn_from_their_own_rows_and_give_the_columns() -> None
     with_passage = int(labels.passage.sum())
     assert counts == [("passage", ROWS, with_passage), ("stated", with_passage, int(labels.stated.sum()))]
     assert [fit.probe.head.tolist() for fit in found] == [[PASSAGE] * LAYERS, [STATED] * LAYERS]
-    columns, product = context_columns(found, labels), passage.probability * stated.probability
-    expected = [passage.probability, product, product * np.log(labels.tokens)]
-    assert np.array_equal(columns, np.stack(expected, axis=1))
-    assert np.array_equal(context_columns(found, replace(labels, tokens=np.resize([100, 399], ROWS))), columns[:, :2])
+    columns, product = context.context_columns(found, labels), passage.probability * stated.probability
+    assert np.array_equal(columns, np.stack([passage.probability, product, product * np.log(labels.tokens)], axis=1))
+    short = replace(labels, tokens=np.resize([100, 399], ROWS))
+    assert np.array_equal(context.context_columns(found, short), columns[:, :2])
     assert columns[labels.stated, 1].mean() > 0.75
     assert columns[~labels.passage, :2].max(axis=1).mean() < 0.25
     z = passage.record.weight * passage.logits.mean(axis=1) + passage.record.intercept
     np.testing.assert_allclose(passage.probability, 1 / (1 + np.exp(-z)), rtol=1e-6)
     with pytest.raises(AssertionError):
-        context_columns((stated, passage), labels)
+        context.context_columns((stated, passage), labels)
 
 
 @pytest.fixture(scope="module")
@@ -199,19 +192,17 @@ def test_the_nested_evaluation_reads_the_context_where_rows_have_passages(readin
             assert with_it["brier"]["mean"] < without["brier"]["mean"] - 0.005
 
 
-def test_without_passages_no_signal_reads_the_context(reading: Inputs) -> None:
-    expected = {name for name in NAMES if name not in CONTEXT_NAMES}
+def test_no_signal_reads_the_context_without_passages_and_every_fold_does_where_all_rows_allow_it(
+    reading: Inputs,
+) -> None:
+    """With two folds a training side has half of the passages: a run that reads them must have them in every fold."""
+    assert reading.prompts is not None
     no = np.zeros(ROWS, np.bool_)
     for prompts in (None, PromptLabels(no, no, LENGTHS)):
         found = evaluate(replace(reading, prompts=prompts), folds=3, seeds=(0,), probe=PROBE)
-        assert set(found.document["signals"]) == set(found.risk) == set(found.tests) == expected
-
-
-def test_what_all_rows_allow_every_fold_allows(reading: Inputs) -> None:
-    """With two folds a training side has half of the passages: a run that reads them must have them in every fold."""
-    assert reading.prompts is not None
+        assert set(found.document["signals"]) == set(found.risk) == set(found.tests) == set(NAMES) - set(CONTEXT_NAMES)
     stated = np.isin(EVERY, np.flatnonzero(reading.prompts.stated)[: LEAST + 5])
-    prompts = replace(reading.prompts, stated=stated)
-    assert fit_passage_probes(reading.readouts, prompts, EVERY, EVERY, 2, 0, PROBE) is not None
-    found = evaluate(replace(reading, group=EVERY, prompts=prompts), folds=2, seeds=(0, 1, 2), probe=PROBE)
+    few = replace(reading.prompts, stated=stated)
+    assert fit_passage_probes(reading.readouts, few, EVERY, EVERY, 2, 0, PROBE) is not None
+    found = evaluate(replace(reading, group=EVERY, prompts=few), folds=2, seeds=(0, 1, 2), probe=PROBE)
     assert set(CONTEXT_NAMES) <= set(found.risk)

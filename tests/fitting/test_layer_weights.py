@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from service.fitting import layer_weights
-from service.fitting.layer_weights import FLOOR, fit_layer_weights
+from service.fitting.layer_weights import FLOOR, LayerWeights, fit_layer_weights
 from service.fitting.scores import auroc
-
-GROUP = np.arange(900) // 3
 
 
 def made(signal: list[float], spread: list[float], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -22,21 +20,21 @@ def made(signal: list[float], spread: list[float], seed: int = 0) -> tuple[np.nd
     return rows * np.array(spread), label
 
 
-def test_a_layer_that_knows_outweighs_louder_ones_that_do_not() -> None:
+def fit(trajectory: np.ndarray, label: np.ndarray, seed: int = 0) -> LayerWeights:
+    return fit_layer_weights(trajectory, label, np.arange(900) // 3, folds=3, seed=seed)
+
+
+def test_a_layer_that_knows_outweighs_louder_ones_and_one_that_misleads_gets_no_negative_weight() -> None:
     trajectory, label = made([1.5, 0, 0, 0, 0, 0], [1, 4, 4, 4, 4, 4])
-    found = fit_layer_weights(trajectory, label, GROUP, folds=3, seed=0)
+    found = fit(trajectory, label)
     assert math.isfinite(found.strength)
     assert found.weight.argmax() == 0
     assert found.weight.mean() == pytest.approx(1)
     assert found.weight.min() >= FLOOR * 0.9
     assert auroc(label, found.out_of_fold.mean(axis=1)) > auroc(label, trajectory.mean(axis=1)) + 0.15
-
-
-def test_layers_that_mislead_get_no_negative_weight() -> None:
-    trajectory, label = made([1, 1, -1], [1, 1, 1])
-    found = fit_layer_weights(trajectory, label, GROUP, folds=3, seed=0)
-    assert 0 < found.weight[2] < 0.05
-    assert np.all(found.weight > 0)
+    misled = fit(*made([1, 1, -1], [1, 1, 1])).weight
+    assert 0 < misled[2] < 0.05
+    assert np.all(misled > 0)
 
 
 def test_equal_layers_are_left_equal() -> None:
@@ -44,9 +42,8 @@ def test_equal_layers_are_left_equal() -> None:
     strengths = []
     for seed in range(6):
         trajectory, label = made([0.5] * 12, [1] * 12, seed)
-        found = fit_layer_weights(trajectory, label, GROUP, folds=3, seed=seed)
-        loss = auroc(label, trajectory.mean(axis=1)) - auroc(label, found.out_of_fold.mean(axis=1))
-        assert loss < 0.01
+        found = fit(trajectory, label, seed)
+        assert auroc(label, trajectory.mean(axis=1)) - auroc(label, found.out_of_fold.mean(axis=1)) < 0.01
         strengths.append(found.strength)
         if math.isinf(found.strength):
             assert found.weight.tolist() == [1.0] * 12
@@ -56,15 +53,14 @@ def test_equal_layers_are_left_equal() -> None:
 def test_rows_have_weights_that_were_fitted_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_weights, "STRENGTHS", (0.01,))
     trajectory, label = made([1, 0, 0.5], [1, 1, 1])
-    first = fit_layer_weights(trajectory, label, GROUP, folds=3, seed=0)
-    ratio = first.out_of_fold / trajectory
+    ratio = fit(trajectory, label).out_of_fold / trajectory
     folds = np.unique(ratio.round(9), axis=0, return_inverse=True)[1]
     assert len(np.unique(folds)) == 3
     mine = folds == folds[0]
     changed = np.where(mine[:, None], trajectory[:, ::-1] * 7, trajectory)
-    again = fit_layer_weights(changed, label, GROUP, folds=3, seed=0)
-    np.testing.assert_allclose((again.out_of_fold / changed)[mine], ratio[mine])
-    assert np.abs((again.out_of_fold / changed)[~mine] - ratio[~mine]).max() > 0.05
+    again = fit(changed, label).out_of_fold / changed
+    np.testing.assert_allclose(again[mine], ratio[mine])
+    assert np.abs(again[~mine] - ratio[~mine]).max() > 0.05
 
 
 @pytest.mark.parametrize("third", [0, -1.5])
@@ -89,9 +85,8 @@ def test_no_admissible_step_lowers_the_objective(third: float) -> None:
 
     [weight] = layer_weights._path(trajectory, label, None, [strength])
     found = objective(weight)
-    for layer in range(4):
-        for factor in (0.6, 1.7):
-            other = weight.copy()
-            other[layer] = max(other[layer] * factor, 0.05)
-            assert objective(other / other.mean()) > found - 1e-4
+    for layer, factor in np.ndindex(4, 2):
+        other = weight.copy()
+        other[layer] = max(other[layer] * (0.6, 1.7)[factor], 0.05)
+        assert objective(other / other.mean()) > found - 1e-4
     assert objective(np.ones(4)) > found + 1e-3

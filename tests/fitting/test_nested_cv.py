@@ -22,13 +22,9 @@ def inputs(strength: float, count: int = 300, soft_label: np.ndarray | None = No
     rows, label = noise(count, seed=4)
     rows[:, :, 0, 3] += strength * (2 * label[:, None] - 1)
     rng = np.random.default_rng(5)
-    return Inputs(
-        replace(readouts(rows, label), soft_label=soft_label),
-        np.arange(count) // 2,
-        np.c_[-rng.random(count), rng.random(count)],
-        rng.integers(5, 9, count),
-        tuple({"kind": "ab"[int(k)]} for k in rng.integers(0, 2, count)),
-    )
+    first, tokens = np.c_[-rng.random(count), rng.random(count)], rng.integers(5, 9, count)
+    strata = tuple({"kind": "ab"[int(k)]} for k in rng.integers(0, 2, count))
+    return Inputs(replace(readouts(rows, label), soft_label=soft_label), np.arange(count) // 2, first, tokens, strata)
 
 
 def columns(given: Inputs, train: np.ndarray, test: np.ndarray, probe: DepthMeanProbe = PROBE) -> tuple[float, Columns]:
@@ -131,8 +127,7 @@ def test_the_soft_labels_of_a_test_side_are_not_seen() -> None:
         c, of_all = columns(inputs(1.0, 240, np.where(turned, 1 - soft, soft)), train, test)
         return c, [side for _, sides in of_all for side in sides]
 
-    c, before = found(np.zeros(240, bool))
-    again, after = found(np.arange(240) >= 180)
+    (c, before), (again, after) = found(np.zeros(240, bool)), found(np.arange(240) >= 180)
     assert c == again
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
     assert not np.array_equal(before[0], found(np.arange(240) < 180)[1][0])

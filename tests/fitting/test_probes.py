@@ -16,7 +16,6 @@ from service.fitting.probes import (
     Task,
     fit_head,
     fit_probes,
-    require,
     row_weights,
     soft_auroc,
     weighted_rows,
@@ -30,17 +29,18 @@ EVERY = np.arange(300)
 
 
 def fit_one(
-    x: np.ndarray, label: np.ndarray, c: float, site: Site = Site.ATTENTION_HEAD, balance: ClassBalance = "weights"
-) -> tuple[np.ndarray, float]:
+    x: np.ndarray, label: np.ndarray, c: float, site: Site = Site.ATTENTION_HEAD, balance: ClassBalance = "weights",
+    soft_label: np.ndarray | None = None,
+) -> tuple[np.ndarray, float]:  # fmt: skip
     """One head, one task, all rows."""
     every = np.arange(len(x))
-    [found] = fit_head(x, label, [Task(every, every, c)], site, balance)
+    [found] = fit_head(x, label, [Task(every, every, c)], site, balance, soft_label)
     assert found is not None
     return found
 
 
 def fit_all(data: Readouts, *tasks: Task, **options: object) -> list[ProbeFit]:
-    return require(fit_probes(data, tasks, balance="weights", **{"jobs": 1, **options}))  # type: ignore[arg-type]
+    return fit_probes(data, tasks, balance="weights", **{"jobs": 1, **options})  # type: ignore[arg-type]
 
 
 def sample(count: int = 300, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -62,14 +62,9 @@ def test_raw_space_logits_are_the_pipelines_up_to_a_positive_factor(site: Site) 
     weight, bias = fit_one(x, label, 0.3, site)
     z = StandardScaler().fit_transform(x)
     z[:, 5] = 0.0
-    model = LogisticRegression(
-        C=0.3,
-        l1_ratio=1.0 if site is Site.ATTENTION_HEAD else 0.0,
-        solver="saga",
-        class_weight="balanced",
-        max_iter=20000,
-        tol=1e-8,
-    )
+    penalty = 1.0 if site is Site.ATTENTION_HEAD else 0.0
+    options = {"solver": "saga", "class_weight": "balanced", "max_iter": 20000, "tol": 1e-8}
+    model = LogisticRegression(C=0.3, l1_ratio=penalty, **options)
     expected, norm = model.fit(z, label).decision_function(z), np.linalg.norm(weight)
     np.testing.assert_allclose((x @ weight + bias) / norm, expected / norm, atol=0.01 * expected.std() / norm)
     assert weight[5] == 0.0
@@ -93,30 +88,23 @@ def test_directions_are_unit_and_selection_is_by_training_auroc() -> None:
     np.testing.assert_allclose(np.linalg.norm(fit.direction, axis=1), 1.0)
     assert fit.head.tolist() == [1, 1, 1]
     for layer in range(3):
-        x = rows[:, layer].astype(np.float64)
-        best = [
-            auroc(label[train], x[train, k] @ fit_one(rows[train, layer, k], label[train], 0.3)[0]) for k in range(4)
-        ]
+        x, own = rows[:, layer].astype(np.float64), label[train]
+        best = [auroc(own, x[train, k] @ fit_one(rows[train, layer, k], own, 0.3)[0]) for k in range(4)]
         assert fit.auroc[layer] == pytest.approx(max(best))
         logits = x[:, 1] @ fit.direction[layer] + fit.bias[layer]
         np.testing.assert_allclose(fit.trajectory[:, layer], logits[test])
-        assert fit.scale[layer] == pytest.approx(within_class_std(label[train], logits[train]))
+        assert fit.scale[layer] == pytest.approx(within_class_std(own, logits[train]))
     rows[:, :, 3] = rows[:, :, 1]  # a tie goes to the lowest head
     assert fit_all(readouts(rows, label), Task(EVERY, test, 0.3))[0].head.tolist() == [1, 1, 1]
 
 
-def test_processes_change_nothing() -> None:
+def test_processes_and_a_choice_of_layers_and_heads_change_no_other_s_bits() -> None:
     data = readouts(*sample())
     tasks = [Task(EVERY[:200], EVERY[200:], c) for c in (0.05, 0.3)]
     for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=3), strict=True):
         for field in ("direction", "trajectory", "bias"):
             assert getattr(one, field).tobytes() == getattr(other, field).tobytes()
-
-
-def test_a_subset_of_layers_and_heads() -> None:
-    data, task = readouts(*sample()), Task(EVERY, EVERY, 0.3)
-    (fit,) = fit_all(data, task, layers=[0, 2], heads=[1, 3])
-    (whole,) = fit_all(data, task, heads=[1, 3])
+    (fit,), (whole,) = (fit_all(data, tasks[0], heads=[1, 3], **own) for own in ({"layers": [0, 2]}, {}))
     assert np.array_equal(fit.trajectory, whole.trajectory[:, [0, 2]])
     assert set(fit.head.tolist()) <= {1, 3}
 
@@ -125,20 +113,20 @@ def test_a_layer_without_a_probe_at_the_chosen_c_takes_a_larger_one_by_itself() 
     rows, label = sample()
     rows[:, 1] = np.random.default_rng(5).standard_normal(rows[:, 1].shape) + 0.1 * label[:, None, None]
     data, grid = readouts(rows, label), np.geomspace(1e-4, 1, 40)
-    found = fit_probes(data, [Task(EVERY, EVERY, c) for c in grid], balance="weights", jobs=1)
-    weak = grid[next(place for place, fit in enumerate(found) if isinstance(fit, ProbeFit)) - 1]
+    found = fit_all(data, *(Task(EVERY, EVERY, c) for c in grid), zero_layers=True)
+    weak = grid[next(place for place, fit in enumerate(found) if fit.direction.any(axis=1).all()) - 1]
     task = Task(EVERY, EVERY, weak)
     with pytest.raises(NoDirection):
         fit_all(data, task)
-    (fit,), (plain,) = fit_all(data, task, relax=True), fit_all(data, task, layers=[0, 2])
+    (fit,), (plain,) = fit_all(data, task, retry_larger_c=True), fit_all(data, task, layers=[0, 2])
     (larger,) = fit_all(data, Task(EVERY, EVERY, 3 * weak), layers=[1])
     assert np.array_equal(fit.trajectory[:, [0, 2]], plain.trajectory)
     assert np.array_equal(fit.trajectory[:, [1]], larger.trajectory)
     rows[:, 1] = 5.0
     data = readouts(rows, label)
     with pytest.raises(NoDirection):
-        fit_all(data, task, relax=True)
-    (fit,) = fit_all(data, task, relax=True, blank=True)
+        fit_all(data, task, retry_larger_c=True)
+    (fit,) = fit_all(data, task, retry_larger_c=True, zero_layers=True)
     assert np.array_equal(fit.trajectory[:, [0, 2]], plain.trajectory)
     assert np.all(fit.trajectory[:, 1] == 0)
     assert (fit.scale[1], fit.auroc[1]) == (1.0, 0.5)
@@ -157,8 +145,7 @@ def test_residual_stream_has_one_probe_a_layer() -> None:
     rows, label = sample()
     data = readouts(rows.reshape(300, 3, 24), label, Site.RESIDUAL_STREAM)
     (fit,) = fit_all(data, Task(EVERY, EVERY, 0.1))
-    assert fit.direction.shape == (3, 24)
-    assert fit.head.tolist() == [0, 0, 0]
+    assert (fit.direction.shape, fit.head.tolist()) == ((3, 24), [0, 0, 0])
     assert np.all(fit.direction != 0)  # L2 leaves every weight
 
 
@@ -191,22 +178,18 @@ def test_weighted_rows_carry_the_soft_labels() -> None:
     for row, value in enumerate(soft):
         mine = made.row == row
         assert (made.weight[mine].sum(), made.weight[mine & (made.label == 1)].sum()) == (1, value)
-    hard = weighted_rows(np.array([1, 0]), None)
-    assert (hard.row.tolist(), hard.label.tolist(), hard.weight.tolist()) == ([0, 1], [1, 0], [1.0, 1.0])
+    assert [part.tolist() for part in weighted_rows(np.array([1, 0]), None)] == [[0, 1], [1, 0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("site", list(Site))
 def test_a_probe_is_that_of_one_row_for_each_answer(site: Site) -> None:
-    x, label, soft_label, verdicts = shared()
-    train, many = np.arange(100), np.arange(100 * K)
-    [soft] = fit_head(x, label, [Task(train, train, 0.3)], site, "weights", soft_label)
+    x, label, soft_label, verdicts = (part[:100] for part in shared())
+    soft = fit_one(x, label, 0.3, site, soft_label=soft_label)
     # As many rows as answers, and a loss K times as large: C is K times smaller.
-    [hard] = fit_head(np.repeat(x, K, axis=0), verdicts.ravel(), [Task(many, many, 0.3 / K)], site, "weights")
-    [greedy] = fit_head(x, label, [Task(train, train, 0.3)], site, "weights")
-    assert soft is not None and hard is not None and greedy is not None  # noqa: PT018
+    hard = fit_one(np.repeat(x, K, axis=0), verdicts.ravel(), 0.3 / K, site)
     np.testing.assert_allclose(soft[0], hard[0], rtol=2e-3, atol=2e-4)
     assert soft[1] == pytest.approx(hard[1], abs=2e-3)
-    assert abs(greedy[0][0] - soft[0][0]) > 0.05
+    assert abs(fit_one(x, label, 0.3, site)[0][0] - soft[0][0]) > 0.05
 
 
 def test_ranking_scale_balance_and_classifier_are_those_of_one_row_for_each_answer() -> None:

@@ -43,9 +43,9 @@ class ConstantEngine(PlantedEngine):
 def test_readouts_that_are_constant_in_one_fold_do_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Site, head: int | None
 ) -> None:
-    blanks: list[Any] = []
-    blank = probes._blank
-    monkeypatch.setattr(probes, "_blank", lambda *given: blanks.append(given) or blank(*given))
+    zeros: list[Any] = []
+    zero_probe = probes._zero_probe
+    monkeypatch.setattr(probes, "_zero_probe", lambda *given: zeros.append(given) or zero_probe(*given))
     rows = planted_rows(240)
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "given", folds=3)
     label = np.array([row["label"] for row in rows])
@@ -56,7 +56,7 @@ def test_readouts_that_are_constant_in_one_fold_do_not_end_a_run(
     assert signals["depth_mean_unit_norm"]["auroc"]["mean"] > 0.75
     assert np.linalg.norm(bundle.probes.direction, axis=1) == pytest.approx(1.0, abs=1e-5)
     # The cross-fit's fold, and in the nested evaluation its outer fold and that one's inner folds.
-    assert len(blanks) == (0 if head is not None else 2 + FAST["inner_folds"])
+    assert len(zeros) == (0 if head is not None else 2 + FAST["inner_folds"])
 
 
 def test_a_layer_that_is_constant_everywhere_is_an_error_and_is_not_published(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ from service.engines.base import Engine
 from service.fitting.estimator import DepthMeanProbe, fit_classifier
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.nested_cv import by_row, nested_cv, probe_columns
-from service.fitting.presentation import markdown_table
 from service.fitting.probes import Floats, Index, Readouts
 from service.fitting.scores import auprc, ece, within_stratum_auroc
 from service.readout import Site
+from service.trainer.presentation import markdown_table
 
 METHODS = {
     "depth_mean": "depth mean, unit norm (the paper's rule)", "depth_mean_standardized": "depth mean, standardised",

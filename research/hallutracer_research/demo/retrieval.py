@@ -18,10 +18,10 @@ from service.data.judges import contains
 from service.demo import Passage
 from service.demo.questions import questions, with_passages
 from service.engines.base import Sampling
-from service.fitting.presentation import markdown_table
 from service.fitting.scores import auroc_interval, risk_auroc, t_interval
 from service.policies.guard import OBSERVE
 from service.scoring import Scorer
+from service.trainer.presentation import markdown_table
 
 PASSAGES: tuple[Passage, ...] = get_args(Passage)
 BATCH = 64  # questions between two updates of the progress bar

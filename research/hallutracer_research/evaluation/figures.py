@@ -22,7 +22,9 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from hallutracer_research.evaluation.options import CLASSES, Cost
 from hallutracer_research.evaluation.page import Figure
-from service.fitting.presentation import (
+from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, share_interval, shown_bins
+from service.fitting.scores import reliability as reliability_bins
+from service.trainer.presentation import (
     BLUE,
     GREEN,
     GREY,
@@ -34,8 +36,6 @@ from service.fitting.presentation import (
     legend_below,
     thinned,
 )
-from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, share_interval, shown_bins
-from service.fitting.scores import reliability as reliability_bins
 
 Floats = NDArray[np.float64]
 

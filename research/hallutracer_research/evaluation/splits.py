@@ -24,7 +24,7 @@ from probes_store.local import atomic_write
 from service.errors import NoDirection
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds
-from service.fitting.probes import RELAXED, Floats, Index, Readouts, Task, fit_head, project, unit_probe
+from service.fitting.probes import LARGER_C, Floats, Index, Readouts, Task, fit_head, unit_probe
 from service.fitting.solver import one_torch_thread
 from service.readout import Site
 from service.risk import depth_mean
@@ -86,7 +86,7 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
 
 def _relaxed(readouts: Readouts, task: Task, layer: int, count: int) -> list[NDArray[Any]] | None:
     """All heads of a layer at the first larger C at which one has a probe; None where none has at any."""
-    for factor in RELAXED:
+    for factor in LARGER_C:
         (found,) = _fit((readouts, (replace(task, c=task.c * factor),), layer, list(range(count))))
         if found[3].max() > 0:
             return found
@@ -106,8 +106,7 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[N
                     of_task.append((np.zeros(x.shape[1]), 0.0, 1.0, 0.0, np.zeros(len(task.test), np.float32)))
                     continue
                 probe = unit_probe(x, readouts.label, task, head, fit)
-                logits = project(x, task.test, probe.direction, probe.bias).astype(np.float32)
-                of_task.append((probe.direction, probe.bias, probe.scale, probe.auroc, logits))
+                of_task.append((*probe[1:5], probe.logits.astype(np.float32)))
     return [[np.stack(values) for values in zip(*of_task, strict=True)] for of_task in fitted]
 
 

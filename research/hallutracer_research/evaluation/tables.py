@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from service.fitting.presentation import markdown_table
+from service.trainer.presentation import markdown_table
 
 Kind = Literal["text", "integer", "number", "percent", "p_value"]
 Cell = str | int | float | None | Mapping[str, float]  # a mapping: mean, and std or low and high

@@ -20,7 +20,7 @@ from hallutracer_research.evaluation.splits import (
     pooled_depth_mean,
     residual_depth_mean,
 )
-from service.fitting.probes import Readouts, Task, fit_probes, require
+from service.fitting.probes import Readouts, Task, fit_probes
 from service.fitting.scores import auroc
 from tests.research.evaluation.made_result import COUNT, OPTIONS, made_inputs
 
@@ -48,7 +48,7 @@ def arrays(value: Split | HeadProbes) -> dict[str, bytes]:
 
 
 def test_the_heads_probes_are_what_the_trainer_fits(inputs: MethodInputs, probes: HeadProbes) -> None:
-    [fit] = require(fit_probes(inputs.heads, [TASK], balance="weights", jobs=1))
+    [fit] = fit_probes(inputs.heads, [TASK], balance="weights", jobs=1)
     assert probes.selected.tolist() == fit.head.tolist()
     direction, bias = probes.of(probes.selected)
     np.testing.assert_allclose(direction, fit.direction)

@@ -15,7 +15,8 @@ from sklearn import config_context
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from service.fitting.folds import usable_folds
+from service.errors import TrainingError
+from service.fitting.folds import Labels, Pairs, unchecked_folds
 from service.fitting.probes import Readouts, project, standardise
 from service.fitting.scores import auroc
 
@@ -160,6 +161,18 @@ def choose(
     # Rounded, so that the order of a sum does not decide a tie.
     place, fit = np.unravel_index(int(np.argmax(np.round(found, 12))), (len(layers), len(fits)))
     return layers[int(place)], int(fit)
+
+
+def usable_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
+    """Return those of ``group_folds`` whose two sides have both classes; for a choice that need not test every row.
+
+    Raises TrainingError: not one has.
+    """
+    pairs = unchecked_folds(label, group, rows, folds, seed, what)
+    usable = [pair for pair in pairs if all(len(np.unique(label[side])) == 2 for side in pair)]
+    if not usable:
+        raise TrainingError(f"seed {seed}: none of the {folds} {what}s has both classes on both sides; add rows")
+    return usable
 
 
 def _by_fit(readouts: Readouts, pairs: Sequence[tuple[Index, Index]], fits: Sequence[Fit], layer: int) -> list[float]:

@@ -21,6 +21,7 @@ from hallutracer_research.evaluation.methods.base import (
     at_depths,
     choose,
     fit_linear,
+    usable_folds,
 )
 from hallutracer_research.evaluation.methods.fact_probe import fact_probe, search, starts, window
 from hallutracer_research.evaluation.methods.iti import best_head, group_bootstrap, iti
@@ -28,7 +29,7 @@ from hallutracer_research.evaluation.methods.mass_mean import SHRINKAGE, discrim
 from hallutracer_research.evaluation.methods.p_ik import C_GRID, logistic, p_ik
 from hallutracer_research.evaluation.splits import trajectory_ridge
 from service.errors import TrainingError
-from service.fitting.folds import group_folds, usable_folds
+from service.fitting.folds import group_folds
 from service.fitting.scores import auroc, risk_auroc
 from service.readout import Geometry, Site
 from tests.research.evaluation.methods.made import BEST, GEOMETRY, WIDE, made_inputs, noise, plant, readouts, split
