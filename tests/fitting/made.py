@@ -30,9 +30,3 @@ def rows(rng: np.random.Generator, groups: int, share: float, *, size: int = 1) 
     noise = (rng.standard_normal(groups)[group] + rng.standard_normal(len(group))) / np.sqrt(2)
     x = np.where(bad, APART / 2, -APART / 2) + noise
     return expit(APART * x + logit(PRIOR)), (~bad).astype(int), group
-
-
-def other_questions(rng: np.random.Generator, count: int) -> Rows:
-    """Covariate shift: x is distributed otherwise, around the middle, and P(hallucinated | x) stays."""
-    risk = expit(APART * (0.5 + 0.5 * rng.standard_normal(count)) + logit(PRIOR))
-    return risk, (rng.random(count) >= risk).astype(int), np.arange(count)

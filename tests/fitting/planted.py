@@ -1,7 +1,7 @@
 """A scripted engine whose rows carry a planted signal, and the data that go with it.
 
-A prompt is "<word> knows <strength>" with a strength in tenths; its label's sign of knowledge is added to some heads of
-every layer.  Can be run as a program, to be killed: ``python -m tests.fitting.planted OPTIONS_JSON``.
+A prompt's word, "known" or "hidden", gives the sign that is added to some heads of every layer.  Can be run as a
+program, to be killed: ``python -m tests.fitting.planted OPTIONS_JSON``.
 """
 
 from __future__ import annotations
@@ -89,17 +89,10 @@ def planted_rows(count: int, *, seed: int = 0, shuffled: bool = False, per_group
         known = bool(rng.random() < 0.6)
         label = int(rng.random() < 0.6) if shuffled else int(known)
         word = "known" if known else "hidden"
-        rows.append(
-            {
-                "id": f"r{seed}-{number}",
-                "prompt": f"{seed} {word} city {number} {'x' * int(rng.integers(0, 30))}",
-                "label": label,
-                "answers": ["Paris"],
-                "group": f"g{seed}-{number // per_group}",
-                "kind": ["capital", "river", "element"][int(rng.integers(3))],
-                "template": ["a", "b"][number % 2],
-            }
-        )
+        row = {"id": f"r{seed}-{number}", "prompt": f"{seed} {word} city {number} {'x' * int(rng.integers(0, 30))}"}
+        row |= {"label": label, "answers": ["Paris"], "group": f"g{seed}-{number // per_group}"}
+        kind = ["capital", "river", "element"][int(rng.integers(3))]
+        rows.append(row | {"kind": kind, "template": ["a", "b"][number % 2]})
     return rows
 
 

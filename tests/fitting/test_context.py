@@ -90,9 +90,7 @@ def test_rows_that_took_part_have_logits_by_probes_that_never_saw_them() -> None
         assert 0.38 < auroc(label, found.logits.mean(axis=1)) < 0.6
         assert found.record.auroc < 0.6
         assert found.record.weight > 0  # of a probe that tells nothing, too
-
-
-def test_rows_that_took_no_part_are_read_by_the_served_probe() -> None:
+    # Rows that took no part are read by the served probe.
     passage = halves(0.4, 5)
     a = planted({PASSAGE: signs(passage)})
     found = fitted(a, passage, EVERY[::2])

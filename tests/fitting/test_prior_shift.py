@@ -18,7 +18,7 @@ from service.fitting.prior_shift import (
     prior_shift_test,
     shift_to,
 )
-from tests.fitting.made import APART, PRIOR, other_questions, rows
+from tests.fitting.made import APART, PRIOR, rows
 
 
 def em(risk: np.ndarray, prior: float, wrong: int, right: int) -> float:
@@ -33,6 +33,10 @@ def em(risk: np.ndarray, prior: float, wrong: int, right: int) -> float:
 def seen(rng: np.random.Generator, groups: int, share: float, size: int = 1) -> Traffic:
     risk, _, group = rows(rng, groups, share, size=size)
     return Traffic(risk, group)
+
+
+def source(rng: np.random.Generator, groups: int = 600, size: int = 1) -> LabelledRisks:
+    return LabelledRisks(*rows(rng, groups, PRIOR, size=size))
 
 
 def width(traffic: Traffic, *labelled: np.ndarray) -> float:
@@ -74,19 +78,16 @@ def test_groups_widen_the_interval_and_labels_narrow_it_by_their_groups() -> Non
     assert values[0] == values[1]
 
 
-def test_the_map_gives_the_risks_of_the_new_share() -> None:
+def test_the_map_gives_the_risks_of_the_new_share_and_one_at_the_end_no_certainty() -> None:
     x = np.linspace(-4, 4, 9)
     moved = shift_to(0.8, PRIOR, 1_000)(expit(APART * x + logit(PRIOR)))
     np.testing.assert_allclose(moved, expit(APART * x + logit(0.8)), rtol=1e-9)
     np.testing.assert_allclose(shift_to(PRIOR, PRIOR, 10)(moved), moved, rtol=1e-9)
-
-
-@pytest.mark.parametrize(("risk", "share"), [(0.001, 0.0), (0.999, 1.0)])
-def test_a_share_at_the_end_gives_no_certainty(risk: float, share: float) -> None:
-    found = most_likely_share(Traffic(np.full(50, risk), np.arange(50)), PRIOR)
-    assert found == pytest.approx(share, abs=1e-9)
-    assert 0 < shift_to(found, PRIOR, 50)(risk) < 1
-    assert abs(shift_to(found, PRIOR, 50).c) < 6
+    for risk, share in ((0.001, 0.0), (0.999, 1.0)):
+        found = most_likely_share(Traffic(np.full(50, risk), np.arange(50)), PRIOR)
+        assert found == pytest.approx(share, abs=1e-9)
+        assert 0 < shift_to(found, PRIOR, 50)(risk) < 1
+        assert abs(shift_to(found, PRIOR, 50).c) < 6
 
 
 def test_groups_of_two_files_are_numbered_together() -> None:
@@ -94,10 +95,6 @@ def test_groups_of_two_files_are_numbered_together() -> None:
 
 
 # --- does prior shift hold ---
-
-
-def source(rng: np.random.Generator, groups: int = 600, size: int = 1) -> LabelledRisks:
-    return LabelledRisks(*rows(rng, groups, PRIOR, size=size))
 
 
 @pytest.mark.parametrize(("share", "size"), [(0.1, 1), (PRIOR, 1), (0.8, 1), (0.6, 4)])
@@ -112,14 +109,16 @@ def test_prior_shift_is_rarely_refused(share: float, size: int) -> None:
 
 
 def test_other_questions_are_refused_and_their_share_would_have_been_wrong() -> None:
+    """Covariate shift: x is distributed otherwise, around the middle, and P(hallucinated | x) stays."""
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        risk, label, group = other_questions(rng, 300)
-        found = prior_shift_test(source(rng), Traffic(risk, group))
+        risk = expit(APART * (0.5 + 0.5 * rng.standard_normal(300)) + logit(PRIOR))
+        wrong, traffic = rng.random(300) < risk, Traffic(risk, np.arange(300))
+        found = prior_shift_test(source(rng), traffic)
         assert not found.explained
         assert found.distance > NEGLIGIBLE
-        share = estimate_share(Traffic(risk, group), PRIOR)
-        assert not share.low <= np.mean(label == 0) <= share.high  # without the test nothing would have said so
+        share = estimate_share(traffic, PRIOR)
+        assert not share.low <= np.mean(wrong) <= share.high  # without the test nothing would have said so
 
 
 def test_rows_of_a_group_are_no_evidence_of_their_own() -> None:
@@ -134,16 +133,12 @@ def test_rows_of_a_group_are_no_evidence_of_their_own() -> None:
     assert refused[1] >= 5
 
 
-def test_a_large_traffic_is_not_refused_for_a_hair() -> None:
+def test_a_large_traffic_is_not_refused_for_a_hair_and_both_classes_are_needed() -> None:
     """Refitted probes separate the classes a little better than cross-fitted ones."""
     rng = np.random.default_rng(0)
     known, traffic = source(rng, 20_000), seen(rng, 20_000, 0.6)
     found = prior_shift_test(known, Traffic(1 / (1 + (1 / traffic.risk - 1) ** 1.04), traffic.group))
     assert found.explained
     assert found.limit == NEGLIGIBLE
-
-
-def test_it_needs_both_classes() -> None:
-    one_class = LabelledRisks(np.array([0.1, 0.2]), np.ones(2, int), np.arange(2))
     with pytest.raises(ValueError, match="both classes"):
-        prior_shift_test(one_class, Traffic(np.ones(3), np.arange(3)))
+        prior_shift_test(LabelledRisks(np.array([0.1, 0.2]), np.ones(2, int), np.arange(2)), traffic)

@@ -29,7 +29,7 @@ from service.fitting.thresholds import (
 
 
 def made(*levels: tuple[float, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each level its risk, right rows and wrong rows -> label [n], risk [1, n], in a shuffled order."""
+    """Return label [n] and risk [1, n], in a shuffled order, of levels of risk, right rows and wrong rows."""
     label = np.concatenate([[1] * right + [0] * wrong for _, right, wrong in levels])
     risk = np.concatenate([[level] * (right + wrong) for level, right, wrong in levels])
     order = np.random.default_rng(0).permutation(len(label))
@@ -50,13 +50,6 @@ def test_by_cost_it_is_one_over_one_plus_k_whatever_the_rows_are(k: float) -> No
     assert 0 < WrongCosts(1e30).threshold < WrongCosts(1e-30).threshold < 1
 
 
-@pytest.mark.parametrize("k", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_cost_is_a_positive_number(k: float) -> None:
-    with pytest.raises(TrainingError, match="positive") as caught:
-        WrongCosts(k)
-    assert caught.value.param == "wrong_costs"
-
-
 @pytest.mark.parametrize(
     ("text", "measure", "share"),
     [("wrong<=0.2", "wrong", 0.2), ("answered>=0.5", "answered", 0.5), (" wrong <= .05 ", "wrong", 0.05),
@@ -68,18 +61,16 @@ def test_a_target_is_read_as_it_is_written(text: str, measure: str, share: float
     assert Target.parse(str(found)) == found
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "wrong", "0.2", "wrong>=0.2", "answered<=0.5", "wrong<0.2", "wrong=0.2", "wrong<=20%", "wrong<=1", "wrong<=2",
-     "answered>=0", "answered>=1.1", "wrong<=-0.1", "wrong<=nan", "right<=0.2", "wrong<=0.2,answered>=0.5",
-     "wrong<=\N{ARABIC-INDIC DIGIT ZERO}"],
-)  # fmt: skip
-def test_a_target_that_is_none_is_an_error_with_the_cure(text: str) -> None:
-    with pytest.raises(TrainingError) as caught:
-        Target.parse(text)
-    assert caught.value.param == "target"
-    for words in ("wrong<=SHARE", "answered>=SHARE", repr(text)):
-        assert words in caught.value.message
+def test_a_cost_or_a_target_that_is_none_is_an_error() -> None:
+    texts = ["", "wrong", "0.2", "wrong>=0.2", "answered<=0.5", "wrong<0.2", "wrong=0.2", "wrong<=20%", "wrong<=1",
+             "wrong<=2", "answered>=0", "answered>=1.1", "wrong<=-0.1", "wrong<=nan", "right<=0.2",
+             "wrong<=0.2,answered>=0.5", "wrong<=\N{ARABIC-INDIC DIGIT ZERO}"]  # fmt: skip
+    calls = [("target", Target.parse, text) for text in texts]
+    calls += [("wrong_costs", WrongCosts, k) for k in (0.0, -1.0, float("inf"), float("nan"))]
+    for param, call, given_ in calls:
+        with pytest.raises(TrainingError) as caught:
+            call(given_)
+        assert (caught.value.param, repr(given_) in caught.value.message) == (param, True)
 
 
 # 20 rows at 0.1 of which 2 are wrong; with those at 0.3, 6 of 30; with those at 0.6, 16 of 50; all: 56 of 100.
@@ -116,14 +107,11 @@ def test_which_threshold_is_taken(
     assert found.reached is found.document()["reached"] is reached
 
 
-def test_too_few_rows_for_a_target_are_an_error_with_the_cure() -> None:
+def test_too_few_rows_for_a_target_are_an_error_and_seeds_are_stacked() -> None:
     with pytest.raises(TrainingError, match=r"20 answered rows.* 19 .*--wrong-costs") as caught:
         target("wrong<=0.2", *made((0.1, 10, 0), (0.5, 4, 5)))
     assert caught.value.param == "target"
     assert target("answered>=0.5", *made((0.1, 10, 0), (0.5, 4, 5))).reached
-
-
-def test_seeds_are_stacked() -> None:
     label, risk = made(*LEVELS)
     for text in ("wrong<=0.2", "answered>=0.3"):
         assert target(text, label, np.concatenate([risk, risk])) == target(text, label, risk)
@@ -146,14 +134,12 @@ def test_no_other_threshold_does_better(seed: int, seeds: int, text: str) -> Non
     wrong = wanted.measure == "wrong"
     gates = [at_threshold(label, risk, float(cut)) for cut in np.linspace(0.005, 0.995, 199)]
     gates = [gate for gate in gates if gate["answered"] * 60 >= (20 if wrong else 0)]
-    meets = [
-        gate["answered"]
-        for gate in gates
-        if (gate["wrong_among_answered"] <= wanted.share if wrong else gate["answered"] >= wanted.share)
+    passing = [
+        g for g in gates if (g["wrong_among_answered"] <= wanted.share if wrong else g["answered"] >= wanted.share)
     ]
-    assert found.reached is bool(meets)
-    if meets:
-        assert found.gate["answered"] == (max(meets) if wrong else min(meets))
+    assert found.reached is bool(passing)
+    if passing:
+        assert found.gate["answered"] == (max if wrong else min)(gate["answered"] for gate in passing)
     else:
         assert found.gate["wrong_among_answered"] == min(gate["wrong_among_answered"] for gate in gates)
 
@@ -234,27 +220,18 @@ def test_a_group_counts_once_with_its_first_answered_row() -> None:
         assert first_answered(label, risk, group, threshold, np.arange(5)[::step]) == counts
 
 
-def test_numbers_that_are_known() -> None:
+def test_it_stops_at_the_first_failure_and_says_what_is_missing() -> None:
     assert least_groups(0.1, 0.05) == 29
     assert binom.cdf(0, 29, 0.1) <= 0.05 < binom.cdf(0, 28, 0.1)
-    bounds = [
-        GuaranteeTest(0.1, 0.05, (GuaranteeStep(0.5, groups, wrong, groups, wrong, 1.0),)).least_alpha
-        for groups, wrong in ((29, 0), (28, 0), (3, 3))
-    ]
-    assert bounds[0] < 0.1 < bounds[1]
-    assert bounds[2] == 1.0
-
-
-def test_it_stops_at_the_first_failure_and_says_what_is_missing() -> None:
+    steps = [GuaranteeStep(0.5, groups, wrong, groups, wrong, 1.0) for groups, wrong in ((29, 0), (28, 0), (3, 3))]
+    bounds = [GuaranteeTest(0.1, 0.05, (step,)).least_alpha for step in steps]
+    assert bounds[0] < 0.1 < bounds[1] < bounds[2] == 1.0
     label, risk, group = np.ones(100, int), np.linspace(0.01, 1, 100), np.arange(100)
     label[70:] = 0
     found = certify(label, risk, group, [0.5, 0.705, 0.95, 1.1], 0.1, 0.05)
     assert [step.p_value <= 0.05 for step in found.steps] == [True, True, False]
     assert found.threshold == 0.705
-    few, bad = (
-        certify(label[:20], risk[:20], group[:20], [1.1], 0.1, 0.05),
-        certify(label, risk, group, [1.1], 0.1, 0.05),
-    )
+    few, bad = (certify(label[:n], risk[:n], group[:n], [1.1], 0.1, 0.05) for n in (20, 100))
     assert few.threshold is bad.threshold is None
     assert few.least_alpha == pytest.approx(1 - 0.05 ** (1 / 20))
     assert (few.groups_wanted, bad.groups_wanted) == (29, -1)

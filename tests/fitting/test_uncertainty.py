@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from sklearn.base import clone
 
-from benchmarks import refits
 from service.fitting.estimator import DepthMeanProbe
+from service.fitting.nested_cv import Inputs, evaluate
 from service.fitting.uncertainty import OUTSIDE_SHARE, TrajectoryReference, fit_interval, fit_reference
 from service.judging.uncertainty import distance
+from tests.fitting.made import readouts
 
 LAYERS = 20
 OTHER = 4.0  # shift of prompts that do not apply
@@ -49,23 +53,18 @@ def test_a_change_of_the_pattern_alone_lies_outside() -> None:
     assert outside(made, np.stack([rng.permutation(column) for column in rows.T], axis=1)) > 0.5
 
 
-def test_the_rows_distances_are_by_folds_that_lack_them() -> None:
+def test_a_row_s_distance_is_by_a_fold_that_lacks_it_and_a_layer_that_never_varies_is_left_out() -> None:
     rows = trajectories(np.random.default_rng(2), 100)
     rows[7] += 1e4
     made = reference(rows)
     assert made.distance[0, 7] > 50 * np.median(made.distance)
-
-
-def test_a_layer_that_never_varies_is_left_out() -> None:
     rows = trajectories(np.random.default_rng(3), 300)
     rows[:, 4] = 0.25
     made, moved = reference(rows), rows[:5].copy()
     moved[:, 4] += 9.0
     own, other = (distance(some, made.mean, made.whitening) for some in (rows[:5], moved))
     assert other == pytest.approx(own, rel=1e-9)
-
-
-def test_few_rows_place_no_small_quantile() -> None:
+    # Few rows place no small quantile.
     made = reference(trajectories(np.random.default_rng(4), 40))
     assert made.share == pytest.approx(1 / 41)
     assert made.distance.max() == 1
@@ -134,17 +133,52 @@ def test_one_seed_has_no_interval_and_fits_that_agree_or_say_0_and_1_have_finite
         assert np.isfinite(found.half_width(0.0, 1.0))
 
 
+# --- real refits ---
+
+FOLDS, SEEDS, FRESH, N = 5, (0, 1, 2), 500, 200
+PROBE = DepthMeanProbe(0.1, folds=FOLDS, seeds=SEEDS)
+
+
+def world(rng: np.random.Generator) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    """Return what draws n activations [n, 6, 3, 16] and labels; ``shift`` moves to prompts of another kind."""
+    shape = (6, 3, 16)
+    direction = rng.normal(size=shape)
+    truth = direction / np.linalg.norm(direction, axis=2, keepdims=True)
+    truth *= np.linspace(0.1, 0.4, 6)[:, None, None] * np.array([0.0, 0.8, 1.0])[:, None]
+    shared, scale = rng.normal(size=(8, *shape)) * 0.4, np.exp(np.linspace(0, 2, 6))[:, None, None]
+    elsewhere = rng.normal(size=shape) * 0.8
+
+    def draw(n: int, shift: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        label = (rng.normal(size=n) > 0.3).astype(np.int64)
+        x = rng.normal(size=(n, *shape)) + np.einsum("nq,qmkd->nmkd", rng.normal(size=(n, 8)), shared)
+        return (x + shift * elsewhere + (2 * label - 1)[:, None, None, None] * truth) * scale, label
+
+    return draw
+
+
+def trained(x: np.ndarray, label: np.ndarray, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The trainer's whole way: log odds, distances and half widths of the fresh prompts."""
+    group, count = np.arange(N), N + len(fresh)
+    inputs = Inputs(readouts(x, label), group, np.zeros((N, 2)), np.ones(N, int), ({},) * N)
+    risk = evaluate(inputs, folds=FOLDS, seeds=SEEDS, probe=PROBE).risk["depth_mean_unit_norm"]
+    every = readouts(np.concatenate([x, fresh]), np.r_[label, np.zeros(len(fresh))])
+    probe = clone(PROBE).fit_readouts(every, np.arange(count), group, np.arange(N, count)).fit_risk(label)
+    made = fit_reference(probe.out_of_fold_, label, group, FOLDS, SEEDS)
+    logits, interval = probe.scaled_["unit_norm"].trajectory, fit_interval(risk, made, FOLDS)
+    away, z = distance(logits, made.mean, made.whitening), logits.mean(axis=1) * probe.classifier_.weight[0]
+    z += probe.classifier_.intercept
+    assert interval is not None
+    return z, away, np.array([interval.half_width(*pair) for pair in zip(z.tolist(), away.tolist(), strict=True)])
+
+
 @pytest.mark.long
-def test_an_interval_holds_what_other_training_sets_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real refits; half the width is what the jackknife would give without its factor.  The benchmark has more."""
-    monkeypatch.setattr(refits, "FRESH", 500)
-    said = list(refits.simulated(4, 200, 1, 3, DepthMeanProbe(0.1)))
-    pairs = [(one, other) for one in said for other in said if one is not other]
-    share = [
-        float(np.mean([np.abs(one.log_odds - other.log_odds) <= stretch * one.half_width for one, other in pairs]))
-        for stretch in (1.0, 0.5)
-    ]
-    assert 0.93 <= share[0] <= 0.998
-    assert share[1] < 0.92
-    assert np.mean([one.distance >= 1 for one in said]) < 0.03
-    assert np.mean([one.elsewhere >= 1 for one in said]) > 0.3
+def test_an_interval_holds_what_other_training_sets_say() -> None:
+    """Half the width is what the jackknife would give without its factor."""
+    draw = world(np.random.default_rng(3))
+    fresh = np.concatenate([draw(FRESH)[0], draw(500, 3.0)[0]])
+    said = [trained(*draw(N), fresh) for _ in range(4)]
+    apart = [(np.abs(one[0] - other[0]) / one[2])[:FRESH] for one in said for other in said if one is not other]
+    assert 0.93 <= np.mean(np.less_equal(apart, 1.0)) <= 0.998
+    assert np.mean(np.less_equal(apart, 0.5)) < 0.92
+    assert np.mean([away[:FRESH] >= 1 for _, away, _ in said]) < 0.03
+    assert np.mean([away[FRESH:] >= 1 for _, away, _ in said]) > 0.3
