@@ -30,6 +30,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.bench_model import SHIPPED_BUNDLES
@@ -91,7 +92,7 @@ class Stage:
         return self.fleet.replicas[0]
 
     def play(self, act: Callable[[], Awaitable[list[Check]]], rate: float) -> list[Check]:
-        """``act`` under load, and what must hold after each."""
+        """Return the checks of ``act`` under load, and of what must hold after each."""
 
         async def play() -> list[Check]:
             load = asyncio.create_task(self.witness.open_loop(rate))
@@ -106,30 +107,17 @@ class Stage:
             took = asyncio.run(replica.ready_within(READY_S))
             found.append(Check(f"ready again, {replica.name}", "no" if took is None else f"{took:.1f} s after the end",
                                f"<= {READY_S:.0f} s", took is not None))  # fmt: skip
-        return [*found, replay(self.witness, self.digests, self.store.root), *(held(self) for held in LEDGERS)]
-
-
-def labels_kept(stage: Stage) -> Check:
-    """Every label that was acknowledged is in the database."""
-    return kept(
-        stage.witness, lambda: {(id, index): label for id, index, label in rows(location(stage.database), STORED)}
-    )
-
-
-def decisions_kept(stage: Stage) -> Check:
-    """Every answer that was given is in the audit log, which all replicas write."""
-    return recorded(stage.witness, stage.audit)
-
-
-# What must hold of everything that was acknowledged, after each scenario.
-LEDGERS: list[Callable[[Stage], Check]] = [labels_kept, decisions_kept]
+        labels = kept(self.witness, lambda: {(id, index): label for id, index, label in
+                                             rows(location(self.database), STORED)})  # fmt: skip
+        risks = replay(self.witness, self.digests, self.store.root)
+        return [*found, risks, labels, recorded(self.witness, self.audit)]
 
 
 @contextmanager
 def stage(
     options: argparse.Namespace, replicas: int, *flags: str, place: str | None = None, **variables: str
 ) -> Iterator[Stage]:
-    """Replicas behind nginx, a store with two versions at ``place``, a database and an audit log that they share."""
+    """Yield replicas behind nginx, a store with two versions at ``place``, a database and an audit log they share."""
     with tempfile.TemporaryDirectory() as folder, a_database(replicas > 1) as (database, _):
         own = Path(folder)
         store, digests = two_versions(place or own / "store", own / "cache of this process")
@@ -142,7 +130,7 @@ def stage(
 
 
 def killed(options: argparse.Namespace) -> list[Check]:
-    """A replica dies again and again; what it was doing is asked of the other one."""
+    """Kill a replica again and again; what it was doing is asked of the other one."""
     times = 2 if options.quick else options.kills
     with stage(options, 2) as on:
 
@@ -158,7 +146,7 @@ def killed(options: argparse.Namespace) -> list[Check]:
 
 
 def whole_answers(witness: Witness) -> Check:
-    """A stream that has begun cannot be begun again; everything else is answered."""
+    """Check that everything is answered but streams, which cannot be begun again."""
     count = sum(witness.failures.values())
     note = "; ".join(f"{number} x {name}" for name, number in witness.failures.most_common(3))
     return Check("failed requests, but for streams", f"{count - witness.streams_failed} of {witness.sent}",
@@ -167,19 +155,18 @@ def whole_answers(witness: Witness) -> Check:
 
 
 def engine_core(service: int) -> int:
-    """vLLM's engine process below a service.  Raises LookupError."""
+    """Return vLLM's engine process below a service.  Raises LookupError."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(words[2]) == service and "EngineCore" in (entry / "comm").read_text() + (
-                entry / "cmdline"
-            ).read_bytes().decode(errors="replace"):
+            names = (entry / "comm").read_bytes() + (entry / "cmdline").read_bytes()
+            if int(words[2]) == service and b"EngineCore" in names:
                 return int(entry.name)
     raise LookupError(f"no engine process below {service}")
 
 
 def vllm_core(options: argparse.Namespace) -> list[Check]:
-    """The process that has vLLM's engine dies; the service says so by its exit status, and a new one answers."""
+    """Kill the process that has vLLM's engine; the service says so by its exit status, and a new one answers."""
     try:
         import vllm  # noqa: F401
     except ImportError:
@@ -205,18 +192,15 @@ def vllm_core(options: argparse.Namespace) -> list[Check]:
 
 
 def stopped(options: argparse.Namespace) -> list[Check]:
-    """A replica stands still: others answer, and what it had begun is answered when it goes on."""
+    """Stop a replica: others answer, and what it had begun is answered when it goes on."""
     with stage(options, 2) as on:
 
         async def act() -> list[Check]:
             await asyncio.sleep(2.0)
-            on.one.signal(signal.SIGSTOP)
-            try:
-                before = on.witness.answered
+            before = on.witness.answered
+            with silent(on.one.signal):
                 await asyncio.sleep(3.0 if on.quick else 15.0)
                 meanwhile = on.witness.answered - before
-            finally:
-                on.one.signal(signal.SIGCONT)
             await asyncio.sleep(3.0)
             return [Check("answered while it stood still", str(meanwhile), "> 0", meanwhile > 0)]
 
@@ -225,7 +209,7 @@ def stopped(options: argparse.Namespace) -> list[Check]:
 
 @contextmanager
 def away(store: Store) -> Iterator[None]:
-    """The store cannot be read: its folder is a file."""
+    """Make the store unreadable: its folder is a file."""
     aside = store.root.with_name("aside")
     store.root.rename(aside)
     store.root.write_text("")
@@ -237,12 +221,12 @@ def away(store: Store) -> Iterator[None]:
 
 
 @contextmanager
-def silent(process: int) -> Iterator[None]:
-    os.kill(process, signal.SIGSTOP)
+def silent(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
+    stop(signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(process, signal.SIGCONT)
+        stop(signal.SIGCONT)
 
 
 def unreadable(options: argparse.Namespace) -> list[Check]:
@@ -258,11 +242,11 @@ def unreachable(options: argparse.Namespace) -> list[Check]:
     with s3_process() as (address, process):
         use(address)
         with stage(options, 1, "--watch-s", "0.5", place=f"s3://{BUCKET}/probes") as on:
-            return cut_off(on, options.rate, lambda: silent(process))
+            return cut_off(on, options.rate, lambda: silent(partial(os.kill, process)))
 
 
 def cut_off(on: Stage, rate: float, outage: Callable[[], AbstractContextManager[None]]) -> list[Check]:
-    """What is loaded goes on judging; the alias that moved takes effect when the store is back, by itself."""
+    """Check that what is loaded goes on judging, and the alias that moved takes effect when the store is back."""
 
     def told() -> int:
         return len({digest for _, digest in on.witness.seen})
@@ -298,7 +282,7 @@ def publishing(store: Store) -> str:
 
 @contextmanager
 def small_disk(folder: Path, mib: int) -> Iterator[Path]:
-    """A tmpfs.  Raises LeftOut where it cannot be mounted."""
+    """Yield a tmpfs.  Raises LeftOut where it cannot be mounted."""
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True,
                           text=True, check=False)  # fmt: skip
@@ -311,12 +295,8 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
 
 
 def disk_full(options: argparse.Namespace) -> list[Check]:
-    """Scores go on, labels are refused in words, and are taken again when there is room."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        small_disk(Path(folder) / "disk", 4) as disk,
-        stage(options, 1) as before,
-    ):
+    """Fill the disk: scores go on, labels are refused in words, and are taken again when there is room."""
+    with tempfile.TemporaryDirectory() as own, small_disk(Path(own) / "disk", 4) as disk, stage(options, 1) as before:
         database = str(disk / "feedback.db")
         before.one.drain()
         before.one.arguments = (*before.one.arguments[:-1], f"--feedback-db={database}")
@@ -336,8 +316,7 @@ def disk_full(options: argparse.Namespace) -> list[Check]:
                     file.write(b"x" * 4096)
             await asyncio.sleep(2.0 if on.quick else 10.0)
             during = await acknowledged()
-            refused = on.witness.unlabelled["503"]
-            answered = on.witness.answered
+            refused, answered = on.witness.unlabelled["503"], on.witness.answered
             filler.unlink()
             end = time.monotonic() + READY_S
             while (after := await acknowledged()) == 0 and time.monotonic() < end:
@@ -361,7 +340,7 @@ def faketime() -> str:
 
 
 def clock(options: argparse.Namespace) -> list[Check]:
-    """Wall time jumps; the monotonic clock does not.  libfaketime makes the process slow, so there are few requests."""
+    """Let wall time jump, not the monotonic clock.  libfaketime makes the process slow, so there are few requests."""
     library = faketime()
     with tempfile.TemporaryDirectory() as folder:
         moved = Path(folder) / "offset"
@@ -397,7 +376,6 @@ def clock(options: argparse.Namespace) -> list[Check]:
 
 
 def disconnects(options: argparse.Namespace) -> list[Check]:
-    """As benchmarks/service_disconnects.py has it, on the shipped bundle."""
     count = 100 if options.quick else 1000
     with ServiceProcess("--bundle", SHIPPED_BUNDLES["demo"][0], "--deadline-s", "600") as server:
         asyncio.run(closed_loop(server.address, iter(score_requests(make_prompts(8, "mixed 32-96", seed=7))), 2))

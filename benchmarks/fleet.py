@@ -5,8 +5,6 @@ clients that know what they asked: every answer is kept with its bundle's digest
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import http.client
 import json
 import os
 import random
@@ -14,30 +12,29 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.harness import CITIES, FORMS, Check, Pool, Reply, ServiceProcess, percentile, post
-from benchmarks.traffic import Unexpected, events, require
+from benchmarks import harness
+from benchmarks.harness import Check, Pool, Reply, ServiceProcess, Unexpected, events, percentile, post, require
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.access.routes import FEEDBACK_ROUTE, RELOAD_ROUTE
 from service.audit.verify import verify
 from service.feedback.rows import LABELS
-from tests.deploy.balancer import Balancer, free_port
-from tests.deploy.balancer import balancing as nginx
+from tests.deploy.balancer import Balancer, balancing, free_port
 
 NAME = "mine"
 SOURCES = ("demo", "demo-fused")  # what the two versions are: their risks differ
-Balancing = Callable[[Path, Sequence[str]], AbstractContextManager[Balancer]]
 
 
 def two_versions(place: Path | str, cache: Path | None = None) -> tuple[Store, dict[str, str]]:
-    """A store with two versions of one bundle, production at the first; digest -> reference."""
+    """Return a store with two versions of one bundle, production at the first, and digest -> reference."""
     store, digests = Store(place, fallbacks=[SHIPPED], cache=cache), {}
     for source in SOURCES:
         made = store.publish(draft(source))
@@ -47,9 +44,8 @@ def two_versions(place: Path | str, cache: Path | None = None) -> tuple[Store, d
 
 
 def draft(source: str) -> BundleDraft:
-    bundle = Store(SHIPPED).load(source)
-    manifest = dataclasses.replace(bundle.manifest, name=NAME)
-    return BundleDraft(manifest, bundle.probes, bundle.golden, bundle.evaluation(), bundle.card())
+    one = Store(SHIPPED).load(source)
+    return BundleDraft(replace(one.manifest, name=NAME), one.probes, one.golden, one.evaluation(), one.card())
 
 
 class Replica:
@@ -66,7 +62,7 @@ class Replica:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Until it is ready.  Raises RuntimeError as ServeProcess does."""
+        """Start a process and wait until it is ready.  Raises RuntimeError as ServeProcess does."""
         process = ServiceProcess("--port", str(self.port), *self.arguments, **self.variables)
         process.__enter__()
         self.process, self.starts = process, self.starts + 1
@@ -93,21 +89,18 @@ class Replica:
         return process
 
     def asked(self, method: str, route: str, timeout_s: float = 60.0) -> int:
-        """Status of a request to this replica alone; 0 where there was no answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
-            connection.request(method, route, headers={"Content-Length": "0"})
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return 0
-        finally:
-            connection.close()
+        """Return the status of a request to this replica alone; 0 where there was no answer."""
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
+            with suppress(OSError, HTTPException):
+                connection.request(method, route, headers={"Content-Length": "0"})
+                return connection.getresponse().status
+        return 0
 
     def reload(self) -> int:
         return self.asked("POST", RELOAD_ROUTE)
 
     async def ready_within(self, seconds: float) -> float | None:
-        """Seconds until /health/ready says 200; None: not in that time."""
+        """Return the seconds until /health/ready says 200; None: not in that time."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
             if await asyncio.to_thread(self.asked, "GET", "/health/ready", 5.0) == 200:
@@ -123,34 +116,26 @@ class Fleet:
 
     @property
     def address(self) -> tuple[str, int]:
-        parts = urlsplit(self.balancer.url)
-        assert parts.hostname is not None
-        assert parts.port is not None
-        return parts.hostname, parts.port
+        host, _, port = urlsplit(self.balancer.url).netloc.rpartition(":")
+        return host, int(port)
 
     def complaints(self) -> str:
-        """What nginx wrote to its error log, counted."""
+        """Return what nginx wrote to its error log, counted."""
         lines = (self.balancer.log.parent / "errors").read_text(errors="replace").splitlines()
         found = Counter(re.sub(r"^.*?\*\d+ |, client: .*$", "", line) for line in lines if " [notice] " not in line)
         return "; ".join(f"{count} x {words}" for words, count in found.most_common(6))
 
 
 @contextmanager
-def fleet(folder: Path, count: int, *arguments: str, balancing: Balancing = nginx, **variables: str) -> Iterator[Fleet]:
-    """So many ready replicas on one thread each, with the same arguments; whatever still runs at the end is stopped."""
+def fleet(folder: Path, count: int, *arguments: str, **variables: str) -> Iterator[Fleet]:
+    """Yield ready replicas on one thread each behind nginx; whatever still runs at the end is stopped."""
     with ExitStack() as stack:
-        replicas = running(stack, count, *arguments, **variables)
+        replicas = tuple(Replica(*arguments, **{"HALLUTRACER_THREADS": "1"} | variables) for _ in range(count))
+        for replica in replicas:
+            stack.callback(lambda replica=replica: replica.process and replica.drain())
+            replica.start()
         folder.mkdir(parents=True, exist_ok=True)
         yield Fleet(replicas, stack.enter_context(balancing(folder, [replica.name for replica in replicas])))
-
-
-def running(stack: ExitStack, count: int, *arguments: str, **variables: str) -> tuple[Replica, ...]:
-    """Replicas that are ready, and stopped when ``stack`` ends."""
-    replicas = tuple(Replica(*arguments, **{"HALLUTRACER_THREADS": "1"} | variables) for _ in range(count))
-    for replica in replicas:
-        stack.callback(lambda replica=replica: replica.process and replica.drain())
-        replica.start()
-    return replicas
 
 
 TOLERANCE = 1e-5  # of a risk in float32, whatever stands beside it in a batch (docs/serving.md)
@@ -163,11 +148,11 @@ SEEN_S = 0.25  # from an answer to its label: another replica knows of an answer
 
 
 def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Distinct contents of requests: texts and conversations."""
+    """Return distinct contents of requests: texts and conversations."""
     draw = random.Random(seed)
     found: dict[str, dict[str, Any]] = {}
     while len(found) < count:
-        text = " ".join(draw.choice(FORMS).format(draw.choice(CITIES)) for _ in range(draw.randint(1, 4)))
+        text = " ".join(harness.question(draw) for _ in range(draw.randint(1, 4)))
         chat = {"messages": [{"role": "user", "content": text}]}
         found.setdefault(text, chat if draw.random() < 0.3 else {"prompt": text})
     return list(found.values())
@@ -210,10 +195,7 @@ class Witness:
         self._pool = Pool(*self.address)
 
     async def open_loop(self, rate: float, most: int = 10_000) -> None:
-        """At ``rate`` requests a second until ``stopped``, and until all are answered; ``most`` of them at a time.
-
-        Further ones wait to be sent: where other work takes the machine, capacity falls below what was measured.
-        """
+        """Send ``rate`` requests a second until ``stopped``, ``most`` of them at a time; wait for all answers."""
         tasks: set[asyncio.Task[None]] = set()
         due = time.perf_counter()
         while not self.stopped.is_set():
@@ -227,22 +209,19 @@ class Witness:
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
 
-    async def closed_loop(self, clients: int) -> None:
+    async def for_seconds(self, seconds: float, clients: int) -> float:
+        """Return the answers a second of a closed loop for so long."""
 
         async def client() -> None:
             while not self.stopped.is_set():
                 await self._ask(time.perf_counter())
 
-        await asyncio.gather(*(client() for _ in range(clients)))
-
-    async def for_seconds(self, seconds: float, clients: int) -> float:
-        """A closed loop for so long: answers a second."""
-        start, before = time.perf_counter(), self.answered
-        loop = asyncio.create_task(self.closed_loop(clients))
+        start = time.perf_counter()
+        loops = [asyncio.create_task(client()) for _ in range(clients)]
         await asyncio.sleep(seconds)
-        rate = (self.answered - before) / (time.perf_counter() - start)
+        rate = self.answered / (time.perf_counter() - start)
         self.stopped.set()
-        await loop
+        await asyncio.gather(*loops)
         return rate
 
     async def _ask(self, due: float) -> None:
@@ -302,7 +281,7 @@ class Witness:
                          for name, share in (("p50", 0.5), ("p99", 0.99), ("worst", 1.0)))  # fmt: skip
 
     def failed(self, allowed: int = 0) -> Check:
-        """Requests that read a prompt and were not answered, at most ``allowed``."""
+        """Check that of the requests that read a prompt at most ``allowed`` were not answered."""
         count = sum(self.failures.values())
         note = "; ".join(f"{number} x {name}" for name, number in self.failures.most_common(4))
         return Check("failed requests", f"{count} of {self.sent}", f"<= {allowed}" if allowed else "0",
@@ -310,7 +289,7 @@ class Witness:
 
 
 def replay(witness: Witness, digests: Mapping[str, str], store: Path, model: str = "demo") -> Check:
-    """Every distinct (prompt, digest) again, with the library: the service's risks are those of the named bundle."""
+    """Score every distinct (prompt, digest) with the library: the service's risks are those of the named bundle."""
     import hallutracer as ht
 
     wrong: list[str] = [f"digest {digest}, which was never published" for _, digest in witness.seen
@@ -320,9 +299,8 @@ def replay(witness: Witness, digests: Mapping[str, str], store: Path, model: str
         numbers = sorted(number for number, named in witness.seen if named == digest)
         if not numbers:
             continue
-        prompts = [
-            content.get("prompt") or content["messages"] for content in map(witness.contents.__getitem__, numbers)
-        ]
+        contents = [witness.contents[number] for number in numbers]
+        prompts = [content.get("prompt") or content["messages"] for content in contents]
         with ht.load(model, bundle=reference, store=store) as detector:
             risks = [found.risk for found in detector.score(prompts)]
         for number, risk in zip(numbers, risks, strict=True):
@@ -338,11 +316,8 @@ def replay(witness: Witness, digests: Mapping[str, str], store: Path, model: str
                  f"(tolerance {TOLERANCE:g})")  # fmt: skip
 
 
-Stored = Callable[[], Mapping[tuple[str, int], str]]
-
-
-def kept(witness: Witness, stored: Stored) -> Check:
-    """Labels that were acknowledged, in the database."""
+def kept(witness: Witness, stored: Callable[[], Mapping[tuple[str, int], str]]) -> Check:
+    """Check that labels that were acknowledged are in the database."""
     there = stored()
     lost = [key for key, label in witness.acknowledged.items() if there.get(key) != label]
     note = ", ".join(f"{count} x {why}" for why, count in witness.unlabelled.items())
@@ -351,7 +326,7 @@ def kept(witness: Witness, stored: Stored) -> Check:
 
 
 def recorded(witness: Witness, log: Path) -> Check:
-    """Answers that were given, in an audit log without which none may be given; its chain is whole."""
+    """Check that answers that were given are in an audit log without which none may be given; its chain is whole."""
     chain = verify([log])
     there: set[tuple[str, str, float]] = set()  # one request has two where a replica died before it could answer
     for line in log.read_bytes().splitlines():

@@ -1,12 +1,9 @@
 """The load tests' harness: arrivals, percentiles, intervals, checks; an HTTP client; a served process; load.
 
-The client is HTTP/1.1 keep-alive on asyncio streams, cheap enough to load a server from the machine it runs on: one
-request per connection at a time, no redirects, no compression, no retries.  The served model is a process of its own,
-watched through /proc and /metrics (Linux only).
-
-Closed loop: each client sends its next request when its last one is answered; the server sets the pace.  Open loop:
-requests are sent at the times given, whatever the server does; latencies count from those times, which avoids
-coordinated omission.
+The client is HTTP/1.1 keep-alive on asyncio streams, cheap enough to load a server from the machine it runs on.  The
+served model is a process of its own, watched through /proc and /metrics (Linux only).  Closed loop: each client sends
+its next request when its last one is answered.  Open loop: requests are sent at the times given, and latencies count
+from those, which avoids coordinated omission.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -42,7 +39,7 @@ CACHE = Path(tempfile.gettempdir()) / "hallutracer-bench"
 
 
 def poisson_arrivals(rate: float, seconds: float, seed: int) -> Floats:
-    """Arrival times in [0, ``seconds``) of a Poisson process with ``rate`` per second, ascending."""
+    """Return arrival times in [0, ``seconds``) of a Poisson process with ``rate`` per second, ascending."""
     if not (rate > 0 and seconds > 0):
         raise ValueError(f"rate and seconds must be positive, not {rate} and {seconds}")
     generator = np.random.default_rng(seed)
@@ -54,10 +51,7 @@ def poisson_arrivals(rate: float, seconds: float, seed: int) -> Floats:
 
 
 def percentile(values: ArrayLike, share: float) -> float:
-    """Nearest rank: the smallest observed value that at least ``share`` of all values do not exceed.
-
-    No interpolation, which would report a latency that did not occur.
-    """
+    """Return the smallest observed value that at least ``share`` of all values do not exceed (no interpolation)."""
     ordered = np.sort(np.asarray(values, np.float64))
     if ordered.size == 0 or not 0.0 < share <= 1.0:
         raise ValueError(f"a percentile needs values and a share in (0, 1], not {ordered.size} values and {share}")
@@ -101,19 +95,18 @@ class Summary:
 
 
 def summarise(outcomes: Sequence[Outcome], seconds: float) -> Summary:
-    """Counts, rate over ``seconds``, and latencies."""
     good = [outcome.latency * 1e3 for outcome in outcomes if outcome.status == 200]
     shares = [percentile(good, share) for share in (0.5, 0.99, 1.0)] if good else [math.nan] * 3
     return Summary(len(outcomes), statuses(outcomes), seconds, len(good) / seconds, *shares)
 
 
 def statuses(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """How many of each status; a request without an answer counts under its error."""
+    """Return how many of each status; a request without an answer counts under its error."""
     return dict(sorted(Counter(outcome.name for outcome in outcomes).items()))
 
 
 def steady(outcomes: Sequence[Outcome], warm: int) -> tuple[list[Outcome], float]:
-    """The outcomes after the first ``warm`` answers, and the seconds from that answer to the last one."""
+    """Return the outcomes after the first ``warm`` answers, and the seconds from that answer to the last one."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.done)
     if len(ordered) <= warm:
         raise ValueError(f"{len(ordered)} answers, and the first {warm} are warm-up; run longer")
@@ -132,21 +125,16 @@ class Goodput:
 
 
 def goodput(outcomes: Sequence[Outcome], deadline_s: float, window_s: float) -> Goodput:
-    """Goodput of an open-loop run whose arrivals lasted ``window_s``.
-
-    A batch is answered at once: where batches take seconds, the window cuts one in half and ``in_window`` is too low.
-    ``overall`` has no such edge, but includes the time in which the queue drains.
-    """
+    """Return the goodput of an open-loop run whose arrivals lasted ``window_s``, which may cut a batch in half."""
     good = [outcome for outcome in outcomes if outcome.status == 200 and outcome.latency <= deadline_s]
     late = sum(outcome.status == 200 for outcome in outcomes) - len(good)
     inside = sum(outcome.done <= window_s for outcome in good)
-    return Goodput(
-        len(good), late, inside / window_s, len(good) / max(window_s, *(outcome.done for outcome in outcomes))
-    )
+    overall = len(good) / max(window_s, *(outcome.done for outcome in outcomes))
+    return Goodput(len(good), late, inside / window_s, overall)
 
 
 def bad_refusals(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Responses other than 200, and 429 or 503 with Retry-After in seconds."""
+    """Return responses other than 200, and 429 or 503 with Retry-After in seconds."""
     bad: Counter[str] = Counter()
     for outcome in outcomes:
         wait = outcome.retry_after
@@ -174,8 +162,7 @@ def spread(values: ArrayLike) -> Spread:
     return Spread(float(middle), float(low), float(high))
 
 
-@dataclass(frozen=True)
-class Slope:
+class Slope(NamedTuple):
     """Growth in units per minute, with a 95 % interval."""
 
     per_minute: float
@@ -184,12 +171,11 @@ class Slope:
 
 
 def slope(seconds: ArrayLike, values: ArrayLike, block_s: float = 10.0) -> Slope:
-    """Least squares through means of blocks of ``block_s``: neighbouring samples are not independent, blocks nearly.
+    """Return the least squares through means of blocks of ``block_s``, which are nearly independent.
 
     Raises ValueError where fewer than four blocks hold samples.
     """
-    from scipy.stats import linregress
-    from scipy.stats import t as student
+    from scipy import stats
 
     times, series = np.asarray(seconds, np.float64), np.asarray(values, np.float64)
     block = np.floor((times - times.min()) / block_s).astype(int)
@@ -198,8 +184,8 @@ def slope(seconds: ArrayLike, values: ArrayLike, block_s: float = 10.0) -> Slope
         raise ValueError(f"a slope needs four blocks of {block_s:g} s; found {kept.size}")
     x = np.array([times[block == index].mean() for index in kept]) / 60
     y = np.array([series[block == index].mean() for index in kept])
-    line = linregress(x, y)
-    half = float(student.ppf(0.975, kept.size - 2) * line.stderr)
+    line = stats.linregress(x, y)
+    half = float(stats.t.ppf(0.975, kept.size - 2) * line.stderr)
     return Slope(float(line.slope), float(line.slope) - half, float(line.slope) + half)
 
 
@@ -215,7 +201,7 @@ class Check:
 
 
 def parser(description: str | None, *, quick: str, cache: bool = True) -> argparse.ArgumentParser:
-    """Of a bench: --json and --quick, which do as ``quick`` says, and --cache."""
+    """Return a bench's: --json and --quick, which do as ``quick`` says, and --cache."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help=quick)
     made.add_argument("--json", type=Path, help="write the checks and everything behind them there")
@@ -240,7 +226,7 @@ def say(line: str = "") -> None:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The checks as aligned text, each note on a line of its own."""
+    """Return the checks as aligned text, each note on a line of its own."""
     words = {True: "pass", False: "FALLS SHORT", None: "-"}
     rows = [(check.name, check.figure, check.target, words[check.passed], check.note) for check in checks]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
@@ -253,7 +239,7 @@ def table(checks: Sequence[Check]) -> str:
 
 
 def conclude(checks: Sequence[Check], path: Path | None, record: dict[str, Any]) -> int:
-    """Print the table, write everything to ``path`` if given; the exit status, 1 if a check failed."""
+    """Print the table and write everything to ``path`` if given.  Return the exit status, 1 if a check failed."""
     print(table(checks), flush=True)
     if path is not None:
         write_json(path, checks, record)
@@ -289,10 +275,28 @@ class Reply:
 
 
 def post(path: str, body: bytes, host: str = "localhost") -> bytes:
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    return "\r\n".join((*lines, "", "")).encode() + body
+
+
+class Unexpected(Exception):
+    """Not the expected answer."""
+
+
+def require(condition: bool, found: object) -> None:
+    """Raise Unexpected with what was found, unless ``condition``."""
+    if not condition:
+        raise Unexpected(str(found))
+
+
+def events(body: bytes) -> list[dict[str, Any]]:
+    """Return the events of a whole stream; raise Unexpected where it does not end with [DONE] or holds an error."""
+    parts = body.decode().split("\n\n")
+    require(parts[-2:] == ["data: [DONE]", ""], body[-200:])
+    found = [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+    require(not any("error" in event for event in found), found)
+    require(found[0]["object"] == "risk.list", found[0])
+    return found
 
 
 class Pool:
@@ -364,23 +368,15 @@ class Metrics:
         self.samples = [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum over all series of ``name`` with ``labels``; 0 without any."""
-        return sum(
-            value
-            for series, own, value in self.samples
-            if series == name and all(own.get(key) == wanted for key, wanted in labels.items())
-        )
+        """Return the sum over all series of ``name`` with ``labels``; 0 without any."""
+        return sum(value for series, own, value in self.samples if series == name and labels.items() <= own.items())
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        values = {
-            own[label]
-            for series, own, _ in self.samples
-            if series == name and label in own and all(own.get(key) == wanted for key, wanted in labels.items())
-        }
+        values = {own[label] for series, own, _ in self.samples
+                  if series == name and label in own and labels.items() <= own.items()}  # fmt: skip
         return {value: self.total(name, **{label: value}, **labels) for value in sorted(values)}
 
     def has(self, name: str) -> bool:
-        """Whether the scrape names the metric at all."""
         return any(series == name for series, _, _ in self.samples)
 
 
@@ -405,7 +401,6 @@ class ServiceProcess(ServeProcess):
         return self.process.poll() is None
 
     def metrics(self) -> Metrics:
-        """Scrape /metrics.  Raises RuntimeError where it does not answer 200."""
         with closing(HTTPConnection(*self.address, timeout=30)) as connection:
             connection.request("GET", "/metrics")
             response = connection.getresponse()
@@ -417,17 +412,17 @@ class ServiceProcess(ServeProcess):
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE / 2**20
 
     def open_files(self) -> int:
-        """Open file descriptors, sockets among them."""
+        """Return the number of open file descriptors, sockets among them."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def end(self) -> Check:
-        """After exit: whether it stopped as it should."""
+        """Return, after exit, whether it stopped as it should."""
         status = self.process.returncode
         return Check("exit status after SIGTERM", str(status), "0", status == 0)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, user and system; NaN where it has ended."""
+    """Return the CPU time of a process so far, user and system; NaN where it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
@@ -436,7 +431,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def machine_busy_seconds() -> float:
-    """CPU time that all processes of this machine have used, over all cores; stolen time included."""
+    """Return the CPU time that all processes of this machine have used, over all cores; stolen time included."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
     return (user + nice + system + irq + softirq + steal) / _TICKS
 
@@ -449,7 +444,7 @@ class CpuMeter:
         self._start = (time.monotonic(), machine_busy_seconds(), {name: cpu_seconds(pid) for name, pid in pids.items()})
 
     def cores(self) -> dict[str, float]:
-        """Mean cores in use, by name; ``others`` are all other processes."""
+        """Return the mean cores in use, by name; ``others`` are all other processes."""
         since, busy, used = self._start
         seconds = time.monotonic() - since
         own = {name: (cpu_seconds(pid) - used[name]) / seconds for name, pid in self._pids.items()}
@@ -467,33 +462,27 @@ KeepGoing = Callable[[int, float], bool]  # requests sent, seconds since the sta
 
 
 def make_prompts(count: int, mix: str, seed: int) -> list[list[int]]:
-    """Random token ids in every shape's vocabulary; lengths uniform over the mix's range."""
-    generator = np.random.default_rng(seed)
-    low, high = MIXES[mix]
-    return [
-        generator.integers(10, 4_000, size).tolist() for size in generator.integers(low, high, count, endpoint=True)
-    ]
+    """Return random token ids in every shape's vocabulary; lengths uniform over the mix's range."""
+    draw = np.random.default_rng(seed)
+    return [draw.integers(10, 4_000, size).tolist() for size in draw.integers(*MIXES[mix], count, endpoint=True)]
 
 
 def make_texts(count: int, seed: int) -> list[str]:
     draw = random.Random(seed)
-    return [
-        " ".join(draw.choice(FORMS).format(draw.choice(CITIES)) for _ in range(draw.randint(*QUESTIONS)))
-        for _ in range(count)
-    ]
+    return [" ".join(question(draw) for _ in range(draw.randint(*QUESTIONS))) for _ in range(count)]
+
+
+def question(draw: random.Random) -> str:
+    return draw.choice(FORMS).format(draw.choice(CITIES))
 
 
 def score_requests(prompts: Iterable[list[int] | str]) -> list[bytes]:
-    """One POST /score for each prompt: ``prompt`` for a string, ``input_ids`` for ids."""
-    return [post("/score", json.dumps({_field(prompt): prompt}, separators=(",", ":")).encode()) for prompt in prompts]
-
-
-def _field(prompt: list[int] | str) -> str:
-    return "prompt" if isinstance(prompt, str) else "input_ids"
+    """Return a POST /score for each prompt: ``prompt`` for a string, ``input_ids`` for ids."""
+    bodies = ({"prompt" if isinstance(prompt, str) else "input_ids": prompt} for prompt in prompts)
+    return [post("/score", json.dumps(body, separators=(",", ":")).encode()) for body in bodies]
 
 
 def raise_file_limit() -> None:
-    """As many open files as this process may have."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -505,7 +494,7 @@ async def closed_loop(
     keep_going: KeepGoing = lambda sent, elapsed: True,
     timeout_s: float = 900.0,
 ) -> list[Outcome]:
-    """``clients`` at once, each on its own connection, until ``requests`` ends or ``keep_going`` says no."""
+    """Send from ``clients`` at once, each on its own connection, until ``requests`` ends or ``keep_going`` says no."""
     outcomes: list[Outcome] = []
     pools = [Pool(*address) for _ in range(clients)]
     sent = 0
@@ -514,12 +503,10 @@ async def closed_loop(
     async def client(pool: Pool) -> None:
         nonlocal sent
         while keep_going(sent, time.perf_counter() - start):
-            request = next(requests, None)
-            if request is None:
+            if (request := next(requests, None)) is None:
                 return
             sent += 1
-            begun = time.perf_counter() - start
-            outcomes.append(await _exchange(pool, request, begun, start, timeout_s))
+            outcomes.append(await _exchange(pool, request, time.perf_counter() - start, start, timeout_s))
 
     try:
         await asyncio.gather(*(client(pool) for pool in pools))
@@ -532,7 +519,7 @@ async def closed_loop(
 async def open_loop(
     address: tuple[str, int], requests: Iterator[bytes], arrivals: Sequence[float], timeout_s: float = 120.0
 ) -> list[Outcome]:
-    """One request at each of ``arrivals`` (seconds, ascending); ends when all are answered."""
+    """Send a request at each of ``arrivals`` (seconds, ascending); end when all are answered."""
     pool = Pool(*address)
     sockets = asyncio.Semaphore(MAX_CONNECTIONS)
     tasks: list[asyncio.Task[Outcome]] = []
@@ -558,10 +545,9 @@ async def open_loop(
 async def _exchange(pool: Pool, request: bytes, intended: float, start: float, timeout_s: float) -> Outcome:
     sent = time.perf_counter() - start
     try:
-        reply: Reply = await pool.exchange(request, timeout_s)
+        reply = await pool.exchange(request, timeout_s)
     except OSError as error:
         name = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
         return Outcome(intended, sent, time.perf_counter() - start, 0, error=name)
-    done = time.perf_counter() - start
     wait = reply.header("retry-after") if reply.status != 200 else None
-    return Outcome(intended, sent, done, reply.status, wait)
+    return Outcome(intended, sent, time.perf_counter() - start, reply.status, wait)

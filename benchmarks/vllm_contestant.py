@@ -1,55 +1,173 @@
-"""One vLLM in a process of its own, answering JSON lines: bare, with our readout, or with hooks.
+"""vLLM's processes that take turns on one machine, and intervals of their paired times.
 
     python -m benchmarks.vllm_contestant --model FOLDER --kind ours [--stats] [--arguments JSON]
 
-A job is {"prompts": [[ids]], "tokens": n}: ``LLM.generate`` on all of them at once.  The answer has the wall seconds of
-the call and, with --stats, what vLLM's core measured: seconds of each prefill and seconds per decoded token.
-All kinds get the same engine arguments; only the worker class, its plan and eager mode differ.
+vLLM's worker spins for a second after a request, and its sampling threads poll, which would disturb the next
+measurement on two cores.  So a process without the turn is stopped (SIGSTOP to its whole process group).
+
+The command is one ``LLM``, answering JSON lines: a job {"prompts": [[ids]], "tokens": n} is ``LLM.generate`` on all of
+them at once.  The answer has the wall seconds of the call and, with --stats, what vLLM's core measured: seconds of each
+prefill and seconds per decoded token.  All kinds get the same engine arguments; only the worker and its plan differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from service.readout import Site
+from tests.serve_process import ROOT, inherited
 
 WORKER = "service.engines.vllm.worker.Worker"
-HOOKS = "benchmarks.vllm_hooks.Worker"
 MAX_LENGTH = 2048
-# Prefix caching off, so that a prefill is one; the same small cache for all, so that six fit on one machine.
+# Prefix caching off, so that a prefill is one; the same small cache for all, so that several fit on one machine.
 SAME: dict[str, Any] = {
     "dtype": "float32", "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False,
     "max_num_batched_tokens": MAX_LENGTH, "max_num_seqs": 64,
 }  # fmt: skip
+KINDS: dict[str, tuple[tuple[Site, ...], int]] = {  # sites that are read, slots of each
+    "bare": ((), 0), "again": ((), 0),  # the same in a second process: the noise
+    "ours": ((Site.ATTENTION_HEAD,), 1), "both": (tuple(Site), 4),
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Kind:
-    words: str
-    worker: str | None = None
-    eager: bool = False
-    sites: tuple[Site, ...] = ()
-    slots: int = 1
+class Interval(NamedTuple):
+    """A median, and its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
-KINDS = {
-    "bare": Kind("vLLM, compiled"),
-    "again": Kind("the same in a second process: the noise"),
-    "ours": Kind("readout, one site, one bundle", WORKER, sites=(Site.ATTENTION_HEAD,)),
-    "both": Kind("readout, both sites, four slots each", WORKER, sites=tuple(Site), slots=4),
-    "eager": Kind("vLLM, enforce_eager", eager=True),
-    "hooks": Kind("the peers' way: hooks that keep the last row, enforce_eager", HOOKS, eager=True),
-}
+def interval(values: ArrayLike) -> Interval:
+    """Return the median of ``values`` and the middle 95 % of the medians of 4,000 resampled ones."""
+    found = np.asarray(values, np.float64)
+    drawn = np.random.default_rng(0).choice(found, (4_000, found.size))
+    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    return Interval(float(np.median(found)), float(low), float(high), int(found.size))
 
 
-def start(model: str, kind: Kind, stats: bool, more: dict[str, Any]) -> Any:
+class Group:
+    """A process and all that it starts, in a process group of its own; stopped between turns.  A context manager."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command], cwd=ROOT, env=inherited() | (environment or {}),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, bufsize=1,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            self._until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _until_ready(self) -> None:
+        """Wait until it can take a turn.  Raises RuntimeError where it ends instead."""
+
+    def _ended(self) -> RuntimeError:
+        words = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        return RuntimeError(f"{self._process.args!r} ended or took too long:\n{words}")
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        self._signal(signal.SIGKILL)  # workers of vLLM's that outlived it
+        self._process.wait()
+
+
+class Talker(Group):
+    """Prints a JSON line when ready, then answers JSON lines; only the process that has the turn may ``ask``."""
+
+    def ask(self, **job: Any) -> dict[str, Any]:
+        """Return the answer to one job.  Raises RuntimeError where the process has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job) + "\n")
+        except BrokenPipeError:
+            raise self._ended() from None
+        return self._read()
+
+    def _until_ready(self) -> None:
+        self.hello = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Listener(Group):
+    """An HTTP server on a port of this machine; ready when ``health`` answers 200."""
+
+    def __init__(self, command: Sequence[str], log: Path, health: str, environment: dict[str, str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address: tuple[str, int] = free.getsockname()[:2]
+        self._health = health
+        super().__init__([*command, "--port", str(self.address[1])], log, environment)
+
+    def _until_ready(self) -> None:
+        out = self._process.stdout
+        assert out is not None
+        threading.Thread(target=lambda: [None for _ in out], daemon=True).start()  # so that it never waits for a reader
+        limit = time.monotonic() + 400
+        while not self._healthy():
+            if self._process.poll() is not None or time.monotonic() > limit:
+                raise self._ended()
+            time.sleep(0.5)
+
+    def _healthy(self) -> bool:
+        with closing(http.client.HTTPConnection(*self.address, timeout=5)) as connection, suppress(OSError):
+            connection.request("GET", self._health)
+            return connection.getresponse().status == 200
+        return False
+
+
+def start(model: str, kind: str, stats: bool, more: dict[str, Any]) -> Any:
     from service.engines.vllm.launch import ENVIRONMENT
     from service.engines.vllm.wire import KEY
 
@@ -59,96 +177,77 @@ def start(model: str, kind: Kind, stats: bool, more: dict[str, Any]) -> Any:
 
     context = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
     arguments = SAME | {"max_model_len": min(MAX_LENGTH, context)} | more | {"disable_log_stats": not stats}
-    arguments["enforce_eager"] = kind.eager or bool(more.get("enforce_eager"))
-    if kind.worker is not None:
-        arguments["worker_cls"] = kind.worker
-    if kind.sites:
-        arguments["additional_config"] = {KEY: {"sites": list(map(str, kind.sites)), "slots": kind.slots}}
+    sites, slots = KINDS[kind]
+    if sites:
+        arguments |= {"worker_cls": WORKER, "additional_config": {KEY: {"sites": [*map(str, sites)], "slots": slots}}}
     return LLM(model=model, **arguments)
 
 
-def put_probes(llm: Any, kind: Kind) -> Any:
-    """Random unit probes into every slot; what is read, as a ``wire.Plan``."""
-    import numpy as np
-
+def put_probes(llm: Any, sites: tuple[Site, ...], slots: int) -> Any:
+    """Write random unit probes into every slot.  Return what is read, as a ``wire.Plan``."""
     from service.engines.vllm.wire import Plan
     from service.readout import Geometry
 
-    described = llm.collective_rpc("hallutracer_describe")[0]
-    plan = Plan(Geometry(*described["geometry"]), kind.sites, kind.slots, False)
-    draw = np.random.default_rng(0)
-    layers = plan.geometry.num_layers
-    for site in plan.sites:
-        for slot in range(plan.slots):
-            direction = draw.normal(size=(layers, plan.geometry.dim(site)))
+    geometry = Geometry(*llm.collective_rpc("hallutracer_describe")[0]["geometry"])
+    draw, layers = np.random.default_rng(0), geometry.num_layers
+    for site in sites:
+        for slot in range(slots):
+            direction = draw.normal(size=(layers, geometry.dim(site)))
             direction /= np.linalg.norm(direction, axis=1, keepdims=True)
             table = np.concatenate([direction, np.zeros((layers, 1)), np.ones((layers, 1))], axis=1)
-            head = draw.integers(0, plan.geometry.heads(site), layers).tolist()
+            head = draw.integers(0, geometry.heads(site), layers).tolist()
             numbers = np.ascontiguousarray(table, np.float32).tobytes()
             llm.collective_rpc("hallutracer_write", args=(slot, str(site), head, numbers))
-    return plan
+    return Plan(geometry, sites, slots, False)
 
 
-def serve(llm: Any, kind: Kind) -> None:
-    """Answer jobs until stdin ends.  ``stdout`` is what vLLM's own printing has been kept away from."""
+def serve(llm: Any, kind: str, answer: Any) -> None:
+    """Answer jobs until stdin ends."""
     from vllm import SamplingParams
 
     from service.engines.vllm.wire import Directive, Payload
 
-    plan = put_probes(llm, kind) if kind.sites else None
-    directive = Directive()
+    plan, directive = put_probes(llm, *KINDS[kind]) if KINDS[kind][0] else None, Directive()
     extra = None if plan is None else directive.encode()
-    checked = False
     for line in sys.stdin:
         job = json.loads(line)
-        parameters = SamplingParams(
-            max_tokens=job["tokens"], temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
-        )
+        fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
+        parameters = SamplingParams(max_tokens=job["tokens"], **fixed)
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         begun = time.perf_counter()
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        answer: dict[str, Any] = {"seconds": time.perf_counter() - begun}
+        found: dict[str, Any] = {"seconds": time.perf_counter() - begun}
         if any(len(output.outputs[0].token_ids) != job["tokens"] for output in outputs):
             raise RuntimeError("vLLM gave fewer tokens than were asked for")
         if plan is not None and job["tokens"] == 1:  # with more, only the last output is handed out
-            found = [Payload.decode(output.prompt_token_id_logprobs, plan, directive) for output in outputs]
-            if not all(abs(payload.trajectories).min() > 0 for payload in found):
+            payloads = [Payload.decode(output.prompt_token_id_logprobs, plan, directive) for output in outputs]
+            if not all(abs(payload.trajectories).min() > 0 for payload in payloads):
                 raise RuntimeError("a reading is zero: no probe was written")
-        if kind.worker == HOOKS and not checked:
-            layers, requests, width = llm.collective_rpc("bench_shape")[0]
-            if layers < 2 or requests != len(prompts) or not width:
-                raise RuntimeError("the hooks kept nothing")
-            checked = True
         if outputs[0].metrics is not None:
             times = [output.metrics for output in outputs]
-            answer["prefill"] = [one.first_token_ts - one.scheduled_ts for one in times]
+            found["prefill"] = [one.first_token_ts - one.scheduled_ts for one in times]
             if job["tokens"] > 1:
-                answer["decode"] = [(one.last_token_ts - one.first_token_ts) / (job["tokens"] - 1) for one in times]
-        _answer(answer)
-
-
-def _answer(content: dict[str, Any]) -> None:
-    os.write(_ANSWERS, (json.dumps(content) + "\n").encode())
-
-
-_ANSWERS = 1
+                found["decode"] = [(one.last_token_ts - one.first_token_ts) / (job["tokens"] - 1) for one in times]
+        answer(found)
 
 
 def main() -> None:
-    global _ANSWERS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--stats", action="store_true", help="vLLM's own times of each request")
     parser.add_argument("--arguments", type=json.loads, default={}, help="more engine arguments, as JSON")
     options = parser.parse_args()
-    _ANSWERS = os.dup(1)
+    answers = os.dup(1)  # away from what vLLM itself prints
     os.dup2(2, 1)
-    kind = KINDS[options.kind]
+
+    def answer(content: dict[str, Any]) -> None:
+        os.write(answers, (json.dumps(content) + "\n").encode())
+
     begun = time.perf_counter()
-    llm = start(options.model, kind, options.stats, options.arguments)
-    _answer({"kind": options.kind, "start_s": time.perf_counter() - begun})
-    serve(llm, kind)
+    llm = start(options.model, options.kind, options.stats, options.arguments)
+    answer({"kind": options.kind, "start_s": time.perf_counter() - begun})
+    serve(llm, options.kind, answer)
 
 
 if __name__ == "__main__":

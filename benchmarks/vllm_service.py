@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,7 @@ from benchmarks.harness import (
     table,
     write_json,
 )
-from benchmarks.vllm_contestant import MAX_LENGTH, SAME
-from benchmarks.vllm_turns import Listener, Talker, group_memory_gib, interval
+from benchmarks.vllm_contestant import MAX_LENGTH, SAME, Listener, Talker, interval
 
 CLIENTS = 32
 RATE_TARGET = 0.95
@@ -55,7 +53,7 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 async def exchange(pool: Pool, request: bytes) -> float:
-    """Seconds to the whole answer or, of a streamed one, to its first piece.  Raises RuntimeError unless 200."""
+    """Return seconds to the whole answer or, of a streamed one, to its first piece.  Raises RuntimeError unless 200."""
     reply = await pool.exchange(request, 3600)
     streamed = reply.header("transfer-encoding") is not None
     arrived = [at for at, piece in reply.pieces if not streamed or b'"choices"' in piece]
@@ -65,7 +63,7 @@ async def exchange(pool: Pool, request: bytes) -> float:
 
 
 async def closed_loop(address: tuple[str, int], requests: Sequence[bytes], clients: int) -> tuple[list[float], float]:
-    """Seconds of each request, and of all: ``clients`` at once, each sending its next when its last is answered."""
+    """Return the seconds of each request, and of all, where each of ``clients`` sends its next when it was answered."""
     left: Iterator[bytes] = iter(requests)
     found: list[float] = []
     pools = [Pool(*address) for _ in range(clients)]
@@ -84,7 +82,6 @@ async def closed_loop(address: tuple[str, int], requests: Sequence[bytes], clien
 
 
 def stream_requests(prompts: Sequence[list[int]]) -> list[bytes]:
-    """One streamed completion of one token for each prompt."""
     bodies = ({"model": "bench", "prompt": one, "max_tokens": 1, "temperature": 0, "stream": True} for one in prompts)
     return [post("/v1/completions", json.dumps(body, separators=(",", ":")).encode()) for body in bodies]
 
@@ -102,20 +99,22 @@ class Bench:
     def run(self, parts: list[str], logs: Path) -> None:
         """Start those that the parts need; one after the other, since starting takes all cores."""
         with ExitStack() as stack:
-            ours = stack.enter_context(
-                Listener(self._serve(), logs / f"ours-{self.prepared.shape}.log", "/health/ready", {})
-            )
-            say(f"hallutracer serve is ready, {group_memory_gib(ours.pid):.1f} GiB")
+            name = self.prepared.shape
+            ours = stack.enter_context(Listener(self._serve(), logs / f"ours-{name}.log", "/health/ready", {}))
             if "rate" in parts:
-                log = logs / f"llm-{self.prepared.shape}.log"
-                with Talker(["benchmarks.vllm_contestant", *self._contestant()], log) as direct:
-                    say(f"LLM is ready, {group_memory_gib(direct.pid):.1f} GiB")
+                contestant = [
+                    "--model",
+                    self.prepared.folder,
+                    "--kind",
+                    "bare",
+                    "--arguments",
+                    json.dumps(self._same()),
+                ]
+                with Talker(["benchmarks.vllm_contestant", *contestant], logs / f"llm-{name}.log") as direct:
                     for mix in MIXES:
                         self.rate(ours, direct, mix)
             if "latency" in parts:
-                log = logs / f"stock-{self.prepared.shape}.log"
-                stock = stack.enter_context(Listener(self._stock(), log, "/health", QUIET))
-                say(f"vLLM's server is ready, {group_memory_gib(stock.pid):.1f} GiB")
+                stock = stack.enter_context(Listener(self._stock(), logs / f"stock-{name}.log", "/health", QUIET))
                 for clients, count in ((1, self.options.alone), (CLIENTS, 2 * CLIENTS)):
                     self.latency(ours, stock, clients, count)
 
@@ -142,14 +141,10 @@ class Bench:
             say(f"rate, {mix}, round {number + 1} of {self.options.rounds}: {rounds[-1]}")
         result = interval([one["score"] / one["llm"] for one in rounds])
         rates = {side: interval([one[side] for one in rounds]).median for side in ("score", "llm")}
-        self._add(
-            f"rate of /score at {CLIENTS} clients over LLM.generate, {mix}",
-            str(result),
-            f">= {RATE_TARGET}",
-            result.median >= RATE_TARGET,
-            f"/score {rates['score']:.4g}/s, LLM.generate {rates['llm']:.4g}/s; {count} prompts a round",
-        )
-        self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(result)}
+        note = f"/score {rates['score']:.4g}/s, LLM.generate {rates['llm']:.4g}/s; {count} prompts a round"
+        name = f"rate of /score at {CLIENTS} clients over LLM.generate, {mix}"
+        self._add(name, str(result), f">= {RATE_TARGET}", result.median >= RATE_TARGET, note)
+        self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": result._asdict()}
 
     def latency(self, ours: Listener, stock: Listener, clients: int, count: int) -> None:
         """``count`` requests a round and side, of 32 to 96 tokens; the first round is warm-up."""
@@ -168,17 +163,12 @@ class Bench:
         pooled = {side: [value for one in rounds for value in one[side]] for side in sides}
         for share, name in ((0.5, "p50"), (0.99, "p99")):
             times = {side: percentile(values, share) for side, values in pooled.items()}
-            paired = interval(
-                [percentile(one["risk"], share) / percentile(one["first token"], share) for one in rounds]
-            )
-            self._add(
-                f"time to risk over time to first token, {clients} clients, {name}",
-                f"{times['risk'] / times['first token']:.3f}",
-                "<= 1",
-                times["risk"] <= times["first token"],
-                f"{times['risk'] * 1e3:.2f} ms, first token {times['first token'] * 1e3:.2f} ms, of "
-                f"{len(pooled['risk'])} requests each; by round {paired}",
-            )
+            paired = [percentile(one["risk"], share) / percentile(one["first token"], share) for one in rounds]
+            ratio = times["risk"] / times["first token"]
+            note = f"{times['risk'] * 1e3:.2f} ms, first token {times['first token'] * 1e3:.2f} ms, of "
+            note += f"{len(pooled['risk'])} requests each; by round {interval(paired)}"
+            self._add(f"time to risk over time to first token, {clients} clients, {name}", f"{ratio:.3f}", "<= 1",
+                      ratio <= 1, note)  # fmt: skip
         self.record[f"latency, {clients} clients"] = {"rounds": rounds}
 
     def _prompts(self, count: int, mix: str) -> list[list[int]]:
@@ -197,9 +187,6 @@ class Bench:
                 arguments += ["--engine-arg", f"{name}={json.dumps(value)}"]
         return ["service.cli", "serve", *arguments]
 
-    def _contestant(self) -> list[str]:
-        return ["--model", self.prepared.folder, "--kind", "bare", "--arguments", json.dumps(self._same())]
-
     def _stock(self) -> list[str]:
         arguments = ["--model", self.prepared.folder, "--served-model-name", "bench", "--disable-uvicorn-access-log"]
         for name, value in self._same().items():
@@ -217,7 +204,7 @@ class Bench:
         say(table([check]))
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     arguments = parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
     arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
     arguments.add_argument("--parts", default="rate,latency")
@@ -232,12 +219,6 @@ def parse() -> argparse.Namespace:
     if options.quick:
         options.shapes, options.eager, options.rounds, options.latency_rounds = "demo", True, 2, 2
         options.round_seconds, options.least = 0.5, 1
-    return options
-
-
-def main() -> int:
-    """All shapes; the table; 1 where a target is missed."""
-    options = parse()
     logs = Path(tempfile.mkdtemp(prefix="hallutracer-bench-"))
     say(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; logs in {logs}")
     checks: list[Check] = []

@@ -1,4 +1,4 @@
-"""The solver against liblinear and saga, against the dual's bound, at the edges; its descent by optimality."""
+"""The solver against liblinear and saga, at the edges; its descent by optimality."""
 
 from __future__ import annotations
 
@@ -54,15 +54,6 @@ class Problem:
     def of(self, raw: np.ndarray, intercept: float) -> float:
         return self.objective(raw * self.std, intercept + float(raw @ self.mean))
 
-    def bound(self, raw: np.ndarray, intercept: float) -> float:
-        """The dual objective of the residuals there: no point's objective is below it."""
-        sign = 2 * self.label - 1
-        point = 1 / (1 + np.exp(sign * (self.z @ (raw * self.std) + intercept + raw @ self.mean)))
-        slope = np.abs(np.c_[self.z, np.ones(len(sign))].T @ (self.s * sign * point)) * self.c
-        point = np.clip(point / max(1.0, (slope / np.r_[np.ones(self.z.shape[1]), INTERCEPT_PENALTY]).max()), 1e-300, 1)
-        rest = np.clip(1 - point, 1e-300, 1)
-        return float(-self.c * np.sum(self.s * (point * np.log(point) + rest * np.log(rest))))
-
     def fitted(self, kind: str, **options: float) -> LogisticRegression:
         used = self.s > 0
         model = LogisticRegression(C=self.c, l1_ratio=1.0, solver=kind, random_state=0, **options)
@@ -83,7 +74,6 @@ def test_no_objective_is_above_liblinears(signal: float) -> None:
             problem = Problem(x[h], label, weight[PARTITION[p]], C[p])
             ours = problem.of(raw[p], intercept[p])
             assert ours <= problem.liblinear() * (1 + 2 * GAP)
-            assert ours - problem.bound(raw[p], intercept[p]) <= GAP * ours
 
 
 def test_weights_and_zeros_are_sagas() -> None:
@@ -100,7 +90,7 @@ def test_weights_and_zeros_are_sagas() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1000), c=st.floats(0.005, 5.0), share=st.floats(0.1, 0.9))
-def test_no_point_is_further_below_than_the_gap(seed: int, c: float, share: float) -> None:
+def test_any_problem_is_solved_to_a_millionth(seed: int, c: float, share: float) -> None:
     rng = np.random.default_rng(seed)
     label = (rng.random(150) < share).astype(np.int64)
     label[:2] = 0, 1
@@ -108,10 +98,7 @@ def test_no_point_is_further_below_than_the_gap(seed: int, c: float, share: floa
     s = row_weights(label, "weights")
     raw, intercept = solve(x, label, s[None], np.array([0]), np.array([c]))
     problem = Problem(x[0], label, s, c)
-    ours = problem.of(raw[0, 0], intercept[0, 0])
-    gap = (ours - problem.bound(raw[0, 0], intercept[0, 0])) / ours
-    assert gap <= GAP
-    assert ours - problem.liblinear() <= max(gap, 1e-6) * ours
+    assert problem.of(raw[0, 0], intercept[0, 0]) <= problem.liblinear() * (1 + 1e-6)
 
 
 def test_a_problem_does_not_care_what_is_solved_beside_it_nor_how_many_kinds_of_rows_there_are(
