@@ -16,15 +16,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.harness import CACHE
+from benchmarks.vllm_contestant import Talker
 from tests.serve_process import ROOT
-
-if TYPE_CHECKING:
-    from probes_store.store import Store
-    from service.engines.base import Engine
 
 SHIPPED_BUNDLES = {"demo": ("demo", "demo-fused"), "smollm2": ("smollm2", "smollm2-fused")}
 SHAPES = ("qwen2.5-0.5b", *SHIPPED_BUNDLES)
@@ -51,51 +49,24 @@ def prepare(shape: str, cache: Path = CACHE) -> Prepared:
     return Prepared(shape, answer["folder"], answer["arguments"], tuple(answer["bundles"]), answer["max_tokens"])
 
 
-class Direct:
-    """The engine in a process of its own, called without a server."""
+class Direct(Talker):
+    """The engine in a process of its own, called without a server, and stopped between the calls."""
 
     def __init__(self, shape: str, cache: Path = CACHE, threads: int | None = None) -> None:
-        command = [sys.executable, "-m", "benchmarks.bench_model", "direct", "--shape", shape, "--cache", str(cache)]
-        if threads is not None:
-            command += ["--threads", str(threads)]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        hello = self._read()
-        self.threads = int(hello["threads"])
-        self.max_batch_tokens = int(hello["max_batch_tokens"])  # padded tokens in one forward pass
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        command = ["benchmarks.bench_model", "direct", "--shape", shape, "--cache", str(cache)]
+        cache.mkdir(parents=True, exist_ok=True)
+        super().__init__([*command, *(["--threads", str(threads)] if threads else [])], cache / f"direct-{shape}.log")
+        self.threads = int(self.hello["threads"])
+        self.max_batch_tokens = int(self.hello["max_batch_tokens"])  # padded tokens in one forward pass
 
     def score(self, prompts: Sequence[list[int] | str], batch: int) -> list[float]:
-        """Seconds of each ``engine.score`` call on ``batch`` prompts, in order; strings are rendered first, in them."""
-        return [float(value) for value in self._ask({"prompts": prompts, "batch": batch})["seconds"]]
+        """Return the seconds of each ``engine.score`` call on ``batch`` prompts; strings are rendered in them."""
+        with self.turn():
+            return [float(value) for value in self.ask(prompts=prompts, batch=batch)["seconds"]]
 
     def lengths(self, prompts: Sequence[list[int] | str]) -> list[int]:
-        return [int(value) for value in self._ask({"prompts": prompts})["lengths"]]
-
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the process that calls the engine directly ended; its error is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def __enter__(self) -> Direct:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        with self.turn():
+            return [int(value) for value in self.ask(prompts=prompts)["lengths"]]
 
 
 def _paths(shape: str, cache: Path) -> tuple[Path, Path]:
@@ -117,23 +88,17 @@ def _prepare(shape: str, cache: Path) -> dict[str, Any]:
         arguments = ["--model", shape, "--store", str(store)]
     else:
         names = ["bench", "bench-other"]
-        done = folder / "recipe.json"
-        if not done.is_file() or json.loads(done.read_text()) != _recipe():
+        done, recipe = folder / "recipe.json", {"recipe": RECIPE, "torch": version("torch")}
+        recipe["transformers"] = version("transformers")
+        if not done.is_file() or json.loads(done.read_text()) != recipe:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(store, ignore_errors=True)
             _save(folder)
             _publish(folder, store, names)
-            done.write_text(json.dumps(_recipe()))
+            done.write_text(json.dumps(recipe))
         arguments = ["--model", str(folder), "--store", str(store), *(f"--bundle={name}" for name in names)]
     context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
     return {"folder": str(folder), "arguments": arguments, "bundles": names, "max_tokens": context}
-
-
-def _recipe() -> dict[str, Any]:
-    import torch
-    import transformers
-
-    return {"recipe": RECIPE, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _save(folder: Path) -> None:
@@ -173,30 +138,22 @@ def _publish(folder: Path, store: Path, names: list[str]) -> None:
         Store(store).publish(matching_draft(engine, name, seed, golden, card=card, evaluation={}, plots={}))
 
 
-def load(shape: str, cache: Path) -> tuple[Engine, Store]:
-    """The engine and the store of a prepared shape."""
-    from probes_store.store import SHIPPED, Store
-    from service.engines.base import EngineOptions
-    from service.engines.transformers.engine import TransformersEngine
-
-    folder, store = _paths(shape, cache)
-    return TransformersEngine.load(EngineOptions(str(folder))), Store(store, fallbacks=[SHIPPED])
-
-
 def _direct(shape: str, cache: Path, threads: int | None) -> None:
     import torch
 
+    from probes_store.store import SHIPPED, Store
+    from service.engines.base import EngineOptions
+    from service.engines.transformers.engine import TransformersEngine
     from service.prompts import as_prompt_format, render
     from service.readout import Probes, Site
 
     if threads is not None:
         torch.set_num_threads(threads)
-    engine, store = load(shape, cache)
-    bundle = store.load(_prepare(shape, cache)["bundles"][0])
-    probes, prompt_format = (
-        [Probes.of(Site(bundle.manifest.readout.site), bundle.probes)],
-        as_prompt_format(bundle.manifest.prompt_format),
-    )
+    folder, store = _paths(shape, cache)
+    engine = TransformersEngine.load(EngineOptions(str(folder)))
+    bundle = Store(store, fallbacks=[SHIPPED]).load(_prepare(shape, cache)["bundles"][0])
+    probes = [Probes.of(Site(bundle.manifest.readout.site), bundle.probes)]
+    prompt_format = as_prompt_format(bundle.manifest.prompt_format)
     print(json.dumps({"threads": torch.get_num_threads(), "max_batch_tokens": engine.max_batch_tokens}), flush=True)
 
     def ids_of(prompts: list[list[int] | str]) -> list[list[int]]:

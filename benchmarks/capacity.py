@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 RATES = (1, 10, 1000)
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.4, 0.6  # shares of the data sheet's
@@ -23,8 +23,7 @@ READOUT = 1.03  # time with the readout and the service over bare vLLM: the wors
 FRONT_END = 400.0  # answers a second of one service process; 465 measured where the model costs next to nothing
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """From the maker's data sheet; dense bfloat16, no sparsity."""
 
     name: str
@@ -33,8 +32,7 @@ class Gpu:
     gb: float
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """Weights in bfloat16; ``cache``: bytes of keys and values per token."""
 
     name: str
@@ -51,8 +49,7 @@ GPUS = (Gpu("L4", 121, 300, 24), Gpu("A100 80 GB", 312, 2039, 80), Gpu("H100 SXM
 MODELS = (Model("8B", 8.03e9, 2 * 32 * 8 * 128 * 2), Model("70B", 70.6e9, 2 * 80 * 8 * 128 * 2))
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """One request: tokens of its prompt, tokens of an answer, and the share of prompts that are answered here."""
 
     prompt: int
@@ -61,7 +58,7 @@ class Load:
 
 
 def gpus_of_a_replica(gpu: Gpu, model: Model) -> int:
-    """The fewest, a power of two, whose memory holds the weights and a tenth of that in cache."""
+    """Return the fewest, a power of two, whose memory holds the weights and a tenth of that in cache."""
     count = 1
     while count * gpu.gb * 1e9 * MEMORY < 1.1 * model.bytes:
         count *= 2
@@ -69,7 +66,7 @@ def gpus_of_a_replica(gpu: Gpu, model: Model) -> int:
 
 
 def seconds(gpu: Gpu, model: Model, load: Load) -> tuple[float, float]:
-    """Of one replica's time for a prompt, and for one answer's share of its steps in a full batch of at most 64."""
+    """Return one replica's time for a prompt, and for an answer's share of its steps in a full batch of at most 64."""
     count = gpus_of_a_replica(gpu, model)
     prefill = 2 * model.parameters * load.prompt / (count * gpu.tflops * 1e12 * REACHED_FLOPS) * READOUT
     room = count * gpu.gb * 1e9 * MEMORY - model.bytes
@@ -80,9 +77,8 @@ def seconds(gpu: Gpu, model: Model, load: Load) -> tuple[float, float]:
 
 
 def replicas(rate: float, cost: float) -> int:
-    """For ``rate`` requests a second of ``cost`` seconds each, and one more, which may be away."""
-    needed = math.ceil(max(rate * cost / BUSY, rate / FRONT_END))
-    return needed + 1
+    """Return how many ``rate`` requests a second of ``cost`` seconds each need, and one more, which may be away."""
+    return math.ceil(max(rate * cost / BUSY, rate / FRONT_END)) + 1
 
 
 def rows(load: Load) -> list[str]:

@@ -380,8 +380,8 @@ def disconnects(options: argparse.Namespace) -> list[Check]:
     with ServiceProcess("--bundle", SHIPPED_BUNDLES["demo"][0], "--deadline-s", "600") as server:
         asyncio.run(closed_loop(server.address, iter(score_requests(make_prompts(8, "mixed 32-96", seed=7))), 2))
         files = server.open_files()
-        moments, honest, peaks = asyncio.run(disconnected(server, plans(count, 120, 1.0), 48, 4, 0.05))
-        return judge(server, count, moments, honest, peaks, files, 60.0)[0]
+        found = asyncio.run(disconnected(server, plans(count, 120, 1.0), 48, 4, 0.05))
+        return judge(server, count, found, files, 60.0)[0]
 
 
 SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {

@@ -90,10 +90,10 @@ class Replica:
 
     def asked(self, method: str, route: str, timeout_s: float = 60.0) -> int:
         """Return the status of a request to this replica alone; 0 where there was no answer."""
-        with closing(HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
-            with suppress(OSError, HTTPException):
-                connection.request(method, route, headers={"Content-Length": "0"})
-                return connection.getresponse().status
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        with closing(connection), suppress(OSError, HTTPException):
+            connection.request(method, route, headers={"Content-Length": "0"})
+            return connection.getresponse().status
         return 0
 
     def reload(self) -> int:

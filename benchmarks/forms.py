@@ -8,12 +8,10 @@
 Each form (service/data/forms) gets ``--per-form`` rows: the same questions in every form, as far as they fit it.  Each
 row is asked under a policy that lets everything through, its answer (24 tokens, greedy) is judged as training judges
 with ``contains``, and ``answered`` is what the threshold would let through.  Answers that abstain are left out as in
-training; a second table counts them as wrong.  AUROC with a 95 % interval, by bootstrap over groups.
+training; a second table counts them as wrong.  AUROC with a 95 % interval, by bootstrap over groups.  ``--applies``:
+files with a prompt on each line: how many the gate withholds, and how many it says the risk does not apply to.
 
-``--applies``: files with a prompt on each line, such as one that asks for no fact and one of questions: how many the
-gate withholds, and how many it says the risk does not apply to.
-
-A run that was ended goes on where the record stops; with a whole record it starts no service and prints the tables.
+A run that was ended goes on where the record stops.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,16 +47,12 @@ def plan(
     questions = [row for row in rows if "prompt" in row]
     random.Random(seed).shuffle(questions)
     drawn = questions[: max(4 * per_form, COMPANY)]
+    asked = [(form, row) for form in forms for row in in_forms(drawn, [form], seed=seed, said=said)[:per_form]]
     return [
-        Job(
-            row["id"],
-            {"messages": row["messages"], "policy": "observe", "generate": GENERATE},
-            row["answers"],
-            {"form": form.name, "group": row["group"]},
-        )
-        for form in forms
-        for row in in_forms(drawn, [form], seed=seed, said=said)[:per_form]
-    ]
+        Job(row["id"], {"messages": row["messages"], "policy": "observe", "generate": GENERATE}, row["answers"],
+            {"form": form.name, "group": row["group"]})
+        for form, row in asked
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class Worth:
 
 
 def worth(lines: Sequence[Line], *, abstained_wrong: bool = False) -> Worth | None:
-    """Of the rows of one form, or of several; None where no answer belongs to a class."""
+    """Return the figures of the rows of one form, or of several; None where no answer belongs to a class."""
     verdicts = CLASSES | ({"abstained": 0, "empty": 0} if abstained_wrong else {})
     kept = [line for line in lines if line.get("verdict") in verdicts]
     if not kept:
@@ -116,7 +110,7 @@ def worth(lines: Sequence[Line], *, abstained_wrong: bool = False) -> Worth | No
 def auroc_interval(
     label: NDArray[np.int64], risk: NDArray[np.float64], group: NDArray[np.int64]
 ) -> tuple[float, float] | tuple[None, None]:
-    """The middle 95 % over draws of groups; a draw without a class is left out.  label, risk, group [n]."""
+    """Return the middle 95 % over draws of groups; a draw without a class is left out.  label, risk, group [n]."""
     found = []
     for weight in group_draws(group):
         rows = np.repeat(np.arange(len(label)), weight.astype(np.int64))
@@ -157,50 +151,41 @@ def _number(value: float | None) -> str:
 
 
 def targets(found: dict[str, Worth]) -> list[Check]:
-    """Whether each form meets (a), (b) and (c), and which do not."""
+    """Check whether each form meets (a), (b) and (c), and which do not."""
     forms = {name: one for name, one in found.items() if name != ALL}
     lone = forms[LONE].auroc if LONE in forms else None
-    ranked = {name: one for name, one in forms.items() if one.auroc is not None and lone is not None}
-    enough = {name: one for name, one in forms.items() if one.answered >= ENOUGH}
+    off = {name: one.off for name, one in forms.items()}
+    gains = {name: one.auroc - lone for name, one in forms.items() if one.auroc is not None and lone is not None}
+    answered = {name: one.answered_off for name, one in forms.items() if one.answered >= ENOUGH}
+    wanting = "not judged, for want of lone questions or of a class", f"not judged, fewer than {ENOUGH} answered"
     return [
-        _check("(a) |mean risk - wrong|", forms, {}, lambda one: one.off, lambda off: abs(off) <= OFF, f"<= {OFF}"),
-        _check(
-            "(b) AUROC - the lone question's", ranked,
-            {name: one for name, one in forms.items() if name not in ranked},
-            lambda one: (one.auroc or 0.0) - (lone or 0.0), lambda gain: gain >= -LOSS, f">= -{LOSS}",
-            "not judged, for want of lone questions or of a class",
-        ),
-        _check(
-            "(c) |mean risk - wrong| among answered", enough,
-            {name: one for name, one in forms.items() if name not in enough}, lambda one: one.answered_off,
-            lambda off: abs(off) <= OFF_ANSWERED, f"<= {OFF_ANSWERED}", f"not judged, fewer than {ENOUGH} answered",
-        ),
-    ]  # fmt: skip
+        _check("(a) |mean risk - wrong|", off, forms, OFF),
+        _check("(b) AUROC - the lone question's", gains, forms, LOSS, wanting[0], one_sided=True),
+        _check("(c) |mean risk - wrong| among answered", answered, forms, OFF_ANSWERED, wanting[1]),
+    ]
 
 
 def _check(
-    name: str,
-    judged: dict[str, Worth],
-    others: dict[str, Worth],
-    value: Callable[[Worth], float],
-    met: Callable[[float], bool],
-    target: str,
-    why_not: str = "",
-) -> Check:
-    values = {form: round(value(one), 9) for form, one in judged.items()}  # 0.05 itself is met
-    missed = {form: number for form, number in values.items() if not met(number)}
+    name: str, found: dict[str, float], forms: Iterable[str], limit: float, why_not: str = "", *,
+    one_sided: bool = False,
+) -> Check:  # fmt: skip
+    values = {form: round(value, 9) for form, value in found.items()}  # 0.05 itself is met
+    missed = {form: value for form, value in values.items() if (-value if one_sided else abs(value)) > limit}
     notes = []
     if missed:
         worst_first = sorted(missed.items(), key=lambda item: -abs(item[1]))
         notes.append("missed by " + ", ".join(f"{form} {number:+.3f}" for form, number in worst_first))
-    if others:
+    if others := [form for form in forms if form not in values]:
         notes.append(f"{len(others)} {why_not}: {', '.join(others)}")
-    figure = f"met by {len(values) - len(missed)} of {len(values)}"
+    figure, target = (
+        f"met by {len(values) - len(missed)} of {len(values)}",
+        f">= -{limit}" if one_sided else f"<= {limit}",
+    )
     return Check(name, figure, target, not missed if values else None, "; ".join(notes))
 
 
 def report(lines: Sequence[Line], forms: Sequence[str]) -> str:
-    """Both tables with their verdicts, what was refused, and which of ``forms`` have no row."""
+    """Return both tables with their verdicts, what was refused, and which of ``forms`` have no row."""
     parts = []
     for title, wrong in (("Abstentions left out", False), ("Abstentions and empty answers counted as wrong", True)):
         found = worths(lines, abstained_wrong=wrong)
@@ -220,9 +205,9 @@ def report(lines: Sequence[Line], forms: Sequence[str]) -> str:
 
 
 def examples(lines: Sequence[Line]) -> str:
-    """What most readers would see: of the lone questions the middle one answered right, and withheld and wrong.
+    """Return the middle one of the lone questions that are answered right, and of those withheld and wrong.
 
-    The rule by which examples for README, playground and ``serve`` can be drawn.
+    The rule by which examples for README, playground and ``serve`` are drawn.
     """
     rows = []
     for title, flagged, verdict in (("answered, right", False, "factual"), ("withheld, wrong", True, "hallucinated")):
@@ -234,31 +219,24 @@ def examples(lines: Sequence[Line]) -> str:
 
 
 def prompts(path: Path) -> list[Job]:
-    """A request for each line of a file, under the gate."""
+    """Return a request for each line of a file, under the gate."""
     texts = [text.strip() for text in path.read_text(encoding="utf-8").splitlines() if text.strip()]
-    return [
-        Job(f"{path.stem}:{number}", {"messages": [user(text)], "policy": "gate"}, (), {"file": path.stem})
-        for number, text in enumerate(texts, 1)
-    ]
+    bodies = [{"messages": [user(text)], "policy": "gate"} for text in texts]
+    return [Job(f"{path.stem}:{number}", body, (), {"file": path.stem}) for number, body in enumerate(bodies, 1)]
 
 
 def applying(lines: Sequence[Line]) -> str:
-    """By file: what the gate withholds, and what it says the risk does not apply to."""
+    """Return by file what the gate withholds, and what it says the risk does not apply to."""
     header = ["prompts", "n", "withheld", "said not to apply", "mean risk", "outside"]
     rows = []
     for name in dict.fromkeys(line["file"] for line in lines):
         own = [line for line in lines if line["file"] == name and "risk" in line]
         said = [line["applies"] for line in own if line["applies"] is not None]
-        rows.append(
-            [
-                name,
-                f"{len(own):,}",
-                f"{sum(line['decision'] != 'continue' for line in own):,}",
-                f"{said.count(False):,}" if said else "-",
-                _number(float(np.mean([line["risk"] for line in own])) if own else None),
-                f"{sum(bool(line['outside']) for line in own):,}",
-            ]
-        )
+        counts = [len(own), sum(line["decision"] != "continue" for line in own)]
+        risk = _number(float(np.mean([line["risk"] for line in own])) if own else None)
+        outside = sum(bool(line["outside"]) for line in own)
+        not_applying = f"{said.count(False):,}" if said else "-"
+        rows.append([name, *(f"{count:,}" for count in counts), not_applying, risk, f"{outside:,}"])
     return markdown_table(header, rows, range(1, len(header)))
 
 

@@ -40,7 +40,7 @@ RATIOS = [
 
 
 def build(shape: str) -> tuple[PreTrainedModel, TransformersEngine]:
-    """A model of random weights in a known shape, or the demo model; and the engine on it."""
+    """Return a model of random weights in a known shape, or the demo model; and the engine on it."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     if shape == "demo":
         model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
@@ -55,7 +55,6 @@ def build(shape: str) -> tuple[PreTrainedModel, TransformersEngine]:
 
 
 def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> dict[str, Callable[[], object]]:
-    """The contestants, each a call without arguments."""
     tensor = torch.tensor([ids])
     heads, stream = (probes(engine.identity.geometry, site) for site in Site)
 
@@ -83,7 +82,7 @@ def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> 
 def measure(
     contestants: dict[str, Callable[[], object]], pairs: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Seconds per call, all contestants once in each round, in random order; the first two rounds are warm-up."""
+    """Return seconds per call, all contestants once in each round, in random order; the first two are warm-up."""
     repeats = max(1, round(0.02 / min(_once(call, clock) for call in contestants.values())))
     names = list(contestants)
     times: dict[str, list[float]] = {name: [] for name in contestants}
@@ -107,24 +106,20 @@ def _once(call: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def main() -> None:
-    """Print the table; --json keeps every ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--shapes", default="qwen2.5-0.5b,demo")
     parser.add_argument("--tokens", default="64,256")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: with --threads 1, on a busy machine"
-    )
+    clock_help = "cpu: with --threads 1, on a busy machine"
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help=clock_help)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.perf_counter if options.clock == "wall" else time.thread_time
     record = []
-    print(
-        f"{options.pairs} interleaved rounds, {options.threads} threads, {options.clock} time, float32, "
-        f"torch {torch.__version__}\n"
-    )
+    setting = f"{options.threads} threads, {options.clock} time, float32, torch {torch.__version__}"
+    print(f"{options.pairs} interleaved rounds, {setting}\n")
     for shape in options.shapes.split(","):
         model, engine = build(shape)
         for length in map(int, options.tokens.split(",")):
@@ -134,16 +129,13 @@ def main() -> None:
                 continue
             ids = np.random.default_rng(length).integers(10, 4_000, length).tolist()
             times = measure(ways(model, engine, ids), options.pairs, clock)
-            print(
-                f"{shape}, {length} tokens: "
-                + ", ".join(f"{name} {statistics.median(values) * 1e3:.2f} ms" for name, values in times.items())
-            )
+            medians = (f"{name} {statistics.median(values) * 1e3:.2f} ms" for name, values in times.items())
+            print(f"{shape}, {length} tokens: {', '.join(medians)}")
             for ours, theirs, target in RATIOS:
                 ratio = spread(np.array(times[ours]) / np.array(times[theirs]))
                 print(f"  {ours:>9} / {theirs:<9} {ratio}   target {target}")
-                record.append(
-                    {"shape": shape, "tokens": length, "ours": ours, "theirs": theirs, "median": ratio.median}
-                )
+                which = {"shape": shape, "tokens": length, "ours": ours, "theirs": theirs}
+                record.append(which | {"median": ratio.median})
             print()
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")

@@ -3,9 +3,8 @@
     python -m benchmarks.rollout_soak [--seconds 1800] [--share 0.8] [--swap-s 10] [--quick] [--json OUT]
 
 Every ten seconds the aliases production and canary move and both replicas reload, by SIGHUP or by the route; the canary
-comes, changes and goes.  Each replica is stopped once by SIGTERM and started again.  No request may fail, each
-answer is replayed with the bundle that it names, and no replica's memory may grow by 2 %.  The exit status is 1 where
-something falls short.
+comes, changes and goes.  Each replica is stopped once by SIGTERM and started again.  No request may fail, each answer
+is replayed with the bundle that it names, and no replica's memory may grow by 2 %; else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Events:
 
 
 async def swap(store: Store, replicas: Sequence[Replica], events: Events) -> None:
-    """The next pair of production and canary, on every replica that runs."""
+    """Move to the next pair of production and canary, on every replica that runs."""
     turn = events.swaps
     production = 1 + (turn + 1) % 2
     canary = None if turn % 3 == 2 else 3 - production  # gone: it is what judges already
@@ -55,25 +54,16 @@ async def swap(store: Store, replicas: Sequence[Replica], events: Events) -> Non
     events.swaps += 1
     events.roles.add((production, canary))
     for replica in replicas:
-        process = replica.process
-        if process is None:
+        if (process := replica.process) is None:
             continue
         if turn % 4 == 3:
             replica.signal(signal.SIGHUP)
-            continue
-        status = await asyncio.to_thread(replica.reload)
-        if status != 200 and process is replica.process:  # unless it is being restarted
-            events.refused.append(f"{replica.name}: {status}")
-
-
-async def restart(replica: Replica, events: Events) -> None:
-    """SIGTERM, and a new process at the same address."""
-    events.exits.append(await asyncio.to_thread(replica.drain))
-    await asyncio.to_thread(replica.start)
+        elif (status := await asyncio.to_thread(replica.reload)) != 200 and process is replica.process:
+            events.refused.append(f"{replica.name}: {status}")  # unless it is being restarted
 
 
 async def run(stage: Fleet, store: Store, witness: Witness, rate: float, options: argparse.Namespace) -> Events:
-    """Load, swaps, restarts and the memory's watch, until the time is over."""
+    """Run load, swaps, restarts and the memory's watch, until the time is over."""
     events, start = Events(), time.monotonic()
 
     async def swaps() -> None:
@@ -84,7 +74,8 @@ async def run(stage: Fleet, store: Store, witness: Witness, rate: float, options
     async def restarts() -> None:
         for moment, replica in zip(RESTARTS, stage.replicas, strict=True):
             await asyncio.sleep(max(0.0, moment * options.seconds - (time.monotonic() - start)))
-            await restart(replica, events)
+            events.exits.append(await asyncio.to_thread(replica.drain))
+            await asyncio.to_thread(replica.start)
 
     async def watch() -> None:
         told = start
@@ -116,7 +107,7 @@ async def run(stage: Fleet, store: Store, witness: Witness, rate: float, options
 
 
 def grown(lives: Mapping[tuple[int, int], Sequence[tuple[float, float]]], least_s: float) -> list[Check]:
-    """Resident memory of each process's life, if it was long enough to judge."""
+    """Check the resident memory of each process's life, if it was long enough to judge."""
     checks = []
     for (replica, starts), series in sorted(lives.items()):
         times, values = np.array(series).T

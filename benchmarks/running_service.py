@@ -62,7 +62,7 @@ class Answers:
         self._lock = threading.Lock()
 
     def __call__(self, job: Job) -> Line:
-        """Raises RunMismatch where the record is of other requests or of another bundle."""
+        """Return the job's line.  Raises RunMismatch where the record is of other requests or of another bundle."""
         mark = mark_of({"body": job.body})
         if (line := self._lines.get(job.id)) is not None:
             if line["mark"] != mark:
@@ -83,13 +83,13 @@ class Answers:
 
 
 def together(one: Callable[[One], Found], many: Sequence[One], what: str, workers: int) -> list[Found]:
-    """``one`` of each, a few at a time, in their order."""
+    """Return ``one`` of each, a few at a time, in their order."""
     with ThreadPoolExecutor(workers) as pool:
         return list(tqdm(pool.map(one, many), what, total=len(many), mininterval=2))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which service answers, and where its answers are kept."""
+    """Add which service answers, and where its answers are kept."""
     parser.add_argument("--url", help="one that runs and lets callers choose policy (and bundle); else one starts")
     parser.add_argument("--model", default="smollm2", help="of the service that is started")
     parser.add_argument("--bundle", help="else the service's first")
@@ -101,16 +101,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def answers(options: argparse.Namespace) -> Iterator[Answers]:
-    """With ``add_options``'s choices.  SIGTERM ends the service, too."""
+    """Yield the answers by ``add_options``'s choices.  SIGTERM ends the service, too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with ExitStack() as stack:
 
         def start() -> Ask:
             url = options.url
             if not url:
-                chosen = [
-                    f"--{name}={value}" for name in ("model", "bundle", "store") if (value := vars(options)[name])
-                ]
+                own = {name: vars(options)[name] for name in ("model", "bundle", "store")}
+                chosen = [f"--{name}={value}" for name, value in own.items() if value]
                 service = ServiceProcess(*chosen, "--deadline-s", "300", HALLUTRACER_MODEL="")
                 url = stack.enter_context(service).url
             client = stack.enter_context(httpx.Client(base_url=url, timeout=600))

@@ -2,10 +2,9 @@
 
     python -m benchmarks.service_disconnects [--shape demo] [--count 1000] [--quick] [--json OUT]
 
-Score, generate and stream requests are broken off before the body is complete, right after it, while they wait in the
-queue, and while they decode or stream; half by an orderly close, half by a reset.  Honest clients run at the same time
-and must be answered.  Afterwards the gauges of /metrics must be back at zero, no token may be prefilled or decoded any
-more, the process must be idle, and its sockets closed.  The exit status is 1 where something is not so.
+Score, generate and stream requests are broken off at several moments, half by an orderly close, half by a reset, beside
+honest clients, which must be answered.  Afterwards the gauges of /metrics must be back at zero, no token may be
+prefilled or decoded any more, the process must be idle, and its sockets closed; else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,33 +63,24 @@ class Plan:
 
 
 def plans(count: int, max_tokens: int, patience: float, seed: int = 0) -> list[Plan]:
-    """All kinds and moments in turn, shuffled.  Answers are long enough to be noticed if they continue."""
+    """Return all kinds and moments in turn, shuffled.  Answers are long enough to be noticed if they continue."""
     cases = [(kind, moment) for kind, moments in KINDS.items() for moment in moments]
     made = []
-    for number, (prompt, (kind, moment)) in enumerate(
-        zip(make_prompts(count, MIX, seed), itertools.cycle(cases), strict=False)
-    ):
-        request = post("/score", body(kind, prompt, max_tokens))
+    for number, prompt in enumerate(make_prompts(count, MIX, seed)):
+        kind, moment = cases[number % len(cases)]
+        content: dict[str, Any] = {"input_ids": prompt}
+        if kind != "score":  # threshold 1 lets every prompt decode
+            content |= {"threshold": 1.0, "generate": {"max_tokens": max_tokens}}
+        if kind == "stream":
+            content["stream"] = True
+        request = post("/score", json.dumps(content).encode())
         made.append(Plan(kind, moment, number // len(cases) % 2 == 0, request, 1 + number % 7, patience))
     random.Random(seed).shuffle(made)
     return made
 
 
-def body(kind: str, prompt: list[int], max_tokens: int) -> bytes:
-    """The JSON body; threshold 1 lets every prompt decode."""
-    content: dict[str, Any] = {"input_ids": prompt}
-    if kind != "score":
-        content |= {"threshold": 1.0, "generate": {"max_tokens": max_tokens}}
-    if kind == "stream":
-        content["stream"] = True
-    return json.dumps(content).encode()
-
-
 async def break_off(address: tuple[str, int], plan: Plan, pause: float) -> str:
-    """Send, wait for the moment, hang up.  Returns the moment at which it really happened.
-
-    ``pause``: seconds that a waiting moment waits.
-    """
+    """Send, wait for the moment (``pause`` seconds where it waits), hang up.  Return when it really happened."""
     reader, writer = await asyncio.open_connection(*address)
     happened = plan.moment
     try:
@@ -109,11 +100,9 @@ async def break_off(address: tuple[str, int], plan: Plan, pause: float) -> str:
                 except asyncio.IncompleteReadError:
                     happened = f"answered before ({status})"
         elif plan.moment in ("queued", "decoding"):
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(pause * (plan.patience if plan.moment == "decoding" else 1.0)):
                     happened = f"answered before ({(await reader.readline())[9:12].decode()})"
-            except TimeoutError:
-                pass
         return happened
     finally:
         if plan.reset:
@@ -125,7 +114,8 @@ async def break_off(address: tuple[str, int], plan: Plan, pause: float) -> str:
 async def run(
     server: ServiceProcess, everything: list[Plan], at_once: int, honest_clients: int, pause: float
 ) -> tuple[Counter[str], list[Outcome], dict[str, float]]:
-    """All plans, ``at_once`` at a time, beside honest clients; what happened, their outcomes, the gauges' peaks."""
+    """Play all plans, ``at_once`` at a time, beside honest clients.  Return what happened, their outcomes, the gauges'
+    peaks."""
     moments: Counter[str] = Counter()
     peaks = dict.fromkeys(GAUGES, 0.0)
     waiting = iter(everything)
@@ -143,8 +133,7 @@ async def run(
     async def watch() -> None:
         while not finished:
             metrics = await asyncio.to_thread(server.metrics)
-            for gauge in GAUGES:
-                peaks[gauge] = max(peaks[gauge], metrics.total(gauge))
+            peaks.update({gauge: max(peak, metrics.total(gauge)) for gauge, peak in peaks.items()})
             await asyncio.sleep(0.02)
 
     async def all_clients() -> None:
@@ -161,7 +150,7 @@ async def run(
 
 
 def settle(server: ServiceProcess, within_s: float) -> tuple[float, dict[str, float]]:
-    """Seconds until all gauges are zero, and what they were last."""
+    """Return the seconds until all gauges are zero, and what they were last."""
     start = time.monotonic()
     while True:
         metrics = server.metrics()
@@ -172,14 +161,10 @@ def settle(server: ServiceProcess, within_s: float) -> tuple[float, dict[str, fl
 
 
 def judge(
-    server: ServiceProcess,
-    count: int,
-    moments: Counter[str],
-    honest: list[Outcome],
-    peaks: dict[str, float],
-    files_before: int,
+    server: ServiceProcess, count: int, found: tuple[Counter[str], list[Outcome], dict[str, float]], files_before: int,
     within_s: float,
-) -> tuple[list[Check], dict[str, Any]]:
+) -> tuple[list[Check], dict[str, Any]]:  # fmt: skip
+    moments, honest, peaks = found
     took, left = settle(server, within_s)
     before, cpu = server.metrics(), cpu_seconds(server.pid)
     time.sleep(2.0)
@@ -219,8 +204,6 @@ def main() -> int:
     arguments.add_argument("--count", type=int, default=1000)
     arguments.add_argument("--at-once", type=int, default=48)
     arguments.add_argument("--honest", type=int, default=4, help="clients that wait for their answers")
-    arguments.add_argument("--pause-s", type=float, help="how long a queued request waits before it hangs up")
-    arguments.add_argument("--within-s", type=float, default=60.0, help="how long the gauges may take to reach zero")
     with_server(arguments, "--deadline-s 600", "a long deadline, so that none is refused")
     options = arguments.parse_args()
     raise_file_limit()
@@ -228,16 +211,13 @@ def main() -> int:
     prepared = prepare(options.shape, options.cache)
     # The demo model's answers are over after some twenty milliseconds; the other's take seconds.
     pause, patience = (0.05, 1.0) if options.shape == "demo" else (0.5, 6.0)
-    pause = options.pause_s or pause
     with ServiceProcess(*server_arguments(options, prepared.arguments)) as server:
         asyncio.run(closed_loop(server.address, iter(score_requests(make_prompts(8, MIX, seed=7))), 2))
         files, rss = server.open_files(), server.rss_mib()
         start = time.monotonic()
-        moments, honest, peaks = asyncio.run(
-            run(server, plans(count, 120, patience), options.at_once, options.honest, pause)
-        )
-        print(f"{sum(moments.values())} clients in {time.monotonic() - start:.1f} s", flush=True)
-        checks, record = judge(server, count, moments, honest, peaks, files, options.within_s)
+        found = asyncio.run(run(server, plans(count, 120, patience), options.at_once, options.honest, pause))
+        print(f"{found[0].total()} clients in {time.monotonic() - start:.1f} s", flush=True)
+        checks, record = judge(server, count, found, files, 60.0)
         checks.append(Check("resident memory: before, afterwards", f"{rss:.0f}, {server.rss_mib():.0f} MiB",
                             "(reported)", None))  # fmt: skip
     checks.append(server.end())

@@ -118,7 +118,7 @@ class Bench:
                     outcomes = self._closed(server, requests, BATCH)
                     seconds[side] = max(outcome.done for outcome in outcomes)
                     failed.update(not_answered(outcomes))
-                time.sleep(0.1)  # the other side's OpenMP threads stop spinning
+                time.sleep(0.1)  # the server's OpenMP threads stop spinning
             rounds.append({side: count / value for side, value in seconds.items()})
         ratio = spread([one["service"] / one["direct"] for one in rounds])
         medians = {side: statistics.median(one[side] for one in rounds) for side in SIDES}

@@ -27,6 +27,7 @@ from benchmarks.harness import (
     Metrics,
     Pool,
     ServiceProcess,
+    Unexpected,
     conclude,
     parser,
     percentile,
@@ -36,7 +37,7 @@ from benchmarks.harness import (
     with_server,
 )
 from benchmarks.service_disconnects import Plan, break_off, settle
-from benchmarks.traffic import Tally, Traffic, Unexpected
+from benchmarks.traffic import Tally, Traffic
 
 WARM_UP = 0.2  # share of the run whose memory is not judged
 MAX_GROWTH, MAX_SLOPE = 1.05, 1.0  # last third over first third, after warm-up; estimate in MiB per minute
@@ -81,7 +82,7 @@ async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: fl
 async def hang_up(
     server: ServiceProcess, traffic: Traffic, bundle: str, soak: Soak, until: float, every: float
 ) -> None:
-    """One client that breaks off all its requests."""
+    """Break off all requests of one client."""
     draw = random.Random(0)
     while time.monotonic() < until and server.alive():
         request = traffic.broken_off(bundle)
@@ -97,7 +98,7 @@ async def hang_up(
 
 
 async def watch(server: ServiceProcess, soak: Soak, until: float) -> None:
-    """Memory each second, and a line each minute."""
+    """Take the memory each second, and print a line each minute."""
     start = time.monotonic()
     while time.monotonic() < until and server.alive():
         soak.memory.append((time.monotonic() - start, server.rss_mib()))
@@ -148,7 +149,7 @@ def memory_checks(series: list[tuple[float, float]]) -> list[Check]:
 
 
 def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> list[Check]:
-    """What the metrics grew by, beside what the clients counted."""
+    """Compare what the metrics grew by with what the clients counted."""
 
     def grown(name: str, **labels: str) -> int:
         return round(after.total(name, **labels) - before.total(name, **labels))
@@ -157,29 +158,17 @@ def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> l
                       if value.split(":")[0] == bundle), bundle)  # fmt: skip
     tally, broken = soak.tally, sum(soak.broken.values())
     mine = {"bundle": reference}
-    pairs: list[tuple[str, int, int]] = [
-        (
-            f"prompts_total {decision}",
-            grown("hallutracer_prompts_total", decision=decision, **mine),
-            tally.prompts[decision],
-        )
-        for decision in ("continue", "abstain", "block")
-    ]
-    pairs += [
-        ("flagged_total", grown("hallutracer_flagged_total", **mine), tally.flagged),
-        ("prompt_tokens_total", grown("hallutracer_prompt_tokens_total", **mine), tally.prompt_tokens),
-        ("completion_tokens_total", grown("hallutracer_completion_tokens_total", **mine), tally.completion_tokens),
-        ("risk histogram", grown("hallutracer_risk_count", **mine), sum(tally.prompts.values())),
-    ]
-    codes = (
-        set(after.by("hallutracer_errors_total", "code"))
-        | set(before.by("hallutracer_errors_total", "code"))
-        | set(tally.codes)
-    ) - {"client_closed_request"}
-    pairs += [(f"errors_total {code}", grown("hallutracer_errors_total", code=code), tally.codes[code])
-              for code in sorted(codes)]  # fmt: skip
-    pairs += [(f"http_requests_total {status}", grown("hallutracer_http_requests_total", status=str(status)), count)
-              for status, count in sorted(tally.statuses.items()) if status != 200]  # fmt: skip
+    codes = {code for one in (before, after) for code in one.by("hallutracer_errors_total", "code")} | {*tally.codes}
+    counted: list[tuple[str, dict[str, str], int]] = [
+        *(("prompts_total", {"decision": one, **mine}, tally.prompts[one]) for one in ("continue", "abstain", "block")),
+        ("flagged_total", mine, tally.flagged), ("prompt_tokens_total", mine, tally.prompt_tokens),
+        ("completion_tokens_total", mine, tally.completion_tokens), ("risk_count", mine, tally.prompts.total()),
+        *(("errors_total", {"code": code}, tally.codes[code]) for code in sorted(codes - {"client_closed_request"})),
+        *(("http_requests_total", {"status": str(status)}, count) for status, count in sorted(tally.statuses.items())
+          if status != 200),
+    ]  # fmt: skip
+    pairs = [(" ".join([name, *(value for key, value in labels.items() if key != "bundle")]),
+              grown(f"hallutracer_{name}", **labels), count) for name, labels, count in counted]  # fmt: skip
     wrong = [f"{name}: {theirs}, clients counted {ours}" for name, theirs, ours in pairs if theirs != ours]
     answered = grown("hallutracer_http_requests_total", status="200") - tally.statuses[200]
     closed = grown("hallutracer_errors_total", code="client_closed_request")

@@ -84,6 +84,10 @@ class Group:
             raise
         self._signal(signal.SIGSTOP)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     @contextmanager
     def turn(self) -> Iterator[None]:
         self._signal(signal.SIGCONT)
@@ -101,7 +105,7 @@ class Group:
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+            os.killpg(self.pid, number)
 
     def __enter__(self) -> Self:
         return self

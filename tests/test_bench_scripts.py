@@ -200,7 +200,7 @@ def test_a_plan_by_hand() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command",
-    ["rollout_soak", "replicas", *(f"chaos --only {part}" for part in ("killed", "stopped", "store", "store-url"))],
+    ["rollout_soak", *(f"chaos --only {part}" for part in ("killed", "stopped", "store", "store-url"))],
 )
 def test_a_script_runs_and_passes(command: str, tmp_path: Path) -> None:
     binary("nginx")
