@@ -1,7 +1,4 @@
-"""From activations and labels to probes, a calibrated classifier and nested cross-validation; here the options' names.
-
-Importing this package loads neither torch nor scikit-learn.
-"""
+"""From activations and labels to probes and a classifier; here the options' names, without torch or scikit-learn."""
 
 from __future__ import annotations
 

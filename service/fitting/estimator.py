@@ -7,7 +7,6 @@ separated, and the probes are then refitted on all rows.  The scale carries over
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -62,8 +61,7 @@ class ChosenC(NamedTuple):
     auroc: dict[str, float | None]  # grid value -> out-of-fold AUROC of the depth mean; None where a layer was zero
 
 
-@dataclass(frozen=True, eq=False)
-class FinalClassifier:
+class FinalClassifier(NamedTuple):
     """risk = 1 - sigmoid(weight . signals + intercept), signals in raw units."""
 
     weight: Floats  # [k]
@@ -127,7 +125,6 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Fit probes and classifier: X as the class says, y [n], groups [n] of rows that depend on each other.
 
         ``extra`` [n, k] are further signals that the classifier reads beside the depth mean, such as entropies.
-
         Raises ValueError for arrays that do not fit together, TrainingError where a fold lacks a class.
         """
         x: NDArray[np.float32]
@@ -190,7 +187,6 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, of the own rule and ``scales``, ``scaled_``.
         ``fold``: for a part of the data, whose probes are never served, a layer may lack a direction.
-
         Raises NoDirection (not with ``fold``), TrainingError.
         """
         rows = np.arange(len(readouts.label)) if rows is None else rows
@@ -216,9 +212,8 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def choose_c(self, readouts: Readouts, group: Index, rows: Index, seed: int, *, must: bool = True) -> ChosenC:
         """Return the C of the largest out-of-fold AUROC of the depth mean, by grouped folds inside ``rows``.
 
-        At most 8 layers and 8 heads, evenly spaced, take part.  Ties go to the smaller C; a value that leaves a layer
-        without a direction is excluded.
-        Raises NoDirection: every value of the grid is excluded (not with ``must``: then the largest).
+        At most 8 layers and 8 heads, evenly spaced, take part.  A value that leaves a layer without a direction is
+        excluded.  Raises NoDirection: all are (not with ``must``: then the largest).
         """
         grid = tuple(sorted(set(self.c_grid))) if self.C == "auto" else (float(self.C),)
         if len(grid) == 1:
@@ -291,16 +286,15 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def fit_classifier(signals: Floats, label: Labels, soft_label: Floats | None = None) -> FinalClassifier:
-    """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
+    """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual), or soft_label [n].
 
-    C = 1e4 only matters where the classes are separable and the weights would be infinite.  No class weights: the risk
-    is a probability at the training data's share of hallucinations.  ``soft_label`` [n] is fitted on if given.
+    No class weights: the risk is a probability at the training data's share of hallucinations.
     """
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
     rows = weighted_rows(label, soft_label)
     with threadpool_limits(1):  # one order of summation, whatever the number of cores
-        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000)
+        model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000)  # C matters where the classes are separable
         model.fit(((signals - mean) / std)[rows.row], rows.label, sample_weight=rows.weight)
     weight = model.coef_[0] / std
     return FinalClassifier(weight, float(model.intercept_[0] - weight @ mean))
@@ -332,12 +326,12 @@ def class_statistics(trajectory: Floats, label: Labels) -> tuple[Floats, Floats]
 
 def scale_shift(out_of_fold: Floats, refit: Floats, label: Labels) -> dict[str, dict[str, float]]:
     """Return mean and deviation by class of cross-fitted depth means [seeds, n] and of refitted, in-sample ones [n]."""
-    sides = {"cross_fitted": out_of_fold, "refitted": refit}
+    sides = [("cross_fitted", out_of_fold), ("refitted", refit)]
     return {
-        name: {f"{side}_mean": float(means[..., label == value].mean()) for side, means in sides.items()}
-        | {f"{side}_std": float(means[..., label == value].std()) for side, means in sides.items()}
-        for name, value in (("hallucinated", 0), ("factual", 1))
-    }
+        name: {f"{side}_{part}": float(getattr(means[..., label == value], part)())
+               for part in ("mean", "std") for side, means in sides}
+        for value, name in enumerate(("hallucinated", "factual"))
+    }  # fmt: skip
 
 
 def _activations(x: NDArray[np.float32]) -> ActivationArray:

@@ -29,18 +29,18 @@ CUTS = 50  # risks at which the distribution functions are compared
 
 
 class Traffic(NamedTuple):
-    """Unlabelled rows; rows of one group depend on each other."""
+    """Unlabelled rows, [n] each; rows of one group depend on each other."""
 
-    risk: Floats  # [n] as the bundle serves it
-    group: Labels  # [n]
+    risk: Floats  # as the bundle serves it
+    group: Labels
 
 
 class LabelledRisks(NamedTuple):
-    """Labelled risks of training's own kind, by probes that were fitted without the row."""
+    """Labelled risks of training's own kind, by probes that were fitted without the row, [n] each."""
 
-    risk: Floats  # [n]
-    label: Labels  # [n] 1 factual
-    group: Labels  # [n]
+    risk: Floats
+    label: Labels  # 1 factual
+    group: Labels
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,8 @@ class PriorShiftTest:
 
 
 def most_likely_share(traffic: Traffic, prior: float, label: Labels | None = None) -> float:
-    """Return the share of greatest likelihood on ``traffic``, whose risks hold at the share ``prior``.
-
-    label [m]: labelled rows of the same traffic, drawn at random from it, which are not among its rows.
-    """
+    """Return the share of greatest likelihood on ``traffic``, whose risks hold at the share ``prior``; label [m]: of
+    rows drawn at random from it, which are not among its rows."""
     ratio, level = _ratios(traffic.risk, prior)
     wrong = np.zeros(0, bool) if label is None else np.asarray(label) == 0
     counts = np.append(np.bincount(level), [wrong.sum(), (~wrong).sum()]).astype(np.float64)
@@ -81,10 +79,8 @@ def most_likely_share(traffic: Traffic, prior: float, label: Labels | None = Non
 def estimate_share(
     traffic: Traffic, prior: float, label: Labels | None = None, group: Labels | None = None, seed: int = 0
 ) -> ShareEstimate:
-    """Return ``most_likely_share`` with its interval; group [m] of the labelled rows is numbered with the traffic's.
-
-    The interval is by bootstrap over groups; it takes training's risks as exact.
-    """
+    """Return ``most_likely_share`` with its interval by bootstrap over groups, which takes training's risks as exact;
+    group [m] of the labelled rows is numbered with the traffic's."""
     wrong = np.zeros(0, bool) if label is None else np.asarray(label) == 0
     groups = traffic.group if group is None else np.concatenate([traffic.group, group])
     ratio, level = _ratios(traffic.risk, prior)
@@ -98,11 +94,8 @@ def estimate_share(
 
 
 def shift_to(share: float, prior: float, rows: int) -> Recalibration:
-    """Return the map of risks that hold at the share ``prior`` to those that hold at ``share``, found on so many rows.
-
-    A share of 0 or 1 would make every risk 0 or 1: it is taken as half a row.
-    """
-    half = 0.5 / rows
+    """Return the map of risks that hold at the share ``prior`` to those that hold at ``share``, found on these rows."""
+    half = 0.5 / rows  # a share of 0 or 1 would make every risk 0 or 1
     inside = float(np.clip(share, half, 1 - half))
     return Recalibration("prior_shift", c=float(logit(inside) - logit(prior)))
 

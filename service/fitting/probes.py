@@ -32,8 +32,7 @@ LARGER_C = (3.0, 10.0, 30.0, 100.0)  # times C, where a layer would have no prob
 _CHUNK = 4096  # rows
 
 
-@dataclass(frozen=True, eq=False)
-class ActivationArray:
+class ActivationArray(NamedTuple):
     """Activations in memory, read as a ``RowsFile``: [N, m, heads, d] float32, of one head at the residual stream."""
 
     values: NDArray[np.float32]
@@ -41,7 +40,7 @@ class ActivationArray:
 
     @property
     def geometry(self) -> Geometry:
-        """The shape of a model that has such activations."""
+        """Return the shape of a model that has such activations."""
         _, layers, heads, dim = self.values.shape
         return Geometry(layers, heads, dim, dim)
 
@@ -83,13 +82,13 @@ def _soft(soft_label: Floats | None, rows: Labels) -> Floats | None:
 class WeightedRows(NamedTuple):
     """r weighted rows made of n, those of the larger weight first in their own order."""
 
-    row: NDArray[np.int64]  # [r] which row
+    row: Index  # [r]
     label: NDArray[np.int64]  # [r] 1 factual, 0 hallucinated
     weight: Floats  # [r] those of a row sum to 1
 
 
 def weighted_rows(label: Labels, soft_label: Floats | None) -> WeightedRows:
-    """Return the rows of label [n], or of ``soft_label`` [n] where there is one; without those of weight zero."""
+    """Return the rows of label [n] or, where there is one, of ``soft_label`` [n], without those of weight zero."""
     rows = np.arange(len(label))
     if soft_label is None:
         return WeightedRows(rows, np.asarray(label, np.int64), np.ones(len(label)))
@@ -100,10 +99,8 @@ def weighted_rows(label: Labels, soft_label: Floats | None) -> WeightedRows:
 
 
 def soft_auroc(label: Labels, soft_label: Floats | None, score: NDArray[np.floating]) -> float:
-    """Return the AUROC of a truth score [n] against ``label`` [n], or where there are soft labels [n] against these.
-
-    Of soft labels: P(score of a right answer > score of a wrong one), ties half, answers drawn from random rows.
-    """
+    """Return the AUROC of a truth score [n] against ``label`` [n] or, where there are any, soft labels [n]: then
+    P(score of a right answer > score of a wrong one), ties half, answers drawn from random rows."""
     if soft_label is None:
         return auroc(label, score)
     made = weighted_rows(label, soft_label)
@@ -194,8 +191,7 @@ def fit_head(
 def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
     """Return x [n, d] standardised (Eq. standardize) as a float64 copy, its mean [d] and deviation [d].
 
-    A constant column becomes zeros with deviation 1: its computed deviation is rounding error, and dividing by it would
-    make a feature of noise.
+    A constant column becomes zeros with deviation 1: its computed deviation is rounding error.
     """
     z = x.astype(np.float64)
     mean = z.mean(axis=0)
@@ -210,9 +206,7 @@ def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
 
 def row_weights(label: Labels, balance: ClassBalance, weight: Floats | None = None) -> Floats:
     """Return weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger one.
-
-    ``weight`` [n]: how much a row counts before it is balanced; 1 where it is not given.
-    """
+    ``weight`` [n]: how much a row counts before it is balanced."""
     if balance == "downsample":
         kept = np.zeros(len(label))
         kept[_downsample(label)] = 1.0
@@ -290,7 +284,7 @@ def fit_probes(
                 if probe is not None:
                     break
             if probe is None and zero_layers:
-                probe = _zero_probe(heads[0], geometry.dim(site), len(task.test))
+                probe = HeadProbe(heads[0], np.zeros(geometry.dim(site)), 0.0, 1.0, 0.5, np.zeros(len(task.test)))
             if probe is None:
                 probes = f"all {len(heads)} probes are" if len(heads) > 1 else "the probe is"
                 heads_read = site is Site.ATTENTION_HEAD
@@ -304,11 +298,6 @@ def fit_probes(
         head, direction, bias, scale, quality, logits = map(np.array, zip(*chosen, strict=True))
         fits.append(ProbeFit(head.astype(np.int32), direction, bias, scale, quality, np.ascontiguousarray(logits.T)))
     return fits
-
-
-def _zero_probe(head: int, dim: int, rows: int) -> HeadProbe:
-    """Return a probe that tells nothing."""
-    return HeadProbe(head, np.zeros(dim), bias=0.0, scale=1.0, auroc=0.5, logits=np.zeros(rows))
 
 
 def _fit_layer(
@@ -348,7 +337,7 @@ def unit_probe(
 
 
 def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float) -> Floats:
-    """Return truth logits of ``rows`` [n] in float64, in chunks, so that no full float64 copy is made."""
+    """Return truth logits of ``rows`` [n] in float64, without a full float64 copy of x."""
     logits = np.empty(len(rows))
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]

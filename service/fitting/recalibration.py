@@ -1,8 +1,7 @@
 """Strictly increasing maps from risk to risk, fitted on labelled rows; which of them is as good as the best.
 
-Every candidate's log loss is taken on rows that it was not fitted on, of groups that it has not seen.  The simplest
-candidate whose loss is within one standard error of the best one's is chosen; errors and intervals are by jackknife
-over groups, and the error is of the difference.  ``cox_line`` says how far a risk is from a probability.
+The simplest candidate is chosen whose log loss, on groups that it has not seen, is within one standard error of the
+best one's; errors and intervals are by jackknife over groups.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ MapFit = Callable[[Labels, Floats], Recalibration | None]
 FOLDS = 5
 SEEDS = (0, 1, 2)  # shuffles of the folds; losses are averaged over them
 COX_KEYS = ("calibration_slope", "calibration_intercept")
-_ROUNDING = 1e-9  # of a loss: less is no difference
 _TAIL = 0.99  # of the last value that is kept at the end of the scale: risks beyond all rows stay in order
 
 
@@ -89,11 +87,8 @@ def fit_isotonic(label: Labels, risk: Floats) -> Recalibration | None:
 
 
 FITS: dict[Method, MapFit] = {  # from simple to flexible
-    "intercept": fit_intercept,
-    "platt": fit_platt,
-    "beta": fit_beta,
-    "isotonic": fit_isotonic,
-}
+    "intercept": fit_intercept, "platt": fit_platt, "beta": fit_beta, "isotonic": fit_isotonic,
+}  # fmt: skip
 
 
 def _logistic(label: Labels, features: NDArray[np.float64]) -> tuple[Floats, float]:
@@ -157,12 +152,9 @@ def choose_map(
         else:
             candidates.append(_candidate(name, whole, held_out, label, before, group))
     best = min(candidates, key=lambda one: one.log_loss)
-    chosen = next(
-        one
-        for one in candidates
-        if one.log_loss - best.log_loss <= standard_error(_means_without(one.loss - best.loss, group)) + _ROUNDING
-    )
-    return ChosenMap(tuple(candidates), chosen, best, tuple(left_out))
+    errors = (standard_error(_means_without(one.loss - best.loss, group)) for one in candidates)
+    near = (one for one, error in zip(candidates, errors, strict=True) if one.log_loss - best.log_loss <= error + 1e-9)
+    return ChosenMap(tuple(candidates), next(near), best, tuple(left_out))
 
 
 def _held_out(fit: MapFit, label: Labels, risk: Floats, folds: Sequence[Pairs]) -> Floats | None:
@@ -207,11 +199,8 @@ def _means_without(values: Floats, group: Labels) -> NDArray[np.float64]:
 
 
 class CoxLine(NamedTuple):
-    """log odds of hallucinated = intercept + slope x log odds of the risk (Cox 1958, Biometrika 45, 562-565).
-
-    Slope 1 and intercept 0 are perfect; a slope below 1 says that risks are too extreme, an intercept above 0 that they
-    are too low around one half.
-    """
+    """log odds of hallucinated = intercept + slope x log odds of the risk (Cox 1958, Biometrika 45, 562-565); slope
+    1 and intercept 0 are perfect, a slope below 1 says that risks are too extreme."""
 
     slope: float
     intercept: float

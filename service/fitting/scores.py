@@ -44,10 +44,8 @@ class Gain(NamedTuple):
 
 
 def auroc(label: Labels, score: Floats) -> float:
-    """Return P(score of a factual row > score of a hallucinated row), ties count half: label [N], score [N].
-
-    ``score`` rises with factuality (a truth logit).  Raises ValueError where a class is missing.
-    """
+    """Return P(score of a factual row > score of a hallucinated row), ties half: label [N], score [N], which rises with
+    factuality.  Raises ValueError where a class is missing."""
     values = np.asarray(label, np.int64)
     hallucinated, factual = np.sort(np.asarray(score)[values == 0]), np.sort(np.asarray(score)[values == 1])
     if not len(hallucinated) or not len(factual) or len(hallucinated) + len(factual) != len(values):

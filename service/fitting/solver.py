@@ -52,17 +52,14 @@ class _Scaled(NamedTuple):
 def solve(
     rows: NDArray[np.float32], label: NDArray[np.integer], weight: Floats, partition: NDArray[np.integer], c: Floats
 ) -> tuple[Floats, Floats]:
-    """Return raw-space weights [h, P, d] and intercepts [h, P] of P probes on each of h heads.
-
-    rows [h, n, d], label [n] (1 factual), weight [F, n]: s_i of each partition, partition [P], c [P].  The heads come
-    one by one, so that one head's rows stay in the cache.
-    """
+    """Return raw-space weights [h, P, d] and intercepts [h, P] of P probes on each of h heads: rows [h, n, d], label
+    [n] (1 factual), weight [F, n]: s_i of each partition, partition [P], c [P]."""
     if not rows.flags.writeable:
         rows = rows.copy()  # torch warns about read-only arrays
     sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).float()
     weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64))
     parts, strength = torch.from_numpy(np.asarray(partition, np.int64)), torch.from_numpy(np.asarray(c, np.float64))
-    heads = torch.from_numpy(rows).split(1)
+    heads = torch.from_numpy(rows).split(1)  # one by one, so that one head's rows stay in the cache
     solved = [_solve(_scale(head, sign, weights), parts, strength) for head in heads]
     directions, intercepts = zip(*solved, strict=True)
     return np.concatenate(directions), np.concatenate(intercepts)

@@ -1,9 +1,8 @@
 """Thresholds: by what a wrong answer costs, by a target that out-of-fold risks should meet, and with a guarantee.
 
 A guarantee is that of the groups that pass, counted equally, at most a share alpha is wrong, with confidence 1 - delta:
-learn-then-test (Angelopoulos et al. 2021) with fixed-sequence testing.  Of each group only its first answered row in a
-seeded order counts, so that the rows are independent.  The sequence of thresholds is fixed by other data (training's
-out-of-fold risks) before the calibration rows are looked at.
+learn-then-test (Angelopoulos et al. 2021) on a sequence that other data has fixed (training's out-of-fold risks).  Of
+each group only its first answered row in a seeded order counts, so that the rows are independent.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class ChosenThreshold:
     gate: dict[str, float]  # ``scores.at_threshold`` of the out-of-fold risks
 
     def document(self) -> dict[str, Any]:
-        """Return the rule and its threshold, for evaluation.json."""
+        """Return what evaluation.json says."""
         if isinstance(self.rule, WrongCosts):
             return {"rule": "wrong_costs", "wrong_costs": self.rule.k, "threshold": self.threshold}
         return {"rule": "target", "target": str(self.rule), "reached": self.reached, "threshold": self.threshold}
@@ -238,10 +237,8 @@ def threshold_sequence(profile: GateProfile, alpha: float, delta: float, calibra
 def certify(
     label: Labels, risk: Floats, group: Labels, thresholds: Sequence[float], alpha: float, delta: float, seed: int = 0
 ) -> GuaranteeTest:
-    """Test ``thresholds`` in their order on calibration rows that took part in nothing else; stop at the first failure.
-
-    label, risk, group [n].  P(the passed threshold's true share is above alpha) is at most delta over calibration sets.
-    """
+    """Test ``thresholds`` in their order on calibration rows that took part in nothing else, to the first failure:
+    P(the passed one's true share is above alpha) is at most delta over calibration sets.  label, risk, group [n]."""
     order = np.random.default_rng(seed).permutation(len(risk))
     steps = []
     for threshold in thresholds:
@@ -258,8 +255,8 @@ def certify(
 def risk_control(label: Labels, risk: Floats, group: Labels, alpha: float) -> float | None:
     """Return the loosest threshold with E[answered and wrong] <= alpha for a row of a new group; None without one.
 
-    Conformal risk control (Angelopoulos et al. 2022): the loss of a group is the share of its rows that are answered
-    and wrong, and the threshold is the largest with (sum of losses + 1) / (groups + 1) <= alpha.
+    Conformal risk control (Angelopoulos et al. 2022): a group's loss is the share of its rows answered and wrong, and
+    the threshold is the largest with (sum of losses + 1) / (groups + 1) <= alpha.
     """
     names, member = np.unique(group, return_inverse=True)
     order = np.argsort(risk, kind="stable")

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from service.data.training_rows import read_dataset
 from service.engines.base import TokenIds
 from service.errors import NoDirection
-from service.fitting import probes
+from service.fitting import estimator
 from service.fitting.folds import outer_folds
+from service.fitting.probes import ProbeFit
 from service.readout import Site
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.test_run import FAST, run
@@ -43,9 +44,15 @@ class ConstantEngine(PlantedEngine):
 def test_readouts_that_are_constant_in_one_fold_do_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Site, head: int | None
 ) -> None:
-    zeros: list[Any] = []
-    zero_probe = probes._zero_probe
-    monkeypatch.setattr(probes, "_zero_probe", lambda *given: zeros.append(given) or zero_probe(*given))
+    zeros, fit = [], estimator.fit_probes
+
+    def watched(*given: Any, **options: Any) -> list[ProbeFit]:
+        found = fit(*given, **options)
+        if options.get("retry_larger_c"):  # not the choice of C
+            zeros.extend(one for one in found if not one.direction.any(axis=1).all())
+        return found
+
+    monkeypatch.setattr(estimator, "fit_probes", watched)
     rows = planted_rows(240)
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "given", folds=3)
     label = np.array([row["label"] for row in rows])
