@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.base import clone
 
 from probes_store.records import ContextName, ContextProbe
 from service.fitting.estimator import DepthMeanProbe, fit_classifier
@@ -59,28 +60,21 @@ class PromptLabels:
 
 
 def fit_context_probe(
-    name: ContextName,
-    readouts: Readouts,
-    group: Index,
-    rows: Index,
-    folds: int,
-    seed: int,
-    probe: DepthMeanProbe,
-    least: int = LEAST,
+    name: ContextName, readouts: Readouts, group: Index, rows: Index, probe: DepthMeanProbe, least: int = LEAST
 ) -> ContextFit | None:
     """Learn from ``rows`` [r] of ``readouts`` [n], whose labels say of which it is true; group [n].
 
-    ``probe`` has the options.  None where a class has fewer than ``least`` groups.
+    ``probe`` has the options: its folds, the first of its seeds.  None where a class has fewer than ``least`` groups.
     """
-    label = readouts.label
+    label, seed = readouts.label, probe.seeds[0]
     if any(len(np.unique(group[rows[label[rows] == value]])) < least for value in (0, 1)):
         return None
     rows = _balanced(label, group, rows, seed)
     own = label[rows]
-    crossed = probe.cross_fit(readouts, group, rows, C[name], folds, (seed,))
+    crossed = clone(probe).set_params(seeds=(seed,)).cross_fit(readouts, group, rows, C[name])
     fit = probe.refit(readouts, rows, np.arange(len(label)), C[name], zero_layers=True)
     # Weights over layers: whether a passage states the answer is known in the middle of a model and forgotten later.
-    layers = fit_layer_weights(crossed.standardized[0], own, group[rows], folds=folds, seed=seed)
+    layers = fit_layer_weights(crossed.standardized[0], own, group[rows], folds=probe.folds, seed=seed)
     fit = replace(fit, scale=fit.scale / layers.weight)
     logits = fit.standardized
     logits[rows] = layers.out_of_fold
@@ -92,20 +86,13 @@ def fit_context_probe(
 
 
 def fit_passage_probes(
-    readouts: Readouts,
-    labels: PromptLabels,
-    group: Index,
-    rows: Index,
-    folds: int,
-    seed: int,
-    probe: DepthMeanProbe,
-    least: int = LEAST,
+    readouts: Readouts, labels: PromptLabels, group: Index, rows: Index, probe: DepthMeanProbe, least: int = LEAST
 ) -> tuple[ContextFit, ContextFit] | None:
     """Fit ``passage`` and, of the rows with one, ``stated``, learnt from ``rows``.  None where there are too few."""
     own = replace(readouts, label=labels.passage.astype(np.int64), soft_label=None)
-    passage = fit_context_probe("passage", own, group, rows, folds, seed, probe, least)
+    passage = fit_context_probe("passage", own, group, rows, probe, least)
     own, inside = replace(own, label=labels.stated.astype(np.int64)), rows[labels.passage[rows]]
-    stated = fit_context_probe("stated", own, group, inside, folds, seed, probe, least)
+    stated = fit_context_probe("stated", own, group, inside, probe, least)
     return None if passage is None or stated is None else (passage, stated)
 
 

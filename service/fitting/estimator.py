@@ -191,7 +191,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         rows = np.arange(len(readouts.label)) if rows is None else rows
         self.C_, self.c_search_ = self.choose_c(readouts, group, rows, self.seeds[0], must=not fold)
-        self.cross_fit_ = self.cross_fit(readouts, group, rows, self.C_, self.folds, self.seeds)
+        self.cross_fit_ = self.cross_fit(readouts, group, rows, self.C_)
         self.probes_ = self.refit(readouts, rows, rows if test is None else test, self.C_, zero_layers=fold)
         label, soft = readouts.label[rows], readouts.soft(rows)
         self.scaled_ = {rule: self._scaled(rule, label, group[rows], soft) for rule in {self.logit_scale, *scales}}
@@ -242,19 +242,17 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             fit_probes(readouts, tasks, **options)
         return ChosenC(max(grid) if best is None else best[1], table)
 
-    def cross_fit(
-        self, readouts: Readouts, group: Index, rows: Index, c: float, folds: int, seeds: Sequence[int]
-    ) -> OutOfFold:
+    def cross_fit(self, readouts: Readouts, group: Index, rows: Index, c: float) -> OutOfFold:
         """Return logits of ``rows`` [n], in their order, for each seed; zeros where a fold's layer has no direction."""
         pairs = [
             (place, train, test)
-            for place, seed in enumerate(seeds)
-            for train, test in group_folds(readouts.label, group, rows, folds, seed, what="cross-fit fold")
+            for place, seed in enumerate(self.seeds)
+            for train, test in group_folds(readouts.label, group, rows, self.folds, seed, what="cross-fit fold")
         ]
         fits = self._fit(readouts, [Task(train, test, c) for _, train, test in pairs], zero_layers=True)
         where = np.full(len(readouts.label), -1)
         where[rows] = np.arange(len(rows))
-        unit = np.full((len(seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
+        unit = np.full((len(self.seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
         crossed = OutOfFold(unit, unit.copy(), unit[:, :, 0].copy())
         for (place, _, test), fit in zip(pairs, fits, strict=True):
             at = place, where[test]

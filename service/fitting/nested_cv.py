@@ -225,7 +225,7 @@ def probe_columns(
     kinds: list[tuple[Signal, ...]] = [(DEPTH_MEAN,), FUSED]
     context = None
     # ``folds`` groups of each class are fewer than ``LEAST``, which all rows have where the run reads the context.
-    if prompts and (found := fit_passage_probes(readouts, prompts, group, train, folds, seed, probe, folds)):
+    if prompts and (found := fit_passage_probes(readouts, prompts, group, train, inner, folds)):
         context = context_columns(found, prompts)
         read = CONTEXT_SIGNALS[: context.shape[1]]
         kinds += [(DEPTH_MEAN, *read), (*FUSED, *read)]

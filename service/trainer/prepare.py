@@ -179,7 +179,7 @@ class BundleContext:
 
 def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | None:
     """Fit what the rows allow; None where they allow no probe."""
-    n, k, folds, seed = len(data.inputs.label), len(data.dataset.others), probe.folds, probe.seeds[0]
+    n, k = len(data.inputs.label), len(data.dataset.others)
     index = np.concatenate([data.inputs.readouts.index, data.dataset.others])
     group = data.dataset.groups[index]
     every = data.readouts_of(index, np.concatenate([np.ones(n, np.int64), np.zeros(k, np.int64)]))
@@ -187,10 +187,10 @@ def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | No
     assert labels is not None, "prepared rows have them"
     tokens = data.collection.prompts.lengths[index]
     padded = PromptLabels(np.pad(labels.passage, (0, k)), np.pad(labels.stated, (0, k)), tokens)
-    passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, probe)
+    passages = fit_passage_probes(every, padded, group, np.arange(n), probe)
     if passages is not None and not all(map(_has_directions, passages)):
         passages = None
-    asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, probe)
+    asking = fit_context_probe("asks", every, group, np.arange(n + k), probe)
     if asking is not None and not (_has_directions(asking) and asking.record.auroc >= LEAST_AUROC):
         asking = None
     fits = (*(() if asking is None else (asking,)), *(passages or ()))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from sklearn.base import clone
 
 from service.fitting import context
 from service.fitting.context import LEAST, SIDES, ContextFit, PromptLabels, fit_context_probe, fit_passage_probes
@@ -16,7 +17,7 @@ from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Inputs, evaluate
 from service.fitting.scores import auroc, ece
 from tests.fitting.made import readouts
 
-PROBE = DepthMeanProbe(0.3)
+PROBE = DepthMeanProbe(0.3, folds=3, seeds=(0,))
 ROWS, LAYERS = 480, 4
 EVERY, LENGTHS = np.arange(ROWS), np.full(ROWS, 50)
 KNOWN, PASSAGE, STATED = 1, 2, 0  # heads where each is planted
@@ -47,26 +48,13 @@ def fitted(
 ) -> ContextFit | None:
     every = np.arange(len(label))
     rows = every if rows is None else rows
-    return fit_context_probe("passage", readouts(a, label), every // 2, rows, 3, 0, PROBE, least)
+    return fit_context_probe("passage", readouts(a, label), every // 2, rows, PROBE, least)
 
 
 def served(a: NDArray[np.floating], found: ContextFit) -> NDArray[np.floating]:
     """What the probe on all of its rows says of every row."""
     chosen = a[:, np.arange(LAYERS), found.probe.head].astype(np.float32)
     return (np.einsum("nld,ld->nl", chosen, found.probe.direction) + found.probe.bias) / found.probe.scale
-
-
-def test_a_planted_direction_is_found_in_its_head() -> None:
-    passage = halves(0.4, 1)
-    found = fitted(planted({PASSAGE: signs(passage)}), passage)
-    assert found is not None
-    assert found.probe.head.tolist() == [PASSAGE] * LAYERS
-    assert np.linalg.norm(found.probe.direction, axis=1) == pytest.approx(1.0)
-    record = found.record
-    assert (record.name, record.rows, record.positive) == ("passage", ROWS, int(passage.sum()))
-    assert record.weight > 0
-    assert record.auroc > 0.95
-    assert record.auroc == pytest.approx(auroc(passage.astype(np.int64), found.logits.mean(axis=1)))
 
 
 def test_the_probability_is_calibrated_on_rows_it_learnt_from_and_on_fresh_ones() -> None:
@@ -84,7 +72,7 @@ def test_rows_that_took_part_have_logits_by_probes_that_never_saw_them() -> None
     a = planted({PASSAGE: np.zeros(ROWS)}, dim=40)  # room to learn rows by heart
     for seed in (3, 4):
         label = halves(0.5, seed).astype(np.int64)
-        found = fit_context_probe("stated", readouts(a, label), EVERY, EVERY, 3, 0, PROBE)
+        found = fit_context_probe("stated", readouts(a, label), EVERY, EVERY, PROBE)
         assert found is not None
         assert auroc(label, served(a, found).mean(axis=1)) > 0.7  # what is avoided
         assert 0.38 < auroc(label, found.logits.mean(axis=1)) < 0.6
@@ -108,7 +96,7 @@ def test_too_few_groups_of_a_class_give_none() -> None:
     assert fitted(a, more) is not None
     assert fitted(a, more, EVERY[:-2]) is None  # only those that it may learn from
     labels = PromptLabels(more, passage & (EVERY % 4 < 2), LENGTHS)
-    assert fit_passage_probes(readouts(a, passage), labels, EVERY // 2, EVERY, 3, 0, PROBE) is None
+    assert fit_passage_probes(readouts(a, passage), labels, EVERY // 2, EVERY, PROBE) is None
 
 
 def test_the_larger_class_is_cut_to_three_rows_for_one() -> None:
@@ -146,13 +134,16 @@ def both() -> tuple[NDArray[np.floating], PromptLabels]:
 
 def test_passage_probes_learn_from_their_own_rows_and_give_the_columns() -> None:
     a, labels = both()
-    found = fit_passage_probes(readouts(a, halves(0.5, 9)), labels, EVERY, EVERY, 3, 0, PROBE)
+    found = fit_passage_probes(readouts(a, halves(0.5, 9)), labels, EVERY, EVERY, PROBE)
     assert found is not None
     passage, stated = found
     counts = [(fit.record.name, fit.record.rows, fit.record.positive) for fit in found]
     with_passage = int(labels.passage.sum())
     assert counts == [("passage", ROWS, with_passage), ("stated", with_passage, int(labels.stated.sum()))]
     assert [fit.probe.head.tolist() for fit in found] == [[PASSAGE] * LAYERS, [STATED] * LAYERS]
+    assert np.linalg.norm(passage.probe.direction, axis=1) == pytest.approx(1.0)
+    assert passage.record.weight > 0
+    assert 0.95 < passage.record.auroc == pytest.approx(auroc(labels.passage.astype(int), passage.logits.mean(axis=1)))
     columns, product = context.context_columns(found, labels), passage.probability * stated.probability
     assert np.array_equal(columns, np.stack([passage.probability, product, product * np.log(labels.tokens)], axis=1))
     short = replace(labels, tokens=np.resize([100, 399], ROWS))
@@ -201,6 +192,6 @@ def test_no_signal_reads_the_context_without_passages_and_every_fold_does_where_
         assert set(found.document["signals"]) == set(found.risk) == set(found.tests) == set(NAMES) - set(CONTEXT_NAMES)
     stated = np.isin(EVERY, np.flatnonzero(reading.prompts.stated)[: LEAST + 5])
     few = replace(reading.prompts, stated=stated)
-    assert fit_passage_probes(reading.readouts, few, EVERY, EVERY, 2, 0, PROBE) is not None
+    assert fit_passage_probes(reading.readouts, few, EVERY, EVERY, clone(PROBE).set_params(folds=2)) is not None
     found = evaluate(replace(reading, group=EVERY, prompts=few), folds=2, seeds=(0, 1, 2), probe=PROBE)
     assert set(CONTEXT_NAMES) <= set(found.risk)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sklearn.base import clone
 from sklearn.model_selection import GroupKFold, cross_val_score
 from sklearn.utils.estimator_checks import check_estimator
 
 from service.errors import NoDirection, TrainingError
 from service.fitting.estimator import DepthMeanProbe, extra_signals, fit_classifier, scale_shift, signal_matrix
+from service.fitting.nested_cv import FUSED
 from service.fitting.scores import auroc, ece, risk_auroc
 from tests.fitting.made import readouts
 
-PROBE = DepthMeanProbe(c_grid=(0.03, 0.3))
+PROBE = DepthMeanProbe(c_grid=(0.03, 0.3), seeds=(0,))
 EVERY = np.arange(240)
 
 
@@ -42,7 +42,7 @@ def test_it_learns_from_arrays_of_heads_of_layers_and_of_one_layer() -> None:
     group = np.arange(300) // 2
     train, test = np.arange(200), np.arange(200, 300)
     for x in (rows, rows.reshape(300, 3, 60), rows[:, 0, 0]):
-        probe = clone(PROBE).fit(x[train], label[train], groups=group[train])
+        probe = DepthMeanProbe(c_grid=(0.03, 0.3)).fit(x[train], label[train], groups=group[train])
         assert probe.trajectory(x[test]).shape == (100, 1 if x.ndim == 2 else 3)
         risk = probe.predict_proba(x[test])
         np.testing.assert_allclose(risk.sum(axis=1), 1.0)
@@ -76,6 +76,9 @@ def test_a_layer_s_logit_is_that_of_its_served_probe(scale: str) -> None:
 
 def test_further_signals_are_read_beside_the_depth_mean() -> None:
     rows, label = signal()
+    x = signal_matrix(np.arange(12.0).reshape(2, 3, 2), extra_signals(FUSED, -np.arange(6.0).reshape(3, 2)))
+    assert (x.shape, x[1, 2].tolist()) == ((2, 3, 3), [10.5, -4.0, -5.0])  # [seeds, n, signals]
+    assert extra_signals(FUSED[:1], np.zeros((3, 2))) is None
     telling = np.random.default_rng(1).standard_normal((240, 2)) + 3 * label[:, None]
     probe = DepthMeanProbe(0.3, seeds=(0,)).fit(rows, label, extra=telling)
     assert auroc(label, probe.predict_proba(rows, extra=telling)[:, 1]) > 0.98
@@ -110,7 +113,7 @@ def test_rows_of_a_group_do_not_vouch_for_each_other() -> None:
     label = np.repeat(np.random.default_rng(3).integers(0, 2, 60), 4)
     copies = readouts(np.repeat(rows, 4, axis=0), label)
     together, split = (
-        risk_auroc(label, -PROBE.cross_fit(copies, group, EVERY, 1.0, 5, (0,)).unit_norm[0].mean(axis=1))
+        risk_auroc(label, -PROBE.cross_fit(copies, group, EVERY, 1.0).unit_norm[0].mean(axis=1))
         for group in (EVERY // 4, EVERY)
     )
     assert together < 0.68
@@ -143,14 +146,6 @@ def test_the_classifier_is_calibrated_in_raw_units() -> None:
     assert np.isfinite(separable.weight).all()
 
 
-def test_signals_are_the_depth_mean_and_the_named_columns() -> None:
-    trajectory = np.arange(12.0).reshape(2, 3, 2)  # [seeds, n, m]
-    first = np.array([[-1.0, 10.0], [-2.0, 20.0], [-3.0, 30.0]])
-    x = signal_matrix(trajectory, extra_signals(("depth_mean", "log_max_prob", "entropy"), first))
-    assert (x.shape, x[1, 2].tolist()) == ((2, 3, 3), [10.5, -3.0, 30.0])
-    assert extra_signals(("depth_mean",), first) is None
-
-
 def test_refitted_probes_keep_the_scale_of_the_cross_fitted_ones() -> None:
     """On rows that neither has seen: unit norm makes 80 % of the rows and all of them speak in one unit."""
     rows, label = noise(1600, seed=8)
@@ -158,7 +153,7 @@ def test_refitted_probes_keep_the_scale_of_the_cross_fitted_ones() -> None:
     given = readouts(rows, label)
     train, fresh = np.arange(0, 800), np.arange(800, 1600)
     whole, part = (PROBE.refit(given, side, fresh, 0.1).trajectory.mean(axis=1) for side in (train, train[:640]))
-    crossed = PROBE.cross_fit(given, np.arange(1600), train, 0.1, 5, (0,)).unit_norm.mean(axis=2)
+    crossed = PROBE.cross_fit(given, np.arange(1600), train, 0.1).unit_norm.mean(axis=2)
     for value in (0, 1):
         one, other = whole[label[fresh] == value], part[label[fresh] == value]
         assert one.std() == pytest.approx(other.std(), rel=0.05)

@@ -57,15 +57,6 @@ def test_ece_by_hand_and_independent_of_row_order(sample: tuple[np.ndarray, np.n
         assert measures.ece(label[places], risk[places], bins) == pytest.approx(expected)
 
 
-def test_ece_bins_have_equal_mass() -> None:
-    rng = np.random.default_rng(0)
-    risk = rng.beta(0.3, 3, 1500)
-    label = (rng.random(1500) >= risk).astype(int)
-    assert measures.reliability(label, risk)[2].tolist() == [100] * 15
-    assert measures.ece(label, risk) < 0.04
-    assert measures.ece(label, np.clip(risk + 0.3, 0, 1)) > 0.25
-
-
 @pytest.mark.parametrize("count", [10, 100, 3000])
 def test_the_debiased_error_is_small_where_risks_are_calibrated_and_says_what_is_off(count: int) -> None:
     rng = np.random.default_rng(1)
@@ -87,6 +78,7 @@ def test_the_debiased_error_by_hand_and_without_each_group() -> None:
     risk = rng.uniform(0, 1, 600)
     label = (rng.random(600) >= expit(0.5 * logit(risk))).astype(int)
     predicted, observed, size = measures.reliability(label, risk)
+    assert size.tolist() == [40] * 15
     by_hand = (size * ((predicted - observed) ** 2 - observed * (1 - observed) / (size - 1))).sum() / 600
     squared, without = measures.squared_calibration_error(label, risk, np.arange(600) // 3)
     assert squared == pytest.approx(by_hand, abs=1e-9)
@@ -97,11 +89,7 @@ def test_the_debiased_error_by_hand_and_without_each_group() -> None:
 
 
 def test_known_answers() -> None:
-    """A stratum's own risk, a gate, the average precision by class, the whole summary, a missing class."""
-    label, strata = np.array([0, 0, 0, 1, 1, 1, 1, 0]), ["a"] * 4 + ["b"] * 4
-    risk = np.array([0.9 if s == "a" else 0.1 for s in strata])  # knows the stratum and nothing else
-    assert risk_auroc(label, risk) > 0.7
-    assert measures.within_stratum_auroc(label, risk, strata) == 0.5
+    """A gate, the average precision by class, the whole summary, a missing class."""
     label, risk = np.array([1, 1, 0, 1, 0, 0]), np.array([0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
     found = [tuple(measures.at_threshold(label, risk, cut).values()) for cut in (0.5, 0.1)]
     assert found == [pytest.approx((0.5, 1 / 3, 1 / 3)), (0.0, 0.0, 1.0)]
