@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CACHE
+from benchmarks.harness import CACHE, Check, conclude, raise_file_limit, say, table, write_json
 from benchmarks.vllm_contestant import Talker
 from tests.serve_process import ROOT
 
@@ -47,6 +48,42 @@ def prepare(shape: str, cache: Path = CACHE) -> Prepared:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     answer = json.loads(done.stdout.splitlines()[-1])
     return Prepared(shape, answer["folder"], answer["arguments"], tuple(answer["bundles"]), answer["max_tokens"])
+
+
+class Bench:
+    """One shape: its parts, their checks, and the record behind them."""
+
+    def __init__(self, options: argparse.Namespace, prepared: Prepared) -> None:
+        self.options, self.prepared = options, prepared
+        self.checks: list[Check] = []
+        self.record: dict[str, Any] = {}
+
+    def run(self, parts: list[str]) -> None:
+        """Measure the parts in order."""
+        raise NotImplementedError
+
+    def add(self, name: str, figure: str, target: str, passed: bool | None, note: str = "") -> None:
+        self.checks.append(check := Check(f"{self.prepared.shape}: {name}", figure, target, passed, note))
+        say(table([check]))
+
+
+def run_shapes(options: argparse.Namespace, bench_of: type[Bench]) -> int:
+    """Run ``options.parts`` on all ``options.shapes``.  Return 1 where something falls short."""
+    raise_file_limit()
+    say(f"{os.cpu_count()} cores, load average before {os.getloadavg()[0]:.2f}")
+    checks: list[Check] = []
+    record: dict[str, Any] = {"cores": os.cpu_count(), "load_before": os.getloadavg(), "shapes": {}}
+    for shape in options.shapes.split(","):
+        bench = bench_of(options, prepare(shape, options.cache))
+        try:
+            bench.run(options.parts.split(","))
+        finally:  # keep the figures of the parts before one that fails
+            checks += bench.checks
+            record["shapes"][shape] = bench.record
+            if options.json:
+                write_json(options.json, checks, record)
+    say()
+    return conclude(checks, options.json, record)
 
 
 class Direct(Talker):

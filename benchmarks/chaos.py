@@ -9,7 +9,6 @@
     store-url     the same with a store on S3, whose server gives no answer
     disk-full     the disk of the feedback is full (a small tmpfs; needs root), then there is room again
     clock         the clock jumps a day ahead, and two back (libfaketime: HALLUTRACER_FAKETIME names the library)
-    disconnects   1,000 clients that hang up
 
 The script plays the supervisor only: it starts again what has ended.  In each scenario answers are replayed with the
 bundle that they name, labels that were acknowledged are looked for in the database, and answers in the audit log
@@ -33,7 +32,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.bench_model import SHIPPED_BUNDLES
 from benchmarks.fleet import (
     NAME,
     SOURCES,
@@ -50,17 +48,11 @@ from benchmarks.fleet import (
 )
 from benchmarks.harness import (
     Check,
-    ServiceProcess,
-    closed_loop,
     conclude,
-    make_prompts,
     parser,
     raise_file_limit,
     say,
-    score_requests,
 )
-from benchmarks.service_disconnects import judge, plans
-from benchmarks.service_disconnects import run as disconnected
 from probes_store.store import Store
 from service.feedback.databases import location
 from tests.feedback.made import rows
@@ -375,23 +367,14 @@ def clock(options: argparse.Namespace) -> list[Check]:
             return [*on.play(act, min(options.rate, 2.0)), on.witness.failed()]
 
 
-def disconnects(options: argparse.Namespace) -> list[Check]:
-    count = 100 if options.quick else 1000
-    with ServiceProcess("--bundle", SHIPPED_BUNDLES["demo"][0], "--deadline-s", "600") as server:
-        asyncio.run(closed_loop(server.address, iter(score_requests(make_prompts(8, "mixed 32-96", seed=7))), 2))
-        files = server.open_files()
-        found = asyncio.run(disconnected(server, plans(count, 120, 1.0), 48, 4, 0.05))
-        return judge(server, count, found, files, 60.0)[0]
-
-
 SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
     "killed": killed, "vllm-core": vllm_core, "stopped": stopped, "store": unreadable, "store-url": unreachable,
-    "disk-full": disk_full, "clock": clock, "disconnects": disconnects,
+    "disk-full": disk_full, "clock": clock,
 }  # fmt: skip
 
 
 def main() -> int:
-    arguments = parser(__doc__, quick="two kills, 100 disconnects, short pauses", cache=False)
+    arguments = parser(__doc__, quick="two kills, short pauses", cache=False)
     arguments.add_argument("--only", choices=SCENARIOS, action="append", help="this scenario, repeatable")
     arguments.add_argument("--kills", type=int, default=20)
     arguments.add_argument("--vllm-kills", type=int, default=2)

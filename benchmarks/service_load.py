@@ -17,7 +17,6 @@ The exit status is 1 where something falls short of its target.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import os
@@ -30,18 +29,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.bench_model import SHAPES, Direct, Prepared, prepare
+from benchmarks.bench_model import SHAPES, Bench, Direct, run_shapes
 from benchmarks.harness import (
     MIXES,
     TEXT,
-    Check,
     CpuMeter,
     Outcome,
     Pool,
     ServiceProcess,
     bad_refusals,
     closed_loop,
-    conclude,
     goodput,
     make_prompts,
     make_texts,
@@ -49,15 +46,12 @@ from benchmarks.harness import (
     parser,
     percentile,
     poisson_arrivals,
-    raise_file_limit,
     say,
     score_requests,
     spread,
     statuses,
     steady,
     summarise,
-    table,
-    write_json,
 )
 
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -67,14 +61,8 @@ RATE_TARGET, LATENCY_TARGET, GOODPUT_TARGET = 0.9, 1.15, 0.9
 OVERLOAD = 3.0
 
 
-class Bench:
-    """One shape: its parts, their checks, and the record behind them."""
-
-    def __init__(self, options: argparse.Namespace, prepared: Prepared) -> None:
-        self.options = options
-        self.prepared = prepared
-        self.checks: list[Check] = []
-        self.record: dict[str, Any] = {}
+class ServiceBench(Bench):
+    """The parts on one shape."""
 
     def run(self, parts: list[str]) -> None:
         """The parts in order; the overload gets a new server, without the direct process."""
@@ -98,7 +86,7 @@ class Bench:
                 self.overload(server)
 
     def rate(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
-        """Fixed work, both ways; a ratio for each round, over the better way to call the engine."""
+        """Time fixed work, both ways; a ratio for each round, over the better way to call the engine."""
         count = self._work(direct, mix)
         prompts = any_prompts(count, mix, seed=1)
         requests = score_requests(prompts)
@@ -127,22 +115,18 @@ class Bench:
         carried = "text, rendered and tokenised on both sides" if mix == TEXT else "token ids, nothing to render"
         note = (
             f"{carried}, {tokens:.0f} tokens on average; service {medians['service']:.4g}/s, direct "
-            f"{medians['direct']:.4g}/s {way(size)} (beforehand: {way(BATCH)} {by_size[BATCH]:.4g}/s, {way(1)} "
-            f"{by_size[1]:.4g}/s); at most {direct.max_batch_tokens} padded tokens in a forward pass, on both sides "
-            f"unless --flags say otherwise; {shown(cores)}"
+            f"{medians['direct']:.4g}/s {way(size)}; at most {direct.max_batch_tokens} padded tokens in a forward pass "
+            f"on both sides; {shown(cores)}"
         )
-        self._add(
+        self.add(
             f"rate at {BATCH} clients / direct, {mix}", str(ratio), f">= {RATE_TARGET}",
             ratio.median >= RATE_TARGET and not failed, note + (f"; not answered: {failed}" if failed else ""),
         )  # fmt: skip
         self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(ratio), "failed": failed}
-        self.record[f"rate, {mix}"] |= {
-            "direct_batch": size, "direct_by_batch": by_size, "max_batch_tokens": direct.max_batch_tokens,
-            "mean_tokens": tokens, "cores": cores,
-        }  # fmt: skip
+        self.record[f"rate, {mix}"] |= {"direct_by_batch": by_size, "mean_tokens": tokens, "cores": cores}
 
     async def latency(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
-        """One at a time, both ways, in groups of about 0.2 s in alternating order; the first two groups are warm-up."""
+        """Time one at a time, both ways, in groups of about 0.2 s in alternating order; the first two are warm-up."""
         pool = Pool(*server.address)
         once = statistics.median(direct.score(make_prompts(8, mix, seed=2), 1))
         size = max(1, round(0.2 / once))
@@ -175,7 +159,7 @@ class Bench:
         words = ", ".join(f"{side} p50 {p50 * 1e3:.2f} p99 {p99 * 1e3:.2f} ms" for side, (p50, p99) in figures.items())
         # The bound was set for the 0.5B shape; on a model of 4 ms the same milliseconds are another share.
         judged = self.prepared.shape == "qwen2.5-0.5b"
-        self._add(
+        self.add(
             f"median latency at 1 client / direct, {mix}", f"{ratio:.3f}",
             f"<= {LATENCY_TARGET}" if judged else "(reported)",
             (ratio <= LATENCY_TARGET and not failed) if judged else (False if failed else None),
@@ -184,7 +168,7 @@ class Bench:
         self.record[f"latency, {mix}"] = {"ratio": ratio, "paired": asdict(paired), **times}
 
     def sweep(self, server: ServiceProcess, direct: Direct) -> None:
-        """Closed loop at each number of clients, after as many warm-up answers as there are clients."""
+        """Run a closed loop at each number of clients, after as many warm-up answers as there are clients."""
         mix = next(iter(MIXES))
         prompts = make_prompts(512, mix, seed=3)
         requests = score_requests(prompts)
@@ -207,11 +191,11 @@ class Bench:
                 f"{clients:8} {summary.rate:9.2f} {summary.p50_ms:9.1f} {summary.p99_ms:9.1f} {len(kept):8}  "
                 f"{not_answered(outcomes) or 'none'}; {shown(cores)}"
             )
-        self._add("sweep: requests not answered with 200", str(dict(failed) or 0), "0", not failed)
+        self.add("sweep: requests not answered with 200", str(dict(failed) or 0), "0", not failed)
         self.record["sweep"] = record
 
     def overload(self, server: ServiceProcess) -> None:
-        """Capacity, three times of it, capacity again."""
+        """Measure the capacity, send three times of it, and measure it again."""
         mix = next(iter(MIXES))
         requests = score_requests(make_prompts(512, mix, seed=4))
         clients, seconds = self.options.capacity_clients, self.options.overload_seconds
@@ -223,7 +207,7 @@ class Bench:
 
         before = capacity()
         if not before > 0:
-            self._add("overload", "no capacity: no request was answered with 200", "", False)
+            self.add("overload", "no capacity: no request was answered with 200", "", False)
             return
         arrivals = poisson_arrivals(OVERLOAD * before, seconds, seed=5)
         say(f"capacity {before:.2f}/s with {clients} clients; {len(arrivals)} arrivals in {seconds:g} s")
@@ -240,16 +224,16 @@ class Bench:
         summary = summarise(outcomes, seconds)
         waits = sorted({outcome.retry_after for outcome in outcomes if outcome.retry_after})
         name = f"overload {OVERLOAD:g}x"
-        self._add(f"{name}: refusals other than 429/503 with Retry-After",
+        self.add(f"{name}: refusals other than 429/503 with Retry-After",
                   str(bad or (0 if refused else "nothing was refused")), "0", not bad and refused > 0,
                   f"{statuses(outcomes)}; Retry-After {', '.join(waits[:6]) or '-'}")  # fmt: skip
-        self._add(
+        self.add(
             f"{name}: goodput / capacity", f"{found.overall / reference:.3f}", f">= {GOODPUT_TARGET}",
             found.overall >= GOODPUT_TARGET * reference,
             f"{found.overall:.4g}/s, while arriving {found.in_window:.4g}/s ({found.in_window / reference:.3f}); "
             f"capacity {before:.4g}/s before, {after:.4g}/s after; {found.late} later than {deadline:g} s",
         )  # fmt: skip
-        self._add(f"{name}: latency of answers", f"p50 {summary.p50_ms:.0f} ms, p99 {summary.p99_ms:.0f} ms",
+        self.add(f"{name}: latency of answers", f"p50 {summary.p50_ms:.0f} ms, p99 {summary.p99_ms:.0f} ms",
                   "(reported)", None, "from the intended send time; the generator's own lag p99 "
                   f"{lag * 1e3:.1f} ms; {shown(cores)}")  # fmt: skip
         self.record["overload"] = {
@@ -258,14 +242,14 @@ class Bench:
         }  # fmt: skip
 
     def _direct_rates(self, direct: Direct, prompts: Sequence[list[int] | str]) -> dict[int, float]:
-        """Prompts per second by batch size, 32 and 1 (without padding, on a CPU perhaps the better), each twice."""
+        """Return prompts per second by batch size, 32 and 1 (without padding: perhaps the better on a CPU)."""
         seconds = {BATCH: 0.0, 1: 0.0}
         for size in (BATCH, 1, 1, BATCH):
             seconds[size] += sum(direct.score(prompts, size))
         return {size: 2 * len(prompts) / value for size, value in seconds.items()}
 
     def _work(self, direct: Direct, mix: str) -> int:
-        """How many prompts, a multiple of 32, the direct engine scores in about --round-seconds."""
+        """Return how many prompts, a multiple of 32, the direct engine scores in about --round-seconds."""
         prompts = any_prompts(BATCH, mix, seed=0)
         direct.score(prompts, BATCH)
         seconds: float = self.options.round_seconds
@@ -282,11 +266,6 @@ class Bench:
 
     def _closed(self, server: ServiceProcess, requests: list[bytes], clients: int) -> list[Outcome]:
         return asyncio.run(closed_loop(server.address, iter(requests), clients))
-
-    def _add(self, name: str, figure: str, target: str, passed: bool | None, note: str = "") -> None:
-        check = Check(f"{self.prepared.shape}: {name}", figure, target, passed, note)
-        self.checks.append(check)
-        say(table([check]))
 
 
 def any_prompts(count: int, mix: str, seed: int) -> Sequence[list[int] | str]:
@@ -333,22 +312,7 @@ def main() -> int:
         options.sweep_seconds, options.overload_seconds, options.least_batches = 2.0, 10.0, 1
         options.clients = [1, 8, 32]
         options.capacity_clients = 32
-    raise_file_limit()
-    say(f"{os.cpu_count()} cores, load average before {os.getloadavg()[0]:.2f}")
-    checks: list[Check] = []
-    record: dict[str, Any] = {"cores": os.cpu_count(), "load_before": os.getloadavg(), "shapes": {}}
-    for shape in options.shapes.split(","):
-        bench = Bench(options, prepare(shape, options.cache))
-        say(f"\n{shape}")
-        try:
-            bench.run(options.parts.split(","))
-        finally:  # keep the figures of the parts before one that fails
-            checks += bench.checks
-            record["shapes"][shape] = bench.record
-            if options.json:
-                write_json(options.json, checks, record)
-    say("")
-    return conclude(checks, options.json, record)
+    return run_shapes(options, ServiceBench)
 
 
 if __name__ == "__main__":

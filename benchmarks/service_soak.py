@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class Soak:
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, MiB
 
 
-async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: float, think_s: float) -> None:
+async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: float) -> None:
     pool = Pool(*server.address)
     pick = random.Random(id(traffic))
     while time.monotonic() < until and server.alive():
@@ -70,31 +71,24 @@ async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: fl
         kept = soak.latencies[request.kind]
         if len(kept) < KEPT:
             kept.append(time.perf_counter() - begun)
-        else:  # a uniform sample of all
-            place = pick.randrange(soak.counts[request.kind])
-            if place < KEPT:
-                kept[place] = time.perf_counter() - begun
-        if think_s:
-            await asyncio.sleep(think_s)
+        elif (place := pick.randrange(soak.counts[request.kind])) < KEPT:  # a uniform sample of all
+            kept[place] = time.perf_counter() - begun
     pool.close()
 
 
-async def hang_up(
-    server: ServiceProcess, traffic: Traffic, bundle: str, soak: Soak, until: float, every: float
-) -> None:
+async def hang_up(server: ServiceProcess, traffic: Traffic, bundle: str, soak: Soak, until: float) -> None:
     """Break off all requests of one client."""
     draw = random.Random(0)
     while time.monotonic() < until and server.alive():
         request = traffic.broken_off(bundle)
         moment = draw.choice(["partial body", "right after", "queued"])
-        if b'"stream": true' in request:
-            moment = "mid-stream"
+        moment = "mid-stream" if b'"stream": true' in request else moment
         try:
             happened = await break_off(server.address, Plan("", moment, draw.random() < 0.5, request), 0.03)
         except OSError as error:
             happened = f"{type(error).__name__} on the way"
         soak.broken[happened] += 1
-        await asyncio.sleep(draw.uniform(0, 2 * every))
+        await asyncio.sleep(draw.uniform(0, 0.2))
 
 
 async def watch(server: ServiceProcess, soak: Soak, until: float) -> None:
@@ -111,15 +105,11 @@ async def watch(server: ServiceProcess, soak: Soak, until: float) -> None:
 async def run(server: ServiceProcess, prepared: Prepared, options: argparse.Namespace) -> Soak:
     soak = Soak()
     until = time.monotonic() + options.seconds
-    first, second = prepared.bundles
-
-    def traffic(seed: int) -> Traffic:
-        return Traffic(first, prepared.max_tokens, seed)
-
+    traffic = partial(Traffic, prepared.bundles[0], prepared.max_tokens)
     await asyncio.gather(
         watch(server, soak, until),
-        *(client(server, traffic(seed), soak, until, options.think_s) for seed in range(options.clients)),
-        *(hang_up(server, traffic(900 + n), second, soak, until, options.hang_up_every_s) for n in range(2)),
+        *(client(server, traffic(seed), soak, until) for seed in range(options.clients)),
+        *(hang_up(server, traffic(900 + n), prepared.bundles[1], soak, until) for n in range(2)),
     )
     return soak
 
@@ -196,8 +186,6 @@ def main() -> int:
     arguments.add_argument("--shape", choices=SHAPES, default="demo")
     arguments.add_argument("--seconds", type=float, default=600.0)
     arguments.add_argument("--clients", type=int, default=16)
-    arguments.add_argument("--think-s", type=float, default=0.0, help="pause of a client between two requests")
-    arguments.add_argument("--hang-up-every-s", type=float, default=0.1, help="mean pause of the two that hang up")
     with_server(arguments)
     options = arguments.parse_args()
     if options.quick:

@@ -18,10 +18,8 @@ is so small that HTTP decides; it is reported only.  Needs 12 GiB; about 22 minu
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
 import time
@@ -30,20 +28,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_model import SHAPES, Prepared, prepare
+from benchmarks.bench_model import SHAPES, Bench, run_shapes
 from benchmarks.harness import (
     MIXES,
-    Check,
     Pool,
-    conclude,
     make_prompts,
     parser,
     percentile,
     post,
     say,
     score_requests,
-    table,
-    write_json,
 )
 from benchmarks.vllm_contestant import MAX_LENGTH, SAME, Listener, Talker, interval
 
@@ -86,31 +80,20 @@ def stream_requests(prompts: Sequence[list[int]]) -> list[bytes]:
     return [post("/v1/completions", json.dumps(body, separators=(",", ":")).encode()) for body in bodies]
 
 
-class Bench:
-    """One shape: the three processes, both parts."""
+class VllmBench(Bench):
+    """The three processes, both parts."""
 
-    def __init__(self, options: argparse.Namespace, prepared: Prepared) -> None:
-        self.options, self.prepared = options, prepared
-        self.judged = prepared.shape == "qwen2.5-0.5b" and not options.quick
-        self.checks: list[Check] = []
-        self.record: dict[str, Any] = {}
-        self.seed = 1_000
+    seed = 1_000
 
-    def run(self, parts: list[str], logs: Path) -> None:
+    def run(self, parts: list[str]) -> None:
         """Start those that the parts need; one after the other, since starting takes all cores."""
+        logs, name = Path(tempfile.mkdtemp(prefix="hallutracer-bench-")), self.prepared.shape
+        say(f"logs in {logs}")
         with ExitStack() as stack:
-            name = self.prepared.shape
             ours = stack.enter_context(Listener(self._serve(), logs / f"ours-{name}.log", "/health/ready", {}))
             if "rate" in parts:
-                contestant = [
-                    "--model",
-                    self.prepared.folder,
-                    "--kind",
-                    "bare",
-                    "--arguments",
-                    json.dumps(self._same()),
-                ]
-                with Talker(["benchmarks.vllm_contestant", *contestant], logs / f"llm-{name}.log") as direct:
+                bare = ["--model", self.prepared.folder, "--kind=bare", "--arguments", json.dumps(self._same())]
+                with Talker(["benchmarks.vllm_contestant", *bare], logs / f"llm-{name}.log") as direct:
                     for mix in MIXES:
                         self.rate(ours, direct, mix)
             if "latency" in parts:
@@ -143,7 +126,7 @@ class Bench:
         rates = {side: interval([one[side] for one in rounds]).median for side in ("score", "llm")}
         note = f"/score {rates['score']:.4g}/s, LLM.generate {rates['llm']:.4g}/s; {count} prompts a round"
         name = f"rate of /score at {CLIENTS} clients over LLM.generate, {mix}"
-        self._add(name, str(result), f">= {RATE_TARGET}", result.median >= RATE_TARGET, note)
+        self.add(name, str(result), f">= {RATE_TARGET}", result.median >= RATE_TARGET, note)
         self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": result._asdict()}
 
     def latency(self, ours: Listener, stock: Listener, clients: int, count: int) -> None:
@@ -167,7 +150,7 @@ class Bench:
             ratio = times["risk"] / times["first token"]
             note = f"{times['risk'] * 1e3:.2f} ms, first token {times['first token'] * 1e3:.2f} ms, of "
             note += f"{len(pooled['risk'])} requests each; by round {interval(paired)}"
-            self._add(f"time to risk over time to first token, {clients} clients, {name}", f"{ratio:.3f}", "<= 1",
+            self.add(f"time to risk over time to first token, {clients} clients, {name}", f"{ratio:.3f}", "<= 1",
                       ratio <= 1, note)  # fmt: skip
         self.record[f"latency, {clients} clients"] = {"rounds": rounds}
 
@@ -197,11 +180,9 @@ class Bench:
                 arguments += [f"--{flag}", str(value)]
         return ["vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *arguments]
 
-    def _add(self, name: str, figure: str, target: str, passed: bool, note: str) -> None:
-        check = Check(f"{self.prepared.shape}: {name}", figure, target if self.judged else "(reported)",
-                      passed if self.judged else None, note)  # fmt: skip
-        self.checks.append(check)
-        say(table([check]))
+    def add(self, name: str, figure: str, target: str, passed: bool | None, note: str = "") -> None:
+        judged = self.prepared.shape == "qwen2.5-0.5b" and not self.options.quick
+        super().add(name, figure, target if judged else "(reported)", passed if judged else None, note)
 
 
 def main() -> int:
@@ -219,21 +200,7 @@ def main() -> int:
     if options.quick:
         options.shapes, options.eager, options.rounds, options.latency_rounds = "demo", True, 2, 2
         options.round_seconds, options.least = 0.5, 1
-    logs = Path(tempfile.mkdtemp(prefix="hallutracer-bench-"))
-    say(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; logs in {logs}")
-    checks: list[Check] = []
-    record: dict[str, Any] = {"cpus": os.cpu_count(), "load_before": os.getloadavg(), "shapes": {}}
-    for shape in options.shapes.split(","):
-        bench = Bench(options, prepare(shape, options.cache))
-        try:
-            bench.run(options.parts.split(","), logs)
-        finally:  # keep the figures of the parts before one that fails
-            checks += bench.checks
-            record["shapes"][shape] = bench.record
-            if options.json:
-                write_json(options.json, checks, record)
-    say()
-    return conclude(checks, options.json, record)
+    return run_shapes(options, VllmBench)
 
 
 if __name__ == "__main__":
