@@ -3,7 +3,6 @@
     python -m benchmarks.chaos [--only NAME ...] [--quick] [--json OUT]
 
     killed        SIGKILL, 20 times, to one of two replicas behind the shipped nginx, under load
-    vllm-core     SIGKILL to the engine's process of vLLM (CPU build): the service ends with status 1
     stopped       SIGSTOP for some seconds to one of two replicas, then SIGCONT
     store         the store cannot be read while an alias moves and the bundles are reloaded
     store-url     the same with a store on S3, whose server gives no answer
@@ -60,7 +59,6 @@ from tests.feedback.test_killed import STORED, a_database
 
 DISTINCT, LABELS = 200, 0.3
 READY_S = 120.0  # on a machine that others use, too
-EXIT_S = 60.0
 FLAGS = ("--bundle", f"{NAME}@production", "--policy", "observe", "--deadline-s", "58")
 DAY_S = 86_400
 
@@ -144,43 +142,6 @@ def whole_answers(witness: Witness) -> Check:
     return Check("failed requests, but for streams", f"{count - witness.streams_failed} of {witness.sent}",
                  "0", count == witness.streams_failed and witness.answered > 0,
                  f"streams: {witness.streams_failed}; {note or witness.latency()}")  # fmt: skip
-
-
-def engine_core(service: int) -> int:
-    """Return vLLM's engine process below a service.  Raises LookupError."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (entry / "stat").read_text().rpartition(")")[2].split()
-            names = (entry / "comm").read_bytes() + (entry / "cmdline").read_bytes()
-            if int(words[2]) == service and b"EngineCore" in names:
-                return int(entry.name)
-    raise LookupError(f"no engine process below {service}")
-
-
-def vllm_core(options: argparse.Namespace) -> list[Check]:
-    """Kill the process that has vLLM's engine; the service says so by its exit status, and a new one answers."""
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
-        raise LeftOut("vLLM is not installed") from None
-    times, exits = 1 if options.quick else options.vllm_kills, list[int]()
-    with stage(options, 1, "--engine", "vllm", "--engine-arg", "enforce_eager=true") as on:
-
-        async def act() -> list[Check]:
-            for _ in range(times):
-                await asyncio.sleep(3.0)
-                assert on.one.process is not None
-                os.kill(engine_core(on.one.process.pid), signal.SIGKILL)
-                with suppress(subprocess.TimeoutExpired):
-                    exits.append(await asyncio.to_thread(on.one.process.process.wait, EXIT_S))
-                await asyncio.to_thread(on.one.kill)
-                await asyncio.to_thread(on.one.start)
-                await asyncio.sleep(3.0)
-            return [Check("exit statuses of the service", str(exits), str([1] * times), exits == [1] * times)]
-
-        found = on.play(act, options.rate)
-        return [*found, Check("failed requests", f"{sum(on.witness.failures.values())} of {on.witness.sent}",
-                              "(reported)", None, "one replica, and it was away")]  # fmt: skip
 
 
 def stopped(options: argparse.Namespace) -> list[Check]:
@@ -368,7 +329,7 @@ def clock(options: argparse.Namespace) -> list[Check]:
 
 
 SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
-    "killed": killed, "vllm-core": vllm_core, "stopped": stopped, "store": unreadable, "store-url": unreachable,
+    "killed": killed, "stopped": stopped, "store": unreadable, "store-url": unreachable,
     "disk-full": disk_full, "clock": clock,
 }  # fmt: skip
 
@@ -377,7 +338,6 @@ def main() -> int:
     arguments = parser(__doc__, quick="two kills, short pauses", cache=False)
     arguments.add_argument("--only", choices=SCENARIOS, action="append", help="this scenario, repeatable")
     arguments.add_argument("--kills", type=int, default=20)
-    arguments.add_argument("--vllm-kills", type=int, default=2)
     arguments.add_argument("--rate", type=float, default=20.0, help="requests a second")
     options = arguments.parse_args()
     raise_file_limit()
