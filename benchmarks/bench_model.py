@@ -101,10 +101,6 @@ class Direct(Talker):
         with self.turn():
             return [float(value) for value in self.ask(prompts=prompts, batch=batch)["seconds"]]
 
-    def lengths(self, prompts: Sequence[list[int] | str]) -> list[int]:
-        with self.turn():
-            return [int(value) for value in self.ask(prompts=prompts)["lengths"]]
-
 
 def _paths(shape: str, cache: Path) -> tuple[Path, Path]:
     from service.demo import MODEL_DIR
@@ -197,12 +193,8 @@ def _direct(shape: str, cache: Path, threads: int | None) -> None:
         return [render(engine, one, None, prompt_format) if isinstance(one, str) else one for one in prompts]
 
     for line in sys.stdin:
-        job = json.loads(line)
+        job, seconds = json.loads(line), []
         prompts = job["prompts"]
-        if "batch" not in job:
-            print(json.dumps({"lengths": [len(ids) for ids in ids_of(prompts)]}), flush=True)
-            continue
-        seconds = []
         for start in range(0, len(prompts), job["batch"]):
             begun = time.perf_counter()
             engine.score(ids_of(prompts[start : start + job["batch"]]), probes)

@@ -16,7 +16,6 @@ import os
 import random
 import re
 import resource
-import shlex
 import tempfile
 import time
 from collections import Counter
@@ -208,16 +207,6 @@ def parser(description: str | None, *, quick: str, cache: bool = True) -> argpar
     if cache:
         made.add_argument("--cache", type=Path, default=CACHE, help="model folders (2 GB), kept between runs")
     return made
-
-
-def with_server(made: argparse.ArgumentParser, flags: str = "", why: str = "none: its defaults") -> None:
-    made.add_argument("--flags", default=flags, help=f"of the server; {why}")
-    made.add_argument("--threads", type=int, help="of the server; default: all cores")
-
-
-def server_arguments(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    threads = ["--threads", str(options.threads)] if options.threads else []
-    return [*arguments, *threads, *shlex.split(options.flags)]
 
 
 def say(line: str = "") -> None:

@@ -111,10 +111,9 @@ class ServiceBench(Bench):
         ratio = spread([one["service"] / one["direct"] for one in rounds])
         medians = {side: statistics.median(one[side] for one in rounds) for side in SIDES}
         cores = meter.cores()
-        tokens = statistics.fmean(direct.lengths(prompts))
         carried = "text, rendered and tokenised on both sides" if mix == TEXT else "token ids, nothing to render"
         note = (
-            f"{carried}, {tokens:.0f} tokens on average; service {medians['service']:.4g}/s, direct "
+            f"{carried}; service {medians['service']:.4g}/s, direct "
             f"{medians['direct']:.4g}/s {way(size)}; at most {direct.max_batch_tokens} padded tokens in a forward pass "
             f"on both sides; {shown(cores)}"
         )
@@ -123,7 +122,7 @@ class ServiceBench(Bench):
             ratio.median >= RATE_TARGET and not failed, note + (f"; not answered: {failed}" if failed else ""),
         )  # fmt: skip
         self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(ratio), "failed": failed}
-        self.record[f"rate, {mix}"] |= {"direct_by_batch": by_size, "mean_tokens": tokens, "cores": cores}
+        self.record[f"rate, {mix}"] |= {"direct_by_batch": by_size, "cores": cores}
 
     async def latency(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
         """Time one at a time, both ways, in groups of about 0.2 s in alternating order; the first two are warm-up."""

@@ -3,8 +3,9 @@
     python -m benchmarks.service_soak [--shape demo] [--seconds 600] [--clients 16] [--quick] [--json OUT]
 
 Clients send scores, generations, streams, gated ones and bad requests, and check every answer; others disconnect
-half-way.  Those use the second bundle, so that the metrics of the first must match the answers exactly.
-The exit status is 1 where something falls short.
+half-way, by an orderly close or by a reset.  Those use the second bundle, so that the metrics of the first must match
+the answers exactly.  Afterwards the gauges must be back at zero, no token may be prefilled or decoded any more, the
+process must be idle, and its sockets closed.  The exit status is 1 where something falls short.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import shlex
 import sys
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +26,7 @@ import numpy as np
 
 from benchmarks.bench_model import SHAPES, Prepared, prepare
 from benchmarks.harness import (
+    GAUGES,
     Check,
     CpuMeter,
     Metrics,
@@ -30,19 +34,21 @@ from benchmarks.harness import (
     ServiceProcess,
     Unexpected,
     conclude,
+    cpu_seconds,
     parser,
     percentile,
     raise_file_limit,
-    server_arguments,
     slope,
-    with_server,
 )
-from benchmarks.service_disconnects import Plan, break_off, settle
 from benchmarks.traffic import Tally, Traffic
 
 WARM_UP = 0.2  # share of the run whose memory is not judged
 MAX_GROWTH, MAX_SLOPE = 1.05, 1.0  # last third over first third, after warm-up; estimate in MiB per minute
 KEPT = 20_000  # latencies per kind
+WORK = (
+    "hallutracer_prompt_tokens_total", "hallutracer_completion_tokens_total", "hallutracer_batch_prompts_count",
+    "hallutracer_prefill_seconds_count", "hallutracer_decode_seconds_count",
+)  # fmt: skip
 
 
 @dataclass
@@ -81,14 +87,58 @@ async def hang_up(server: ServiceProcess, traffic: Traffic, bundle: str, soak: S
     draw = random.Random(0)
     while time.monotonic() < until and server.alive():
         request = traffic.broken_off(bundle)
-        moment = draw.choice(["partial body", "right after", "queued"])
+        moment = draw.choice(["partial body", "right after", "queued", "decoding"])
         moment = "mid-stream" if b'"stream": true' in request else moment
         try:
-            happened = await break_off(server.address, Plan("", moment, draw.random() < 0.5, request), 0.03)
+            happened = await break_off(server.address, request, moment, draw)
         except OSError as error:
             happened = f"{type(error).__name__} on the way"
         soak.broken[happened] += 1
         await asyncio.sleep(draw.uniform(0, 0.2))
+
+
+async def break_off(address: tuple[str, int], request: bytes, moment: str, draw: random.Random) -> str:
+    """Send, wait for the moment, hang up.  Return when it really happened."""
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(request[: -len(request) // 4] if moment == "partial body" else request)
+        await writer.drain()
+        if moment == "partial body":
+            await asyncio.sleep(draw.uniform(0, 0.015))
+        elif moment == "mid-stream":
+            async with asyncio.timeout(60):
+                status = (await reader.readline())[9:12].decode()
+                try:
+                    for _ in range(draw.randint(2, 8)):  # the risk comes first
+                        await reader.readuntil(b"data: ")
+                except asyncio.IncompleteReadError:
+                    return f"answered before ({status})"
+        elif moment != "right after":
+            with suppress(TimeoutError):
+                async with asyncio.timeout(draw.uniform(0, 0.06 if moment == "queued" else 0.2)):
+                    return f"answered before ({(await reader.readline())[9:12].decode()})"
+        return moment
+    finally:
+        writer.transport.abort() if draw.random() < 0.5 else writer.close()
+
+
+def left_behind(server: ServiceProcess, files_before: int, within_s: float = 30.0) -> list[Check]:
+    """Check that nothing goes on for those who hung up."""
+    start = time.monotonic()
+    while any(left := [server.metrics().total(gauge) for gauge in GAUGES]) and time.monotonic() - start < within_s:
+        time.sleep(0.05)
+    took, before, cpu = time.monotonic() - start, server.metrics(), cpu_seconds(server.pid)
+    time.sleep(2.0)
+    after, idle, files = server.metrics(), cpu_seconds(server.pid) - cpu, server.open_files()
+    grown = sum(after.total(name) - before.total(name) for name in WORK)
+    missing = [gauge for gauge in GAUGES if not after.has(gauge)]
+    return [
+        Check("gauges afterwards", ", ".join(f"{value:g}" for value in left), "0, 0, 0", not any(left) and not missing,
+              f"{', '.join(GAUGES)}; zero after {took:.2f} s; missing: {', '.join(missing) or 'none'}"),
+        Check("tokens and batches in 2 s afterwards", f"{grown:g}", "0", not grown),
+        Check("CPU in 2 s afterwards", f"{idle:.2f} s", "<= 0.10 s", idle <= 0.10),
+        Check("open files: before, afterwards", f"{files_before}, {files}", "<= 4 more", files <= files_before + 4),
+    ]  # fmt: skip
 
 
 async def watch(server: ServiceProcess, soak: Soak, until: float) -> None:
@@ -186,7 +236,7 @@ def main() -> int:
     arguments.add_argument("--shape", choices=SHAPES, default="demo")
     arguments.add_argument("--seconds", type=float, default=600.0)
     arguments.add_argument("--clients", type=int, default=16)
-    with_server(arguments)
+    arguments.add_argument("--flags", default="", help="of the server; none: its defaults")
     options = arguments.parse_args()
     if options.quick:
         options.seconds = 20.0
@@ -194,7 +244,7 @@ def main() -> int:
     prepared = prepare(options.shape, options.cache)
     checks: list[Check] = []
     record: dict[str, Any] = {"shape": options.shape, "seconds": options.seconds}
-    with ServiceProcess(*server_arguments(options, prepared.arguments)) as server:
+    with ServiceProcess(*prepared.arguments, *shlex.split(options.flags)) as server:
         files = server.open_files()
         before = server.metrics()
         meter = CpuMeter({"server": server.pid})
@@ -207,12 +257,8 @@ def main() -> int:
         end = "" if server.alive() else f"exit status {server.process.poll()}; {server.log()[-2000:]}"
         checks.append(Check("the server is alive", str(server.alive()), "True", server.alive(), end))
         if server.alive():
-            _, left = settle(server, 30)
-            checks.append(Check("gauges afterwards", ", ".join(f"{value:g}" for value in left.values()), "0, 0, 0",
-                                not any(left.values())))  # fmt: skip
+            checks += left_behind(server, files)
             checks += metric_checks(before, server.metrics(), soak, prepared.bundles[0])
-            checks.append(Check("open files: before, afterwards", f"{files}, {server.open_files()}", "<= 4 more",
-                                server.open_files() <= files + 4))  # fmt: skip
         checks += memory_checks(soak.memory)
         record |= {"tally": vars(soak.tally), "counts": dict(soak.counts), "failures": soak.failures[:100],
                    "broken": dict(soak.broken), "memory": soak.memory, "cores": cores}  # fmt: skip
