@@ -26,7 +26,7 @@ from benchmarks.traffic import Unexpected, events, require
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.access.routes import FEEDBACK_ROUTE, RELOAD_ROUTE
-from service.audit.verify import verify
+from service.audit.file import verify
 from service.feedback.rows import LABELS
 from tests.deploy.balancer import Balancer, free_port
 from tests.deploy.balancer import balancing as nginx

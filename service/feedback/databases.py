@@ -120,7 +120,7 @@ class Location:
 
         Raises FeedbackUnavailable.
         """
-        database = (_open_postgres if self.is_postgres else _open_sqlite)(self, create)
+        database = _open_postgres(self) if self.is_postgres else _open_sqlite(self.path, self, create)
         try:
             (_set_up_postgres if self.is_postgres else _set_up_sqlite)(database, self, create)
             _prepare(database, self, create)
@@ -132,12 +132,11 @@ class Location:
 
 def location(text: str) -> Location:
     """Read ``--feedback-db``.  Raises HalluTracerError."""
-    scheme = text.partition("://")[0]
-    if not text or ("://" in text and scheme not in ("sqlite", "postgresql", "postgres")):
-        raise HalluTracerError(
-            "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
-            + (f"; found {scheme}://" if text else "")
-        )
+    scheme, mark, _ = text.partition("://")
+    if not text or (mark and scheme not in ("sqlite", "postgresql", "postgres")):
+        found = f"; found {scheme}://" if text else ""
+        expected = "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
+        raise HalluTracerError(expected + found)
     if scheme == "sqlite" and not text.startswith("sqlite:///"):
         raise HalluTracerError("a SQLite file is sqlite:///PATH, with three slashes, or just PATH")
     return Location(text)
@@ -145,13 +144,12 @@ def location(text: str) -> Location:
 
 def _prepare(database: Database, where: Location, create: bool) -> None:
     """Make the tables, or find them, in a format that is known."""
-    number = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY" if where.is_postgres else (
-        "INTEGER PRIMARY KEY AUTOINCREMENT")  # fmt: skip
     if create:
+        own = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", "INTEGER PRIMARY KEY AUTOINCREMENT"
         with database.transaction():
             if where.is_postgres:  # CREATE TABLE IF NOT EXISTS of two replicas at once fails in one of them
                 database.run("SELECT pg_advisory_xact_lock(7236817465)")
-            for statement in (SCHEMA % {"number": number}).split(";"):
+            for statement in (SCHEMA % {"number": own[not where.is_postgres]}).split(";"):
                 database.run(statement)
     try:
         found = database.run("SELECT format FROM hallutracer_feedback")
@@ -161,8 +159,7 @@ def _prepare(database: Database, where: Location, create: bool) -> None:
         raise FeedbackUnavailable(f"{where} is of another version of HalluTracer (format {found}); give another one")
 
 
-def _open_sqlite(where: Location, create: bool) -> Database:
-    path = where.path
+def _open_sqlite(path: Path, where: Location, create: bool) -> Database:
     try:
         if create:  # what users said is nobody else's to read
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -176,29 +173,25 @@ def _open_sqlite(where: Location, create: bool) -> Database:
 
 
 def _set_up_sqlite(database: Database, where: Location, create: bool) -> None:
-    [(mode,)] = database.run("PRAGMA journal_mode = WAL")
-    if mode != "wal":
+    if database.run("PRAGMA journal_mode = WAL") != [("wal",)]:
         raise FeedbackUnavailable(f"{where.path} cannot be kept safely there (a network folder?): use a local disk")
     for setting in ("synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
         database.run(f"PRAGMA {setting}")
 
 
-def _open_postgres(where: Location, create: bool) -> Database:
+def _open_postgres(where: Location) -> Database:
     try:
         import psycopg
         from psycopg.conninfo import conninfo_to_dict
     except ImportError as error:
-        raise FeedbackUnavailable(
-            f"PostgreSQL needs psycopg 3: pip install 'hallutracer[postgres]' ({error})", param="--feedback-db"
-        ) from None
+        needed = f"PostgreSQL needs psycopg 3: pip install 'hallutracer[postgres]' ({error})"
+        raise FeedbackUnavailable(needed, param="--feedback-db") from None
     try:
         given = conninfo_to_dict(where.text)
     except psycopg.Error:  # its message may hold a part of the password
         raise FeedbackUnavailable("not a URL of PostgreSQL: postgresql://USER@HOST:PORT/DATABASE") from None
-    patience: dict[str, Any] = {
-        "connect_timeout": 5, "tcp_user_timeout": TIMEOUT_S * 1000, "keepalives_idle": TIMEOUT_S,
-        "application_name": "hallutracer",
-    }  # fmt: skip
+    patience: dict[str, Any] = {"connect_timeout": 5, "tcp_user_timeout": TIMEOUT_S * 1000}
+    patience |= {"keepalives_idle": TIMEOUT_S, "application_name": "hallutracer"}
     try:
         connection = psycopg.connect(**(patience | given), autocommit=True)
     except psycopg.Error as error:

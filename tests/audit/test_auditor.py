@@ -12,8 +12,8 @@ import pytest
 
 from service.audit import auditor as module
 from service.audit.auditor import Auditor, recorded
-from service.audit.events import Judged, Who, decision
-from service.audit.verify import verify
+from service.audit.events import JudgedEvent, Who, decision
+from service.audit.file import verify
 from service.errors import AuditUnavailable
 
 WHO = Who("ann", "10.0.0.7")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 def made(number: int) -> Any:
     return decision(
         WHO, request_id=f"r{number}", route="/v1/risk/score", model="m", bundle="b:1", digest="sha256:0", policy="gate",
-        threshold=0.5, prompts=[Judged(0, 0.75, "abstain", True)],
+        threshold=0.5, prompts=[JudgedEvent(0, 0.75, "abstain", True)],
     )  # fmt: skip
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from service.audit.events import SERVICE, change
-from service.audit.file import FIRST, AuditFile, head_path
-from service.audit.verify import verify
+from service.audit.file import FIRST, AuditFile, head_path, verify
 from service.errors import AuditUnavailable, HalluTracerError
 from tests.serve_process import PATHS
 

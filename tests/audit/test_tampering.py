@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.audit.file import FIRST, AuditFile, digest_of, head_path
-from service.audit.verify import verify
+from service.audit.file import FIRST, AuditFile, digest_of, head_path, verify
 from service.errors import AuditUnavailable
 from tests.audit.test_file import at_most, line, log_of, whole
 from tests.serve_process import PATHS

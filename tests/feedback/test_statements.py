@@ -11,10 +11,9 @@ import psycopg
 import pytest
 
 from service.errors import FeedbackUnavailable, HalluTracerError, RequestError
-from service.feedback import statements
+from service.feedback import rows as statements
 from service.feedback.databases import Database, Location, Refused, location
-from service.feedback.rows import Stored, Tally
-from service.feedback.statements import delete_before, read_answers, tally_of, to_label, write_answers
+from service.feedback.rows import Stored, Tally, delete_before, read_answers, tally_of, to_label, write_answers
 from tests.feedback.made import PROBES, answer, put, rows, say
 from tests.feedback.postgres import Postgres
 
