@@ -14,26 +14,19 @@ class BundleError(Exception):
     default_cure: str | None = None
 
     def __init_subclass__(cls, *, code: str, status: int | None = None, cure: str | None = None) -> None:
-        super().__init_subclass__()
         cls.code, cls.status, cls.default_cure = code, status or cls.status, cure or cls.default_cure
 
     def __init__(
-        self,
-        problem: str,
-        *,
-        file: str | None = None,
-        field: str | None = None,
-        expected: object = None,
-        found: object = None,
-        cure: str | None = None,
-    ) -> None:
-        place = f"{file or ''}{' ' if file and field else ''}{f'field {field}' if field else ''}"
+        self, problem: str, *, file: str | None = None, field: str | None = None, expected: object = None,
+        found: object = None, cure: str | None = None,
+    ) -> None:  # fmt: skip
+        self.file, self.field, self.expected, self.found = file, field, expected, found
+        self.cure = cure or self.default_cure
+        place = " ".join(part for part in (file, field and f"field {field}") if part)
         text = f"{place}: {problem}" if place else problem
         if expected is not None:
             text += f"; expected {_short(expected)}, found {_short(found)}"
-        self.cure = cure or self.default_cure
         self.message = f"{text}. {self.cure}" if self.cure else text
-        self.file, self.field, self.expected, self.found = file, field, expected, found
         super().__init__(self.message)
 
 
@@ -57,10 +50,7 @@ class InvalidReference(BundleError, code="invalid_bundle_reference", status=422)
     """Not NAME, NAME@ALIAS or NAME:VERSION, or a path that leads out of the store."""
 
 
-class BundleDamaged(
-    BundleError, code="bundle_damaged", status=503,
-    cure="Restore the bundle from where it came from, or train and publish it again",
-):  # fmt: skip
+class BundleDamaged(BundleError, code="bundle_damaged", status=503, cure="Restore it, or train and publish it again"):
     """The bytes on disk are not those that were published."""
 
 
@@ -100,10 +90,7 @@ class BadValue(BundleDamaged, code="bundle_bad_value"):
     """A value of the wrong type, or outside its range."""
 
 
-class BundleRefused(
-    BundleError, code="bundle_refused", status=503,
-    cure="Load what the bundle was trained on, or train a bundle for what is loaded",
-):  # fmt: skip
+class BundleRefused(BundleError, code="bundle_refused", status=503, cure="Load what the bundle was trained on"):
     """The bundle is valid but belongs to another model than the one that is loaded."""
 
 
@@ -127,11 +114,8 @@ class WrongChatTemplate(BundleRefused, code="bundle_wrong_chat_template"):
     """Another chat template: the answer onset would follow other tokens."""
 
 
-class GoldenMismatch(
-    BundleRefused, code="bundle_golden_mismatch",
-    cure="Check dtype, engine and model; until the golden prompts match, no risk can be trusted",
-):  # fmt: skip
-    """The engine does not reproduce the bundle's golden prompts."""
+class GoldenMismatch(BundleRefused, code="bundle_golden_mismatch", cure="Check dtype, engine and model"):
+    """The engine does not reproduce the bundle's golden prompts, so that no risk can be trusted."""
 
 
 class BundleConflict(BundleError, code="bundle_conflict", status=409):
@@ -150,10 +134,7 @@ class HubUnreachable(HubError, code="hub_unreachable", status=503):
     """No answer from the hub, and nothing in the cache that could stand for it."""
 
 
-class StoreNotWritable(
-    BundleError, code="store_not_writable",
-    cure="Make the store writable for this user, free space on its disk, or name another store",
-):  # fmt: skip
+class StoreNotWritable(BundleError, code="store_not_writable", cure="Make the store writable, or name another one"):
     """The store's folder cannot be written."""
 
 

@@ -250,37 +250,11 @@ class Verified:
     end_known: bool = False  # a head file, or ``seen``, says which line was the last one
     head: str = FIRST  # the digest of the last line
     problems: list[str] = field(default_factory=list)
-    _place: str = ""  # of the last line that could be read
-    _cut: str = ""  # the line after it, which was cut short
-    _digests: set[str] = field(default_factory=set)  # of all lines, and of the one before the first
 
     @property
     def lines(self) -> int:
         """Lines that could be read."""
         return self.events.total()
-
-    def _read(self, place: str, text: bytes, *, begins: bool) -> None:
-        """Follow one line; ``begins``: the first of its file."""
-        own = _parse(text)
-        if own is None:
-            self._cut, self.torn = place, self.torn + 1
-            return
-        if not self._digests:
-            self.continues = own["prev"] != FIRST
-            self._digests.add(own["prev"])
-        elif own["prev"] != self.head:
-            self.problems.append(f"{place} does not follow {self._place}: that one was changed, or others between them "
-                                 "were removed, put in, or lost in a power failure")  # fmt: skip
-        if self._cut and not begins and not own.get("after_torn"):
-            self.problems.append(f"{self._cut} cannot be read")
-        if "own_prev" in own and own["own_prev"] not in self._digests and not self.continues:
-            self.problems.append(f"{place} was written by a process whose line before it is gone: lines were changed "
-                                 "or removed, and the rest was fitted to it")  # fmt: skip
-        self._place, self._cut, self.head = place, "", digest_of(text)
-        self._digests.add(self.head)
-        self.events[str(own["event"])] += 1
-        self.missed += missed if isinstance(missed := own.get("missed"), int) else 0
-        self.no_head += own.get("no_head") is True
 
 
 def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
@@ -290,28 +264,54 @@ def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
     ``seen`` finds who changed that, too.  Raises HalluTracerError for a file that cannot be read.
     """
     found, ends = Verified(), [(seen, "--seen")] if seen is not None else []
+    last = cut = ""  # the place of the last line that could be read, and of the line after it, which was cut short
+    digests: set[str] = set()  # of all lines, and of the one before the first
     for path in paths:
         try:
             if (noted := _noted_head(path)) is not None:  # before the log, to which more may be written meanwhile
                 ends.append((noted, str(head_path(path))))
             with path.open("rb") as file:
                 for number, text in enumerate(file, 1):
-                    found._read(f"{path}, line {number}", text, begins=number == 1)
+                    place, own = f"{path}, line {number}", _parse(text)
+                    if own is None:
+                        cut, found.torn = place, found.torn + 1
+                        continue
+                    found.problems += _broken(found, own, place, last, digests)
+                    if cut and number > 1 and not own.get("after_torn"):
+                        found.problems.append(f"{cut} cannot be read")
+                    last, cut, found.head = place, "", digest_of(text)
+                    digests.add(found.head)
+                    found.events[str(own["event"])] += 1
+                    found.missed += missed if isinstance(missed := own.get("missed"), int) else 0
+                    found.no_head += own.get("no_head") is True
         except OSError as error:
             raise HalluTracerError(f"cannot read {path}: {error.strerror or error}") from None
         except ValueError as error:
             found.problems.append(str(error))
     found.end_known = bool(ends)
-    if not found._digests and ends:  # the log was renamed or emptied, and nothing has been written since
+    if not digests and ends:  # the log was renamed or emptied, and nothing has been written since
         found.continues, found.head = True, ends[-1][0]
-        found._digests.add(found.head)
-    if found._cut:
-        found.problems.append(f"{found._cut} cannot be read: it has no end; a crash left it so, or somebody cut it")
+        digests.add(found.head)
+    if cut:
+        found.problems.append(f"{cut} cannot be read: it has no end; a crash left it so, or somebody cut it")
     for digest, place in ends:
-        if digest not in found._digests and digest != FIRST:
+        if digest not in digests and digest != FIRST:
             found.problems.append(f"no line has the digest of {place}, {digest}: lines were removed from the end or "
                                   "changed there, lost in a power failure, or the log was rewritten")  # fmt: skip
     return found
+
+
+def _broken(found: Verified, own: dict[str, Any], place: str, last: str, digests: set[str]) -> Iterator[str]:
+    """Yield where a line does not go on from what was read."""
+    if not digests:
+        found.continues = own["prev"] != FIRST
+        digests.add(own["prev"])
+    elif own["prev"] != found.head:
+        yield (f"{place} does not follow {last}: that one was changed, or others between them were removed, put in, "
+               "or lost in a power failure")  # fmt: skip
+    if "own_prev" in own and own["own_prev"] not in digests and not found.continues:
+        yield (f"{place} was written by a process whose line before it is gone: lines were changed or removed, and "
+               "the rest was fitted to it")  # fmt: skip
 
 
 def _noted_head(path: Path) -> str | None:

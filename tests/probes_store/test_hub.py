@@ -335,7 +335,7 @@ def test_another_manifest_tag_number_or_size(place: Place, monkeypatch: pytest.M
     place.refuses(errors.BadValue, "999999999")
     place.offered(files)
     asked = place.hub.count("GET .*(storage|README)")
-    monkeypatch.setattr("probes_store.remote.MAX_TOTAL", 900)
+    monkeypatch.setattr("probes_store.bundle.MAX_TOTAL", 900)
     place.refuses(errors.BadValue, "900 bytes")
     assert place.hub.count("GET .*(storage|README)") == asked
 

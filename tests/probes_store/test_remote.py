@@ -357,7 +357,7 @@ def test_it_asks_again_after_a_while(opens: Opens, monkeypatch: pytest.MonkeyPat
     assert store.resolve("tiny@production").name == "1"
     monkeypatch.setattr(Objects, "children", real)
     assert store.own.versions("tiny") == {1}
-    monkeypatch.setattr("probes_store.remote.STAYS_DOWN_S", 0.0)
+    monkeypatch.setattr("probes_store.store.STAYS_DOWN_S", 0.0)
     store.own._down_until = 0.0  # type: ignore[attr-defined]
     assert store.own.versions("tiny") == {1, 2}
 
