@@ -134,16 +134,9 @@ class Hub:
             yield
         except errors.BundleError:
             raise
-        except (
-            of_hub.EntryNotFoundError,
-            of_hub.HfHubHTTPError,
-            httpx2.HTTPError,
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as e:
-            kind, problem, cure = self._explained(e)
-            raise kind(problem, file=str(HubAddress(self.repository, revision)), cure=cure) from e
+        except (of_hub.EntryNotFoundError, httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
+            kind, problem, cure = self._explained(error)
+            raise kind(problem, file=str(HubAddress(self.repository, revision)), cure=cure) from error
 
     def _explained(self, error: Exception) -> tuple[type[errors.BundleError], str, str | None]:
         later = "the command again: finished files are kept in the cache"
