@@ -127,11 +127,7 @@ class RemoteBackend:
             raise BadValue("the place does not match the manifest", file=shown, field="name and version",
                            expected=f"{name}:{version}", found=manifest.reference)  # fmt: skip
         check_total(manifest)
-        files = {
-            MANIFEST: data,
-            **self._source.files(manifest),
-            **({} if signature is None else {SIGNATURE: signature}),
-        }
+        files = {MANIFEST: data, **self._source.files(manifest)} | ({} if signature is None else {SIGNATURE: signature})
         self._make_folder()
         self._copies.add(manifest, files)  # False: another process of ours was faster
         return self._copies.folder(name, version)
@@ -146,9 +142,7 @@ class RemoteBackend:
             return True
         found = read_manifest(data, f"{here.name}/{here.version}/{MANIFEST}").seal
         cure = f"Ask who changed it.  Where that was meant, remove {path} and run the command again"
-        problem = (
-            f"{self.where} has another bundle under this version than before, and a published version never changes"
-        )
+        problem = f"{self.where} has another bundle under this version than before, and a version never changes"
         raise BundleConflict(problem, file=here.reference, expected=here.seal, found=found, cure=cure)
 
     def _copy(self, name: str, version: int) -> Path:
