@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -108,10 +108,8 @@ class Request(BaseHTTPRequestHandler):
             return
         for methods, pattern, handler in ROUTES:
             if self.command in methods and (found := re.fullmatch(pattern, self.route)):
-                try:
+                with suppress(Refused):
                     getattr(self, handler)(*found.groups())
-                except Refused:
-                    pass
                 return
         self.refuse(404, "no such route")
 
