@@ -384,7 +384,7 @@ def test_without_a_connection_the_cache_serves(place: Place, monkeypatch: pytest
     with pytest.raises(HubUnreachable, match="cache"):  # nobody listens
         place.pull(endpoint=NOWHERE, cache=place.folder / "c")
     with pytest.raises(HubUnreachable, match=f"no answer from {NOWHERE}"):
-        place.push(place.made(), endpoint=NOWHERE, cache=place.folder / "c")
+        place.push(place.made("again"), endpoint=NOWHERE, cache=place.folder / "c")
 
 
 # the place in the store
