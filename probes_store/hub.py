@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import httpx2
 from huggingface_hub import HfApi
@@ -25,6 +25,7 @@ from probes_store.errors import HubError, HubUnreachable, one_line
 from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_of
 from probes_store.syntax import HubAddress, parse_address
 
+T = TypeVar("T")
 MAIN = "main"
 TAG = re.compile(r"v[1-9][0-9]*")  # of a version
 _TOKEN = "log in with 'hf auth login', or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
@@ -80,12 +81,13 @@ class Hub:
             return {ref.name for ref in self.api.list_repo_refs(self.repository).tags}
 
     def read(
-        self, name: str, revision: str, limit: int, *, arrived: Callable[[int], Any] | None = None,
-        cached: bool = False, again: bool = False,
-    ) -> tuple[bytes, Path]:  # fmt: skip
-        """Return a file of at most ``limit`` bytes, and its place in the cache; a longer one is not downloaded.
+        self, name: str, revision: str, limit: int, accept: Callable[[bytes], T], *,
+        arrived: Callable[[int], Any] | None = None, cached: bool = False,
+    ) -> tuple[T, Path]:  # fmt: skip
+        """Return what ``accept`` makes of a file, and its place in the cache; one over ``limit`` is not downloaded.
 
-        ``arrived`` is told how many bytes came; ``cached``: without a connection; ``again``: although the cache has it.
+        Where ``accept`` raises BundleDamaged the file is fetched once more: what an earlier run left in the cache may
+        be damaged.  ``arrived`` is told how many bytes came; ``cached``: without a connection.
         """
 
         def too_long() -> errors.DigestMismatch:
@@ -104,28 +106,39 @@ class Hub:
                 self.total_arrived += int(n or 0)
                 if self.total_arrived > limit:
                     raise too_long()
-                if arrived is not None:
+                if arrived is not None and not again:
                     arrived(int(n or 0))
                 return None
 
-        with self.errors(revision):
-            path = self.api.hf_hub_download(
-                self.repository, name, revision=revision, cache_dir=self._cache, local_files_only=cached,
-                force_download=again, tqdm_class=Limited,
-            )  # fmt: skip
-            with open(path, "rb") as file:
-                data = file.read(limit + 1)
-        if len(data) > limit:
-            raise too_long()
-        return data, Path(path)
+        for again in (False, True):
+            with self.errors(revision):
+                path = self.api.hf_hub_download(
+                    self.repository, name, revision=revision, cache_dir=self._cache, local_files_only=cached,
+                    force_download=again, tqdm_class=Limited,
+                )  # fmt: skip
+                with open(path, "rb") as file:
+                    data = file.read(limit + 1)
+            if len(data) > limit:
+                raise too_long()
+            try:
+                return accept(data), Path(path)
+            except errors.BundleDamaged:
+                if cached or again:
+                    raise
+        raise AssertionError("unreachable")
 
-    def read_listed(self, manifest: Manifest, name: str, revision: str, **options: Any) -> bytes:
-        """Read a file, once more where it differs: what an earlier run left in the cache may be damaged."""
-        record = manifest.files[name]
-        data, _ = self.read(name, revision, record.bytes, **options)
-        if record_of(data) != record and not options.get("cached"):
-            data, _ = self.read(name, revision, record.bytes, again=True)
-        return data
+    def files(self, manifest: Manifest, revision: str, **options: Any) -> dict[str, bytes]:
+        """Return the files that the manifest lists, compared with it; ``options`` as ``read`` takes them."""
+
+        def same(data: bytes) -> bytes:
+            if (found := record_of(data)) != record:
+                raise errors.DigestMismatch("the repository has another file", file=name, expected=record, found=found)
+            return data
+
+        files = {}
+        for name, record in manifest.files.items():
+            files[name], _ = self.read(name, revision, record.bytes, same, **options)
+        return files
 
     @contextmanager
     def errors(self, revision: str | None = None) -> Iterator[None]:
@@ -187,7 +200,7 @@ class HubSource:
         """Return the one name."""
         with _answering():
             self._hub.tags()  # huggingface_hub reads a file from its cache where there is no answer; this asks
-            return [read_manifest(self._hub.read(MANIFEST, MAIN, MAX_MANIFEST)[0]).name]
+            return [self._hub.read(MANIFEST, MAIN, MAX_MANIFEST, read_manifest)[0].name]
 
     def versions(self, name: str) -> set[int]:
         """Return the tags' numbers."""
@@ -203,23 +216,19 @@ class HubSource:
     def manifest(self, name: str, version: int) -> bytes:
         """Read bundle.json at the tag."""
         with _answering():
-            return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST)[0]
+            return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST, bytes)[0]
 
     def signature(self, name: str, version: int) -> bytes | None:
         """Read model.sig at the tag."""
         with _answering():
             if SIGNATURE not in self._hub.snapshot(f"v{version}").files:
                 return None
-            return self._hub.read(SIGNATURE, f"v{version}", MAX_SIGNATURE)[0]
+            return self._hub.read(SIGNATURE, f"v{version}", MAX_SIGNATURE, bytes)[0]
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
         """Read those at the tag."""
         with _answering():
-            files = {name: self._hub.read_listed(manifest, name, f"v{manifest.version}") for name in manifest.files}
-        for name, record in manifest.files.items():
-            if (found := record_of(files[name])) != record:
-                raise errors.DigestMismatch("the repository has another file", file=name, expected=record, found=found)
-        return files
+            return self._hub.files(manifest, f"v{manifest.version}")
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         problem = "a repository of the hub is only read as a store, and has no aliases"

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -128,13 +128,6 @@ def _check_place(manifest: Manifest) -> None:
         raise errors.BadValue("bad value", file=MANIFEST, field="version", expected=VERSIONS, found=found)
 
 
-class Bar(Protocol):
-    """What shows the bytes that have arrived."""
-
-    def update(self, n: int) -> Any:
-        """Show ``n`` more bytes."""
-
-
 @dataclass(frozen=True)
 class Pulled:
     """What a pull did."""
@@ -148,13 +141,13 @@ class Pulled:
 
 def pull(
     store: Store, address: HubAddress, *, digest: str | None = None, take_over: bool = False,
-    endpoint: str | None = None, cache: Path | None = None, bar: Callable[[int], Bar] | None = None,
+    endpoint: str | None = None, cache: Path | None = None, bar: Callable[[int], Callable[[int], Any]] | None = None,
 ) -> Pulled:  # fmt: skip
     """Fetch a bundle and add it to the store under its own name and version.
 
-    digest: what the bundle must have; bar: makes a progress bar for so many bytes.  Where the hub gives no answer, the
-    copy in huggingface_hub's cache is taken.  Raises HubError, BundleConflict, InvalidReference, StoreNotWritable and
-    subclasses of BundleDamaged; the store is then as it was.
+    digest: what the bundle must have; ``bar`` of so many bytes returns what is told how many more came.  Where the hub
+    gives no answer, the copy in huggingface_hub's cache is taken.  Raises HubError, BundleConflict, InvalidReference,
+    StoreNotWritable and subclasses of BundleDamaged; the store is then as it was.
     """
     if digest is not None and not DIGEST.fullmatch(digest):
         raise errors.InvalidReference("not a digest", expected="sha256: and 64 hex digits", found=ascii(digest))
@@ -180,9 +173,8 @@ def pull(
         return Pulled(existing, commit, False, offline, left_out)
     _check_addition(store, manifest, origin, take_over)
     store.check_writable()
-    arrived = None if bar is None else bar(sum(record.bytes for record in manifest.files.values())).update
-    options: dict[str, Any] = {"arrived": arrived, "cached": snapshot is None}
-    files = {name: hub.read_listed(manifest, name, commit, **options) for name in manifest.files}
+    arrived = None if bar is None else bar(sum(record.bytes for record in manifest.files.values()))
+    files = hub.files(manifest, commit, arrived=arrived, cached=snapshot is None)
     bundle = add(store, {MANIFEST: data, **files, **signature}, origin, take_over=take_over)
     return Pulled(bundle, commit, existing is None, offline, left_out)
 
@@ -192,19 +184,12 @@ def _manifest(hub: Hub, address: HubAddress, snapshot: Snapshot | None) -> tuple
     if snapshot is not None and MANIFEST not in snapshot.files:
         cure = "A repository with a bundle has its files at the root: 'hallutracer bundle push' makes one"
         raise MissingFile(f"no {MANIFEST} there, so it is no bundle", file=str(address), cure=cure)
-    for again in (False, True):
-        # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
-        revision, cached = address.revision or MAIN, snapshot is None
-        data, path = hub.read(MANIFEST, revision, MAX_MANIFEST, cached=cached, again=again)
-        commit = path.parent.name
-        if snapshot is not None and commit != snapshot.commit:
-            raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
-        try:
-            return read_manifest(data), data, commit
-        except BundleDamaged:
-            if again or snapshot is None:
-                raise
-    raise AssertionError("unreachable")
+    # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
+    revision, read = address.revision or MAIN, lambda data: (read_manifest(data), data)
+    (manifest, data), path = hub.read(MANIFEST, revision, MAX_MANIFEST, read, cached=snapshot is None)
+    if snapshot is not None and path.parent.name != snapshot.commit:
+        raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
+    return manifest, data, path.parent.name
 
 
 def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
@@ -229,7 +214,7 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, by
     if snapshot is not None and SIGNATURE not in snapshot.files:
         return {}
     try:
-        return {SIGNATURE: hub.read(SIGNATURE, commit, MAX_SIGNATURE, cached=snapshot is None)[0]}
+        return {SIGNATURE: hub.read(SIGNATURE, commit, MAX_SIGNATURE, bytes, cached=snapshot is None)[0]}
     except errors.HubUnreachable:
         if snapshot is not None:
             raise
@@ -318,7 +303,7 @@ def _plan(hub: Hub, head: Snapshot, manifest: Manifest, files: Mapping[str, byte
 def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
     """Return the manifest at a revision.  Raises BundleConflict where this version of this bundle is another there."""
     try:
-        there = read_manifest(hub.read(MANIFEST, revision, MAX_MANIFEST)[0])
+        there, _ = hub.read(MANIFEST, revision, MAX_MANIFEST, read_manifest)
     except BundleDamaged as error:
         problem = f"{revision} has no {MANIFEST} that can be read: {error}"
         raise BundleConflict(problem, file=hub.url, cure="Push to another repository") from error

@@ -48,11 +48,10 @@ class Database:
     Every call raises FeedbackUnavailable where it fails: the cause and the cure, never a password.
     """
 
-    def __init__(
-        self, connection: Any, where: Location, begin: str, errors: tuple[type[Exception], type[Exception]], mark: str
-    ) -> None:
+    def __init__(self, connection: Any, where: Location, errors: tuple[type[Exception], type[Exception]]) -> None:
         """``errors``: the root of the driver's, and those after which the database may be there again."""
-        self._connection, self._where, self._begin, self._mark = connection, where, begin, mark
+        self._connection, self._where = connection, where
+        self._begin, self._mark = ("BEGIN", "%s") if where.is_postgres else ("BEGIN IMMEDIATE", "?")
         self._errors, self._passing = errors
 
     @contextmanager
@@ -120,9 +119,8 @@ class Location:
 
         Raises FeedbackUnavailable.
         """
-        database = _open_postgres(self) if self.is_postgres else _open_sqlite(self.path, self, create)
+        database = _open_postgres(self) if self.is_postgres else _open_sqlite(self, create)
         try:
-            (_set_up_postgres if self.is_postgres else _set_up_sqlite)(database, self, create)
             _prepare(database, self, create)
         except BaseException:
             database.close()
@@ -143,13 +141,26 @@ def location(text: str) -> Location:
 
 
 def _prepare(database: Database, where: Location, create: bool) -> None:
-    """Make the tables, or find them, in a format that is known."""
+    """Make the tables, or find them, in a format that is known; what is acknowledged is on disk."""
+    if where.is_postgres:
+        number, settings = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", ["SET synchronous_commit = on"]
+        [(encoding,)] = database.run("SHOW server_encoding")
+        if encoding != "UTF8":
+            raise FeedbackUnavailable(f"{where} is encoded as {encoding}: create the database with ENCODING 'UTF8'")
+        if create:  # not to read it all, which may take its time
+            settings.append(f"SET statement_timeout = '{TIMEOUT_S}s'")
+    else:
+        number = "INTEGER PRIMARY KEY AUTOINCREMENT"
+        settings = ["PRAGMA synchronous = FULL", "PRAGMA foreign_keys = ON", "PRAGMA secure_delete = ON"]
+        if database.run("PRAGMA journal_mode = WAL") != [("wal",)]:
+            raise FeedbackUnavailable(f"{where} cannot be kept safely there (a network folder?): use a local disk")
+    for setting in settings:
+        database.run(setting)
     if create:
-        own = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", "INTEGER PRIMARY KEY AUTOINCREMENT"
         with database.transaction():
             if where.is_postgres:  # CREATE TABLE IF NOT EXISTS of two replicas at once fails in one of them
                 database.run("SELECT pg_advisory_xact_lock(7236817465)")
-            for statement in (SCHEMA % {"number": own[not where.is_postgres]}).split(";"):
+            for statement in (SCHEMA % {"number": number}).split(";"):
                 database.run(statement)
     try:
         found = database.run("SELECT format FROM hallutracer_feedback")
@@ -159,7 +170,8 @@ def _prepare(database: Database, where: Location, create: bool) -> None:
         raise FeedbackUnavailable(f"{where} is of another version of HalluTracer (format {found}); give another one")
 
 
-def _open_sqlite(path: Path, where: Location, create: bool) -> Database:
+def _open_sqlite(where: Location, create: bool) -> Database:
+    path = where.path
     try:
         if create:  # what users said is nobody else's to read
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -169,14 +181,7 @@ def _open_sqlite(path: Path, where: Location, create: bool) -> Database:
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise FeedbackUnavailable(f"cannot open the feedback file {path}: {reason}") from None
-    return Database(connection, where, "BEGIN IMMEDIATE", (sqlite3.Error, sqlite3.OperationalError), "?")
-
-
-def _set_up_sqlite(database: Database, where: Location, create: bool) -> None:
-    if database.run("PRAGMA journal_mode = WAL") != [("wal",)]:
-        raise FeedbackUnavailable(f"{where.path} cannot be kept safely there (a network folder?): use a local disk")
-    for setting in ("synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
-        database.run(f"PRAGMA {setting}")
+    return Database(connection, where, (sqlite3.Error, sqlite3.OperationalError))
 
 
 def _open_postgres(where: Location) -> Database:
@@ -197,13 +202,4 @@ def _open_postgres(where: Location) -> Database:
     except psycopg.Error as error:
         first = str(error).partition("\n")[0]
         raise FeedbackUnavailable(f"cannot connect to {where}: {first}") from None
-    return Database(connection, where, "BEGIN", (psycopg.Error, psycopg.OperationalError), "%s")
-
-
-def _set_up_postgres(database: Database, where: Location, create: bool) -> None:
-    [(encoding,)] = database.run("SHOW server_encoding")
-    if encoding != "UTF8":
-        raise FeedbackUnavailable(f"{where} is encoded as {encoding}: create the database with ENCODING 'UTF8'")
-    database.run("SET synchronous_commit = on")  # a server may be set to acknowledge before it has written
-    if create:  # not to read it all, which may take its time
-        database.run(f"SET statement_timeout = '{TIMEOUT_S}s'")
+    return Database(connection, where, (psycopg.Error, psycopg.OperationalError))

@@ -128,14 +128,11 @@ def test_a_bundle_goes_there_and_back(place: Place) -> None:
     assert {k: v for k, v in place.there.commits[place.there.tags["v3"]].items() if k[0] != "."} == files_of(bundle)
     shown: list[int] = []
 
-    class Shown:
-        def __init__(self, total: int) -> None:
-            shown.append(-total)
+    def shows(total: int) -> Callable[[int], None]:
+        shown.append(-total)
+        return shown.append
 
-        def update(self, n: int) -> None:
-            shown.append(n)
-
-    found = place.pull("hf://me/tiny@v3", bar=Shown)
+    found = place.pull("hf://me/tiny@v3", bar=shows)
     assert (found.added, found.offline, found.left_out, found.commit) == (True, None, [], place.there.tags["v3"])
     assert sum(shown) == 0 > shown[0]  # every byte was shown once
     loaded = place.store.verify("tiny:3")
