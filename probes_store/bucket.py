@@ -18,7 +18,7 @@ import errno
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -100,7 +100,10 @@ class Bucket:
         known: dict[int, str | None] = {}
         while True:
             versions = self.versions(name)
-            known |= {version: self._digest(name, version) for version in sorted(versions - known.keys())}
+            for version in sorted(versions - known.keys()):
+                known[version] = None
+                with suppress(errors.BundleDamaged):  # one that does not read is no substitute for anything
+                    known[version] = read_manifest(self.manifest(name, version)).digest
             if same := [version for version, digest in known.items() if digest == manifest.digest]:
                 return min(same)
             version = next_number(versions, name)
@@ -148,13 +151,6 @@ class Bucket:
         if data is None and revision:
             raise MissingFile("the alias table was removed", file=path, cure="Set the aliases again")
         return revision, {} if data is None else parse_aliases(data, path)
-
-    def _digest(self, name: str, version: int) -> str | None:
-        """Return None for a manifest that does not read: it is no substitute for anything."""
-        try:
-            return read_manifest(self.manifest(name, version)).digest
-        except errors.BundleDamaged:
-            return None
 
     def _upload(self, name: str, files: Mapping[str, bytes]) -> None:
         for data in files.values():

@@ -96,7 +96,14 @@ class RemoteBackend:
 
     def folder(self, name: str, version: int) -> Path:
         """Return the version's copy, fetched and checked where there is none yet; else compared with the source's."""
-        return self._or_copy(lambda: self._fetched(name, version), lambda: self._copy(name, version))
+
+        def last() -> Path:
+            if version not in self._copies.versions(name):
+                problem = f"{self.where} gives no answer, and there is no copy of {name}:{version} in {self.folders}"
+                raise StoreUnreachable(problem, cure="Connect once, so that it is fetched")
+            return self._copies.folder(name, version)
+
+        return self._or_copy(lambda: self._fetched(name, version), last)
 
     def stamp(self, name: str, version: int) -> str:
         """Return the hashes of manifest and signature: any other change of a version is an error."""
@@ -144,12 +151,6 @@ class RemoteBackend:
         cure = f"Ask who changed it.  Where that was meant, remove {path} and run the command again"
         problem = f"{self.where} has another bundle under this version than before, and a version never changes"
         raise BundleConflict(problem, file=here.reference, expected=here.seal, found=found, cure=cure)
-
-    def _copy(self, name: str, version: int) -> Path:
-        if version not in self._copies.versions(name):
-            problem = f"{self.where} gives no answer, and there is no copy of {name}:{version} in {self.folders}"
-            raise StoreUnreachable(problem, cure="Connect once, so that it is fetched")
-        return self._copies.folder(name, version)
 
     def _make_folder(self) -> None:
         with writing(self.folders):
