@@ -229,16 +229,8 @@ class Store:
         self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
         self._told: set[str] = set()
-
-    @property
-    def where(self) -> str:
-        """The folder or the URL, as ``--store`` takes it."""
-        return self.own.where
-
-    @property
-    def root(self) -> Path:
-        """ROOT of the folders ROOT/NAME/VERSION of the store's own bundles; of a URL, its copies on this machine."""
-        return self.own.folders
+        self.where = self.own.where  # the folder or the URL, as ``--store`` takes it
+        self.root = self.own.folders  # of the folders ROOT/NAME/VERSION of its own bundles; of a URL, of the copies
 
     def check_writable(self) -> None:
         """Test that something can be published, before long work."""

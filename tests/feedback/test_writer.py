@@ -175,8 +175,6 @@ def test_closing_with_a_database_that_is_gone_leaves_nobody_waiting(
         until(lambda: counted == {"dropped": 1})
 
 
-# what is old
-
 DAY, HOUR = 86_400.0, 3_600.0
 ALL = [f"{day:02}" for day in range(30)]
 

@@ -359,9 +359,6 @@ def test_importing_the_format_needs_nothing_of_ours_and_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-# the replay of the golden prompts
-
-
 def bundle_of(dtype: str = "float32", golden: Golden | None = None, layers: int = 3) -> Bundle:
     draft = make_draft(dtype=dtype, model={"num_layers": layers})
     draft.golden = golden or draft.golden

@@ -223,47 +223,39 @@ def content(files: Files) -> dict[str, Any]:
     return {key: value for key, value in json.loads(files["bundle.json"]).items() if key not in NOT_CONTENT}
 
 
-def check_header(data: bytes) -> None:
-    """Two readers of a tensor file see the same: no entry twice, nothing hidden behind the header."""
-    text = data[8 : 8 + int.from_bytes(data[:8], "little")]
-    assert len(text) - len(text.rstrip(b" ")) < 8, "something may hide in the padding"
+def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) -> None:
+    """Other content has another digest, and whatever was accepted is in its ranges.  Raises AssertionError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len({name for name, _ in pairs}) == len(pairs), "an entry twice"
         return dict(pairs)
 
-    json.loads(text, object_pairs_hook=unique)
-
-
-def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) -> None:
-    """Other content has another digest, and whatever was accepted is in its ranges.  Raises AssertionError."""
     same_content = all(files[name] == original[name] for name in FILES[1:]) and content(files) == content(original)
     assert (found.manifest.digest == origin.manifest.digest) == same_content, "other content under the same digest"
     assert files == original or found.manifest.seal != origin.manifest.seal, "other bytes under the same seal"
     values = [owner[key] for owner, key in places(json.loads(files["bundle.json"]), [])]
     assert all(abs(value) <= 2**53 for value in values if type(value) is int), "a number that readers disagree about"
-    layers, dim, probes, golden = found.manifest.model.num_layers, found.manifest.probe_dim, found.probes, found.golden
-    context = 0 if found.manifest.context is None else len(found.manifest.context.probes)
-    logits = (1 + context) * layers
-    shapes = {
-        "head": (layers,), "direction": (layers, dim), "bias": (layers,), "scale": (layers,),
-        "trajectory_mean": (2, layers), "trajectory_std": (2, layers), "reference_mean": (logits,),
-        "reference_whitening": (logits, logits), "context_head": (context, layers),
-        "context_direction": (context, layers, dim), "context_bias": (context, layers),
-        "context_scale": (context, layers),
-    }  # fmt: skip
-    assert all(value is None or value.shape == shapes[name] for name, value in vars(probes).items()), "a shape"
+    for name in FILES[1:]:  # two readers see the same: no entry twice, nothing hidden behind the header
+        text = files[name][8 : 8 + int.from_bytes(files[name][:8], "little")]
+        assert len(text) - len(text.rstrip(b" ")) < 8, "something may hide in the padding"
+        json.loads(text, object_pairs_hook=unique)
+    probes, golden, context = vars(found.probes), found.golden, found.manifest.context_probes
+    layers, dim, logits = found.manifest.model.num_layers, found.manifest.probe_dim, found.manifest.logits
+    assert logits == (1 + context) * layers
+    for name, shape in {"head": (), "direction": (dim,), "bias": (), "scale": ()}.items():
+        others = probes[f"context_{name}"]
+        assert probes[name].shape == (layers, *shape)
+        assert others.shape == (context, layers, *shape) if context else others is None
+    assert probes["reference_mean"].shape == (logits,)
+    assert probes["reference_whitening"].shape == (logits, logits)
+    assert probes["trajectory_mean"].shape == probes["trajectory_std"].shape == (2, layers)
     assert golden.trajectory.shape == (len(golden.risk), logits)
-    assert (probes.context_head is not None) == (context > 0), "context probes without their tensors, or these alone"
-    assert golden.risk.ndim == golden.offsets.ndim == golden.input_ids.ndim == 1
-    for name in FILES[1:]:
-        check_header(files[name])
-    arrays = [*vars(probes).values(), *vars(golden).values()]
-    assert all(np.isfinite(value).all() for value in arrays if value is not None)
-    for direction, head in ((probes.direction, probes.head), (probes.context_direction, probes.context_head)):
-        if direction is not None and head is not None:
-            assert np.allclose(np.linalg.norm(direction.astype(np.float64), axis=-1), 1, atol=1e-3)
-            assert ((head >= 0) & (head < found.manifest.probe_heads)).all()
+    arrays = [value for value in (*probes.values(), *vars(golden).values()) if value is not None]
+    assert all(np.isfinite(value).all() for value in arrays)
+    for prefix in ("", "context_") if context else ("",):
+        direction, head = probes[f"{prefix}direction"].astype(np.float64), probes[f"{prefix}head"]
+        assert np.allclose(np.linalg.norm(direction, axis=-1), 1, atol=1e-3)
+        assert ((head >= 0) & (head < found.manifest.probe_heads)).all()
     assert ((golden.risk >= 0) & (golden.risk <= 1)).all()
     assert 0 <= found.manifest.threshold <= 1
     assert all(len(prompt) for prompt in golden.prompts())

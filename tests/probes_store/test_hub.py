@@ -116,9 +116,6 @@ def test_addresses(place: Place) -> None:
             parse_address(text)
 
 
-# there and back
-
-
 def test_a_bundle_goes_there_and_back(place: Place) -> None:
     bundle = place.made(version=3)
     done = place.push(bundle)
@@ -161,9 +158,6 @@ def test_the_next_version_follows_and_the_old_stays(place: Place) -> None:
     assert place.store.load("tiny").manifest == second.manifest
     del place.there.tags["v1"]
     place.refuses_push(BundleConflict, "version 2 already", first)
-
-
-# what a push refuses
 
 
 @pytest.mark.parametrize(
@@ -232,9 +226,6 @@ def test_what_goes_wrong_during_a_push(place: Place) -> None:
     place.when("/tag/", spoil, instead=False)
     with pytest.raises(HubError, match=r"evaluation\.json"):
         place.push(place.made("again"))
-
-
-# what a pull refuses
 
 
 def test_a_pin_is_held_and_other_files_are_told_and_never_fetched(place: Place) -> None:
@@ -327,9 +318,6 @@ def test_a_stream_longer_than_stated_is_cut_off(place: Place) -> None:
     assert sum(path.stat().st_size for path in place.cache.rglob("*") if path.is_file()) < 1 << 20
 
 
-# what goes wrong on the way
-
-
 def half(request: Request) -> None:
     request.send_response(200)
     request.send_header("Content-Length", "55")
@@ -382,9 +370,6 @@ def test_without_a_connection_the_cache_serves(place: Place, monkeypatch: pytest
         place.pull(endpoint=NOWHERE, cache=place.folder / "c")
     with pytest.raises(HubUnreachable, match=f"no answer from {NOWHERE}"):
         place.push(place.made("again"), endpoint=NOWHERE, cache=place.folder / "c")
-
-
-# the place in the store
 
 
 def test_a_version_and_a_name_keep_their_meaning(place: Place) -> None:
@@ -461,9 +446,6 @@ def test_a_killed_pull_leaves_the_store_as_it_was(place: Place, moment: str) -> 
     place.store.verify("tiny:1")
     assert not list(root.glob("tiny/.publish-*"))
     assert json.loads((root / "tiny/1/.origin.json").read_text())["repository"] == URL
-
-
-# a repository as a store, and signatures on the hub
 
 
 @pytest.fixture

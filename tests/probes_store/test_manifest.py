@@ -81,9 +81,6 @@ def refuses(error: type[BundleDamaged], field: str | None, data: bytes | dict[st
     return caught.value.message
 
 
-# JSON
-
-
 def test_canonical_json_bytes() -> None:
     value = {"b": [1, 2.5, 1e-07, 1e22, -0.0], "a": {"é": None, "Z": True}, "text": 'ö"\\\n'}
     pinned = '{"a":{"Z":true,"é":null},"b":[1,2.5,1e-07,1e+22,-0.0],"text":"ö\\"\\\\\\n"}'
@@ -136,9 +133,6 @@ def test_damaged_text(error: type[BundleDamaged], field: str | None, data: bytes
 def test_truncated_anywhere() -> None:
     for length in range(len(DATA)):
         refuses(Truncated, None, DATA[:length])
-
-
-# fields
 
 
 def objects(value: Any, where: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -287,9 +281,6 @@ def test_a_closed_gate_has_threshold_0_and_shapes_belong_to_a_guarantee() -> Non
         render(make_draft(guarantee_shapes=("alone",)))
 
 
-# digest and seal
-
-
 def test_digest_ignores_time_and_version_and_the_seal_does_not() -> None:
     later = sealed(MANIFEST, version=7, created="2030-01-01T00:00:00Z")
     assert (later.digest, later.version) == (MANIFEST.digest, 7)
@@ -298,9 +289,6 @@ def test_digest_ignores_time_and_version_and_the_seal_does_not() -> None:
     other = {key: value for key, value in DOCUMENT.items() if key != "seal"} | {"digest": "sha256:" + "0" * 64}
     right_seal = {"seal": "sha256:" + sha256(canonical_json(other))}
     refuses(DigestMismatch, "digest", readable_json(other | right_seal))
-
-
-# what the records compute
 
 
 def test_the_half_width() -> None:
@@ -328,8 +316,6 @@ def test_the_least_risk_that_reaches_a_level(recalibration: Recalibration, level
     assert least_reaching(STEPS, 0.95) == 1.0
     assert least_reaching(STEPS, 0.05) < 1e-300
 
-
-# identity
 
 LOADED = ModelIdentity(
     model="/another/folder", revision="local", fingerprint=MODEL.fingerprint, architecture=MODEL.architecture,
@@ -369,9 +355,6 @@ def test_each_difference_has_its_own_error_and_the_first_in_order_is_named(first
         assert (type(caught.value), caught.value.field) == (error, field)
         for part in ("tiny:1", "tiny-llama at revision local", "expected", "found"):
             assert part in caught.value.message
-
-
-# errors
 
 
 def tree(kind: type[errors.BundleError]) -> list[type[errors.BundleError]]:

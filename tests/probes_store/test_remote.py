@@ -54,9 +54,6 @@ def memory(tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}"
 
 
-# objects
-
-
 def test_each_change_of_an_alias_is_a_revision(url: str, opens: Opens) -> None:
     store = opens(url)
     for seed in range(2):
@@ -126,9 +123,6 @@ def test_what_is_missing_is_named(memory: str, s3_url: str, opens: Opens, tmp_pa
         Store("az://container", cache=tmp_path).load("tiny")
 
 
-# copies
-
-
 def test_a_damaged_copy_is_fetched_again(url: str, opens: Opens) -> None:
     store = opens(url)
     bundle = store.publish(make_draft(0))
@@ -175,9 +169,6 @@ def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens)
         Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(other))
         with pytest.raises(BundleConflict, match="than before"):
             store.load("tiny")
-
-
-# without an answer
 
 
 @contextmanager
@@ -296,9 +287,6 @@ def test_a_refusal_is_no_missing_answer(published: str, opens: Opens, monkeypatc
         opens(published, "reader").load("tiny")
 
 
-# several publishers
-
-
 def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path) -> None:
     """Both have tiny:1 of their own; one wins, the other is told."""
     rivals = [write_bundle(make_draft(seed), tmp_path / str(seed) / "tiny" / "1") for seed in range(2)]
@@ -379,9 +367,6 @@ def test_a_server_that_ignores_the_condition(memory: str, opens: Opens, monkeypa
         with pytest.raises(StoreRefused, match="ignores If-None-Match"):
             action()
     assert there.list() == []
-
-
-# killed
 
 
 def die_in_publish(url: str, cache: str, key: str, call: int, after: bool) -> None:

@@ -63,9 +63,6 @@ def together(target: Callable[..., None], arguments: Sequence[Sequence[Any]]) ->
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
-# of any kind
-
-
 def test_versions_count_up_never_change_and_equal_content_is_not_copied(where: str, opens: Opens) -> None:
     here = opens(where)
     assert here.list() == []
@@ -257,8 +254,6 @@ def test_concurrent_aliases_are_not_lost(where: str, opens: Opens, tmp_path: Pat
         assert len(Objects(where).children("tiny", "aliases")) == 12
 
 
-# names
-
 ESCAPES = [
     "", ".", "..", "../tiny", "tiny/../..", "/etc", "tiny/1", "a..b", "tiny:0", "tiny:01", "tiny:-1", "tiny:1/..",
     "tiny:", "tiny:latest", "tiny:1\n", "tiny\n", "tiny\0", "tiny@", "tiny@..", "tiny@a/b", "tiny@a@b", "tiny@a:1",
@@ -297,9 +292,6 @@ def test_what_parses_stays_inside(text: str) -> None:
         root = os.path.abspath("root")
         assert os.path.dirname(os.path.abspath(os.path.join(root, part))) == root
     assert reference.version is None or reference.version >= 1
-
-
-# in a folder
 
 
 def test_links_out_of_the_store_are_refused(store: Store, tmp_path: Path) -> None:

@@ -202,9 +202,6 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair, monkeypatch: pytest.Monk
         required_signature(str(keys.public))
 
 
-# with a bundle to other stores
-
-
 def test_a_signature_goes_along(store: Store, strict: Store, keys: KeyPair, url: str, opens: Opens) -> None:
     bundle, trust = signed(store, keys), strict.trust
     copy(bundle, opens(url), source=store.where)
@@ -244,9 +241,6 @@ def test_pins(store: Store) -> None:
         store.verify(f"tiny@{first.manifest.digest}")  # a pin checks, it does not search
     store.set_alias("tiny", "sha256", 1)
     assert store.load("tiny@sha256").reference == "tiny:1"
-
-
-# a store that anyone on the machine can write to
 
 
 @pytest.fixture
