@@ -116,19 +116,27 @@ class RemoteBackend:
 
     def _fetched(self, name: str, version: int) -> Path:
         data, signature = self._source.manifest(name, version), self._source.signature(name, version)
+        shown = f"{name}/{version}/{MANIFEST}"
         if version in self._copies.versions(name):
             path = self._copies.folder(name, version)
-            if self._is_copy(name, path, data):
-                here = path / SIGNATURE  # it may have come after its bundle, or changed
+            try:
+                here = load_version(name, path).manifest
+            except BundleDamaged:
+                with writing(path):
+                    shutil.rmtree(path)  # fetched again
+            else:
+                if manifest_bytes(here) != data:
+                    problem = f"{self.where} has another bundle under this version than before, and that never changes"
+                    cure = f"Ask who changed it.  Where that was meant, remove {path} and run the command again"
+                    raise BundleConflict(problem, file=here.reference, expected=here.seal,
+                                         found=read_manifest(data, shown).seal, cure=cure)  # fmt: skip
+                signed = path / SIGNATURE  # it may have come after its bundle, or changed
                 with writing(path):
                     if signature is None:
-                        here.unlink(missing_ok=True)
-                    elif not here.is_file() or here.read_bytes() != signature:
-                        atomic_write(here, signature)
+                        signed.unlink(missing_ok=True)
+                    elif not signed.is_file() or signed.read_bytes() != signature:
+                        atomic_write(signed, signature)
                 return path
-            with writing(path):
-                shutil.rmtree(path)  # damaged on this machine: fetched again
-        shown = f"{name}/{version}/{MANIFEST}"
         manifest = read_manifest(data, shown)
         if manifest.reference != f"{name}:{version}":
             raise BadValue("the place does not match the manifest", file=shown, field="name and version",
@@ -138,19 +146,6 @@ class RemoteBackend:
         self._make_folder()
         self._copies.add(manifest, files)  # False: another process of ours was faster
         return self._copies.folder(name, version)
-
-    def _is_copy(self, name: str, path: Path, data: bytes) -> bool:
-        """Return False for a damaged copy.  Raises BundleConflict where the source has another bundle there now."""
-        try:
-            here = load_version(name, path).manifest
-        except BundleDamaged:
-            return False
-        if manifest_bytes(here) == data:
-            return True
-        found = read_manifest(data, f"{here.name}/{here.version}/{MANIFEST}").seal
-        cure = f"Ask who changed it.  Where that was meant, remove {path} and run the command again"
-        problem = f"{self.where} has another bundle under this version than before, and a version never changes"
-        raise BundleConflict(problem, file=here.reference, expected=here.seal, found=found, cure=cure)
 
     def _make_folder(self) -> None:
         with writing(self.folders):

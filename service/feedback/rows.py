@@ -17,7 +17,6 @@ Standing = Literal["new", "repeated", "changed"]
 CONTINUE = "continue"  # the decision after which an answer of this model was given
 MOST_LABELS = 100  # of one answer by one caller
 CHUNK = 1_000  # answers deleted at once
-_ROW_BYTES = 1_000  # of a waiting row without its prompt, roughly
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,6 @@ class Answer:
     prompt: str | None = None  # as JSON; only where the operator asked for it
     drawn: bool = False  # at random, when it was given, of the answers that a guarantee is about
 
-    @property
-    def size(self) -> int:
-        """Bytes that it takes while it waits, roughly."""
-        return _ROW_BYTES + len(self.prompt or "")
-
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -61,11 +55,6 @@ class Given:
     label: Label
     comment: str | None
     time: float
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes while it waits, roughly."""
-        return _ROW_BYTES + len(self.comment or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from service.feedback.rows import Answer, Given, Stored, believed_time, delete_b
 
 log = logging.getLogger("hallutracer")
 MOST_BYTES = 64 * 2**20  # waiting; some 64,000 rows without prompts
+ROW_BYTES = 1_000  # of a waiting row without its text, roughly
 BATCH = 500  # rows in one transaction
 GATHER_S = 0.05  # that answers wait for others, where no label waits
 AGAIN_S = 1.0  # after a failure
@@ -50,7 +51,7 @@ class Writer(BatchWriter[Answer | Given]):
 
     def record(self, answers: Sequence[Answer]) -> None:
         """Keep what was answered, if there is room; never waits."""
-        if dropped := sum(not self.put(answer, answer.size) for answer in answers):
+        if dropped := sum(not self.put(one, ROW_BYTES + len(one.prompt or "")) for one in answers):
             self._count("dropped", dropped)
 
     def label(self, given: Given) -> Future[Stored | None]:
@@ -60,7 +61,7 @@ class Writer(BatchWriter[Answer | Given]):
         the database cannot be written, and as ``write_label`` does.
         """
         done: Future[Stored | None] = Future()
-        if not self.put(given, given.size, done):
+        if not self.put(given, ROW_BYTES + len(given.comment or ""), done):
             if self.closing:
                 raise FeedbackUnavailable("the service is shutting down")
             raise Overloaded("too much feedback waits to be written; try again in 1 s")
