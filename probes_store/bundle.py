@@ -249,15 +249,16 @@ def check_golden(
     Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError for an unknown dtype.
     """
     golden, context, layers = bundle.golden, bundle.manifest.context, bundle.manifest.model.num_layers
-    tolerance, worst_of = tolerance_for(bundle.manifest.dtype, dtype), {}
+    tolerance = tolerance_for(bundle.manifest.dtype, dtype)
+    worst_of: dict[str, float] = {}
     for what, found, recorded, unit, limit in (
         ("trajectory", trajectories, golden.trajectory, spreads(golden.trajectory, layers), tolerance.trajectory),
         ("risk", risks, golden.risk, np.ones(()), tolerance.risk),
     ):
         replayed, expected = np.asarray(found, np.float64), np.asarray(recorded, np.float64)
         if replayed.shape != expected.shape:
-            shapes = {"expected": list(expected.shape), "found": list(replayed.shape)}
-            raise GoldenMismatch(f"bundle {bundle.reference}: the replay has another shape", field=what, **shapes)
+            raise GoldenMismatch(f"bundle {bundle.reference}: the replay has another shape", field=what,
+                                 expected=list(expected.shape), found=list(replayed.shape))  # fmt: skip
         deviation = np.abs(replayed - expected) / unit
         worst_of[what] = float(deviation.max())
         worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from probes_store import errors
 from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE
-from probes_store.errors import HubError, HubUnreachable, one_line
+from probes_store.errors import BundleError, HubError, HubUnreachable, one_line
 from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_of
 from probes_store.syntax import HubAddress, parse_address
 
@@ -145,13 +145,13 @@ class Hub:
         """Turn what huggingface_hub raises into a HubError that says what to do."""
         try:
             yield
-        except errors.BundleError:
+        except BundleError:
             raise
         except (of_hub.EntryNotFoundError, httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
             kind, problem, cure = self._explained(error)
             raise kind(problem, file=str(HubAddress(self.repository, revision)), cure=cure) from error
 
-    def _explained(self, error: Exception) -> tuple[type[errors.BundleError], str, str | None]:
+    def _explained(self, error: Exception) -> tuple[type[BundleError], str, str | None]:
         later = "the command again: finished files are kept in the cache"
         match error:
             case of_hub.GatedRepoError():

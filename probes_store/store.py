@@ -212,9 +212,9 @@ class Store:
         if isinstance(place, str) and is_url(place):
             source: Bucket | HubSource
             if place.startswith(HUB):
-                from probes_store.hub import HubSource  # huggingface_hub takes a while to import
+                from probes_store import hub  # huggingface_hub takes a while to import
 
-                source = HubSource(place)
+                source = hub.HubSource(place)
             else:
                 source = Bucket(place)
             caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "stores"

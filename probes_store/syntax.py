@@ -116,7 +116,7 @@ def parse_reference(text: str) -> BundleReference:
             cure = "Run 'hallutracer bundle pull' with that address first, and name the bundle as it prints it"
         raise InvalidReference("not a bundle reference", expected=expected, found=ascii(text), cure=cure)
     name, alias, version, digest = found.groups()
-    return BundleReference(name, alias, version and int(version), digest)
+    return BundleReference(name, alias, None if version is None else int(version), digest)
 
 
 def check_name(text: str, what: str) -> str:

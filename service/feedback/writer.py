@@ -114,7 +114,10 @@ class Writer(BatchWriter[Answer | Given]):
             answers.clear()  # whatever fails now, they are there
         for one, result in zip(labels, found, strict=True):
             assert one.done is not None
-            (one.done.set_exception if isinstance(result, RequestError) else one.done.set_result)(result)
+            if isinstance(result, RequestError):
+                one.done.set_exception(result)
+            else:
+                one.done.set_result(result)
 
     def _delete(self, database: Database, days: float) -> None:
         clock, now = time.time(), time.monotonic()
