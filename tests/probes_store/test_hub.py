@@ -18,7 +18,7 @@ import huggingface_hub.constants
 import pytest
 
 from probes_store import errors, hub
-from probes_store.bundle import SIGNATURE, Bundle, read_files
+from probes_store.bundle import SIGNATURE, Bundle
 from probes_store.errors import BundleConflict, BundleDamaged, HubError, HubMissing, HubUnreachable, InvalidReference
 from probes_store.manifest import MANIFEST, record_of, with_seal
 from probes_store.store import SHIPPED, Store, Trust
@@ -33,6 +33,7 @@ from tests.probes_store.keys import KeyPair
 ROOT = Path(__file__).parents[2]
 URL = "hf://me/tiny"
 NOWHERE = "http://127.0.0.1:9"
+Files = dict[str, bytes]
 
 
 class Place:
@@ -241,58 +242,54 @@ def test_a_pin_is_held_and_other_files_are_told_and_never_fetched(place: Place) 
     assert found == {f"tiny/1/{name}" for name in (*own, ".origin.json")}
 
 
-@pytest.mark.parametrize("name", ["../evil.txt", "/tmp/evil", "plots/../../evil.png", "evil.pkl", "setup.py", ".evil"])
-def test_a_manifest_that_lists_anything_else_is_refused(place: Place, name: str) -> None:
-    bundle = place.made()  # sealed anew, as anyone can do; by hand, since ours would not write it
-    files = read_files(bundle.path, bundle.manifest) | {name: b"x"}
-    records = {name: dataclasses.asdict(record_of(data)) for name, data in files.items()}
-    document = with_seal(dataclasses.asdict(bundle.manifest) | {"files": records})
-    place.offered(files | {MANIFEST: readable_json(document)})
-    place.refuses(errors.UnknownField)
-    assert place.hub.count("evil|setup") == 0
+def listing(name: str) -> Callable[[Place, Files], Files]:
+    """A manifest that lists this, too: sealed anew, as anyone can do; by hand, since ours would not write it."""
+
+    def make(place: Place, own: Files) -> Files:
+        files = {key: data for key, data in own.items() if key != MANIFEST} | {name: b"x"}
+        records = {key: dataclasses.asdict(record_of(data)) for key, data in files.items()}
+        return files | {MANIFEST: readable_json(with_seal(json.loads(own[MANIFEST]) | {"files": records}))}
+
+    return make
 
 
-def test_no_bundle(place: Place) -> None:
-    place.offered({"config.json": b"{}", "pytorch_model.bin": b"x"})
-    place.refuses(errors.MissingFile, "no bundle")
-    place.refuses(HubError, "no such revision", "hf://me/tiny@v7")
-    place.refuses(HubMissing, "no such repository", "hf://me/nothing")
+def with_file(name: str, change: Callable[[bytes], bytes]) -> Callable[[Place, Files], Files]:
+    return lambda place, own: own | {name: change(own[name])}
 
 
-SPOILED: dict[str, Callable[[dict[str, bytes]], dict[str, bytes]]] = {
-    "another text": lambda files: {"README.md": files["README.md"][::-1]},
-    "another tensor": lambda files: {"probes.safetensors": files["probes.safetensors"][::-1]},
-    "a longer file": lambda files: {"evaluation.json": files["evaluation.json"] + b" "},
-    "no manifest's bytes": lambda files: {MANIFEST: b"{}"},
-    "a manifest of 2 MiB": lambda files: {MANIFEST: files[MANIFEST] + b" " * (2 << 20)},
-    "another threshold": lambda files: {MANIFEST: files[MANIFEST].replace(b"d\": 0.5", b"d\": 0.9")},
-    "a file less": lambda files: {"golden.safetensors": b""},
-}  # fmt: skip
+# What is offered, the error and a word of it, and what is not even asked for.
+REFUSED: list[tuple[Callable[[Place, Files], Files], type[Exception], str, str]] = [
+    *((listing(name), errors.UnknownField, "", "evil|setup") for name in
+      ("../evil.txt", "/tmp/evil", "plots/../../evil.png", "evil.pkl", "setup.py", ".evil")),
+    (lambda place, own: {"config.json": b"{}", "pytorch_model.bin": b"x"}, errors.MissingFile, "no bundle", "resolve"),
+    (lambda place, own: own | {MANIFEST: files_of(place.made("o", name="other", seed=3))[MANIFEST]}, BundleDamaged, "",
+     "storage"),
+    (lambda place, own: files_of(place.made(version=10**9)), errors.BadValue, "999999999", "storage"),
+    (lambda place, own: {key: own[key] for key in own if "golden" not in key}, BundleDamaged, "", "storage"),
+    (with_file("probes.safetensors", lambda data: data[::-1]), BundleDamaged, "", "storage"),  # the hub's own digest
+    (with_file("evaluation.json", lambda data: data + b" "), BundleDamaged, "", "storage"),
+    (with_file("README.md", lambda data: data[::-1]), BundleDamaged, "", "evil"),
+    (with_file(MANIFEST, lambda data: b"{}"), BundleDamaged, "", "storage"),
+    (with_file(MANIFEST, lambda data: data + b" " * (2 << 20)), BundleDamaged, "", "storage"),
+    (with_file(MANIFEST, lambda data: data.replace(b'd": 0.5', b'd": 0.9')), BundleDamaged, "", "storage"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SPOILED)
-def test_what_does_not_match_its_digests_is_refused(place: Place, what: str) -> None:
-    own = files_of(place.made())
-    files = own | SPOILED[what](own)
-    place.offered({name: data for name, data in files.items() if data})
-    place.refuses(BundleDamaged)
-    if what == "another tensor":  # the hub's own digest tells before a download
-        assert place.hub.count("storage") == 0
+@pytest.mark.parametrize(("make", "error", "word", "unasked"), REFUSED)
+def test_what_a_pull_refuses(place: Place, make: Any, error: type[Exception], word: str, unasked: str) -> None:
+    place.offered(make(place, files_of(place.made())))
+    place.refuses(error, word)
+    assert place.hub.count(unasked) == 0
 
 
-def test_another_manifest_tag_number_or_size(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, other = files_of(place.made()), files_of(place.made("o", name="other", seed=3))
-    place.offered(files | {MANIFEST: other[MANIFEST]})
-    place.refuses(BundleDamaged)
+def test_another_tag_size_or_revision(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.offered(files_of(place.made(version=3)), tag="v2")
     place.refuses(BundleConflict, "v2 holds version 3", "hf://me/tiny@v2")
-    place.offered(files_of(place.made(version=10**9)))
-    place.refuses(errors.BadValue, "999999999")
-    place.offered(files)
-    asked = place.hub.count("GET .*(storage|README)")
+    place.refuses(HubError, "no such revision", "hf://me/tiny@v7")
+    place.refuses(HubMissing, "no such repository", "hf://me/nothing")
     monkeypatch.setattr("probes_store.bundle.MAX_TOTAL", 900)
     place.refuses(errors.BadValue, "900 bytes")
-    assert place.hub.count("GET .*(storage|README)") == asked
+    assert place.hub.count("GET .*(storage|README)") == 0
 
 
 def test_a_stream_longer_than_stated_is_cut_off(place: Place) -> None:
