@@ -25,7 +25,7 @@ from benchmarks.harness import Check, Pool, Reply, ServiceProcess, Unexpected, e
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.access.routes import FEEDBACK_ROUTE, RELOAD_ROUTE
-from service.audit.verify import verify
+from service.audit.file import verify
 from service.feedback.rows import LABELS
 from tests.deploy.balancer import Balancer, balancing, free_port
 

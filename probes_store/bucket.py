@@ -18,20 +18,13 @@ import errno
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
+from probes_store import errors
 from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, timestamp
-from probes_store.errors import (
-    BundleDamaged,
-    BundleError,
-    DigestMismatch,
-    MissingFile,
-    StoreRefused,
-    StoreUnreachable,
-    one_line,
-)
+from probes_store.errors import MissingFile, StoreRefused, StoreUnreachable, one_line
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, record_of, sealed
 from probes_store.syntax import (
     ALIASES,
@@ -59,7 +52,7 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # a server that is down must
 
 
 class Bucket:
-    """See ``BundleSource`` for what the methods do."""
+    """The bundles below a URL; see ``LocalBackend`` for what the methods do."""
 
     def __init__(self, url: str) -> None:
         self._objects = Objects(url)
@@ -78,29 +71,21 @@ class Bucket:
         return self._table(name)[1]
 
     def manifest(self, name: str, version: int) -> bytes:
-        """Read bundle.json."""
-        path = f"{name}/{version}/{MANIFEST}"
-        data = self._objects.read(path, MAX_MANIFEST)
-        if data is None:
-            raise MissingFile("the file is missing", file=path)
-        return data
+        """Return the manifest's bytes.  Raises MissingFile."""
+        return self._read(f"{name}/{version}/{MANIFEST}", MAX_MANIFEST)
 
     def signature(self, name: str, version: int) -> bytes | None:
-        """Read model.sig."""
+        """Return the signature's bytes; None where there is none."""
         return self._objects.read(f"{name}/{version}/{SIGNATURE}", MAX_SIGNATURE)
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
-        """Read the blobs that the manifest lists."""
+        """Return the files that the manifest lists, compared with it.  Raises a subclass of BundleDamaged."""
         files = {}
         for name, record in manifest.files.items():
             shown = f"{manifest.name}/{manifest.version}/{name}"
-            data = self._objects.read(f"{manifest.name}/{BLOBS}/{record.sha256}", record.bytes)
-            if data is None:
-                raise MissingFile("the file is missing", file=shown)
-            found = record_of(data)
-            if found != record:
-                raise DigestMismatch(f"{self.where} has another file", file=shown, expected=record, found=found)
-            files[name] = data
+            files[name] = self._read(f"{manifest.name}/{BLOBS}/{record.sha256}", record.bytes, shown)
+            if (found := record_of(files[name])) != record:
+                raise errors.DigestMismatch(f"{self.where} has another file", file=shown, expected=record, found=found)
         return files
 
     def check_writable(self) -> None:
@@ -116,9 +101,10 @@ class Bucket:
         while True:
             versions = self.versions(name)
             for version in sorted(versions - known.keys()):
-                known[version] = self._digest(name, version)
-            same = [version for version, digest in known.items() if digest == manifest.digest]
-            if same:
+                known[version] = None
+                with suppress(errors.BundleDamaged):  # one that does not read is no substitute for anything
+                    known[version] = read_manifest(self.manifest(name, version)).digest
+            if same := [version for version, digest in known.items() if digest == manifest.digest]:
                 return min(same)
             version = next_number(versions, name)
             if self._claim(sealed(manifest, version=version, created=timestamp())):
@@ -150,24 +136,21 @@ class Bucket:
         """Write over an older one."""
         self._objects.put(f"{name}/{version}/{SIGNATURE}", data)
 
+    def _read(self, path: str, limit: int, shown: str | None = None) -> bytes:
+        data = self._objects.read(path, limit)
+        if data is None:
+            raise MissingFile("the file is missing", file=shown or path)
+        return data
+
     def _table(self, name: str) -> tuple[int, dict[str, int]]:
         """Return the highest revision and its table; 0 and a local store's aliases.json, where that was copied here."""
-        children = self._objects.children(name, TABLES)
-        revision = max((int(c[:-5]) for c in children if c.endswith(".json") and VERSION.fullmatch(c[:-5])), default=0)
+        found = [child.removesuffix(".json") for child in self._objects.children(name, TABLES)]
+        revision = max((int(child) for child in found if VERSION.fullmatch(child)), default=0)
         path = f"{name}/{TABLES}/{revision}.json" if revision else f"{name}/{ALIASES}"
         data = self._objects.read(path, MAX_MANIFEST)
-        if data is None:
-            if revision:
-                raise MissingFile("the alias table was removed", file=path, cure="Set the aliases again")
-            return 0, {}
-        return revision, parse_aliases(data, path)
-
-    def _digest(self, name: str, version: int) -> str | None:
-        """Return None for a manifest that does not read: it is no substitute for anything."""
-        try:
-            return read_manifest(self.manifest(name, version)).digest
-        except BundleDamaged:
-            return None
+        if data is None and revision:
+            raise MissingFile("the alias table was removed", file=path, cure="Set the aliases again")
+        return revision, {} if data is None else parse_aliases(data, path)
 
     def _upload(self, name: str, files: Mapping[str, bytes]) -> None:
         for data in files.values():
@@ -176,12 +159,12 @@ class Bucket:
                 self._objects.put(path, data)  # damaged: its name says what it must be
 
     def _claim(self, manifest: Manifest) -> bool:
-        """Return whether this manifest is the version's: the only step that publishes."""
-        data = manifest_bytes(manifest)
-        if self._objects.create(f"{manifest.name}/{manifest.version}/{MANIFEST}", data):
-            return True
-        # Ours after all, where the answer to an earlier attempt was lost on its way and the client asked again.
-        return self.manifest(manifest.name, manifest.version) == data
+        """Return whether this manifest is the version's: the only step that publishes.
+
+        It may be ours although it was there: where the answer to a first attempt was lost and the client asked again.
+        """
+        path, data = f"{manifest.name}/{manifest.version}/{MANIFEST}", manifest_bytes(manifest)
+        return self._objects.create(path, data) or self.manifest(manifest.name, manifest.version) == data
 
 
 class Objects:
@@ -196,16 +179,13 @@ class Objects:
         import fsspec
         from fsspec.config import conf
 
-        options: dict[str, Any] = {"use_listings_cache": False}
-        for name, value in _OPTIONS.get(self._scheme, {}).items():
-            options[name] = value | conf.get(self._scheme, {}).get(name, {})
+        own, configured = _OPTIONS.get(self._scheme, {}), conf.get(self._scheme, {})
+        options: dict[str, Any] = {name: value | configured.get(name, {}) for name, value in own.items()}
         try:
-            opened = fsspec.filesystem(self._scheme, **options)
+            opened = fsspec.filesystem(self._scheme, use_listings_cache=False, **options)
         except ImportError as error:
-            raise StoreRefused(
-                f"{self._scheme}:// needs a package that is not installed: {error}",
-                cure=f"Run: pip install 'hallutracer[{EXTRAS[self._scheme]}]'",
-            ) from error
+            problem = f"{self._scheme}:// needs a package that is not installed: {error}"
+            raise StoreRefused(problem, cure=f"Run: pip install 'hallutracer[{EXTRAS[self._scheme]}]'") from error
         if self._scheme == "s3":
             opened.retries = 1  # s3fs's own, around botocore's one more try
         return opened
@@ -222,9 +202,8 @@ class Objects:
             except FileNotFoundError:
                 container = self._root.partition("/")[0]
                 if not parts and self._scheme != "memory" and not self._fs.exists(container):
-                    raise StoreRefused(
-                        f"there is no {container!r}", file=self.url, cure="Check the spelling, or create it first"
-                    ) from None
+                    cure = "Check the spelling, or create it first"
+                    raise StoreRefused(f"there is no {container!r}", file=self.url, cure=cure) from None
                 return []
         base = f"{path}/"
         below = (str(name).strip("/") for name in found)
@@ -262,9 +241,11 @@ class Objects:
                 except FileExistsError:
                     return False
                 except OSError as error:
-                    if _code(error) == "ConditionalRequestConflict":  # another create is under way: ask again
+                    response = getattr(error.__cause__, "response", None)  # S3's own word for it
+                    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+                    if code == "ConditionalRequestConflict":  # another create is under way: ask again
                         continue
-                    if _code(error) == "PreconditionFailed":
+                    if code == "PreconditionFailed":
                         return False
                     raise
                 return True
@@ -284,22 +265,19 @@ class Objects:
         Two publishers would then both believe that they have a version, and the later one overwrites the other's.
         """
         if self.create(EXCLUSIVE, secrets.token_bytes(8)) and self.create(EXCLUSIVE, secrets.token_bytes(8)):
-            raise StoreRefused(
-                "the server ignores If-None-Match, so that one publisher could overwrite another's version",
-                file=self.url,
-                cure="Use a server with conditional writes (Amazon S3, GCS, Azure, MinIO, Ceph from 20 on), or publish "
-                "into a folder and copy that",
-            )
+            problem = "the server ignores If-None-Match, so that one publisher could overwrite another's version"
+            cure = "Use one with conditional writes: Amazon S3, GCS, Azure, MinIO, Ceph from 20 on"
+            raise StoreRefused(problem, file=self.url, cure=cure)
 
     def _path(self, *parts: str) -> str:
-        return "/".join((self._root, *(part for part in parts if part)))
+        return "/".join((self._root, *filter(None, parts)))
 
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
         """Turn what a file system raises into a StoreRefused or StoreUnreachable that says what to do."""
         try:
             yield
-        except (BundleError, FileExistsError):
+        except (errors.BundleError, FileExistsError):
             raise
         except Exception as error:  # the libraries behind the schemes share no base class
             said, where = one_line(error), f"{self._scheme}://{path}"
@@ -312,18 +290,11 @@ class Objects:
 
 def _no_answer(error: BaseException) -> bool:
     """Return whether it was the way or the server that failed, rather than the request."""
-    names = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, TimeoutError | ConnectionError | socket.gaierror):
+        return True
     status = getattr(error, "status", None) or getattr(error, "status_code", None) or getattr(error, "code", None)
     return (
-        isinstance(error, TimeoutError | ConnectionError)
-        or bool(names & _NO_ANSWER)
+        bool({kind.__name__ for kind in type(error).__mro__} & _NO_ANSWER)
         or (isinstance(error, OSError) and error.errno in _BUSY)
-        or isinstance(error, socket.gaierror)
         or (isinstance(status, int) and status >= 500)
     )
-
-
-def _code(error: BaseException) -> str | None:
-    """Return S3's own word for an error."""
-    response = getattr(error.__cause__, "response", None)
-    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None

@@ -27,7 +27,7 @@ from probes_store.errors import (
     Truncated,
     UnknownFile,
 )
-from probes_store.manifest import CARD, EVALUATION, GOLDEN, MANIFEST, PROBES, FileRecord, Manifest, read_manifest
+from probes_store.manifest import CARD, EVALUATION, GOLDEN, MANIFEST, PROBES, Manifest, read_manifest
 from probes_store.syntax import parse_json, plain, readable_json
 from probes_store.tensors import Golden, ProbeTensors, pack, read_golden, read_probes
 
@@ -63,19 +63,22 @@ class Bundle:
         """NAME:VERSION."""
         return self.manifest.reference
 
+    def files(self) -> dict[str, bytes]:
+        """Read and verify what the manifest lists, and the manifest.  Raises a subclass of BundleDamaged."""
+        return {**read_files(self.path, self.manifest), MANIFEST: manifests.manifest_bytes(self.manifest)}
+
     def evaluation(self) -> dict[str, Any]:
         """Read and verify evaluation.json.  Raises a subclass of BundleDamaged."""
         shown = _shown(self.path, EVALUATION)
-        value = parse_json(_read_listed(self.path, EVALUATION, self.manifest.files[EVALUATION]), shown)
+        value = parse_json(_read_listed(self.path, self.manifest, EVALUATION), shown)
         if not isinstance(value, dict):
             raise BadValue("bad value", file=shown, expected="an object", found=type(value))
         return value
 
     def card(self) -> str:
         """Read and verify README.md.  Raises a subclass of BundleDamaged."""
-        data = _read_listed(self.path, CARD, self.manifest.files[CARD])
         try:
-            return data.decode()
+            return _read_listed(self.path, self.manifest, CARD).decode()
         except UnicodeDecodeError as error:
             raise BadValue("not text", file=_shown(self.path, CARD), expected="UTF-8", found=error) from error
 
@@ -102,12 +105,10 @@ def load_version(name: str, path: Path) -> Bundle:
     """Load the bundle in .../NAME/VERSION, whose manifest must say the same.  Raises what ``load_bundle`` raises."""
     bundle = load_bundle(path)
     for part, expected in (("name", name), ("version", int(path.name))):
-        found = getattr(bundle.manifest, part)
-        if found != expected:
-            raise BadValue(
-                "the folder does not match the manifest", file=_shown(path, MANIFEST), field=part, expected=expected,
-                found=found, cure="Move the folder back to its place, or publish the bundle anew",
-            )  # fmt: skip
+        if (found := getattr(bundle.manifest, part)) != expected:
+            cure = "Move the folder back to its place, or publish the bundle anew"
+            raise BadValue("the folder does not match the manifest", file=_shown(path, MANIFEST), field=part,
+                           expected=expected, found=found, cure=cure)  # fmt: skip
     return bundle
 
 
@@ -116,9 +117,16 @@ def read_signature(path: Path) -> bytes | None:
     return _read(path, SIGNATURE, MAX_SIGNATURE) if (path / SIGNATURE).exists() else None
 
 
+def check_total(manifest: Manifest) -> None:
+    """Raise BadValue where the files together are larger than a bundle from a network may be."""
+    total = sum(record.bytes for record in manifest.files.values())
+    if total > MAX_TOTAL:
+        raise BadValue("the bundle is too large", expected=f"at most {MAX_TOTAL} bytes", found=total)
+
+
 def read_files(path: Path, manifest: Manifest) -> dict[str, bytes]:
     """Read every file that the manifest lists, with its size and hash.  Raises a subclass of BundleDamaged."""
-    return {name: _read_listed(path, name, record) for name, record in manifest.files.items()}
+    return {name: _read_listed(path, manifest, name) for name in manifest.files}
 
 
 def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
@@ -136,11 +144,10 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
         CARD: draft.card.encode(),
         **{f"plots/{name}": data for name, data in draft.plots.items()},
     }
-    records = {name: manifests.record_of(data) for name, data in files.items()}
-    fields = dataclasses.asdict(draft.manifest) | {
-        "version": 1, "created": manifests.UNSET_TIME, "files": {name: vars(record) for name, record in records.items()}
-    }  # fmt: skip
-    manifest = manifests.read_record(manifests.with_seal(plain(fields, MANIFEST)), MANIFEST)
+    records = {name: vars(manifests.record_of(data)) for name, data in files.items()}
+    set_here = {"version": 1, "created": manifests.UNSET_TIME, "files": records}
+    fields = plain(dataclasses.asdict(draft.manifest) | set_here, MANIFEST)
+    manifest = manifests.read_record(manifests.with_seal(fields), MANIFEST)
     read_probes(files[PROBES], manifest)
     read_golden(files[GOLDEN], manifest)
     return manifest, files
@@ -148,7 +155,7 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
 
 def timestamp(moment: datetime | None = None) -> str:
     """Return a moment (with a time zone; default now) as the manifest writes it."""
-    return (moment or datetime.now(UTC)).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return (moment or datetime.now(UTC)).astimezone(UTC).strftime(manifests.TIME)
 
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
@@ -169,9 +176,10 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
     return data
 
 
-def _read_listed(folder: Path, name: str, record: FileRecord) -> bytes:
+def _read_listed(folder: Path, manifest: Manifest, name: str) -> bytes:
     """Read a file that the manifest lists; returns the bytes that were hashed."""
-    data, shown = _read(folder, name, record.bytes), _shown(folder, name)
+    record, shown = manifest.files[name], _shown(folder, name)
+    data = _read(folder, name, record.bytes)
     if len(data) < record.bytes:
         expected, short = f"{record.bytes} bytes", f"{len(data)} bytes"
         raise Truncated("the file is too short", file=shown, expected=expected, found=short)
@@ -195,17 +203,13 @@ class Tolerance:
     trajectory: float
 
 
-TOLERANCES = {
-    "float32": Tolerance(risk=1e-3, trajectory=1e-3),
-    "float16": Tolerance(risk=0.05, trajectory=0.25),
-    "bfloat16": Tolerance(risk=0.05, trajectory=0.25),
-}
+_HALF = Tolerance(risk=0.05, trajectory=0.25)
+TOLERANCES = {"float32": Tolerance(risk=1e-3, trajectory=1e-3), "float16": _HALF, "bfloat16": _HALF}
 
 
 def tolerance_for(*dtypes: str) -> Tolerance:
     """Return the loosest tolerance among the dtypes.  Raises ValueError for a dtype that is not in TOLERANCES."""
-    unknown = [dtype for dtype in dtypes if dtype not in TOLERANCES]
-    if unknown:
+    if unknown := [dtype for dtype in dtypes if dtype not in TOLERANCES]:
         raise ValueError(f"no golden tolerance for dtype {unknown[0]!r}; expected one of {', '.join(TOLERANCES)}")
     return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda tolerance: tolerance.risk)
 
@@ -244,21 +248,17 @@ def check_golden(
 
     Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError for an unknown dtype.
     """
-    golden, reference = bundle.golden, bundle.reference
+    golden, context, layers = bundle.golden, bundle.manifest.context, bundle.manifest.model.num_layers
     tolerance = tolerance_for(bundle.manifest.dtype, dtype)
-    layers, context = bundle.manifest.model.num_layers, bundle.manifest.context
-    scale = spreads(golden.trajectory, layers)
     worst_of: dict[str, float] = {}
     for what, found, recorded, unit, limit in (
-        ("trajectory", trajectories, golden.trajectory, scale, tolerance.trajectory),
+        ("trajectory", trajectories, golden.trajectory, spreads(golden.trajectory, layers), tolerance.trajectory),
         ("risk", risks, golden.risk, np.ones(()), tolerance.risk),
     ):
         replayed, expected = np.asarray(found, np.float64), np.asarray(recorded, np.float64)
         if replayed.shape != expected.shape:
-            raise GoldenMismatch(
-                f"bundle {reference}: the replay has another shape", field=what, expected=list(expected.shape),
-                found=list(replayed.shape),
-            )  # fmt: skip
+            raise GoldenMismatch(f"bundle {bundle.reference}: the replay has another shape", field=what,
+                                 expected=list(expected.shape), found=list(replayed.shape))  # fmt: skip
         deviation = np.abs(replayed - expected) / unit
         worst_of[what] = float(deviation.max())
         worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
@@ -270,8 +270,8 @@ def check_golden(
                 place += f" of context probe {context.probes[probe - 1].name}" if probe and context is not None else ""
             size = float(np.broadcast_to(unit, deviation.shape)[worst])
             raise GoldenMismatch(
-                f"bundle {reference}: the engine ({dtype}) does not reproduce {place}, recorded in "
+                f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {place}, recorded in "
                 f"{bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and {limit * size:.3g} would "
                 "pass", field=what, expected=f"{expected[worst]:.6g}", found=f"{replayed[worst]:.6g}",
             )  # fmt: skip
-    return Deviation(Tolerance(worst_of["risk"], worst_of["trajectory"]), tolerance)
+    return Deviation(Tolerance(**worst_of), tolerance)

@@ -7,11 +7,11 @@ and caches downloads.  Nothing that is downloaded is executed or unpickled: file
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import httpx2
 from huggingface_hub import HfApi
@@ -19,36 +19,16 @@ from huggingface_hub import errors as of_hub
 from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
+from probes_store import errors
 from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE
-from probes_store.errors import (
-    BundleError,
-    DigestMismatch,
-    HubError,
-    HubMissing,
-    HubUnreachable,
-    InvalidReference,
-    MissingFile,
-    StoreRefused,
-    StoreUnreachable,
-    one_line,
-)
+from probes_store.errors import BundleError, HubError, HubUnreachable, one_line
 from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_of
 from probes_store.syntax import HubAddress, parse_address
 
+T = TypeVar("T")
 MAIN = "main"
 TAG = re.compile(r"v[1-9][0-9]*")  # of a version
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _TOKEN = "log in with 'hf auth login', or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
-
-
-def tag_of(manifest: Manifest) -> str:
-    """Return the tag of a bundle's version: v1, v2, ..."""
-    return f"v{manifest.version}"
-
-
-def is_hidden(name: str) -> bool:
-    """Return whether a file is none of a bundle's business, as .gitattributes, which the hub makes."""
-    return name.rsplit("/", 1)[-1].startswith(".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +41,8 @@ class RemoteFile:
 
     def differs(self, record: FileRecord, data: bytes | None = None) -> bool:
         """Return whether this cannot be the file of ``record``; of ``data``, its bytes, git's digest is compared."""
-        if self.size != record.bytes:
-            return True
-        if self.sha256 is not None:
-            return self.sha256 != record.sha256
+        if self.size != record.bytes or self.sha256 is not None:
+            return self.size != record.bytes or self.sha256 != record.sha256
         return data is not None and self.blob is not None and self.blob != git_hash(data)
 
 
@@ -81,24 +59,20 @@ class Hub:
     """One repository.  Every method raises HubError, of which HubUnreachable means that there was no answer."""
 
     def __init__(self, repository: str, *, endpoint: str | None = None, cache: Path | None = None) -> None:
-        self.repository = repository
+        self.repository, self._cache = repository, cache
         self.api = HfApi(endpoint=endpoint, library_name="hallutracer")
         self.url = f"{self.api.endpoint}/{repository}"  # the repository's page
-        self._cache = cache
 
     def snapshot(self, revision: str | None = None) -> Snapshot:
         """Return the files at a revision, from one answer, so that they belong to one commit."""
         with self.errors(revision):
             info = self.api.model_info(self.repository, revision=revision, files_metadata=True)
-            commit = info.sha or ""
-            if not _COMMIT.fullmatch(commit):
+            if not re.fullmatch(r"[0-9a-f]{40}", commit := info.sha or ""):
                 raise HubError("the hub names no commit", found=ascii(commit), expected="40 hex digits")
-            files = {
-                file.rfilename: RemoteFile(
-                    file.size if isinstance(file.size, int) else -1, file.lfs.sha256 if file.lfs else None, file.blob_id
-                )
-                for file in info.siblings or []
-            }
+            files = {}
+            for file in info.siblings or []:
+                size = file.size if isinstance(file.size, int) else -1
+                files[file.rfilename] = RemoteFile(size, file.lfs.sha256 if file.lfs else None, file.blob_id)
             return Snapshot(commit, bool(info.private), files)
 
     def tags(self) -> set[str]:
@@ -107,115 +81,118 @@ class Hub:
             return {ref.name for ref in self.api.list_repo_refs(self.repository).tags}
 
     def read(
-        self, name: str, revision: str, limit: int, *, bar: Any = None, cached: bool = False, again: bool = False
-    ) -> tuple[bytes, Path]:
-        """Return a file of at most ``limit`` bytes, and its place in the cache; a longer one is not downloaded.
+        self, name: str, revision: str, limit: int, accept: Callable[[bytes], T], *,
+        arrived: Callable[[int], Any] | None = None, cached: bool = False,
+    ) -> tuple[T, Path]:  # fmt: skip
+        """Return what ``accept`` makes of a file, and its place in the cache; one over ``limit`` is not downloaded.
 
-        ``bar`` has ``update(bytes)``; ``cached``: without a connection; ``again``: although the cache has it.
+        Where ``accept`` raises BundleDamaged the file is fetched once more: what an earlier run left in the cache may
+        be damaged.  ``arrived`` is told how many bytes came; ``cached``: without a connection.
         """
-        with self.errors(revision):
-            path = self.api.hf_hub_download(
-                self.repository, name, revision=revision, cache_dir=self._cache, local_files_only=cached,
-                force_download=again, tqdm_class=_limited(name, limit, bar),
-            )  # fmt: skip
-            with open(path, "rb") as file:
-                data = file.read(limit + 1)
-        if len(data) > limit:
-            raise _too_long(name, limit)
-        return data, Path(path)
+
+        def too_long() -> errors.DigestMismatch:
+            expected = f"at most {limit} bytes"
+            return errors.DigestMismatch("the file is too long", file=name, expected=expected, found="more")
+
+        class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
+            """Shows nothing, and ends a download that is longer than the hub stated beforehand."""
+
+            total_arrived = 0
+
+            def __init__(self, *_: Any, **__: Any) -> None:
+                super().__init__(disable=True)
+
+            def update(self, n: float | None = 1) -> bool | None:
+                self.total_arrived += int(n or 0)
+                if self.total_arrived > limit:
+                    raise too_long()
+                if arrived is not None and not again:
+                    arrived(int(n or 0))
+                return None
+
+        for again in (False, True):
+            with self.errors(revision):
+                path = self.api.hf_hub_download(
+                    self.repository, name, revision=revision, cache_dir=self._cache, local_files_only=cached,
+                    force_download=again, tqdm_class=Limited,
+                )  # fmt: skip
+                with open(path, "rb") as file:
+                    data = file.read(limit + 1)
+            if len(data) > limit:
+                raise too_long()
+            try:
+                return accept(data), Path(path)
+            except errors.BundleDamaged:
+                if cached or again:
+                    raise
+        raise AssertionError("unreachable")
+
+    def files(self, manifest: Manifest, revision: str, **options: Any) -> dict[str, bytes]:
+        """Return the files that the manifest lists, compared with it; ``options`` as ``read`` takes them."""
+
+        def same(data: bytes) -> bytes:
+            if (found := record_of(data)) != record:
+                raise errors.DigestMismatch("the repository has another file", file=name, expected=record, found=found)
+            return data
+
+        files = {}
+        for name, record in manifest.files.items():
+            files[name], _ = self.read(name, revision, record.bytes, same, **options)
+        return files
 
     @contextmanager
     def errors(self, revision: str | None = None) -> Iterator[None]:
         """Turn what huggingface_hub raises into a HubError that says what to do."""
-        where = str(HubAddress(self.repository, revision))
         try:
             yield
         except BundleError:
             raise
-        except (
-            of_hub.EntryNotFoundError,
-            of_hub.HfHubHTTPError,
-            httpx2.HTTPError,
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:
-            raise self._translated(error, where) from error
+        except (of_hub.EntryNotFoundError, httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
+            kind, problem, cure = self._explained(error)
+            raise kind(problem, file=str(HubAddress(self.repository, revision)), cure=cure) from error
 
-    def _translated(self, error: Exception, where: str) -> BundleError:
-        kind: type[BundleError] = HubError
-        cure: str | None = "Correct that, or run the command again"
+    def _explained(self, error: Exception) -> tuple[type[BundleError], str, str | None]:
         later = "the command again: finished files are kept in the cache"
         match error:
             case of_hub.GatedRepoError():
-                problem, cure = "the repository is gated", f"Accept its terms at {self.url} and then: {_TOKEN}"
+                return HubError, "the repository is gated", f"Accept its terms at {self.url} and then: {_TOKEN}"
             case of_hub.RepositoryNotFoundError():
-                kind, problem = HubMissing, "no such repository, or it is private"
                 cure = f"Check the spelling.  Where it is private: {_TOKEN}"
+                return errors.HubMissing, "no such repository, or it is private", cure
             case of_hub.RevisionNotFoundError():
-                problem, cure = "no such revision", f"Its tags and branches are at {self.url}/tree/main"
+                return HubError, "no such revision", f"Its tags and branches are at {self.url}/tree/main"
             case of_hub.OfflineModeIsEnabled() | of_hub.LocalEntryNotFoundError():
                 offline = isinstance(error, of_hub.OfflineModeIsEnabled)
-                kind, problem = HubUnreachable, "HF_HUB_OFFLINE is set" if offline else "not in the cache"
                 cure = "Connect, or unset HF_HUB_OFFLINE; what was downloaded once is found in the cache"
+                return HubUnreachable, "HF_HUB_OFFLINE is set" if offline else "not in the cache", cure
             case of_hub.EntryNotFoundError():
-                kind, problem, cure = MissingFile, "the repository has no such file", None
+                return errors.MissingFile, "the repository has no such file", None
+            case of_hub.HfHubHTTPError() if (status := error.response.status_code) in (401, 403):
+                return HubError, f"the hub refused the token, or asks for one ({status})", f"Try this: {_TOKEN}"
             case of_hub.HfHubHTTPError():
-                status = error.response.status_code
                 problem = f"the hub answered {status}: {one_line(error.server_message or error)}"
-                if status in (401, 403):
-                    problem, cure = f"the hub refused the token, or asks for one ({status})", f"Try this: {_TOKEN}"
-                elif status >= 500 or status == 429:
-                    kind, cure = HubUnreachable, f"Wait, and run {later}"
+                if status >= 500 or status == 429:
+                    return HubUnreachable, problem, f"Wait, and run {later}"
+                return HubError, problem, "Correct that, or run the command again"
             case httpx2.HTTPError():  # no answer, or half of one
-                kind, problem = HubUnreachable, f"no answer from {self.api.endpoint}: {one_line(error)}"
-                cure = f"Check the connection and run {later}"
-            case _:  # as huggingface_hub says it: sizes, metadata, uploads
-                cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-                problem = one_line(cause)
-        return kind(problem, file=where, cure=cure)
-
-
-def _limited(name: str, limit: int, bar: Any) -> type[tqdm[Any]]:
-    """Return a progress bar that shows nothing by itself, and ends a download that is longer than it may be.
-
-    The hub states sizes beforehand; this holds where what arrives is longer than that.
-    """
-
-    class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
-        arrived = 0
-
-        def __init__(self, *_: Any, **__: Any) -> None:
-            super().__init__(disable=True)
-
-        def update(self, n: float | None = 1) -> bool | None:
-            self.arrived += int(n or 0)
-            if self.arrived > limit:
-                raise _too_long(name, limit)
-            if bar is not None:
-                bar.update(int(n or 0))
-            return None
-
-    return Limited
-
-
-def _too_long(name: str, limit: int) -> DigestMismatch:
-    return DigestMismatch("the file is too long", file=name, expected=f"at most {limit} bytes", found="more")
+                problem = f"no answer from {self.api.endpoint}: {one_line(error)}"
+                return HubUnreachable, problem, f"Check the connection and run {later}"
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        return HubError, one_line(cause), "Correct that, or run the command again"  # as huggingface_hub says it
 
 
 class HubSource:
     """A repository as a store to read: its tags v1, v2, ... are the versions of its one bundle, without aliases.
 
-    See ``BundleSource`` for what the methods do.  What the hub refuses is a HubError.
+    See ``Bucket`` for what the methods do.  What the hub refuses is a HubError.
     """
 
     def __init__(self, url: str) -> None:
         address = parse_address(url.rstrip("/"))
         if address.revision is not None:
-            raise InvalidReference(
-                "a store has all versions", file=url, expected="hf://OWNER/NAME", found=ascii(url),
-                cure="Name the version with the bundle: --bundle NAME:VERSION",
-            )  # fmt: skip
+            cure = "Name the version with the bundle: --bundle NAME:VERSION"
+            raise errors.InvalidReference("a store has all versions", file=url, expected="hf://OWNER/NAME",
+                                          found=ascii(url), cure=cure)  # fmt: skip
         self.where = str(address)
         self._hub = Hub(address.repository)
 
@@ -223,7 +200,7 @@ class HubSource:
         """Return the one name."""
         with _answering():
             self._hub.tags()  # huggingface_hub reads a file from its cache where there is no answer; this asks
-            return [read_manifest(self._hub.read(MANIFEST, MAIN, MAX_MANIFEST)[0]).name]
+            return [self._hub.read(MANIFEST, MAIN, MAX_MANIFEST, read_manifest)[0].name]
 
     def versions(self, name: str) -> set[int]:
         """Return the tags' numbers."""
@@ -239,40 +216,26 @@ class HubSource:
     def manifest(self, name: str, version: int) -> bytes:
         """Read bundle.json at the tag."""
         with _answering():
-            return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST)[0]
+            return self._hub.read(MANIFEST, f"v{version}", MAX_MANIFEST, bytes)[0]
 
     def signature(self, name: str, version: int) -> bytes | None:
         """Read model.sig at the tag."""
         with _answering():
             if SIGNATURE not in self._hub.snapshot(f"v{version}").files:
                 return None
-            return self._hub.read(SIGNATURE, f"v{version}", MAX_SIGNATURE)[0]
+            return self._hub.read(SIGNATURE, f"v{version}", MAX_SIGNATURE, bytes)[0]
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
         """Read those at the tag."""
-        files = {}
-        for name, record in manifest.files.items():
-            with _answering():
-                files[name] = read_listed(self._hub, tag_of(manifest), name, record)
-            if (found := record_of(files[name])) != record:
-                raise DigestMismatch("the repository has another file", file=name, expected=record, found=found)
-        return files
+        with _answering():
+            return self._hub.files(manifest, f"v{manifest.version}")
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise StoreRefused(
-            "a repository of the hub is only read as a store, and has no aliases", file=self.where,
-            cure="Publish into a store of your own, sign there, and run 'hallutracer bundle push'",
-        )  # fmt: skip
+        problem = "a repository of the hub is only read as a store, and has no aliases"
+        cure = "Publish into a store of your own, sign there, and run 'hallutracer bundle push'"
+        raise errors.StoreRefused(problem, file=self.where, cure=cure)
 
     check_writable = publish = add = set_alias = write_signature = _refuse
-
-
-def read_listed(hub: Hub, revision: str, name: str, record: FileRecord, **options: Any) -> bytes:
-    """Read a file, once more where it differs: what an earlier run left in huggingface_hub's cache may be damaged."""
-    data, _ = hub.read(name, revision, record.bytes, **options)
-    if record_of(data) != record and not options.get("cached"):
-        data, _ = hub.read(name, revision, record.bytes, again=True)
-    return data
 
 
 @contextmanager
@@ -280,4 +243,4 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except HubUnreachable as error:
-        raise StoreUnreachable(str(error)) from error
+        raise errors.StoreUnreachable(str(error)) from error

@@ -25,11 +25,15 @@ ASIDE = ".publish-"  # prefix of a folder that is not published yet
 
 
 class LocalBackend:
-    """Bundles under ``folders``; see ``Backend`` for what the methods do."""
+    """Bundles under ``folders``, and what every place for bundles can do.
+
+    Every method may raise InvalidReference, a subclass of BundleDamaged, or, at a URL, StoreRefused and
+    StoreUnreachable; those that write also StoreNotWritable.
+    """
 
     def __init__(self, folders: Path) -> None:
         self.folders = folders
-        self.where = str(folders)
+        self.where = str(folders)  # the folder or the URL, for people
 
     def names(self) -> Sequence[str]:
         """Return names with a version."""
@@ -39,14 +43,14 @@ class LocalBackend:
             return []
 
     def versions(self, name: str) -> set[int]:
-        """Return the numbered folders; a folder that is still being written has no number."""
+        """Return the published versions; a folder that is still being written has no number."""
         try:
             return {int(found) for found in os.listdir(self.folders / name) if VERSION.fullmatch(found)}
         except OSError:
             return set()
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Read aliases.json; no file means no alias."""
+        """Return the newest table, alias -> version."""
         shown = f"{name}/{ALIASES}"
         try:
             return parse_aliases(self._inside(self.folders / name / ALIASES).read_bytes(), shown)
@@ -57,12 +61,12 @@ class LocalBackend:
             raise BadValue(problem, file=shown, cure="Check its permissions") from error
 
     def folder(self, name: str, version: int) -> Path:
-        """Return the folder, unless a link in it leads out of the store."""
+        """Return the folder of a version that ``versions`` has; a URL's is fetched and checked first."""
         self._inside(self.folders / name)
         return self._inside(self.folders / name / str(version))
 
     def stamp(self, name: str, version: int) -> str:
-        """Return a digest of the sizes, times and modes of the files."""
+        """Return what changes where something of a version does, its signature too; nothing is fetched."""
         folder = self.folder(name, version)
         try:
             found = [(str(path), path.lstat()) for path in sorted((folder, *folder.rglob("*")))]
@@ -72,14 +76,14 @@ class LocalBackend:
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
     def check_writable(self) -> None:
-        """Create the root and test that it can be written."""
+        """Test that something can be published, before long work."""
         with writing(self.folders):
             self.folders.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folders):
                 pass
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
-        """Publish as the next version, by one rename; the same content is not copied."""
+        """Publish an unsealed manifest as the next version, or find the same content: the version."""
         existing = self._same_content(manifest)
         if existing is not None:
             return existing
@@ -92,13 +96,27 @@ class LocalBackend:
                     return existing
                 dated = sealed(manifest, version=version, created=timestamp())
                 write_files(aside, {MANIFEST: manifest_bytes(dated)})  # last: until then the folder is no bundle
-                if self._rename(aside, aside.parent / str(version)):
+                if self._rename(aside, version):
                     return version
 
     def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
-        """Add under its own number, by one rename."""
+        """Add under its own number; False where that is taken."""
         with self._written_aside(manifest.name, files) as aside:
-            return self._rename(aside, aside.parent / str(manifest.version))
+            return self._rename(aside, manifest.version)
+
+    def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
+        """Change the table as ``moved`` does, in one step; moves of other aliases at the same time are not lost."""
+        folder = self.folders / name
+        with writing(folder), _open_folder(folder) as descriptor:
+            _lock(descriptor, fcntl.LOCK_EX)  # where the file system has locks; some network mounts have none
+            aliases = moved(self.aliases(name), alias, version, keep_as)
+            atomic_write(folder / ALIASES, readable_json(aliases))
+
+    def write_signature(self, name: str, version: int, data: bytes) -> None:
+        """Write over an older one, in one step."""
+        path = self.folder(name, version)
+        with writing(path):
+            atomic_write(path / SIGNATURE, data)
 
     @contextmanager
     def _written_aside(self, name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
@@ -107,21 +125,22 @@ class LocalBackend:
         with writing(self.folders):
             folder.mkdir(parents=True, exist_ok=True)
             self._inside(folder)
-            clean_aside(folder)
+            _clean_aside(folder)
             with folder_aside(folder) as aside:
                 write_files(aside, files)
                 yield aside
 
-    def _rename(self, aside: Path, target: Path) -> bool:
+    def _rename(self, aside: Path, version: int) -> bool:
         """Return False where another publisher was faster.  Raises OSError."""
+        target = aside.parent / str(version)
         try:
             os.rename(aside, target)
         except OSError:
             if target.exists():
                 return False
             raise
-        sync_folder(target.parent)
-        sync_folder(self.folders)
+        _sync_folder(target.parent)
+        _sync_folder(self.folders)
         return True
 
     def _same_content(self, manifest: Manifest) -> int | None:
@@ -135,27 +154,11 @@ class LocalBackend:
                 continue  # a damaged version is no substitute
         return None
 
-    def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
-        """Move in one rename: a reader sees the old or the new table."""
-        folder = self.folders / name
-        with writing(folder), _open_folder(folder) as descriptor:
-            _lock(descriptor, fcntl.LOCK_EX)  # where the file system has locks; some network mounts have none
-            aliases = moved(self.aliases(name), alias, version, keep_as)
-            atomic_write(folder / ALIASES, readable_json(aliases))
-
-    def write_signature(self, name: str, version: int, data: bytes) -> None:
-        """Write in one rename."""
-        path = self.folder(name, version)
-        with writing(path):
-            atomic_write(path / SIGNATURE, data)
-
     def _inside(self, path: Path) -> Path:
         """Return ``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
         if not path.resolve().is_relative_to(self.folders.resolve()):
-            raise InvalidReference(
-                "a link that leads out of the store", file=str(path.relative_to(self.folders)), expected="a folder",
-                found="a link", cure="Replace the link by a copy of the bundle",
-            )  # fmt: skip
+            shown, cure = str(path.relative_to(self.folders)), "Replace the link by a copy of the bundle"
+            raise InvalidReference("a link that leads out of the store", file=shown, cure=cure)
         return path
 
 
@@ -178,7 +181,7 @@ def write_files(into: Path, files: Mapping[str, bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
     for folder in {(into / name).parent for name in files}:
-        sync_folder(folder)
+        _sync_folder(folder)
 
 
 def atomic_write(path: Path, data: bytes) -> None:
@@ -187,22 +190,16 @@ def atomic_write(path: Path, data: bytes) -> None:
     try:
         write_files(path.parent, {aside.name: data})
         os.replace(aside, path)
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
     finally:
         aside.unlink(missing_ok=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's list of names."""
-    with _open_folder(path) as descriptor:
-        os.fsync(descriptor)
 
 
 @contextmanager
 def folder_aside(parent: Path) -> Iterator[Path]:
     """Make a temporary folder in ``parent``, locked while the block runs and then removed unless it was renamed.
 
-    The lock ends with the process, so that ``clean_aside`` can tell a killed publisher's folder from one in use.
+    The lock ends with the process, so that ``_clean_aside`` can tell a killed publisher's folder from one in use.
     """
     while True:
         path = parent / f"{ASIDE}{secrets.token_hex(8)}"
@@ -210,7 +207,7 @@ def folder_aside(parent: Path) -> Iterator[Path]:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # ``clean_aside`` removed it between the two lines above
+            continue  # ``_clean_aside`` removed it between the two lines above
         _lock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink and path.exists():
             break
@@ -222,7 +219,7 @@ def folder_aside(parent: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def clean_aside(parent: Path) -> None:
+def _clean_aside(parent: Path) -> None:
     """Remove the temporary folders of killed publishers; without working locks they stay, unlisted."""
     for path in parent.glob(f"{ASIDE}*"):
         try:
@@ -240,6 +237,12 @@ def _open_folder(path: Path, flags: int = 0) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    """Flush a folder's list of names."""
+    with _open_folder(path) as descriptor:
+        os.fsync(descriptor)
 
 
 def _lock(descriptor: int, how: int) -> bool:

@@ -12,33 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from operator import attrgetter
-from typing import Annotated, Any, Final, Literal, Protocol, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from probes_store import errors
-from probes_store.errors import BadValue, DigestMismatch, MissingField, NotFinite, Truncated, UnknownField, WrongShape
-from probes_store.records import (
-    CONTEXT_NEEDS,
-    AboveZero,
-    AtLeast2,
-    Context,
-    DType,
-    Filled,
-    Guarantee,
-    Int,
-    Labels,
-    Natural,
-    Positive,
-    Real,
-    Recalibration,
-    Record,
-    Share,
-    Text,
-    Uncertainty,
-    matching,
-    require,
-)
+from probes_store import errors, records
+from probes_store.errors import BadValue, DigestMismatch, MissingField
+from probes_store.records import Filled, Natural, Positive, Record, Text, matching, require
 from probes_store.syntax import HEX, NAME, NAMES, canonical_json, parse_json, readable_json
 
 FORMAT: Final = "hallutracer-bundle"
@@ -49,6 +29,7 @@ PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
 PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+TIME = "%Y-%m-%dT%H:%M:%SZ"
 UNSET_TIME = "1970-01-01T00:00:00Z"
 
 Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated", "stated_length"]
@@ -61,7 +42,7 @@ Digest = Annotated[Text, matching(DIGEST, "sha256: and 64 hex digits")]
 
 def _time(text: str) -> str:
     try:
-        if datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").strftime("%Y-%m-%dT%H:%M:%SZ") == text:
+        if datetime.strptime(text, TIME).strftime(TIME) == text:
             return text
     except ValueError:
         pass
@@ -109,8 +90,8 @@ class ReadoutRecord(Record):
 class Classifier(Record):
     """risk = 1 - sigmoid(weight . signals + intercept)."""
 
-    weight: tuple[Real, ...]  # one for each of the signals, in their order
-    intercept: Real
+    weight: tuple[records.Real, ...]  # one for each of the signals, in their order
+    intercept: records.Real
 
 
 @dataclass(frozen=True)
@@ -118,17 +99,17 @@ class TrainingRecord(Record):
     """What the training run saw and chose."""
 
     data_digest: Filled
-    rows: AtLeast2  # rows of the data file
+    rows: records.AtLeast2  # rows of the data file
     factual: Positive  # rows of class 1 that took part
     hallucinated: Positive  # rows of class 0 that took part
     left_out: Natural  # rows without a usable label
     groups: Positive  # questions or entities that folds keep together
-    labels: Labels
+    labels: records.Labels
     judge: Text | None  # who judged generated answers
-    seeds: Annotated[tuple[Int, ...], Field(min_length=1)]
-    folds: AtLeast2
-    c: AboveZero  # inverse strength of the probes' regularisation
-    c_grid: tuple[AboveZero, ...]  # what it was chosen from; empty where it was given
+    seeds: Annotated[tuple[records.Int, ...], Field(min_length=1)]
+    folds: records.AtLeast2
+    c: records.AboveZero  # inverse strength of the probes' regularisation
+    c_grid: tuple[records.AboveZero, ...]  # what it was chosen from; empty where it was given
     class_balance: Filled
     hallutracer_version: Filled
 
@@ -167,17 +148,17 @@ class Manifest(Record):
     tokenizer: TokenizerRecord
     chat_template: ChatTemplateRecord
     prompt_format: Literal["chat", "text"]  # how a bare prompt string is rendered
-    dtype: DType  # of the training extraction
+    dtype: records.DType  # of the training extraction
     readout: ReadoutRecord
     logit_scale: LogitScale
     signals: tuple[Signal, ...]  # depth_mean first
     classifier: Classifier
     # By cost, t = 1 / (1 + K), or by a target, on out-of-fold training risks; with a guarantee, the one it is about.
-    threshold: Share
-    guarantee: Guarantee | None = None
-    uncertainty: Uncertainty
-    recalibration: Recalibration | None = None
-    context: Context | None = None
+    threshold: records.Share
+    guarantee: records.Guarantee | None = None
+    uncertainty: records.Uncertainty
+    recalibration: records.Recalibration | None = None
+    context: records.Context | None = None
     guarantee_shapes: tuple[Filled, ...] | None = None  # of conversations, that the guarantee was calibrated on
     training: TrainingRecord
     files: dict[Text, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
@@ -222,20 +203,19 @@ class Manifest(Record):
         signals, weight, given, shapes = self.signals, self.classifier.weight, self.guarantee, self.guarantee_shapes
         fine = signals[:1] == ("depth_mean",) and len(set(signals)) == len(signals)
         require(fine, "signals", "depth_mean first and none twice", signals)
-        same = len(weight) == len(signals)
-        require(same, "classifier.weight", f"[{len(signals)}], one for each signal", f"[{len(weight)}]", "wrong_shape")
+        fine, expected = len(weight) == len(signals), f"[{len(signals)}], one for each signal"
+        require(fine, "classifier.weight", expected, f"[{len(weight)}]", "wrong_shape")
         if given is None:  # a guarantee may let nothing or everything through
             require(0.0 < self.threshold < 1.0, "threshold", "a number between 0 and 1", self.threshold)
         else:
             same = given.threshold == self.threshold
             require(same, "guarantee.threshold", f"the threshold, {self.threshold}", given.threshold)
         if shapes is not None:
-            require(given is not None, "guarantee_shapes", "null without a guarantee", shapes)
-            fine = bool(shapes) and len(set(shapes)) == len(shapes)
-            require(fine, "guarantee_shapes", "one or more, each once", shapes)
+            fine = given is not None and 0 < len(shapes) == len(set(shapes))
+            require(fine, "guarantee_shapes", "one or more, each once, and null without a guarantee", shapes)
         probes = {probe.name for probe in self.context.probes} if self.context is not None else None
         for name in signals:
-            needed = CONTEXT_NEEDS.get(name, set())
+            needed = records.CONTEXT_NEEDS.get(name, set())
             field = "context" if probes is None else "context.probes"
             require(needed <= (probes or set()), field, f"the probes {sorted(needed)} of the signal {name}", probes)
         for file in REQUIRED:
@@ -257,13 +237,11 @@ def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
     digest: over the content, all but version, created, digest and seal.  ``files`` is inside, so it covers every byte
     of the other files; equal content has an equal digest whatever the time and the version.  seal: over all but itself.
     """
-    digested = dict(document) | {"digest": _sha256(document, ("version", "created", "digest", "seal"))}
-    return digested | {"seal": _sha256(digested, ("seal",))}
-
-
-def _sha256(document: Mapping[str, Any], left_out: tuple[str, ...]) -> str:
-    content = {key: value for key, value in document.items() if key not in left_out}
-    return f"sha256:{hashlib.sha256(canonical_json(content)).hexdigest()}"
+    found = dict(document)
+    for field, left_out in (("digest", ("version", "created", "digest", "seal")), ("seal", ("seal",))):
+        content = canonical_json({key: value for key, value in found.items() if key not in left_out})
+        found[field] = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    return found
 
 
 def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -> Manifest:
@@ -282,19 +260,17 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     if isinstance(document, dict) and "format_version" in document and document.get("format") == FORMAT:
         found = document["format_version"]
         if type(found) is not int or found != FORMAT_VERSION:  # before what such a format may have besides
-            raise BadValue(
-                "a format that this release does not read", file=file, field="format_version", expected=FORMAT_VERSION,
-                found=repr(found), cure="Use the release that wrote it, or train and publish the bundle with this one",
-            )  # fmt: skip
+            cure = "Use the release that wrote it, or train and publish the bundle with this one"
+            raise BadValue("a format that this release does not read", file=file, field="format_version",
+                           expected=FORMAT_VERSION, found=repr(found), cure=cure)  # fmt: skip
     manifest = read_record(document, file)
     right, whole = with_seal(document), readable_json(document)
     for field in ("digest", "seal"):
-        if document[field] != right[field]:
-            raise DigestMismatch(
-                "the manifest was changed", file=file, field=field, expected=right[field], found=document[field]
-            )
+        if (given := document[field]) != right[field]:
+            raise DigestMismatch("the manifest was changed", file=file, field=field, expected=right[field], found=given)
     if data != whole and whole.startswith(data):
-        raise Truncated("the end is missing", file=file, expected=f"{len(whole)} bytes", found=f"{len(data)} bytes")
+        expected, found = f"{len(whole)} bytes", f"{len(data)} bytes"
+        raise errors.Truncated("the end is missing", file=file, expected=expected, found=found)
     if data != whole:
         expected, found = "the bytes that publishing wrote", "other white space or spelling"
         raise DigestMismatch("the manifest was reformatted", file=file, field="seal", expected=expected, found=found)
@@ -302,58 +278,34 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
 
 
 _ADAPTER = TypeAdapter(Manifest)
+_PROBLEMS = {
+    "unexpected_keyword_argument": (errors.UnknownField, "this format has no such field or file"),
+    "missing": (MissingField, "the field is missing"),
+    "finite_number": (errors.NotFinite, "not finite"),
+    "wrong_shape": (errors.WrongShape, "another length"),
+}
 
 
 def read_record(document: Any, file: str) -> Manifest:
     """Check every value of bundle.json.  Raises BadValue, NotFinite, UnknownField, MissingField and WrongShape."""
     inner = document.get("recalibration") if isinstance(document, dict) else None
-    for kind, where, given in ((Manifest, "", document), (Recalibration, "recalibration.", inner)):
+    for kind, where, part in ((Manifest, "", document), (records.Recalibration, "recalibration.", inner)):
         for field in dataclasses.fields(kind):  # these have defaults, which are not for files
-            if isinstance(given, dict) and field.name not in given:
+            if isinstance(part, dict) and field.name not in part:
                 raise MissingField("the field is missing", file=file, field=f"{where}{field.name}")
     try:
         return _ADAPTER.validate_python(document)
-    except ValidationError as error:
-        raise _refusal(error, file) from None
-
-
-_PROBLEMS = {
-    "unexpected_keyword_argument": (UnknownField, "this format has no such field or file"),
-    "missing": (MissingField, "the field is missing"),
-    "finite_number": (NotFinite, "not finite"),
-    "wrong_shape": (WrongShape, "another length"),
-}
-
-
-def _refusal(error: ValidationError, file: str) -> Exception:
-    """Return the first of pydantic's errors as ours, those about a field's presence before those about its value."""
-    found = min(error.errors(), key=lambda one: [*_PROBLEMS, one["type"]].index(one["type"]))
+    except ValidationError as error:  # its first, those about a field's presence before those about its value
+        found = min(error.errors(), key=lambda one: [*_PROBLEMS, one["type"]].index(one["type"]))
     context = found.get("ctx", {})
-    parts = [*found["loc"], *(part for part in (context.get("field"),) if part)]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
-    kind, problem = _PROBLEMS.get(found["type"], (BadValue, "bad value"))
-    if kind in (UnknownField, MissingField):
-        return kind(problem, file=file, field=field)
+    parts = [*found["loc"], *([context["field"]] if context.get("field") else [])]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    error_kind, problem = _PROBLEMS.get(found["type"], (BadValue, "bad value"))
+    if error_kind in (errors.UnknownField, MissingField):
+        raise error_kind(problem, file=file, field=place)
     expected = found["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    value = context.get("found", found["input"])
-    return kind(problem, file=file, field=field or "the whole file", expected=expected, found=ascii(value))
-
-
-class _ModelFacts(Protocol):
-    """What an engine reports about its model, each as ``Manifest`` records it."""
-
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def revision(self) -> str: ...
-    @property
-    def tokenizer(self) -> str: ...
-    @property
-    def chat_template(self) -> str | None: ...
-    @property
-    def geometry(self) -> object: ...  # with num_layers, num_heads, head_dim and hidden_size
+    value = ascii(context.get("found", found["input"]))
+    raise error_kind(problem, file=file, field=place or "the whole file", expected=expected, found=value)
 
 
 # Field of the manifest -> what an engine calls it, the error, the difference.
@@ -370,8 +322,8 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
 }
 
 
-def check_identity(manifest: Manifest, loaded: _ModelFacts) -> None:
-    """Refuse a model that the bundle was not trained on.
+def check_identity(manifest: Manifest, loaded: object) -> None:
+    """Refuse a model that the bundle was not trained on; ``loaded``: what an engine reports, as ``_IDENTITY`` calls it.
 
     Raises the error of the first difference, in this order: WrongModel (architecture, fingerprint), WrongRevision,
     WrongGeometry, WrongTokenizer, WrongChatTemplate.  The model's name may differ: a folder can move, and a copy keeps
@@ -382,8 +334,6 @@ def check_identity(manifest: Manifest, loaded: _ModelFacts) -> None:
         expected, found = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
         if expected != found:
             cure = f"Load {at}" if field.startswith("model.") else f"Restore the {attribute.replace('_', ' ')} of {at}"
-            raise error(
-                f"bundle {manifest.reference} was trained on {difference}", field=field,
-                expected="none" if expected is None else expected, found="none" if found is None else found,
-                cure=f"{cure}, or train a bundle for what is loaded",
-            )  # fmt: skip
+            expected, found = ("none" if value is None else value for value in (expected, found))
+            raise error(f"bundle {manifest.reference} was trained on {difference}", field=field, expected=expected,
+                        found=found, cure=f"{cure}, or train a bundle for what is loaded")  # fmt: skip

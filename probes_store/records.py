@@ -138,8 +138,7 @@ class RefitInterval(Record):
 
     def half_width(self, log_odds: float, distance: float) -> float:
         """Return the half-width in log odds."""
-        wide = self.base + self.by_log_odds * (log_odds - self.centre) ** 2 + self.by_distance * distance**2
-        return math.sqrt(wide)
+        return math.sqrt(self.base + self.by_log_odds * (log_odds - self.centre) ** 2 + self.by_distance * distance**2)
 
 
 OUTSIDE: Final = 1.0  # the distance from which on a prompt lies outside

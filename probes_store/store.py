@@ -1,29 +1,172 @@
 """A store of bundles, in a folder or at a URL, with read-only folders behind it: what a reference means, and trust.
 
 ``Store.load`` is the one way from a reference to a bundle: ``resolve`` finds its folder on this machine, ``_read``
-reads that strictly and asks whether it is trusted.
+reads that strictly and asks whether it is trusted.  Of a store at a URL the folder is a copy:
+
+CACHE/NAME/VERSION/   in the layout of a local store; aliases.json as it was last read
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from probes_store.bucket import Bucket
-from probes_store.bundle import Bundle, BundleDraft, load_version, render
-from probes_store.errors import BundleConflict, BundleError, BundleNotFound, DigestMismatch
-from probes_store.local import LocalBackend
-from probes_store.manifest import Manifest
-from probes_store.remote import Backend, RemoteBackend
-from probes_store.syntax import HUB, PRODUCTION, BundleReference, check_name, is_url, parse_reference
+from probes_store.bundle import SIGNATURE, Bundle, BundleDraft, check_total, load_version, render
+from probes_store.errors import (
+    BadValue,
+    BundleConflict,
+    BundleDamaged,
+    BundleError,
+    BundleNotFound,
+    DigestMismatch,
+    StoreUnreachable,
+)
+from probes_store.local import LocalBackend, atomic_write, writing
+from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
+from probes_store.syntax import ALIASES, HUB, PRODUCTION, check_name, is_url, parse_reference, readable_json
 from probes_store.trust import RequiredSignature, Signing, check_bundle_closed, check_closed
 
+if TYPE_CHECKING:
+    from probes_store.hub import HubSource
+
 log = logging.getLogger("hallutracer")
+T = TypeVar("T")
 SHIPPED = Path(__file__).parent / "shipped"  # bundles that come with the package, used as a fallback
+STAYS_DOWN_S = 10.0  # after no answer the copies are taken at once: each further question could wait for its timeout
+
+
+class RemoteBackend:
+    """The bundles of a source; see ``LocalBackend`` for what the methods do.
+
+    Reading goes on with the copies where the source gives no answer, and says so in the log.  A refusal is an error.
+    """
+
+    def __init__(self, source: Bucket | HubSource, cache: Path) -> None:
+        """``cache``: the folder of all sources' copies."""
+        self._source, self.where = source, source.where
+        self._copies = LocalBackend(cache / hashlib.sha256(source.where.encode()).hexdigest()[:16])
+        self.folders = self._copies.folders
+        self._down_until, self._stand_in = 0.0, True
+        self.check_writable, self.publish, self.add = source.check_writable, source.publish, source.add
+        self.set_alias, self.write_signature = source.set_alias, source.write_signature
+
+    def answering(self) -> RemoteBackend:
+        """Return the same, where no answer is an error."""
+        other = copy.copy(self)
+        other._down_until, other._stand_in = 0.0, False
+        return other
+
+    def names(self) -> Sequence[str]:
+        """Return names with a version, or with a copy where there is no answer."""
+        return self._or_copy(self._source.names, self._copies.names)
+
+    def versions(self, name: str) -> set[int]:
+        """Return the published versions, or those with a copy where there is no answer."""
+        return self._or_copy(lambda: self._source.versions(name), lambda: self._copies.versions(name))
+
+    def aliases(self, name: str) -> dict[str, int]:
+        """Return the newest table, or the one that was read last where there is no answer."""
+
+        def ask() -> dict[str, int]:
+            table = self._source.aliases(name)
+            path, data = self.folders / name / ALIASES, readable_json(table)
+            self._make_folder()
+            with writing(path.parent):
+                path.parent.mkdir(exist_ok=True)
+                if not path.is_file() or path.read_bytes() != data:
+                    atomic_write(path, data)
+            return table
+
+        def last() -> dict[str, int]:
+            table = self._copies.aliases(name)
+            said = ", ".join(f"{alias} -> {version}" for alias, version in sorted(table.items())) or "none"
+            log.warning("aliases of %s as they were when %s last answered: %s", name, self.where, said)
+            return table
+
+        return self._or_copy(ask, last)
+
+    def folder(self, name: str, version: int) -> Path:
+        """Return the version's copy, fetched and checked where there is none yet; else compared with the source's."""
+
+        def last() -> Path:
+            if version not in self._copies.versions(name):
+                problem = f"{self.where} gives no answer, and there is no copy of {name}:{version} in {self.folders}"
+                raise StoreUnreachable(problem, cure="Connect once, so that it is fetched")
+            return self._copies.folder(name, version)
+
+        return self._or_copy(lambda: self._fetched(name, version), last)
+
+    def stamp(self, name: str, version: int) -> str:
+        """Return the hashes of manifest and signature: any other change of a version is an error."""
+
+        def ask() -> str:
+            parts = self._source.manifest(name, version), self._source.signature(name, version) or b""
+            return " ".join(hashlib.sha256(part).hexdigest() for part in parts)
+
+        return self._or_copy(ask, lambda: self._copies.stamp(name, version))
+
+    def _fetched(self, name: str, version: int) -> Path:
+        data, signature = self._source.manifest(name, version), self._source.signature(name, version)
+        shown = f"{name}/{version}/{MANIFEST}"
+        if version in self._copies.versions(name):
+            path = self._copies.folder(name, version)
+            try:
+                here = load_version(name, path).manifest
+            except BundleDamaged:
+                with writing(path):
+                    shutil.rmtree(path)  # fetched again
+            else:
+                if manifest_bytes(here) != data:
+                    problem = f"{self.where} has another bundle under this version than before, and that never changes"
+                    cure = f"Ask who changed it.  Where that was meant, remove {path} and run the command again"
+                    raise BundleConflict(problem, file=here.reference, expected=here.seal,
+                                         found=read_manifest(data, shown).seal, cure=cure)  # fmt: skip
+                signed = path / SIGNATURE  # it may have come after its bundle, or changed
+                with writing(path):
+                    if signature is None:
+                        signed.unlink(missing_ok=True)
+                    elif not signed.is_file() or signed.read_bytes() != signature:
+                        atomic_write(signed, signature)
+                return path
+        manifest = read_manifest(data, shown)
+        if manifest.reference != f"{name}:{version}":
+            raise BadValue("the place does not match the manifest", file=shown, field="name and version",
+                           expected=f"{name}:{version}", found=manifest.reference)  # fmt: skip
+        check_total(manifest)
+        files = {MANIFEST: data, **self._source.files(manifest)} | ({} if signature is None else {SIGNATURE: signature})
+        self._make_folder()
+        self._copies.add(manifest, files)  # False: another process of ours was faster
+        return self._copies.folder(name, version)
+
+    def _make_folder(self) -> None:
+        with writing(self.folders):
+            self.folders.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folders.mkdir(exist_ok=True, mode=0o700)
+
+    def _or_copy(self, ask: Callable[[], T], last: Callable[[], T]) -> T:
+        """Return what the source says, and what the copies say where there is no answer."""
+        if time.monotonic() < self._down_until:
+            return last()
+        try:
+            return ask()
+        except StoreUnreachable as error:
+            if not self._stand_in or not self._copies.names():
+                raise
+            log.warning("%s; going on with the copies in %s", error, self.folders)
+            self._down_until = time.monotonic() + STAYS_DOWN_S
+            return last()
+
+
+Backend = LocalBackend | RemoteBackend
 
 
 @dataclass(frozen=True)
@@ -54,48 +197,38 @@ class Trust:
     open_store: bool = False  # whether anyone on this machine may be able to write to the store
 
 
-def cache_folder(chosen: Path | None = None) -> Path:
-    """Return where copies of stores at a URL are kept: hallutracer/stores in the user's cache folder."""
-    if chosen is not None:
-        return chosen.expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "stores"
-
-
 class Store:
-    """Bundles in a folder or at a URL; names that it lacks are looked up in the read-only ``fallbacks``."""
+    """Bundles in a folder or at a URL; names that it lacks are looked up in the read-only ``fallbacks``.
+
+    Methods raise InvalidReference and BundleNotFound; of a damaged bundle or aliases.json a subclass of BundleDamaged,
+    OpenStore and, at a URL, StoreRefused and StoreUnreachable; those that write also StoreNotWritable.
+    """
 
     def __init__(
         self, place: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
     ) -> None:
         """``cache``: where copies are kept if ``place`` is a URL.  Raises InvalidReference for a wrong URL."""
         self.own: Backend
-        if not isinstance(place, str) or not is_url(place):
-            self.own = LocalBackend(Path(place).expanduser())
-        elif place.startswith(HUB):
-            from probes_store.hub import HubSource  # huggingface_hub takes a while to import
+        if isinstance(place, str) and is_url(place):
+            source: Bucket | HubSource
+            if place.startswith(HUB):
+                from probes_store import hub  # huggingface_hub takes a while to import
 
-            self.own = RemoteBackend(HubSource(place), cache_folder(cache))
+                source = hub.HubSource(place)
+            else:
+                source = Bucket(place)
+            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "stores"
+            self.own = RemoteBackend(source, caches if cache is None else cache.expanduser())
         else:
-            self.own = RemoteBackend(Bucket(place), cache_folder(cache))
+            self.own = LocalBackend(Path(place).expanduser())
         self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
         self._told: set[str] = set()
-
-    @property
-    def where(self) -> str:
-        """The folder or the URL, as ``--store`` takes it."""
-        return self.own.where
-
-    @property
-    def root(self) -> Path:
-        """ROOT of the folders ROOT/NAME/VERSION of the store's own bundles; of a URL, its copies on this machine."""
-        return self.own.folders
+        self.where = self.own.where  # the folder or the URL, as ``--store`` takes it
+        self.root = self.own.folders  # of the folders ROOT/NAME/VERSION of its own bundles; of a URL, of the copies
 
     def check_writable(self) -> None:
-        """Test that something can be published, before long work.
-
-        Raises StoreNotWritable, OpenStore, StoreRefused and StoreUnreachable.
-        """
+        """Test that something can be published, before long work."""
         self.check_closed()
         self.own.check_writable()
 
@@ -113,21 +246,18 @@ class Store:
         """Return the folder of a reference; of a URL, that of the copy, which is fetched if need be.
 
         A bare name is the alias ``production`` where it is set, and else the highest version.  A pin is not compared
-        here.  Raises InvalidReference, BundleNotFound, OpenStore, StoreRefused, StoreUnreachable, and a subclass of
-        BundleDamaged for a damaged aliases.json.
+        here.
         """
-        wanted = parse_reference(reference)
-        backend, version = self._find(wanted, reference)
-        return backend.folder(wanted.name, version)
+        backend, name, version = self._find(reference)
+        return backend.folder(name, version)
 
     def stamp(self, reference: str) -> str:
         """Return what changes where the reference means another version, or its bytes or signature change.
 
-        Of a URL nothing but small objects is read.  Raises what ``resolve`` raises.
+        Of a URL nothing but small objects is read.
         """
-        wanted = parse_reference(reference)
-        backend, version = self._find(wanted, reference)
-        return f"{backend.where} {wanted.name}:{version} {backend.stamp(wanted.name, version)}"
+        backend, name, version = self._find(reference)
+        return f"{backend.where} {name}:{version} {backend.stamp(name, version)}"
 
     def answering(self) -> Store:
         """Return the same store, where no answer from its URL is an error, rather than a reason to take copies."""
@@ -147,12 +277,11 @@ class Store:
     def _load(self, reference: str, signature: RequiredSignature | None) -> Bundle:
         wanted = parse_reference(reference)
         bundle = self._read(wanted.name, self.resolve(reference), signature)
-        if wanted.digest is not None and bundle.manifest.digest != wanted.digest:
-            raise DigestMismatch(
-                "this is not the bundle that the reference pins", file=bundle.reference, field="digest",
-                expected=wanted.digest, found=bundle.manifest.digest,
-                cure="Look at both with 'hallutracer bundle list' and pin the one that you mean",
-            )  # fmt: skip
+        found = bundle.manifest.digest
+        if wanted.digest is not None and wanted.digest != found:
+            cure = "Look at both with 'hallutracer bundle list' and pin the one that you mean"
+            raise DigestMismatch("this is not the bundle that the reference pins", file=bundle.reference,
+                                 field="digest", expected=wanted.digest, found=found, cure=cure)  # fmt: skip
         return bundle
 
     def verify(self, reference: str) -> Bundle:
@@ -165,7 +294,7 @@ class Store:
     def sign(self, reference: str, signing: Signing) -> Bundle:
         """Put a signature beside a bundle of the store itself, which need not have had one.
 
-        Raises what ``load`` raises, BundleConflict, SigningError and StoreNotWritable.
+        Raises what ``load`` raises, BundleConflict and SigningError.
         """
         bundle = self._load(reference, None)
         if not self.is_own(bundle.path):
@@ -175,15 +304,13 @@ class Store:
         return bundle
 
     def aliases(self, name: str) -> dict[str, int]:
-        """Return alias -> version.  Raises InvalidReference, BundleNotFound and a subclass of BundleDamaged."""
-        backend, _ = self._backend(check_name(name, "a bundle"))
-        return backend.aliases(name)
+        """Return alias -> version."""
+        return self._backend(check_name(name, "a bundle"))[0].aliases(name)
 
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Point an alias at a version that loads, in one step: a reader sees the old or the new version.
 
         In the same step the alias ``keep_as`` gets the version before, which need not load: that may be why it goes.
-        Raises InvalidReference, BundleNotFound, what ``load`` raises, and StoreNotWritable.
         """
         check_name(alias, "an alias")
         if not self.own.versions(check_name(name, "a bundle")):
@@ -218,42 +345,35 @@ class Store:
             names = tuple(sorted(alias for alias, target in aliases.items() if target == version))
             yield BundleSummary(name, version, path, names, manifest, error_here)
 
-    def _find(self, wanted: BundleReference, reference: str) -> tuple[Backend, int]:
-        """Return where the version that a reference means is, and its number."""
+    def _find(self, reference: str) -> tuple[Backend, str, int]:
+        """Return where the version that a reference means is, its name and its number."""
+        wanted = parse_reference(reference)
         backend, versions = self._backend(wanted.name)
         version = wanted.version
         if version is None:
             aliases = backend.aliases(wanted.name)
             version = aliases.get(wanted.alias or PRODUCTION)
             if version is None and wanted.alias is not None:
-                known = ", ".join(sorted(aliases)) or "none"
-                raise BundleNotFound(
-                    f"bundle {wanted.name} has no alias {wanted.alias}",
-                    cure=f"Set it, or use one of its aliases: {known}",
-                )
+                cure = f"Set it, or use one of its aliases: {', '.join(sorted(aliases)) or 'none'}"
+                raise BundleNotFound(f"bundle {wanted.name} has no alias {wanted.alias}", cure=cure)
             version = version or max(versions)
         if version not in versions:
-            raise BundleNotFound(
-                f"{reference} names version {version} of bundle {wanted.name}, which is not there",
-                cure=f"Use one of its versions: {', '.join(map(str, sorted(versions)))}",
-            )
-        return backend, version
+            problem = f"{reference} names version {version} of bundle {wanted.name}, which is not there"
+            raise BundleNotFound(problem, cure=f"Use one of its versions: {', '.join(map(str, sorted(versions)))}")
+        return backend, wanted.name, version
 
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
         """Return the store itself or the first fallback that has versions of this name, and these."""
         self.check_closed()
-        having = [(found, at) for at in (self.own, *self.behind) if (found := at.versions(name))]
+        having = [(at, found) for at in (self.own, *self.behind) if (found := at.versions(name))]
         if not having:
             known = sorted({known for backend in (self.own, *self.behind) for known in backend.names()})
-            raise BundleNotFound(
-                f"no bundle {name} in {self.where}",
-                cure=f"Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}",
-            )
-        versions, backend = having[0]
-        if backend is self.own and len(having) > 1 and name not in self._told:
+            cure = f"Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}"
+            raise BundleNotFound(f"no bundle {name} in {self.where}", cure=cure)
+        if having[0][0] is self.own and len(having) > 1 and name not in self._told:
             self._told.add(name)
             log.warning("%s is that of %s, which hides the one that comes with the package", name, self.where)
-        return backend, versions
+        return having[0]
 
     def _read(self, name: str, path: Path, signature: RequiredSignature | None) -> Bundle:
         """Read the bundle in a folder of the store's or of a fallback.  Raises what ``load`` raises."""

@@ -24,10 +24,12 @@ PRODUCTION = "production"  # the alias that a bare name resolves to, where it is
 PREVIOUS = "previous"  # what production meant before the last promotion
 EXTRAS = {"s3": "s3", "gs": "gs", "az": "az", "memory": ""}  # scheme of a store's URL -> the extra that it needs
 _URL = re.compile(r"([a-z0-9]+)://((?!.*(?://|/\.))[A-Za-z0-9][A-Za-z0-9._/-]*)")
-_REFERENCE = "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it where the content is pinned"
+_REFERENCE = re.compile(
+    rf"({NAME.pattern})(?:@({NAME.pattern})|:({VERSION.pattern}))?(?:@(sha256:{HEX.pattern}))?", re.ASCII
+)
 _PART = r"(?![A-Za-z0-9._-]*(?:--|\.\.))[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 # A revision becomes a file's name in huggingface_hub's cache, so it must not lead anywhere.
-_ADDRESS = re.compile(rf"({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
+_ADDRESS = re.compile(rf"{HUB}({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
 
 
 def canonical_json(value: object) -> bytes:
@@ -53,10 +55,8 @@ def plain(value: object, file: str, where: str = "") -> Any:
             raise NotFinite("not finite", file=file, field=where, expected="a finite number", found=value)
         return float(value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {
-            plain(key, file, where): plain(item, file, f"{where}.{key}" if where else key)
-            for key, item in value.items()
-        }
+        inner = {key: f"{where}.{key}" if where else key for key in value}
+        return {plain(key, file, where): plain(item, file, inner[key]) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, file, f"{where}[{i}]") for i, item in enumerate(value)]
     expected = "what JSON can hold, with strings as keys, in text that UTF-8 can encode"
@@ -106,31 +106,17 @@ class BundleReference:
 
 def parse_reference(text: str) -> BundleReference:
     """Parse a reference; no part of the result can lead out of a store.  Raises InvalidReference."""
-    if text.startswith(HUB):
-        raise InvalidReference(
-            "a bundle on the hub, which is not in the store yet", expected=_REFERENCE, found=ascii(text),
-            cure="Run 'hallutracer bundle pull' with that address first, and name the bundle as it prints it",
-        )  # fmt: skip
-    pinned, pin, digest = text.partition(PIN)
-    separator = next((mark for mark in "@:" if mark in pinned), "")
-    name, mark, rest = pinned.partition(separator) if separator else (pinned, "", "")
-    fine = (
-        NAME.fullmatch(name)
-        and (not mark or (NAME if mark == "@" else VERSION).fullmatch(rest))
-        and (not pin or HEX.fullmatch(digest))
-    )
-    if not fine:
-        raise InvalidReference(
-            "not a bundle reference", expected=_REFERENCE, found=ascii(text),
-            cure="Names are up to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no ..; a digest has 64 "
-            "hex digits",
-        )  # fmt: skip
-    return BundleReference(
-        name,
-        alias=rest if mark == "@" else None,
-        version=int(rest) if mark == ":" else None,
-        digest=f"sha256:{digest}" if pin else None,
-    )
+    found = _REFERENCE.fullmatch(text)
+    if found is None:
+        expected = "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it where the content is pinned"
+        cure = (
+            "Names are up to 64 of a-z 0-9 . _ -, begin with a letter or digit, without ..; a digest has 64 hex digits"
+        )
+        if text.startswith(HUB):
+            cure = "Run 'hallutracer bundle pull' with that address first, and name the bundle as it prints it"
+        raise InvalidReference("not a bundle reference", expected=expected, found=ascii(text), cure=cure)
+    name, alias, version, digest = found.groups()
+    return BundleReference(name, alias, None if version is None else int(version), digest)
 
 
 def check_name(text: str, what: str) -> str:
@@ -144,25 +130,21 @@ def next_number(taken: Collection[int], what: str) -> int:
     """Return the number after the highest one.  Raises BundleConflict where it would be none that ``VERSION`` knows."""
     following = max(taken, default=0) + 1
     if not VERSION.fullmatch(str(following)):
-        raise BundleConflict(
-            f"{what} has the highest number that there is, {following - 1}, so that nothing can follow",
-            cure="Ask who took that number, and remove it or go on in another store",
-        )
+        cure = "Ask who took that number, and remove it or go on in another store"
+        raise BundleConflict(f"{what} has the highest number that there is, {following - 1}", cure=cure)
     return following
 
 
 def parse_aliases(data: bytes, shown: str) -> dict[str, int]:
     """Return a table, alias -> version; ``shown`` names the file in errors.  Raises a subclass of BundleDamaged."""
     aliases = parse_json(data, shown)
-    cure = "Repair it by hand or remove it, and set the aliases again"
     if not isinstance(aliases, dict):
-        raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__, cure=cure)
+        raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__)
     for alias, version in aliases.items():
         if not NAME.fullmatch(alias) or type(version) is not int or version < 1:
+            found, cure = repr(version), "Repair it by hand or remove it, and set the aliases again"
             expected = "an alias and a version of 1 or more"
-            raise BadValue(
-                "bad value", file=shown, field=ascii(alias), expected=expected, found=repr(version), cure=cure
-            )
+            raise BadValue("bad value", file=shown, field=ascii(alias), expected=expected, found=found, cure=cure)
     return aliases
 
 
@@ -181,12 +163,9 @@ def check_url(text: str) -> str:
     """Return a store's URL without a slash at its end.  Raises InvalidReference."""
     match = _URL.fullmatch(text.rstrip("/"))
     if match is None or match[1] not in EXTRAS:
-        raise InvalidReference(
-            "not the URL of a store",
-            expected="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or hf://OWNER/NAME to read",
-            found=ascii(text),
-            cure="Of letters, digits and . _ - /; credentials come from the environment, not from the URL",
-        )
+        expected = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or hf://OWNER/NAME to read"
+        cure = "Of letters, digits and . _ - /; credentials come from the environment, not from the URL"
+        raise InvalidReference("not the URL of a store", expected=expected, found=ascii(text), cure=cure)
     return match[0]
 
 
@@ -203,10 +182,8 @@ class HubAddress:
 
 def parse_address(text: str) -> HubAddress:
     """Parse an address on the hub.  Raises InvalidReference."""
-    match = _ADDRESS.fullmatch(text.removeprefix(HUB)) if text.startswith(HUB) else None
+    match = _ADDRESS.fullmatch(text)
     if match is None:
-        raise InvalidReference(
-            "not an address on the hub", expected="hf://OWNER/NAME or hf://OWNER/NAME@REVISION", found=ascii(text),
-            cure="Owner and name are those of the repository's page; the revision is a tag such as v1",
-        )  # fmt: skip
+        expected = "hf://OWNER/NAME, or hf://OWNER/NAME@REVISION: a tag such as v1, a branch or a commit"
+        raise InvalidReference("not an address on the hub", expected=expected, found=ascii(text))
     return HubAddress(match[1], match[2])

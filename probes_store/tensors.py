@@ -21,7 +21,6 @@ from probes_store.syntax import parse_json
 
 UNIT_NORM_TOLERANCE = 1e-4
 MAX_HEADER = 64 * 1024  # bytes; there are at most twelve tensors
-ALIGNMENT = 8  # of the header, in bytes
 _NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 _Layout = Mapping[str, tuple[str, str]]
 # Tensor -> element type, axes; "any" length is as the file has it.
@@ -68,12 +67,9 @@ class Golden:
 
     @classmethod
     def record(
-        cls,
-        prompts: Sequence[Sequence[int]],
-        trajectory: NDArray[np.floating],
-        risk: NDArray[np.floating],
+        cls, prompts: Sequence[Sequence[int]], trajectory: NDArray[np.floating], risk: NDArray[np.floating],
         first_token: NDArray[np.floating] | None = None,
-    ) -> Golden:
+    ) -> Golden:  # fmt: skip
         """Return G prompts of token ids and their readings; shapes as in the fields."""
         return cls(
             np.array([token for prompt in prompts for token in prompt], np.int32),
@@ -118,8 +114,8 @@ def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTen
         _require(unit, file, f"{prefix}direction", "unit norm in every layer", norm)
         _require(np.all((head >= 0) & (head < heads)), file, f"{prefix}head", f"heads from 0 to {heads - 1}", head)
         _require(np.all(scale > 0), file, f"{prefix}scale", "positive numbers", scale)
-    if manifest.logit_scale == "unit_norm":
-        _require(np.all(arrays["scale"] == 1), file, "scale", "all ones under logit_scale unit_norm", arrays["scale"])
+    ones = manifest.logit_scale != "unit_norm" or np.all(arrays["scale"] == 1)
+    _require(ones, file, "scale", "all ones under logit_scale unit_norm", arrays["scale"])
     std = arrays["trajectory_std"]
     _require(np.all(std >= 0), file, "trajectory_std", "no negative number", std.min())
     return ProbeTensors(**arrays)
@@ -133,30 +129,36 @@ def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
     count = len(offsets) - 1
     _require(count >= 1, file, "offsets", "at least one prompt: two offsets", offsets)
     for name in ("trajectory", "risk", "first_token"):
-        if name in arrays and len(arrays[name]) != count:
-            raise WrongShape("one row for each prompt", file=file, field=name, expected=count, found=len(arrays[name]))
+        if name in arrays and (found := len(arrays[name])) != count:
+            raise WrongShape("one row for each prompt", file=file, field=name, expected=count, found=found)
     increasing = offsets[0] == 0 and offsets[-1] == len(ids) and np.all(np.diff(offsets.astype(np.int64)) > 0)
     _require(increasing, file, "offsets", f"0, increasing strictly, up to {len(ids)}", offsets)
     _require(np.all(ids >= 0), file, "input_ids", "token ids of 0 or more", ids.min())
     _require(np.all((risk >= 0) & (risk <= 1)), file, "risk", "numbers from 0 to 1", risk)
-    if "first_token" in arrays:
-        first_token = arrays["first_token"]
-        possible = np.all(first_token[:, 0] <= 0) and np.all(first_token[:, 1] >= 0)
-        expected = "log_max_prob of 0 or less and entropy of 0 or more"
-        _require(possible, file, "first_token", expected, first_token)
+    if (first := arrays.get("first_token")) is not None:
+        fine, expected = np.all(first * [-1, 1] >= 0), "log_max_prob of 0 or less and entropy of 0 or more"
+        _require(fine, file, "first_token", expected, first)
     return Golden(**arrays)
 
 
 def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict[str, NDArray[Any]]:
-    """Parse safetensors; types and shapes are checked against the layout before any number is read."""
-    _check_header(data, file)
+    """Parse safetensors; types and shapes are checked against the layout before any number is read.
+
+    Refuses what safetensors takes: padding beyond the alignment, a huge header, a tensor that is listed twice.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if not 0 < size <= min(MAX_HEADER, len(data) - 8):
+        raise BadValue("not a safetensors file", file=file, expected=f"a header of 1 to {MAX_HEADER} bytes", found=size)
+    header = data[8 : 8 + size]
+    if len(header) - len(header.rstrip(b" ")) >= 8:
+        raise BadValue("padding", file=file, expected="less than 8 spaces after the header", found="more")
+    parse_json(header, file)
     try:
         entries: Mapping[str, Any] = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise BadValue("not a safetensors file", file=file, expected="a sound header", found=error) from error
-    for name in entries:
-        if name not in layout:
-            raise UnknownField("this format has no such tensor here", file=file, field=name)
+    for name in sorted(entries.keys() - layout.keys()):
+        raise UnknownField("this format has no such tensor here", file=file, field=name)
     lengths = {"m": manifest.model.num_layers, "d": manifest.probe_dim, "L": manifest.logits, "2": 2, "any": None}
     lengths["A"] = manifest.context_probes
     arrays: dict[str, NDArray[Any]] = {}
@@ -167,10 +169,8 @@ def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict
         wanted = [lengths[axis] for axis in axes.split()]
         fits = len(found) == len(wanted) and all(want in (None, got) for want, got in zip(wanted, found, strict=True))
         if found_code != code or not fits:
-            expected = f"{code} {wanted}".replace("None", "any")
-            raise WrongShape(
-                "element type or shape", file=file, field=name, expected=expected, found=f"{found_code} {found}"
-            )
+            expected, given = f"{code} {wanted}".replace("None", "any"), f"{found_code} {found}"
+            raise WrongShape("element type or shape", file=file, field=name, expected=expected, found=given)
         array = np.frombuffer(bytes(entries[name]["data"]), _NUMPY[code]).reshape(found)  # bytes: hence read-only
         if not np.all(np.isfinite(array)):
             where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
@@ -178,17 +178,6 @@ def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict
             raise NotFinite("not finite", file=file, field=field, expected="finite numbers", found=array[where])
         arrays[name] = array
     return arrays
-
-
-def _check_header(data: bytes, file: str) -> None:
-    """Refuse what safetensors takes: padding beyond the alignment, a huge header, a tensor that is listed twice."""
-    size = int.from_bytes(data[:8], "little")
-    if not 0 < size <= min(MAX_HEADER, len(data) - 8):
-        raise BadValue("not a safetensors file", file=file, expected=f"a header of 1 to {MAX_HEADER} bytes", found=size)
-    header = data[8 : 8 + size]
-    if len(header) - len(header.rstrip(b" ")) >= ALIGNMENT:
-        raise BadValue("padding", file=file, expected=f"less than {ALIGNMENT} spaces after the header", found="more")
-    parse_json(header, file)
 
 
 def _require(fine: bool | np.bool, file: str, field: str, expected: str, found: object) -> None:

@@ -10,17 +10,24 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, Bundle, load_version, read_files, read_signature
-from probes_store.errors import BadValue, BundleConflict, BundleDamaged, DigestMismatch, HubError, MissingFile
-from probes_store.hub import MAIN, TAG, Hub, Snapshot, is_hidden, read_listed, tag_of
+from probes_store.bundle import (
+    MAX_MANIFEST,
+    MAX_SIGNATURE,
+    SIGNATURE,
+    Bundle,
+    check_total,
+    load_version,
+    read_signature,
+)
+from probes_store.errors import BundleConflict, BundleDamaged, HubError, MissingFile
+from probes_store.hub import MAIN, TAG, Hub, Snapshot
 from probes_store.local import write_files
 from probes_store.manifest import CARD, DIGEST, MANIFEST, Manifest, manifest_bytes, read_manifest, record_of
-from probes_store.remote import check_total
 from probes_store.store import Store
 from probes_store.syntax import PRODUCTION, VERSION, VERSIONS, HubAddress, check_name, parse_json, readable_json
 
@@ -30,9 +37,8 @@ HARMLESS = (CARD, "LICENSE", "LICENSE.md", "LICENSE.txt")  # may lie in a reposi
 
 def files_of(bundle: Bundle) -> dict[str, bytes]:
     """Return all that travels with a bundle: what the manifest lists, the manifest, the signature if there is one."""
-    files = {**read_files(bundle.path, bundle.manifest), MANIFEST: manifest_bytes(bundle.manifest)}
     signature = read_signature(bundle.path)
-    return files if signature is None else {**files, SIGNATURE: signature}
+    return {**bundle.files(), **({} if signature is None else {SIGNATURE: signature})}
 
 
 def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -> tuple[Bundle, bool]:
@@ -56,15 +62,13 @@ def held(store: Store, manifest: Manifest) -> Bundle | None:
         if found.manifest.digest == manifest.digest:
             return found
         if backend is store.own:
-            raise BundleConflict(
-                "another bundle has this version already", file=manifest.reference, expected=found.manifest.digest,
-                found=manifest.digest,
-                cure="Take it into another store with --store, or remove the version that is here",
-            )  # fmt: skip
+            cure = "Take it into another store with --store, or remove the version that is here"
+            raise BundleConflict("another bundle has this version already", file=manifest.reference,
+                                 expected=found.manifest.digest, found=manifest.digest, cure=cure)  # fmt: skip
     return None
 
 
-def check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str], take_over: bool = False) -> None:
+def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str], take_over: bool = False) -> None:
     """Refuse an addition after which a bare name would mean another bundle, not from the same place.
 
     Whoever can publish a bundle chooses its name and its number: without this one could take the place of a bundle
@@ -76,7 +80,11 @@ def check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str], 
         return
     own = store.is_own(before)
     moves = not own or (PRODUCTION not in store.own.aliases(manifest.name) and manifest.version > int(before.name))
-    if moves and not take_over and _read_origin(before) != origin:
+    try:
+        came_from = parse_json((before / ORIGIN).read_bytes(), ORIGIN)
+    except (OSError, BundleDamaged):
+        came_from = None  # published here, or nobody can tell
+    if moves and not take_over and came_from != origin:
         pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', t" if own else "T"
         raise BundleConflict(
             f"'{manifest.name}' would from now on mean this bundle; so far it means version {before.name}, "
@@ -90,7 +98,7 @@ def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, 
 
     files: the manifest's bytes, those of each file that it lists, and of its signature if it has one; origin: kept
     beside them in a folder.  Everything is read as ``Store.verify`` reads it before the store is touched.  Raises what
-    that, ``held`` and ``check_addition`` raise, and StoreNotWritable.
+    that and ``held`` raise, BundleConflict and StoreNotWritable.
     """
     with tempfile.TemporaryDirectory() as outside:
         manifest = read_manifest(files[MANIFEST])
@@ -105,7 +113,7 @@ def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, 
         if here and signature and manifest_bytes(existing.manifest) == files[MANIFEST]:
             store.own.write_signature(manifest.name, manifest.version, signature)
         return existing
-    check_addition(store, manifest, origin, take_over)
+    _check_addition(store, manifest, origin, take_over)
     if not store.own.add(manifest, {ORIGIN: readable_json(dict(origin)), **files}):
         existing = held(store, manifest)  # somebody else was faster: the same, or a conflict
         if existing is not None:
@@ -116,23 +124,8 @@ def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, 
 def _check_place(manifest: Manifest) -> None:
     """Raise InvalidReference or BadValue for a name or a number that no store can hold."""
     check_name(manifest.name, "a bundle")
-    if not VERSION.fullmatch(str(manifest.version)):
-        raise BadValue("bad value", file=MANIFEST, field="version", expected=VERSIONS, found=manifest.version)
-
-
-def _read_origin(path: Path) -> object:
-    """Return where the bundle in a folder was pulled from; None where it was published here, or nobody can tell."""
-    try:
-        return parse_json((path / ORIGIN).read_bytes(), ORIGIN)
-    except (OSError, BundleDamaged):
-        return None
-
-
-class Bar(Protocol):
-    """What shows the bytes that have arrived."""
-
-    def update(self, n: int) -> Any:
-        """Show ``n`` more bytes."""
+    if not VERSION.fullmatch(found := str(manifest.version)):
+        raise errors.BadValue("bad value", file=MANIFEST, field="version", expected=VERSIONS, found=found)
 
 
 @dataclass(frozen=True)
@@ -147,20 +140,14 @@ class Pulled:
 
 
 def pull(
-    store: Store,
-    address: HubAddress,
-    *,
-    digest: str | None = None,
-    take_over: bool = False,
-    endpoint: str | None = None,
-    cache: Path | None = None,
-    bar: Callable[[int], Bar] | None = None,
-) -> Pulled:
+    store: Store, address: HubAddress, *, digest: str | None = None, take_over: bool = False,
+    endpoint: str | None = None, cache: Path | None = None, bar: Callable[[int], Callable[[int], Any]] | None = None,
+) -> Pulled:  # fmt: skip
     """Fetch a bundle and add it to the store under its own name and version.
 
-    digest: what the bundle must have; bar: makes a progress bar for so many bytes.  Where the hub gives no answer, the
-    copy in huggingface_hub's cache is taken.  Raises HubError, BundleConflict, InvalidReference, StoreNotWritable and
-    subclasses of BundleDamaged; the store is then as it was.
+    digest: what the bundle must have; ``bar`` of so many bytes returns what is told how many more came.  Where the hub
+    gives no answer, the copy in huggingface_hub's cache is taken.  Raises HubError, BundleConflict, InvalidReference,
+    StoreNotWritable and subclasses of BundleDamaged; the store is then as it was.
     """
     if digest is not None and not DIGEST.fullmatch(digest):
         raise errors.InvalidReference("not a digest", expected="sha256: and 64 hex digits", found=ascii(digest))
@@ -169,55 +156,40 @@ def pull(
         snapshot = hub.snapshot(address.revision)
     except errors.HubUnreachable as error:
         snapshot, offline = None, str(error)
-    if snapshot is not None and MANIFEST not in snapshot.files:
-        cure = "A repository with a bundle has its files at the root: 'hallutracer bundle push' makes one"
-        raise MissingFile(f"no {MANIFEST} there, so it is no bundle", file=str(address), cure=cure)
-    manifest, data, commit = _manifest(hub, address.revision or MAIN, snapshot)
-    _check_wanted(manifest, address, digest)
+    manifest, data, commit = _manifest(hub, address, snapshot)
+    if digest is not None and manifest.digest != digest:
+        cure = "Ask its publisher which one is right; nothing was taken"
+        raise errors.DigestMismatch("this is not the bundle that --digest names", file=str(address), field="digest",
+                                    expected=digest, found=manifest.digest, cure=cure)  # fmt: skip
+    _check_place(manifest)
+    if TAG.fullmatch(address.revision or "") and address.revision != f"v{manifest.version}":
+        problem = f"the tag {address.revision} holds version {manifest.version}"
+        cure = "Ask its publisher; a commit can be named instead of the tag"
+        raise BundleConflict(problem, file=str(address), cure=cure)
     left_out = [] if snapshot is None else _compare(manifest, snapshot)
     origin = {"repository": str(HubAddress(address.repository)), "endpoint": hub.api.endpoint}
     existing, signature = held(store, manifest), _signature(hub, commit, snapshot)
     if existing is not None and (not signature or read_signature(existing.path)):
         return Pulled(existing, commit, False, offline, left_out)
-    check_addition(store, manifest, origin, take_over)
+    _check_addition(store, manifest, origin, take_over)
     store.check_writable()
-    shown = None if bar is None else bar(sum(record.bytes for record in manifest.files.values()))
-    files = {
-        name: read_listed(hub, commit, name, record, bar=shown, cached=snapshot is None)
-        for name, record in manifest.files.items()
-    }
+    arrived = None if bar is None else bar(sum(record.bytes for record in manifest.files.values()))
+    files = hub.files(manifest, commit, arrived=arrived, cached=snapshot is None)
     bundle = add(store, {MANIFEST: data, **files, **signature}, origin, take_over=take_over)
     return Pulled(bundle, commit, existing is None, offline, left_out)
 
 
-def _manifest(hub: Hub, revision: str, snapshot: Snapshot | None) -> tuple[Manifest, bytes, str]:
+def _manifest(hub: Hub, address: HubAddress, snapshot: Snapshot | None) -> tuple[Manifest, bytes, str]:
     """Return the manifest, its bytes, and the commit that they belong to."""
-    for again in (False, True):
-        # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
-        data, path = hub.read(MANIFEST, revision, MAX_MANIFEST, cached=snapshot is None, again=again)
-        commit = path.parent.name
-        if snapshot is not None and commit != snapshot.commit:
-            raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
-        try:
-            return read_manifest(data), data, commit
-        except BundleDamaged:
-            if again or snapshot is None:
-                raise
-    raise AssertionError("unreachable")
-
-
-def _check_wanted(manifest: Manifest, address: HubAddress, digest: str | None) -> None:
-    if digest is not None and manifest.digest != digest:
-        raise DigestMismatch(
-            "this is not the bundle that --digest names", file=str(address), field="digest", expected=digest,
-            found=manifest.digest, cure="Ask its publisher which one is right; nothing was taken",
-        )  # fmt: skip
-    _check_place(manifest)
-    if TAG.fullmatch(address.revision or "") and address.revision != tag_of(manifest):
-        cure = "Ask its publisher; a commit can be named instead of the tag"
-        raise BundleConflict(
-            f"the tag {address.revision} holds version {manifest.version}", file=str(address), cure=cure
-        )
+    if snapshot is not None and MANIFEST not in snapshot.files:
+        cure = "A repository with a bundle has its files at the root: 'hallutracer bundle push' makes one"
+        raise MissingFile(f"no {MANIFEST} there, so it is no bundle", file=str(address), cure=cure)
+    # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
+    revision, read = address.revision or MAIN, lambda data: (read_manifest(data), data)
+    (manifest, data), path = hub.read(MANIFEST, revision, MAX_MANIFEST, read, cached=snapshot is None)
+    if snapshot is not None and path.parent.name != snapshot.commit:
+        raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
+    return manifest, data, path.parent.name
 
 
 def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
@@ -227,10 +199,14 @@ def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
         if remote is None:
             raise MissingFile("the repository lacks this file of the bundle", file=name)
         if remote.differs(record):
-            raise DigestMismatch("the repository has another file", file=name, expected=record, found=remote)
+            raise errors.DigestMismatch("the repository has another file", file=name, expected=record, found=remote)
     check_total(manifest)
-    own = (*manifest.files, MANIFEST, SIGNATURE)
-    return sorted(name for name in snapshot.files if name not in own and not is_hidden(name))
+    return sorted(name for name in _strangers(snapshot) if name not in (*manifest.files, MANIFEST, SIGNATURE))
+
+
+def _strangers(snapshot: Snapshot) -> list[str]:
+    """Return names that are not hidden: .gitattributes, which the hub makes, is none of a bundle's business."""
+    return [name for name in snapshot.files if not name.rsplit("/", 1)[-1].startswith(".")]
 
 
 def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, bytes]:
@@ -238,7 +214,7 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, by
     if snapshot is not None and SIGNATURE not in snapshot.files:
         return {}
     try:
-        return {SIGNATURE: hub.read(SIGNATURE, commit, MAX_SIGNATURE, cached=snapshot is None)[0]}
+        return {SIGNATURE: hub.read(SIGNATURE, commit, MAX_SIGNATURE, bytes, cached=snapshot is None)[0]}
     except errors.HubUnreachable:
         if snapshot is not None:
             raise
@@ -274,21 +250,16 @@ class Pushed:
 
 
 def push(
-    bundle: Bundle,
-    address: HubAddress,
-    *,
-    private: bool = False,
-    dry_run: bool = False,
-    endpoint: str | None = None,
-    cache: Path | None = None,
-) -> Pushed:
+    bundle: Bundle, address: HubAddress, *, private: bool = False, dry_run: bool = False,
+    endpoint: str | None = None, cache: Path | None = None,
+) -> Pushed:  # fmt: skip
     """Publish a verified bundle at the root of a repository of the hub, which is created where there is none.
 
     private: the repository must be, or becomes, a private one.  dry_run: ask the hub, change nothing.  Raises
     HubError, BundleConflict where the repository holds something else, and subclasses of BundleDamaged.
     """
-    manifest, tag, files = bundle.manifest, tag_of(bundle.manifest), files_of(bundle)
-    hub = Hub(address.repository, endpoint=endpoint, cache=cache)
+    manifest, files = bundle.manifest, files_of(bundle)
+    hub, tag = Hub(address.repository, endpoint=endpoint, cache=cache), f"v{manifest.version}"
     try:
         head = hub.snapshot()
     except errors.HubMissing:
@@ -296,7 +267,7 @@ def push(
     if head is not None and private and not head.private:
         cure = f"Leave out --private, or make it private at {hub.url}/settings"
         raise BundleConflict("the repository is public", file=str(address), cure=cure)
-    plan = _plan(hub, head, manifest, files)
+    plan = PushPlan(True, True, True) if head is None else _plan(hub, head, manifest, files)
     is_private = head.private if head is not None else private
     if not (dry_run or plan.nothing):
         is_private = _carry_out(hub, plan, manifest, files, private)
@@ -304,51 +275,43 @@ def push(
     return Pushed(plan, tag, f"{hub.url}/tree/{tag}", str(HubAddress(address.repository, tag)), is_private, sizes)
 
 
-def _plan(hub: Hub, head: Snapshot | None, manifest: Manifest, files: Mapping[str, bytes]) -> PushPlan:
-    if head is None:
-        return PushPlan(True, True, True)
-    tag, elsewhere = tag_of(manifest), "Push to another repository"
+def _plan(hub: Hub, head: Snapshot, manifest: Manifest, files: Mapping[str, bytes]) -> PushPlan:
+    tag, elsewhere = f"v{manifest.version}", "Push to another repository"
     if tag in hub.tags():
-        _check_same(_manifest_at(hub, tag), manifest, f"the tag {tag}")
+        _check_same(hub, tag, manifest)
         _check_complete(hub.snapshot(tag), files)
         return PushPlan(False, False, False, head=head.commit)
     if MANIFEST not in head.files:
-        strangers = sorted(name for name in head.files if not is_hidden(name) and name not in HARMLESS)
-        if strangers:
+        if strangers := sorted(name for name in _strangers(head) if name not in HARMLESS):
             problem = f"the repository holds something else: {', '.join(map(ascii, strangers[:5]))}"
             raise BundleConflict(problem, file=hub.url, cure=f"{elsewhere}; one that does not exist is created")
         return PushPlan(False, True, True, head=head.commit)
-    there = _manifest_at(hub, MAIN)
+    there = _check_same(hub, MAIN, manifest)
     if there.name != manifest.name:
-        raise BundleConflict(
-            "the repository is another bundle's", file=hub.url, expected=there.name, found=manifest.name,
-            cure=f"{elsewhere}: each has the versions of one bundle",
-        )  # fmt: skip
+        raise BundleConflict("the repository is another bundle's", file=hub.url, expected=there.name,
+                             found=manifest.name, cure=f"{elsewhere}: each has one bundle's versions")  # fmt: skip
     if there.version > manifest.version:
         problem = f"the repository is at version {there.version} already, and versions follow each other"
         raise BundleConflict(problem, file=hub.url, cure=f"Push a version above {there.version}")
     if there.version == manifest.version:  # an earlier push ended before its tag
-        _check_same(there, manifest, MAIN)
         _check_complete(head, files)
         return PushPlan(False, False, True, head=head.commit)
     deleted = tuple(name for name in (*there.files, SIGNATURE) if name not in files and name in head.files)
     return PushPlan(False, True, True, deleted, head.commit)
 
 
-def _manifest_at(hub: Hub, revision: str) -> Manifest:
+def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
+    """Return the manifest at a revision.  Raises BundleConflict where this version of this bundle is another there."""
     try:
-        return read_manifest(hub.read(MANIFEST, revision, MAX_MANIFEST)[0])
+        there, _ = hub.read(MANIFEST, revision, MAX_MANIFEST, read_manifest)
     except BundleDamaged as error:
         problem = f"{revision} has no {MANIFEST} that can be read: {error}"
         raise BundleConflict(problem, file=hub.url, cure="Push to another repository") from error
-
-
-def _check_same(there: Manifest, ours: Manifest, where: str) -> None:
-    if there.digest != ours.digest:
-        raise BundleConflict(
-            f"{where} is another bundle with this version", file=ours.reference, expected=ours.digest,
-            found=there.digest, cure="A published version never changes: train or publish yours as the next version",
-        )  # fmt: skip
+    if there.digest != ours.digest and (revision != MAIN or there.reference == ours.reference):
+        cure = "A published version never changes: train or publish yours as the next version"
+        raise BundleConflict(f"{revision} is another bundle with this version", file=ours.reference,
+                             expected=ours.digest, found=there.digest, cure=cure)  # fmt: skip
+    return there
 
 
 def _check_complete(there: Snapshot, files: Mapping[str, bytes]) -> None:
@@ -356,22 +319,20 @@ def _check_complete(there: Snapshot, files: Mapping[str, bytes]) -> None:
     for name, data in files.items():
         remote, record = there.files.get(name), record_of(data)
         if name == SIGNATURE and (remote is None or remote.differs(record, data)):
-            raise BundleConflict(
-                "the hub has this version without this signature, and a tag does not move", file=SIGNATURE,
-                cure="Sign before you push: publish the next version, sign and push that",
-            )  # fmt: skip
+            problem = "the hub has this version without this signature, and a tag does not move"
+            cure = "Sign before you push: publish the next version, sign and push that"
+            raise BundleConflict(problem, file=SIGNATURE, cure=cure)
         if remote is None:
             raise MissingFile("the hub does not have this file", file=name, cure="Push to another repository")
         if name != MANIFEST and remote.differs(record, data):
-            raise HubError(
-                "the hub has another file than the one that was pushed", file=name, expected=record, found=remote,
-                cure="Delete the tag there, or push to another repository",
-            )  # fmt: skip
+            cure = "Delete the tag there, or push to another repository"
+            raise HubError("the hub has another file than the one that was pushed", file=name, expected=record,
+                           found=remote, cure=cure)  # fmt: skip
 
 
 def _carry_out(hub: Hub, plan: PushPlan, manifest: Manifest, files: Mapping[str, bytes], private: bool) -> bool:
     """Create, commit, tag, look again.  Each step alone may be the last: the next push goes on from there."""
-    tag, head = tag_of(manifest), plan.head
+    tag, head = f"v{manifest.version}", plan.head
     with hub.errors():
         if plan.create:
             hub.api.create_repo(hub.repository, private=private or None)

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probes_store.bundle import Bundle, read_files, read_signature
+from probes_store.bundle import Bundle, read_signature
 from probes_store.errors import InvalidReference, OpenStore, SignatureMismatch, SignatureMissing, SigningError, one_line
 from probes_store.local import write_files
-from probes_store.manifest import MANIFEST, manifest_bytes
 
 SIGSTORE = "sigstore:"
 EXPECTED = "a PEM file with a public key or certificates, or sigstore:IDENTITY@ISSUER"
@@ -38,16 +37,11 @@ class RequiredSignature:
     issuer: str | None = None
 
     def check(self, bundle: Bundle) -> None:
-        """Raise SignatureMissing or SignatureMismatch.
-
-        What is compared is the bundle in memory, and not its folder, which may change meanwhile.
-        """
-        signature = read_signature(bundle.path)
+        """Raise SignatureMissing or SignatureMismatch; of the bundle in memory: its folder may change meanwhile."""
+        signature, at = read_signature(bundle.path), bundle.reference
         if signature is None:
-            raise SignatureMissing(
-                "a signature is required here, and this bundle has none", file=bundle.reference,
-                cure="Ask its publisher to sign it, or look at it and run 'hallutracer bundle sign' yourself",
-            )  # fmt: skip
+            cure = "Ask its publisher to sign it, or look at it and run 'hallutracer bundle sign' yourself"
+            raise SignatureMissing("a signature is required here, and this bundle has none", file=at, cure=cure)
         with _folder(bundle) as (folder, names):
             path = folder.with_suffix(".sig")
             path.write_bytes(signature)
@@ -57,15 +51,12 @@ class RequiredSignature:
                 payload = json.loads(base64.b64decode(json.loads(signature)["dsseEnvelope"]["payload"]))
                 covered = {resource["name"] for resource in payload["predicate"]["resources"]}
             except Exception as error:  # of cryptography, OpenSSL, sigstore and protobuf, as they come
-                raise SignatureMismatch(
-                    f"not signed by {self}: {one_line(error)}", file=bundle.reference,
-                    cure="Ask its publisher which key it is and whether the bundle is theirs; it is not used",
-                ) from error  # fmt: skip
+                cure = "Ask its publisher which key it is and whether the bundle is theirs; it is not used"
+                raise SignatureMismatch(f"not signed by {self}: {one_line(error)}", file=at, cure=cure) from error
         if covered != names:
-            raise SignatureMismatch(
-                "the signature leaves files out", file=bundle.reference, expected=", ".join(sorted(names)),
-                found=", ".join(sorted(covered)), cure="Sign it anew with 'hallutracer bundle sign'",
-            )  # fmt: skip
+            wanted, found = (", ".join(sorted(some)) for some in (names, covered))
+            cure = "Sign it anew with 'hallutracer bundle sign'"
+            raise SignatureMismatch("the signature leaves files out", file=at, expected=wanted, found=found, cure=cure)
 
     def __str__(self) -> str:
         return f"{self.identity} ({self.issuer})" if self.identity else str(self.key or self.certificates)
@@ -93,7 +84,7 @@ def required_signature(text: str) -> RequiredSignature:
     except OSError as error:
         problem = f"the key cannot be read: {error.strerror}"
         raise InvalidReference(problem, file=str(path), cure=f"Name {EXPECTED}") from error
-    check_not_writable(path)
+    _check_not_writable(path)
     if b"PRIVATE KEY" in data:
         cure = "Take the public one: openssl pkey -in KEY -pubout"
         raise InvalidReference("this is a private key", file=str(path), cure=cure)
@@ -120,10 +111,9 @@ class Signing:
             try:
                 self._signer().sign(folder, path)
             except Exception as error:
-                raise SigningError(
-                    f"cannot sign: {one_line(error)}", file=str(self.key or "sigstore"),
-                    cure="A key is an elliptic curve one in PEM: openssl ecparam -name prime256v1 -genkey -noout",
-                ) from error  # fmt: skip
+                cure = "A key is an elliptic curve one in PEM: openssl ecparam -name prime256v1 -genkey -noout"
+                at = str(self.key or "sigstore")
+                raise SigningError(f"cannot sign: {one_line(error)}", file=at, cure=cure) from error
             return path.read_bytes()
 
     def _signer(self) -> Any:
@@ -132,9 +122,8 @@ class Signing:
             return config.use_sigstore_signer(use_ambient_credentials=True)
         if self.certificate is not None:
             chain = list(self.chain) or [self.certificate]  # the library takes no empty one
-            return config.use_certificate_signer(
-                private_key=self.key, signing_certificate=self.certificate, certificate_chain=chain
-            )
+            keys = {"private_key": self.key, "signing_certificate": self.certificate, "certificate_chain": chain}
+            return config.use_certificate_signer(**keys)
         # The library hands the password on as it is, and cryptography takes bytes.
         password: Any = self.password.encode() if self.password else None
         return config.use_elliptic_key_signer(private_key=self.key, password=password)
@@ -146,7 +135,7 @@ def _folder(bundle: Bundle) -> Iterator[tuple[Path, set[str]]]:
 
     Standard output is ours: what model_signing prints goes to standard error meanwhile.
     """
-    files = {**read_files(bundle.path, bundle.manifest), MANIFEST: manifest_bytes(bundle.manifest)}
+    files = bundle.files()
     with tempfile.TemporaryDirectory() as outside, redirect_stdout(sys.stderr):
         folder = Path(outside, bundle.manifest.name)
         write_files(folder, files)
@@ -174,34 +163,26 @@ def check_closed(path: Path) -> None:
                 mode, owner = folder.stat().st_mode, below.lstat().st_uid
             except OSError:  # nothing there, or nothing that this user may see
                 continue
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                raise _open(folder)
-            if mode & stat.S_IWOTH and owner not in (0, os.geteuid()):
-                raise OpenStore(
-                    "another user made this, in a folder where all may write", file=str(below),
-                    cure="Name a store in a folder of your own.  Where you know better: --allow-open-store",
-                )  # fmt: skip
-    check_not_writable(path)
+            if mode & stat.S_IWOTH and mode & stat.S_ISVTX and owner not in (0, os.geteuid()):
+                cure = "Name a store in a folder of your own.  Where you know better: --allow-open-store"
+                raise OpenStore("another user made this, in a folder where all may write", file=str(below), cure=cure)
+            if not mode & stat.S_ISVTX:
+                _check_not_writable(folder)
+    _check_not_writable(path)
 
 
 def check_bundle_closed(folder: Path) -> None:
     """Raise OpenStore where a bundle's folder, that of its name, or a file in either is writable for all."""
     for path in (folder.parent, *folder.parent.glob("*.json"), folder, *folder.rglob("*")):
-        check_not_writable(path)
+        _check_not_writable(path)
 
 
-def check_not_writable(path: Path) -> None:
-    """Raise OpenStore where any user of this machine may write to a file or a folder."""
+def _check_not_writable(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except OSError:
         return  # whoever reads it will say so
     if mode & stat.S_IWOTH:
-        raise _open(path)
-
-
-def _open(path: Path) -> OpenStore:
-    return OpenStore(
-        "anyone on this machine can write here, so whoever did may have made what lies in it", file=str(path),
-        cure=f"Run: chmod o-w {path}  Where you know better: --allow-open-store",
-    )  # fmt: skip
+        problem = "anyone on this machine can write here, so whoever did may have made what lies in it"
+        cure = f"Run: chmod o-w {path}  Where you know better: --allow-open-store"
+        raise OpenStore(problem, file=str(path), cure=cure)

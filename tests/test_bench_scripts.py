@@ -17,7 +17,7 @@ from benchmarks import capacity
 from benchmarks.chaos import whole_answers
 from benchmarks.fleet import TOLERANCE, Range, Witness, kept, questions, recorded, replay, two_versions
 from benchmarks.rollout_soak import Events, grown, judge
-from service.audit.events import Judged, Who, decision
+from service.audit.events import JudgedEvent, Who, decision
 from service.audit.file import AuditFile
 from tests.deploy.prometheus_server import binary
 from tests.local_server import answer, listening
@@ -82,7 +82,7 @@ def test_an_answer_without_its_line_and_a_broken_chain_are_found(tmp_path: Path)
     log = tmp_path / "audit.jsonl"
     file = AuditFile(log)
     for id, risk in (("a", 0.5), ("b", 0.25), ("c", 0.75)):
-        judged = [Judged(0, risk, "continue", flagged=False)]
+        judged = [JudgedEvent(0, risk, "continue", flagged=False)]
         file.append([decision(Who(), request_id=id, route="/score", model="m", bundle="one:1", digest="sha256:a",
                               policy="observe", threshold=0.5, prompts=judged)])  # fmt: skip
     file.close()

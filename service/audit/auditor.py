@@ -54,10 +54,6 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
             self._stuck = not heard
             written.add_done_callback(lambda future: future.cancelled() or future.exception())  # a failure is counted
 
-    async def change(self, who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> None:
-        """Return once the line is on disk.  Raises AuditUnavailable."""
-        await self._on_disk(change(who, event, outcome, what))
-
     async def _on_disk(self, line: Line) -> None:
         if not self.put((line, True), done=(done := Future[None]())):
             raise AuditUnavailable("too much waits for the audit log, or the service is shutting down")
@@ -131,7 +127,7 @@ async def recorded(
     if auditor is None:
         yield found
         return
-    await auditor.change(who, event, "begun", what)
+    await auditor._on_disk(change(who, event, "begun", what))
     outcome: Outcome = "failed"
     try:
         yield found
@@ -141,6 +137,6 @@ async def recorded(
         raise
     finally:
         try:
-            await auditor.change(who, event, outcome, {**what, **found})
+            await auditor._on_disk(change(who, event, outcome, {**what, **found}))
         except AuditUnavailable as error:  # it cannot be undone; that it began is in the log
             log.error("%s %s, and the audit log has only that it began: %s", event, outcome, error)

@@ -32,7 +32,7 @@ SERVICE = Who(by="service")
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedEvent:
     """One prompt of a request."""
 
     index: int
@@ -43,7 +43,7 @@ class Judged:
 
 def decision(
     who: Who, *, request_id: str, route: str, model: str, bundle: str, digest: str, policy: str, threshold: float,
-    prompts: Sequence[Judged],
+    prompts: Sequence[JudgedEvent],
 ) -> Line:  # fmt: skip
     """Return the line that says what became of a request's prompts."""
     return _line("decision", who, request_id=request_id, route=route, model=model, bundle=bundle, digest=digest,

@@ -3,7 +3,7 @@
 Several processes may append to one file.  Renamed or emptied (logrotate), it is begun anew at the next line, and
 the chain goes on there.  Its last line is noted beside it in ``.NAME.head``, so that every writer, also a new process
 and one that comes first after a rotation, knows what its line goes on from; the head file is the lock, too: it is never
-renamed.  Where lines were changed, the next one goes on from what had been written: the break shows.
+renamed.  Where lines were changed, the next one goes on from what had been written: the break shows (``verify``).
 
 Notes on a line: ``after_torn`` (one before it was cut short, by a crash or a full disk), ``missed``, ``own_prev`` (the
 last line of the same process, where another one wrote since), ``no_head`` (nothing told whether lines are gone before).
@@ -19,19 +19,29 @@ import logging
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from service.audit.events import Line
-from service.errors import AuditUnavailable
+from service.errors import AuditUnavailable, HalluTracerError
 
 log = logging.getLogger("hallutracer")
 FIRST = "0" * 64  # ``prev`` of a chain's first line
 CUT = b" (cut short)\n"  # ends a line that was, so that it cannot be read as one even where only its end is missing
 _NOTED = re.compile(r"([0-9a-f]{64}) (\d{20}) (\d{20})\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """A line: its digest, and the bytes that it takes in its file, with its end."""
+
+    digest: str
+    start: int
+    end: int
 
 
 class AuditFile:
@@ -43,13 +53,15 @@ class AuditFile:
         Raises AuditUnavailable.
         """
         self._path, self._on_break = path, on_break
-        self._handle: int | None = None
-        self._own: Last | None = None  # the last line that was written here
-        try:
-            self._heads = HeadFile(path)
+        self._handle = self._lock = -1  # the log and its head file
+        self._own: _Last | None = None  # the last line that was written here
+        with self._told():
+            try:
+                os.close(_open_own(head_path(path)))
+            except FileNotFoundError:
+                if not os.access(folder := path.absolute().parent, os.W_OK | os.X_OK):
+                    raise OSError(None, f"no file can be made in {folder}") from None
             self._open()
-        except OSError as error:
-            raise AuditUnavailable(f"cannot write the audit log {path}: {error.strerror or error}") from None
 
     @property
     def head(self) -> str:
@@ -62,49 +74,72 @@ class AuditFile:
         ``sync``: on disk when this returns.  ``missed``: so many were not written before, which the first one says.
         Raises AuditUnavailable where none was written, or ``sync`` failed.
         """
-        try:
-            with self._heads.locked():
-                handle = self._open()
-                written = self._append(handle, lines, missed)
-                if sync:
-                    os.fsync(handle)
-                if written and self._own is not None:
-                    self._heads.write(self._own)
-        except OSError as error:
-            raise AuditUnavailable(f"cannot write the audit log {self._path}: {error.strerror or error}") from None
-        if not written and lines:
-            raise AuditUnavailable(f"cannot write the audit log {self._path}: {os.strerror(errno.ENOSPC)}")
+        with self._told(), self._locked():
+            self._open()
+            written = self._append(lines, missed)
+            if sync:
+                os.fsync(self._handle)
+            if written and self._own is not None:
+                os.pwrite(self._lock, f"{self._own.digest} {self._own.start:020} {self._own.end:020}\n".encode(), 0)
+            if not written and lines:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written
 
     def close(self) -> None:
         """Close the file, which is not used afterwards."""
-        if self._handle is not None:
-            os.close(self._handle)
-        self._handle = None
-        self._heads.close()
+        for handle in (self._handle, self._lock):
+            if handle >= 0:
+                os.close(handle)
+        self._handle = self._lock = -1
 
-    def _open(self) -> int:
-        """Return the file of this name, which may be another one by now."""
-        if self._handle is not None and not is_moved(self._handle, self._path):
-            return self._handle
-        if self._handle is not None:
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise AuditUnavailable(f"cannot write the audit log {self._path}: {error.strerror or error}") from None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let no other process write meanwhile."""
+        while True:
+            if self._lock < 0:
+                self._lock = _open_own(head_path(self._path), os.O_CREAT)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if not _is_moved(self._lock, head_path(self._path)):
+                break
+            os.close(self._lock)
+            self._lock = -1
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _open(self) -> None:
+        """Open the file of this name, which may be another one by now."""
+        if self._handle >= 0 and not _is_moved(self._handle, self._path):
+            return
+        if self._handle >= 0:
             os.close(self._handle)
-        self._handle = None
-        handle = open_own(self._path, os.O_APPEND | os.O_CREAT)
+        self._handle = -1
+        handle = _open_own(self._path, os.O_APPEND | os.O_CREAT)
         folder = os.open(self._path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)  # the name, too, outlives a power failure
         finally:
             os.close(folder)
         self._handle = handle
-        return handle
 
-    def _append(self, handle: int, lines: Sequence[Line], missed: int) -> int:
-        size, known = os.fstat(handle).st_size, self._heads.read()
-        found = follow(handle, known)
-        head = found.digest or self.head
+    def _append(self, lines: Sequence[Line], missed: int) -> int:
+        handle, size, noted = self._handle, os.fstat(self._handle).st_size, os.pread(self._lock, 4096, 0)
+        known = _parse_head(noted)
+        if noted and known is None:
+            log.error("audit log: %s is no head file; it is made anew", head_path(self._path))
+            os.ftruncate(self._lock, 0)
+        digest, torn, whole = _follow(handle, known)
+        head = digest or self.head
         notes: dict[str, Any] = {}  # what the next line has to say of those before it
-        if found.torn:
+        if torn:
             notes["after_torn"] = True
         if self._own is not None and self._own.digest != head:
             notes["own_prev"] = self._own.digest
@@ -114,101 +149,29 @@ class AuditFile:
         if missed:
             notes["missed"] = missed
         encoded = bytearray(CUT if size and os.pread(handle, 1, size - 1) != b"\n" else b"")
-        ends: list[Last] = []  # their places in what is written
+        ends: list[_Last] = []  # their places in what is written
         for line in lines:
             text = json.dumps({"prev": head, **line, **notes}, separators=(",", ":")).encode()
             head, notes, start = digest_of(text), {}, len(encoded)
             encoded += text + b"\n"
-            ends.append(Last(head, start, len(encoded)))
-        there = _write(handle, encoded)
-        whole = [one for one in ends if one.end <= there]
-        if whole:
+            ends.append(_Last(head, start, len(encoded)))
+        there = 0
+        while there < len(encoded):
+            try:
+                there += os.write(handle, memoryview(encoded)[there:])
+            except OSError:
+                if not there:
+                    raise
+                break  # the disk is full
+        ends = [one for one in ends if one.end <= there]
+        if ends:
             began = os.lseek(handle, 0, os.SEEK_CUR) - there  # where they are, whatever became of the file meanwhile
-            self._own = Last(whole[-1].digest, began + whole[-1].start, began + whole[-1].end)
-            if not found.whole:
+            self._own = _Last(ends[-1].digest, began + ends[-1].start, began + ends[-1].end)
+            if not whole:
                 log.error("audit log: lines of %s were changed or removed; the next one goes on from what had been "
                           "written: hallutracer audit verify shows where", self._path)  # fmt: skip
                 self._on_break()
-        return len(whole)
-
-
-def _write(handle: int, content: bytes | bytearray) -> int:
-    """Return how many bytes are there now; not all where the disk is full.  Raises OSError where none is."""
-    there = 0
-    while there < len(content):
-        try:
-            there += os.write(handle, memoryview(content)[there:])
-        except OSError:
-            if not there:
-                raise
-            break
-    return there
-
-
-@dataclass(frozen=True, slots=True)
-class Last:
-    """A line: its digest, and the bytes that it takes in its file, with its end."""
-
-    digest: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What the next line goes on from: the last whole line, or the one that was known where the log was changed."""
-
-    digest: str | None  # None: there is no line
-    torn: bool  # a line was cut short after it
-    whole: bool  # nothing was changed, as far as this log and its head file tell
-
-
-class HeadFile:
-    """The last line of the log ``path``, for all processes that write it.  Every method may raise OSError."""
-
-    def __init__(self, path: Path) -> None:
-        """Make nothing yet.  Raises OSError where it could not be made, or others may write to it."""
-        self._path, self._handle = head_path(path), -1
-        try:
-            os.close(open_own(self._path))
-        except FileNotFoundError:
-            if not os.access(folder := self._path.absolute().parent, os.W_OK | os.X_OK):
-                raise OSError(None, f"no file can be made in {folder}") from None
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Let no other process write meanwhile."""
-        while True:
-            if self._handle < 0:
-                self._handle = open_own(self._path, os.O_CREAT)
-            fcntl.flock(self._handle, fcntl.LOCK_EX)
-            if not is_moved(self._handle, self._path):
-                break
-            self.close()
-        try:
-            yield
-        finally:
-            fcntl.flock(self._handle, fcntl.LOCK_UN)
-
-    def read(self) -> Last | None:
-        """Return the noted line; None where there is none that can be read.  Only while locked."""
-        content = os.pread(self._handle, 4096, 0)
-        if content and (last := _noted(content)) is not None:
-            return last
-        if content:
-            log.error("audit log: %s is no head file; it is made anew", self._path)
-            os.ftruncate(self._handle, 0)
-        return None
-
-    def write(self, last: Last) -> None:
-        """Note the last line.  Only while locked."""
-        os.pwrite(self._handle, f"{last.digest} {last.start:020} {last.end:020}\n".encode(), 0)
-
-    def close(self) -> None:
-        """Close the file; it may be used again."""
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle = -1
+        return len(ends)
 
 
 def head_path(path: Path) -> Path:
@@ -216,45 +179,31 @@ def head_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.head")
 
 
-def noted_head(path: Path) -> str | None:
-    """Return the digest of the last line of the log ``path``; None where none is noted.  Raises OSError, ValueError."""
-    try:
-        with head_path(path).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            content = file.read(4096)
-    except FileNotFoundError:
-        return None
-    if content and (last := _noted(content)) is None:
-        raise ValueError(f"{head_path(path)} is no head file: somebody changed it")
-    return last.digest if content and last is not None else None
-
-
-def _noted(content: bytes) -> Last | None:
+def _parse_head(content: bytes) -> _Last | None:
     found = _NOTED.fullmatch(content.decode("latin-1"))
-    return found and Last(found[1], int(found[2]), int(found[3]))
+    return found and _Last(found[1], int(found[2]), int(found[3]))
 
 
-def follow(handle: int, known: Last | None) -> Followed:
-    """Return what the log ends with, by its ``known`` last line, and those of a writer that was killed.
+def _follow(handle: int, known: _Last | None) -> tuple[str | None, bool, bool]:
+    """Return what the next line goes on from, whether a line was cut short, and whether nothing was changed.
 
-    Where the known line does not stand in the log, the log is another one, renamed or emptied, and goes on from it.
-    None known: the whole log is read, whatever it begins with.
+    It goes on from the last whole line, those of a writer that was killed included; from the ``known`` one where the
+    log was changed; None: there is no line.  Where the known line does not stand in the log, the log is another one,
+    renamed or emptied, and goes on from it.  None known: the whole log is read, whatever it begins with.
     """
-    digest, torn, whole = None if known is None else known.digest, False, True
+    digest, torn, whole, start = None if known is None else known.digest, False, True, 0
+    if known is not None:
+        text = os.pread(handle, known.end - known.start, known.start)
+        start = known.end if text.endswith(b"\n") and digest_of(text) == known.digest else 0
     with open(handle, "rb", closefd=False) as file:
-        file.seek(known.end if known is not None and _stands(handle, known) else 0)
+        file.seek(start)
         for text in file:
-            line = parsed(text)
+            line = _parse(text)
             torn = line is None
             if line is not None:
                 whole = whole and digest in (None, line["prev"])
                 digest = digest_of(text)
-    return Followed(digest if whole or known is None else known.digest, torn, whole)
-
-
-def _stands(handle: int, known: Last) -> bool:
-    text = os.pread(handle, known.end - known.start, known.start)
-    return text.endswith(b"\n") and digest_of(text) == known.digest
+    return digest if whole or known is None else known.digest, torn, whole
 
 
 def digest_of(text: bytes) -> str:
@@ -262,7 +211,7 @@ def digest_of(text: bytes) -> str:
     return hashlib.sha256(text.removesuffix(b"\n")).hexdigest()
 
 
-def parsed(text: bytes) -> dict[str, Any] | None:
+def _parse(text: bytes) -> dict[str, Any] | None:
     """Return a line of the log; None where it was cut short."""
     try:
         own = json.loads(text) if text.endswith(b"\n") else None
@@ -271,7 +220,7 @@ def parsed(text: bytes) -> dict[str, Any] | None:
     return own if isinstance(own, dict) and isinstance(own.get("prev"), str) and "event" in own else None
 
 
-def open_own(path: Path, flags: int = 0) -> int:
+def _open_own(path: Path, flags: int = 0) -> int:
     """Open a file that nobody else may write to, with mode 0600 where ``flags`` make it.  Raises OSError."""
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     mode = os.fstat(handle).st_mode
@@ -281,11 +230,98 @@ def open_own(path: Path, flags: int = 0) -> int:
     return handle
 
 
-def is_moved(handle: int, path: Path) -> bool:
+def _is_moved(handle: int, path: Path) -> bool:
     """Return whether ``path`` is another file by now, or none."""
-    ours = os.fstat(handle)
     try:
-        now = os.stat(path)
+        return not os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
         return True
-    return (ours.st_dev, ours.st_ino) != (now.st_dev, now.st_ino)
+
+
+@dataclass
+class Verified:
+    """What the files hold, and what is wrong with them."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    missed: int = 0  # decisions that were not written, as the lines after them say
+    torn: int = 0  # lines that a crash or a full disk cut short
+    no_head: int = 0  # times that the head file was gone when a line was written
+    continues: bool = False  # the chain began in an earlier file
+    end_known: bool = False  # a head file, or ``seen``, says which line was the last one
+    head: str = FIRST  # the digest of the last line
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def lines(self) -> int:
+        """Lines that could be read."""
+        return self.events.total()
+
+
+def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
+    """Follow the chain through the files, oldest first; ``seen``: a digest that was the last line's once.
+
+    It finds lines that were changed, removed or put in.  The last line of a log is also noted in its head file;
+    ``seen`` finds who changed that, too.  Raises HalluTracerError for a file that cannot be read.
+    """
+    found, ends = Verified(), [(seen, "--seen")] if seen is not None else []
+    last = cut = ""  # the place of the last line that could be read, and of the line after it, which was cut short
+    digests: set[str] = set()  # of all lines, and of the one before the first
+    for path in paths:
+        try:
+            if (noted := _noted_head(path)) is not None:  # before the log, to which more may be written meanwhile
+                ends.append((noted, str(head_path(path))))
+            with path.open("rb") as file:
+                for number, text in enumerate(file, 1):
+                    place, own = f"{path}, line {number}", _parse(text)
+                    if own is None:
+                        cut, found.torn = place, found.torn + 1
+                        continue
+                    found.problems += _broken(found, own, place, last, digests)
+                    if cut and number > 1 and not own.get("after_torn"):
+                        found.problems.append(f"{cut} cannot be read")
+                    last, cut, found.head = place, "", digest_of(text)
+                    digests.add(found.head)
+                    found.events[str(own["event"])] += 1
+                    found.missed += missed if isinstance(missed := own.get("missed"), int) else 0
+                    found.no_head += own.get("no_head") is True
+        except OSError as error:
+            raise HalluTracerError(f"cannot read {path}: {error.strerror or error}") from None
+        except ValueError as error:
+            found.problems.append(str(error))
+    found.end_known = bool(ends)
+    if not digests and ends:  # the log was renamed or emptied, and nothing has been written since
+        found.continues, found.head = True, ends[-1][0]
+        digests.add(found.head)
+    if cut:
+        found.problems.append(f"{cut} cannot be read: it has no end; a crash left it so, or somebody cut it")
+    for digest, place in ends:
+        if digest not in digests and digest != FIRST:
+            found.problems.append(f"no line has the digest of {place}, {digest}: lines were removed from the end or "
+                                  "changed there, lost in a power failure, or the log was rewritten")  # fmt: skip
+    return found
+
+
+def _broken(found: Verified, own: dict[str, Any], place: str, last: str, digests: set[str]) -> Iterator[str]:
+    """Yield where a line does not go on from what was read."""
+    if not digests:
+        found.continues = own["prev"] != FIRST
+        digests.add(own["prev"])
+    elif own["prev"] != found.head:
+        yield (f"{place} does not follow {last}: that one was changed, or others between them were removed, put in, "
+               "or lost in a power failure")  # fmt: skip
+    if "own_prev" in own and own["own_prev"] not in digests and not found.continues:
+        yield (f"{place} was written by a process whose line before it is gone: lines were changed or removed, and "
+               "the rest was fitted to it")  # fmt: skip
+
+
+def _noted_head(path: Path) -> str | None:
+    """Return the digest of the last line of the log ``path``; None where none is noted.  Raises OSError, ValueError."""
+    try:
+        with head_path(path).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            content = file.read(4096)
+    except FileNotFoundError:
+        return None
+    if content and (last := _parse_head(content)) is None:
+        raise ValueError(f"{head_path(path)} is no head file: somebody changed it")
+    return last.digest if content and last is not None else None

@@ -159,7 +159,7 @@ def pull(
         address = parse_address(source)
         with ExitStack() as stack:
             done = pull_from_hub(own, address, digest=digest, take_over=take_over,
-                                 bar=lambda total: stack.enter_context(_bar(total, str(address))))  # fmt: skip
+                                 bar=lambda total: stack.enter_context(_bar(total, str(address))).update)  # fmt: skip
         bundle, added, place = done.bundle, done.added, f"{address} at commit {done.commit}"
         if done.offline:
             note(f"{done.offline}\nno connection to the hub: taken from the cache, which may lack the newest version")

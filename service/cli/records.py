@@ -137,7 +137,7 @@ def verify(
 
       hallutracer audit verify audit.jsonl.1 audit.jsonl --seen 5f0c..
     """
-    from service.audit.verify import verify as follow
+    from service.audit.file import verify as follow
 
     if not files:
         raise UsageError("FILES", "name the audit log")
@@ -177,7 +177,7 @@ def feedback(*, feedback_db: FeedbackDatabase = "", common: Common = Common()) -
     if not feedback_db:
         raise UsageError("--feedback-db", "name the database that the service was given")
     from service.feedback.databases import location
-    from service.feedback.statements import to_label
+    from service.feedback.rows import to_label
 
     database, count = location(feedback_db).open(create=False), 0
     try:

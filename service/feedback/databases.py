@@ -48,11 +48,10 @@ class Database:
     Every call raises FeedbackUnavailable where it fails: the cause and the cure, never a password.
     """
 
-    def __init__(
-        self, connection: Any, where: Location, begin: str, errors: tuple[type[Exception], type[Exception]], mark: str
-    ) -> None:
+    def __init__(self, connection: Any, where: Location, errors: tuple[type[Exception], type[Exception]]) -> None:
         """``errors``: the root of the driver's, and those after which the database may be there again."""
-        self._connection, self._where, self._begin, self._mark = connection, where, begin, mark
+        self._connection, self._where = connection, where
+        self._begin, self._mark = ("BEGIN", "%s") if where.is_postgres else ("BEGIN IMMEDIATE", "?")
         self._errors, self._passing = errors
 
     @contextmanager
@@ -120,9 +119,8 @@ class Location:
 
         Raises FeedbackUnavailable.
         """
-        database = (_open_postgres if self.is_postgres else _open_sqlite)(self, create)
+        database = _open_postgres(self) if self.is_postgres else _open_sqlite(self, create)
         try:
-            (_set_up_postgres if self.is_postgres else _set_up_sqlite)(database, self, create)
             _prepare(database, self, create)
         except BaseException:
             database.close()
@@ -132,21 +130,32 @@ class Location:
 
 def location(text: str) -> Location:
     """Read ``--feedback-db``.  Raises HalluTracerError."""
-    scheme = text.partition("://")[0]
-    if not text or ("://" in text and scheme not in ("sqlite", "postgresql", "postgres")):
-        raise HalluTracerError(
-            "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
-            + (f"; found {scheme}://" if text else "")
-        )
+    scheme, mark, _ = text.partition("://")
+    if not text or (mark and scheme not in ("sqlite", "postgresql", "postgres")):
+        found = f"; found {scheme}://" if text else ""
+        expected = "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
+        raise HalluTracerError(expected + found)
     if scheme == "sqlite" and not text.startswith("sqlite:///"):
         raise HalluTracerError("a SQLite file is sqlite:///PATH, with three slashes, or just PATH")
     return Location(text)
 
 
 def _prepare(database: Database, where: Location, create: bool) -> None:
-    """Make the tables, or find them, in a format that is known."""
-    number = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY" if where.is_postgres else (
-        "INTEGER PRIMARY KEY AUTOINCREMENT")  # fmt: skip
+    """Make the tables, or find them, in a format that is known; what is acknowledged is on disk."""
+    if where.is_postgres:
+        number, settings = "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", ["SET synchronous_commit = on"]
+        [(encoding,)] = database.run("SHOW server_encoding")
+        if encoding != "UTF8":
+            raise FeedbackUnavailable(f"{where} is encoded as {encoding}: create the database with ENCODING 'UTF8'")
+        if create:  # not to read it all, which may take its time
+            settings.append(f"SET statement_timeout = '{TIMEOUT_S}s'")
+    else:
+        number = "INTEGER PRIMARY KEY AUTOINCREMENT"
+        settings = ["PRAGMA synchronous = FULL", "PRAGMA foreign_keys = ON", "PRAGMA secure_delete = ON"]
+        if database.run("PRAGMA journal_mode = WAL") != [("wal",)]:
+            raise FeedbackUnavailable(f"{where} cannot be kept safely there (a network folder?): use a local disk")
+    for setting in settings:
+        database.run(setting)
     if create:
         with database.transaction():
             if where.is_postgres:  # CREATE TABLE IF NOT EXISTS of two replicas at once fails in one of them
@@ -172,45 +181,25 @@ def _open_sqlite(where: Location, create: bool) -> Database:
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise FeedbackUnavailable(f"cannot open the feedback file {path}: {reason}") from None
-    return Database(connection, where, "BEGIN IMMEDIATE", (sqlite3.Error, sqlite3.OperationalError), "?")
+    return Database(connection, where, (sqlite3.Error, sqlite3.OperationalError))
 
 
-def _set_up_sqlite(database: Database, where: Location, create: bool) -> None:
-    [(mode,)] = database.run("PRAGMA journal_mode = WAL")
-    if mode != "wal":
-        raise FeedbackUnavailable(f"{where.path} cannot be kept safely there (a network folder?): use a local disk")
-    for setting in ("synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
-        database.run(f"PRAGMA {setting}")
-
-
-def _open_postgres(where: Location, create: bool) -> Database:
+def _open_postgres(where: Location) -> Database:
     try:
         import psycopg
         from psycopg.conninfo import conninfo_to_dict
     except ImportError as error:
-        raise FeedbackUnavailable(
-            f"PostgreSQL needs psycopg 3: pip install 'hallutracer[postgres]' ({error})", param="--feedback-db"
-        ) from None
+        needed = f"PostgreSQL needs psycopg 3: pip install 'hallutracer[postgres]' ({error})"
+        raise FeedbackUnavailable(needed, param="--feedback-db") from None
     try:
         given = conninfo_to_dict(where.text)
     except psycopg.Error:  # its message may hold a part of the password
         raise FeedbackUnavailable("not a URL of PostgreSQL: postgresql://USER@HOST:PORT/DATABASE") from None
-    patience: dict[str, Any] = {
-        "connect_timeout": 5, "tcp_user_timeout": TIMEOUT_S * 1000, "keepalives_idle": TIMEOUT_S,
-        "application_name": "hallutracer",
-    }  # fmt: skip
+    patience: dict[str, Any] = {"connect_timeout": 5, "tcp_user_timeout": TIMEOUT_S * 1000}
+    patience |= {"keepalives_idle": TIMEOUT_S, "application_name": "hallutracer"}
     try:
         connection = psycopg.connect(**(patience | given), autocommit=True)
     except psycopg.Error as error:
         first = str(error).partition("\n")[0]
         raise FeedbackUnavailable(f"cannot connect to {where}: {first}") from None
-    return Database(connection, where, "BEGIN", (psycopg.Error, psycopg.OperationalError), "%s")
-
-
-def _set_up_postgres(database: Database, where: Location, create: bool) -> None:
-    [(encoding,)] = database.run("SHOW server_encoding")
-    if encoding != "UTF8":
-        raise FeedbackUnavailable(f"{where} is encoded as {encoding}: create the database with ENCODING 'UTF8'")
-    database.run("SET synchronous_commit = on")  # a server may be set to acknowledge before it has written
-    if create:  # not to read it all, which may take its time
-        database.run(f"SET statement_timeout = '{TIMEOUT_S}s'")
+    return Database(connection, where, (psycopg.Error, psycopg.OperationalError))

@@ -15,11 +15,11 @@ from typing import Literal
 from service.batch_writer import BatchWriter, Queued
 from service.errors import FeedbackUnavailable, Overloaded, RequestError
 from service.feedback.databases import Database, Location, Refused
-from service.feedback.rows import Answer, Given, Stored
-from service.feedback.statements import believed_time, delete_before, write_answers, write_label
+from service.feedback.rows import Answer, Given, Stored, believed_time, delete_before, write_answers, write_label
 
 log = logging.getLogger("hallutracer")
 MOST_BYTES = 64 * 2**20  # waiting; some 64,000 rows without prompts
+ROW_BYTES = 1_000  # of a waiting row without its text, roughly
 BATCH = 500  # rows in one transaction
 GATHER_S = 0.05  # that answers wait for others, where no label waits
 AGAIN_S = 1.0  # after a failure
@@ -51,7 +51,7 @@ class Writer(BatchWriter[Answer | Given]):
 
     def record(self, answers: Sequence[Answer]) -> None:
         """Keep what was answered, if there is room; never waits."""
-        if dropped := sum(not self.put(answer, answer.size) for answer in answers):
+        if dropped := sum(not self.put(one, ROW_BYTES + len(one.prompt or "")) for one in answers):
             self._count("dropped", dropped)
 
     def label(self, given: Given) -> Future[Stored | None]:
@@ -61,7 +61,7 @@ class Writer(BatchWriter[Answer | Given]):
         the database cannot be written, and as ``write_label`` does.
         """
         done: Future[Stored | None] = Future()
-        if not self.put(given, given.size, done):
+        if not self.put(given, ROW_BYTES + len(given.comment or ""), done):
             if self.closing:
                 raise FeedbackUnavailable("the service is shutting down")
             raise Overloaded("too much feedback waits to be written; try again in 1 s")
@@ -80,10 +80,11 @@ class Writer(BatchWriter[Answer | Given]):
         """Store a batch in one transaction, and delete what has become too old."""
         answers, labels = [one for one in batch if one.done is None], [one for one in batch if one.listens()]
         try:
+            self._database = self._database or self._where.open()
             if batch:
-                self._store(answers, labels)
-            if self.wake_s() == 0:
-                self._delete()
+                self._store(self._database, answers, labels)
+            if self._days is not None and self.wake_s() == 0:
+                self._delete(self._database, self._days)
         except Exception as error:  # whatever it is, the thread goes on
             return self._after_failure(error, answers, labels)
         self._failed = False
@@ -99,14 +100,13 @@ class Writer(BatchWriter[Answer | Given]):
             self._database.close()
         self._database = None
 
-    def _store(self, answers: _Batch, labels: _Batch) -> None:
-        database, found = self._connected(), list[Stored | RequestError | None]()
+    def _store(self, database: Database, answers: _Batch, labels: _Batch) -> None:
+        found: list[Stored | RequestError | None] = []
         with database.transaction():
             write_answers(database, [one.item for one in answers if isinstance(one.item, Answer)])
-            for one in labels:
-                assert isinstance(one.item, Given)
+            for given in (one.item for one in labels if isinstance(one.item, Given)):
                 try:
-                    found.append(write_label(database, one.item))
+                    found.append(write_label(database, given))
                 except RequestError as error:
                     found.append(error)
         if answers:
@@ -119,22 +119,16 @@ class Writer(BatchWriter[Answer | Given]):
             else:
                 one.done.set_result(result)
 
-    def _connected(self) -> Database:
-        if self._database is None:
-            self._database = self._where.open()
-        return self._database
-
-    def _delete(self) -> None:
-        assert self._days is not None
+    def _delete(self, database: Database, days: float) -> None:
         clock, now = time.time(), time.monotonic()
-        believed = believed_time(self._connected(), clock, CATCH_UP * (now - self._deleted))
+        believed = believed_time(database, clock, CATCH_UP * (now - self._deleted))
         self._deleted = now
         if (doubted := clock - believed > DAY_S) and not self._clock_doubted:
             log.warning("feedback: the clock is %.1f days ahead of the time that was seen to pass; answers age by at "
                         "most a day an hour until it agrees (after a long stop; otherwise the clock is wrong)",
                         (clock - believed) / DAY_S)  # fmt: skip
         self._clock_doubted = doubted
-        if not delete_before(self._connected(), believed - self._days * DAY_S):
+        if not delete_before(database, believed - days * DAY_S):
             self._next_delete = time.monotonic() + DELETE_EVERY_S
 
     def _after_failure(self, error: Exception, answers: _Batch, labels: _Batch) -> _Batch:

@@ -15,8 +15,7 @@ from probes_store.manifest import PROBES
 from service.access.callers import Caller
 from service.data.rows import mark_of
 from service.feedback.databases import Location
-from service.feedback.rows import Answer, Given, Label, Stored, Tally
-from service.feedback.statements import tally_of
+from service.feedback.rows import Answer, Given, Label, Stored, Tally, tally_of
 from service.feedback.writer import Writer
 from service.judging.guarantee import outside_as_calibrated
 from service.policies.guard import Decision

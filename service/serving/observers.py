@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from service.audit.events import Judged, decision
+from service.audit.events import JudgedEvent, decision
 from service.policies.guard import Decision
 from service.serving.judgement import AnswerEnd, Judgement
 from service.serving.monitor import digest_of
@@ -51,7 +51,9 @@ async def _audit(service: Service, judgement: Judgement) -> None:
                 policy=judgement.policy.name,
                 threshold=judgement.threshold,
                 prompts=[
-                    Judged(one.index, round(one.report.risk, 6), one.report.decision.value, one.report.verdict.flagged)
+                    JudgedEvent(
+                        one.index, round(one.report.risk, 6), one.report.decision.value, one.report.verdict.flagged
+                    )
                     for one in judgement.prompts
                 ],
             )

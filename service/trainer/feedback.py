@@ -22,8 +22,7 @@ from probes_store.records import Recalibration
 from probes_store.store import Store
 from service.errors import TrainingError
 from service.feedback.databases import location
-from service.feedback.rows import CONTINUE
-from service.feedback.statements import LabelledAnswer, read_answers
+from service.feedback.rows import CONTINUE, LabelledAnswer, read_answers
 from service.fitting.nested_cv import rounded
 from service.fitting.prior_shift import (
     PriorShiftTest,

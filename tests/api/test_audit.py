@@ -14,7 +14,7 @@ import pytest
 from service.access.callers import ApiKey
 from service.audit.auditor import Auditor
 from service.audit.events import Who
-from service.audit.verify import verify
+from service.audit.file import verify
 from service.policies.guard import GATE
 from service.serving import observers
 from service.serving.judgement import Judgement

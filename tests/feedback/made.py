@@ -7,8 +7,7 @@ import uuid
 from typing import Any
 
 from service.feedback.databases import Database, Location
-from service.feedback.rows import Answer, Given, Stored
-from service.feedback.statements import write_answers, write_label
+from service.feedback.rows import Answer, Given, Stored, write_answers, write_label
 
 PROBES = "p" * 64
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import psycopg
 
 from tests.deploy.prometheus_server import binary
+from tests.probes_store.s3_server import free_port
 
 NOBODY = 65534  # PostgreSQL refuses to run as root
 USER = "tester"
@@ -25,8 +25,8 @@ USER = "tester"
 class Postgres:
     """One cluster in a folder of its own."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder, self.port = folder, port
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
         self.process: subprocess.Popen[bytes] | None = None
         folder.chmod(0o755)
         self._as: dict[str, Any] = {"cwd": folder}
@@ -42,41 +42,40 @@ class Postgres:
         """Until it takes connections."""
         settings = (f"port={self.port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "jit=off",
                     "shared_buffers=32MB", "max_connections=20")  # fmt: skip
-        command = [binary("postgres"), "-D", str(self.folder / "data")]
-        for setting in settings:
-            command += ["-c", setting]
+        command = [binary("postgres"), "-D", str(self.folder / "data"), *(f"--{setting}" for setting in settings)]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, **self._as)
         end = time.monotonic() + 60
         while True:
             try:
                 psycopg.connect(self.url("postgres")).close()
+                return
             except psycopg.OperationalError:
                 assert self.process.poll() is None, (self.folder / "log").read_text()
                 assert time.monotonic() < end, (self.folder / "log").read_text()
                 time.sleep(0.05)
-            else:
-                return
 
-    def stop(self, sign: int = signal.SIGQUIT) -> None:
-        """SIGQUIT is a crash: nothing is written any more."""
+    def stop(self) -> None:
+        """As by a crash: nothing is written any more."""
         if self.process is not None:
-            self.process.send_signal(sign)
+            self.process.send_signal(signal.SIGQUIT)
             self.process.wait(60)
 
     def url(self, database: str) -> str:
         return f"postgresql://{USER}@127.0.0.1:{self.port}/{database}"
 
+    def _run(self, sql: str) -> None:
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(sql.encode())
+
     def schema(self, name: str) -> str:
         """The URL of a new schema: as good as a database, and there at once."""
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(f'CREATE SCHEMA "{name}"')
+        self._run(f'CREATE SCHEMA "{name}"')
         return f"{self.url('postgres')}?options=-csearch_path%3D{name}"
 
     def new(self, name: str, options: str = "") -> str:
         """The URL of a new database."""
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}" {options}')
+        self._run(f'CREATE DATABASE "{name}" {options}')
         return self.url(name)
 
 
@@ -86,11 +85,9 @@ def postgres() -> Iterator[Postgres]:
     binary("initdb"), binary("postgres")
     memory = Path("/dev/shm")  # after a crash the server waits for each of its thousand files to be on disk
     folder = Path(tempfile.mkdtemp(prefix="pg", dir=memory if os.access(memory, os.W_OK) else None))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     server = None
     try:
-        server = Postgres(folder, port)
+        server = Postgres(folder)
         server.start()
         yield server
     finally:

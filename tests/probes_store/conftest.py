@@ -1,3 +1,5 @@
+"""Stores of every kind: in a folder, in memory, on a real S3 server, on a stand-in for the hub."""
+
 from __future__ import annotations
 
 import uuid
@@ -7,12 +9,22 @@ from pathlib import Path
 import pytest
 
 from probes_store.store import Store, Trust
+from tests.probes_store.keys import KeyPair, key_pair
 from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server, use
+
+Opens = Callable[..., Store]
+NO_TRUST_ASKED = Trust()
+S3_LONG = pytest.param("s3", marks=pytest.mark.long)  # where ``make test`` does not hurry
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyPair:
+    return key_pair(tmp_path, "ours")
 
 
 @pytest.fixture(scope="session")
@@ -31,25 +43,25 @@ def s3_url(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
-BOTH = ("memory", "s3")
-ON_S3_LONG = ("memory", pytest.param("s3", marks=pytest.mark.long))
-
-
-@pytest.fixture(params=ON_S3_LONG)
+@pytest.fixture(params=["memory", S3_LONG])
 def url(request: pytest.FixtureRequest) -> str:
-    """An empty store by URL, of each kind; of the real server where ``make test`` does not hurry."""
+    """An empty store by URL, of each kind."""
     return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("s3_url")
 
 
-Opens = Callable[..., Store]
-NO_TRUST_ASKED = Trust()
+@pytest.fixture(params=["folder", "memory", S3_LONG])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty store of any kind, as ``--store`` takes it."""
+    if request.param == "s3":
+        return request.getfixturevalue("s3_url")
+    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store")
 
 
 @pytest.fixture
 def opens(tmp_path: Path) -> Opens:
-    """Opens a URL with the copies of the machine that is named."""
+    """Opens a store, one at a URL with the copies of the machine that is named."""
 
-    def run(url: str, machine: str = "one", trust: Trust = NO_TRUST_ASKED) -> Store:
-        return Store(url, cache=tmp_path / "machines" / machine, trust=trust)
+    def run(where: str, machine: str = "one", trust: Trust = NO_TRUST_ASKED) -> Store:
+        return Store(where, cache=tmp_path / "machines" / machine, trust=trust)
 
     return run

@@ -57,19 +57,12 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         "readout": manifests.ReadoutRecord(changes.pop("site", "attention_head"), "last"),
     }
     fields: dict[str, Any] = {
-        "name": "tiny",
-        "model": model,
-        "prompt_format": "chat",
-        "dtype": "float32",
-        "logit_scale": "unit_norm",
-        "signals": signals,
-        "classifier": Classifier((1.5, 0.25, -0.5, 0.125)[: len(signals)], -0.125),
-        "threshold": 0.5,
-        "training": TRAINING,
-    }
+        "name": "tiny", "model": model, "prompt_format": "chat", "dtype": "float32", "logit_scale": "unit_norm",
+        "signals": signals, "classifier": Classifier((1.5, 0.25, -0.5, 0.125)[: len(signals)], -0.125),
+        "threshold": 0.5, "training": TRAINING, "context": None, "guarantee": None, "guarantee_shapes": None,
+        "recalibration": None,
+    }  # fmt: skip
     fields = {name: changes.pop(name, value) for name, value in fields.items()}
-    for name in ("context", "guarantee", "guarantee_shapes", "recalibration"):
-        fields[name] = changes.pop(name, None)
     near = "uncertainty" in changes
     fields["uncertainty"] = changes.pop("uncertainty", dataclasses.replace(UNCERTAINTY, interval=None))
     manifest = Manifest(**records, **fields)

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +22,20 @@ import yaml
 
 TOKEN = "hf_of_the_tests"
 LARGE = (".safetensors", ".png", ".bin", ".pkl")
+NAMED = r"/([^/]+/[^/]+?)"
+ROUTES: list[tuple[str, str, str]] = [
+    ("POST", "/api/repos/create", "create"),
+    ("POST", "/api/validate-yaml", "validate"),
+    ("GET", rf"/api/models{NAMED}/refs", "refs"),
+    ("GET", rf"/api/models{NAMED}(?:/revision/(.+))?", "info"),
+    ("POST", rf"/api/models{NAMED}/preupload/(.+)", "preupload"),
+    ("POST", rf"/api/models{NAMED}/commit/(.+)", "commit"),
+    ("POST", rf"/api/models{NAMED}/tag/(.+)", "tag"),
+    ("POST", rf"{NAMED}\.git/info/lfs/objects/batch", "batch"),
+    ("PUT", r"/storage/(\w+)", "upload"),
+    ("GET HEAD", r"/storage/(\w+)", "download"),
+    ("GET HEAD", rf"{NAMED}/resolve/([^/]+)/(.+)", "resolve"),
+]
 
 
 def git_blob(data: bytes) -> str:
@@ -75,6 +89,10 @@ class Hub:
         return sum(bool(re.search(pattern, request)) for request in self.requests)
 
 
+class Refused(Exception):
+    """The request has been answered with an error."""
+
+
 class Request(BaseHTTPRequestHandler):
     """One request."""
 
@@ -83,16 +101,15 @@ class Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.route = unquote(urlsplit(self.path).path)
-        self.query = parse_qs(urlsplit(self.path).query)
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.hub.requests.append(f"{self.command} {self.route}")
         self.trusted = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if any(fault(self) for fault in list(self.hub.faults)):
             return
         for methods, pattern, handler in ROUTES:
-            found = re.fullmatch(pattern, self.route)
-            if found and self.command in methods:
-                handler(self, *found.groups())
+            if self.command in methods and (found := re.fullmatch(pattern, self.route)):
+                with suppress(Refused):
+                    getattr(self, handler)(*found.groups())
                 return
         self.refuse(404, "no such route")
 
@@ -116,201 +133,146 @@ class Request(BaseHTTPRequestHandler):
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self.answer(status, json.dumps({"error": message}).encode(), "application/json", **headers)
 
-    def open(self, name: str, revision: str = "main", *, write: bool = False) -> tuple[Repository, str] | None:
+    def open(self, name: str, revision: str = "main", *, write: bool = False) -> tuple[Repository, str]:
+        """The repository and the commit.  Raises Refused, having answered."""
         repository = self.hub.repositories.get(name)
+        commit = repository and repository.find(revision)
         if repository is None or (repository.private and not self.trusted):
             self.refuse(404 if self.trusted else 401, "Repository not found", "RepoNotFound")
-            return None
-        if write and not self.trusted:
+        elif write and not self.trusted:
             self.refuse(401, "Invalid credentials")
-            return None
-        commit = repository.find(revision)
-        if commit is None:
+        elif commit is None:
             self.refuse(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-            return None
-        return repository, commit
+        else:
+            return repository, commit
+        raise Refused
 
+    def create(self) -> None:
+        wanted = json.loads(self.body)
+        name = f"{wanted['organization']}/{wanted['name']}"
+        if not self.trusted:
+            self.refuse(401, "Invalid username or password.")
+        elif name in self.hub.repositories:
+            self.refuse(409, "You already created this model repo")
+        else:
+            self.hub.repository(name).private = wanted.get("visibility") == "private"
+            self.json({"url": f"{self.hub.url}/{name}"})
 
-def create(request: Request) -> None:
-    wanted = json.loads(request.body)
-    name = f"{wanted['organization']}/{wanted['name']}"
-    if not request.trusted:
-        request.refuse(401, "Invalid username or password.")
-    elif name in request.hub.repositories:
-        request.refuse(409, "You already created this model repo")
-    else:
-        request.hub.repository(name).private = wanted.get("visibility") == "private"
-        request.json({"url": f"{request.hub.url}/{name}"})
+    def info(self, name: str, revision: str | None) -> None:
+        repository, commit = self.open(name, revision or "main")
+        siblings: list[dict[str, Any]] = []
+        for path, data in repository.commits[commit].items():
+            siblings.append({"rfilename": path})
+            if "blobs" in parse_qs(urlsplit(self.path).query):
+                siblings[-1] |= {"size": len(data), "blobId": git_blob(data)}
+                if path.endswith(LARGE):
+                    siblings[-1]["lfs"] = {"size": len(data), "sha256": sha256(data).hexdigest(), "pointerSize": 130}
+        self.json({"id": name, "modelId": name, "sha": commit, "private": repository.private, "siblings": siblings})
 
+    def refs(self, name: str) -> None:
+        repository, head = self.open(name)
+        tags = [{"name": t, "ref": f"refs/tags/{t}", "targetCommit": oid} for t, oid in repository.tags.items()]
+        branch = {"name": "main", "ref": "refs/heads/main", "targetCommit": head}
+        self.json({"branches": [branch], "converts": [], "tags": tags})
 
-def info(request: Request, name: str, revision: str | None) -> None:
-    found = request.open(name, revision or "main")
-    if found is None:
-        return
-    repository, commit = found
-    siblings: list[dict[str, Any]] = []
-    for path, data in repository.commits[commit].items():
-        siblings.append({"rfilename": path})
-        if "blobs" in request.query:
-            siblings[-1] |= {"size": len(data), "blobId": git_blob(data)}
-            if path.endswith(LARGE):
-                siblings[-1]["lfs"] = {"size": len(data), "sha256": sha256(data).hexdigest(), "pointerSize": 130}
-    request.json({"id": name, "modelId": name, "sha": commit, "private": repository.private, "siblings": siblings})
+    def validate(self) -> None:
+        """The front matter is YAML, and ``base_model`` is no path."""
+        content = json.loads(self.body)["content"]
+        said = ""
+        try:
+            metadata = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else {}
+            model = metadata.get("base_model", "a/b")
+            if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+                said = f'"base_model" with value "{model}" is not valid'
+        except yaml.YAMLError as error:
+            said = str(error)
+        self.json({"errors": [{"message": said}] if said else [], "warnings": []}, 400 if said else 200)
 
+    def preupload(self, name: str, revision: str) -> None:
+        repository, head = self.open(name, revision, write=True)
+        there, files = repository.commits[head], []
+        for path in (wanted["path"] for wanted in json.loads(self.body)["files"]):
+            large, data = path.endswith(LARGE), there.get(path)
+            oid = None if data is None else sha256(data).hexdigest() if large else git_blob(data)
+            mode = "lfs" if large else "regular"
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self.json({"files": files})
 
-def refs(request: Request, name: str) -> None:
-    found = request.open(name)
-    if found is None:
-        return
-    repository, head = found
-    tags = [{"name": t, "ref": f"refs/tags/{t}", "targetCommit": oid} for t, oid in repository.tags.items()]
-    branch = {"name": "main", "ref": "refs/heads/main", "targetCommit": head}
-    request.json({"branches": [branch], "converts": [], "tags": tags})
+    def batch(self, name: str) -> None:
+        self.open(name, write=True)
+        objects = []
+        for wanted in json.loads(self.body)["objects"]:
+            objects.append({"oid": wanted["oid"], "size": wanted["size"]})
+            if wanted["oid"] not in self.hub.storage:
+                objects[-1]["actions"] = {"upload": {"href": self.stored(wanted["oid"])}}
+        self.json({"transfer": "basic", "objects": objects})
 
+    def stored(self, oid: str) -> str:
+        return f"{self.hub.url.replace('127.0.0.1', 'localhost')}/storage/{oid}"
 
-def validate(request: Request) -> None:
-    """The front matter is YAML, and ``base_model`` is no path."""
-    content = json.loads(request.body)["content"]
-    parts = content.split("---\n")
-    try:
-        metadata = yaml.safe_load(parts[1]) if content.startswith("---\n") else {}
-    except yaml.YAMLError as error:
-        request.json({"errors": [{"message": str(error)}], "warnings": []}, 400)
-        return
-    model = metadata.get("base_model", "a/b")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        request.json({"errors": [{"message": f'"base_model" with value "{model}" is not valid'}], "warnings": []}, 400)
-        return
-    request.json({"errors": [], "warnings": []})
-
-
-def preupload(request: Request, name: str, revision: str) -> None:
-    found = request.open(name, revision, write=True)
-    if found is None:
-        return
-    there = found[0].commits[found[1]]
-    files = []
-    for wanted in json.loads(request.body)["files"]:
-        path, large = wanted["path"], wanted["path"].endswith(LARGE)
-        oid = None
-        if path in there:
-            oid = sha256(there[path]).hexdigest() if large else git_blob(there[path])
-        files.append({"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid})
-    request.json({"files": files})
-
-
-def batch(request: Request, name: str) -> None:
-    if request.open(name, write=True) is None:
-        return
-    storage = request.hub.url.replace("127.0.0.1", "localhost")
-    objects = []
-    for wanted in json.loads(request.body)["objects"]:
-        objects.append({"oid": wanted["oid"], "size": wanted["size"]})
-        if wanted["oid"] not in request.hub.storage:
-            objects[-1]["actions"] = {"upload": {"href": f"{storage}/storage/{wanted['oid']}"}}
-    request.json({"transfer": "basic", "objects": objects})
-
-
-def upload(request: Request, oid: str) -> None:
-    if "Transfer-Encoding" in request.headers:
-        request.body = b"".join(chunks(request))
-    if sha256(request.body).hexdigest() != oid:
-        request.refuse(400, "other bytes than announced")
-        return
-    request.hub.storage[oid] = request.body
-    request.answer(200, b"")
-
-
-def chunks(request: Request) -> Iterator[bytes]:
-    while size := int(request.rfile.readline(), 16):
-        yield request.rfile.read(size)
-        request.rfile.readline()
-    request.rfile.readline()
-
-
-def commit(request: Request, name: str, revision: str) -> None:
-    found = request.open(name, revision, write=True)
-    if found is None:
-        return
-    repository, head = found
-    files = dict(repository.commits[head])
-    for line in request.body.splitlines():
-        operation = json.loads(line)
-        value = operation["value"]
-        if operation["key"] == "header" and value.get("parentCommit", head) != head:
-            request.refuse(412, "A commit has happened since. Please refresh and try again.")
+    def upload(self, oid: str) -> None:
+        if "Transfer-Encoding" in self.headers:
+            while size := int(self.rfile.readline(), 16):
+                self.body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        if sha256(self.body).hexdigest() != oid:
+            self.refuse(400, "other bytes than announced")
             return
-        if operation["key"] == "file":
-            files[value["path"]] = base64.b64decode(value["content"])
-        elif operation["key"] == "lfsFile":
-            files[value["path"]] = request.hub.storage[value["oid"]]
-        elif operation["key"] == "deletedFile":
-            del files[value["path"]]
-    oid = repository.commit(files)
-    request.json({"commitOid": oid, "commitUrl": f"{request.hub.url}/{name}/commit/{oid}", "hookOutput": ""})
+        self.hub.storage[oid] = self.body
+        self.answer(200, b"")
 
+    def commit(self, name: str, revision: str) -> None:
+        repository, head = self.open(name, revision, write=True)
+        files = dict(repository.commits[head])
+        for operation in map(json.loads, self.body.splitlines()):
+            value = operation["value"]
+            if operation["key"] == "header" and value.get("parentCommit", head) != head:
+                self.refuse(412, "A commit has happened since. Please refresh and try again.")
+                return
+            if operation["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "lfsFile":
+                files[value["path"]] = self.hub.storage[value["oid"]]
+            elif operation["key"] == "deletedFile":
+                del files[value["path"]]
+        oid = repository.commit(files)
+        self.json({"commitOid": oid, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "hookOutput": ""})
 
-def tag(request: Request, name: str, revision: str) -> None:
-    found = request.open(name, revision, write=True)
-    if found is None:
-        return
-    wanted = json.loads(request.body)["tag"]
-    if wanted in found[0].tags:
-        request.refuse(409, "Tag already exists")
-        return
-    found[0].tags[wanted] = found[1]
-    request.json({})
+    def tag(self, name: str, revision: str) -> None:
+        repository, commit = self.open(name, revision, write=True)
+        wanted = json.loads(self.body)["tag"]
+        if wanted in repository.tags:
+            self.refuse(409, "Tag already exists")
+            return
+        repository.tags[wanted] = commit
+        self.json({})
 
+    def resolve(self, name: str, revision: str, path: str) -> None:
+        repository, commit = self.open(name, revision)
+        data = repository.commits[commit].get(path)
+        if data is None:
+            self.refuse(404, "Entry not found", "EntryNotFound")
+        elif path.endswith(LARGE):
+            digest = sha256(data).hexdigest()
+            self.hub.storage[digest] = data
+            self.answer(302, b"", Location=self.stored(digest), X_Repo_Commit=commit,
+                        X_Linked_Etag=f'"{digest}"', X_Linked_Size=str(len(data)))  # fmt: skip
+        else:
+            self.serve(data, ETag=f'"{git_blob(data)}"', X_Repo_Commit=commit)
 
-def resolve(request: Request, name: str, revision: str, path: str) -> None:
-    found = request.open(name, revision)
-    if found is None:
-        return
-    repository, oid = found
-    data = repository.commits[oid].get(path)
-    if data is None:
-        request.refuse(404, "Entry not found", "EntryNotFound")
-        return
-    if path.endswith(LARGE):
-        digest = sha256(data).hexdigest()
-        request.hub.storage[digest] = data
-        storage = request.hub.url.replace("127.0.0.1", "localhost")
-        request.answer(302, b"", Location=f"{storage}/storage/{digest}", X_Repo_Commit=oid,
-                       X_Linked_Etag=f'"{digest}"', X_Linked_Size=str(len(data)))  # fmt: skip
-        return
-    serve(request, data, ETag=f'"{git_blob(data)}"', X_Repo_Commit=oid)
+    def download(self, oid: str) -> None:
+        if self.headers.get("Authorization"):
+            self.hub.leaked.append(self.path)
+        self.serve(self.hub.storage[oid], ETag=f'"{oid}"')
 
-
-def download(request: Request, oid: str) -> None:
-    if request.headers.get("Authorization"):
-        request.hub.leaked.append(request.path)
-    serve(request, request.hub.storage[oid], ETag=f'"{oid}"')
-
-
-def serve(request: Request, data: bytes, **headers: str) -> None:
-    """The bytes, or those of a range from somewhere to the end."""
-    found = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
-    if found is None:
-        request.answer(200, data, **headers)
-        return
-    start = int(found[1])
-    request.answer(206, data[start:], Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}", **headers)
-
-
-NAMED = r"([^/]+/[^/]+?)"
-ROUTES: list[tuple[str, str, Callable[..., None]]] = [
-    ("POST", "/api/repos/create", create),
-    ("POST", "/api/validate-yaml", validate),
-    ("GET", rf"/api/models/{NAMED}/refs", refs),
-    ("GET", rf"/api/models/{NAMED}(?:/revision/(.+))?", info),
-    ("POST", rf"/api/models/{NAMED}/preupload/(.+)", preupload),
-    ("POST", rf"/api/models/{NAMED}/commit/(.+)", commit),
-    ("POST", rf"/api/models/{NAMED}/tag/(.+)", tag),
-    ("POST", rf"/{NAMED}\.git/info/lfs/objects/batch", batch),
-    ("PUT", r"/storage/(\w+)", upload),
-    ("GET HEAD", r"/storage/(\w+)", download),
-    ("GET HEAD", rf"/{NAMED}/resolve/([^/]+)/(.+)", resolve),
-]
+    def serve(self, data: bytes, **headers: str) -> None:
+        """The bytes, or those of a range from somewhere to the end."""
+        found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        start = int(found[1]) if found else 0
+        if found:
+            headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self.answer(206 if found else 200, data[start:], **headers)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from safetensors.numpy import load, save
 
 from probes_store.syntax import canonical_json, readable_json
 
+Edit = Callable[[dict[str, Any]], object]
+
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
@@ -21,19 +23,17 @@ def sha256(data: bytes) -> str:
 
 def reseal(document: dict[str, Any]) -> bytes:
     """The bytes of an edited manifest, digest and seal right again where they are there."""
-    content = {k: v for k, v in document.items() if k not in ("version", "created", "digest", "seal")}
-    if "digest" in document:
-        document["digest"] = "sha256:" + sha256(canonical_json(content))
-    if "seal" in document:
-        document["seal"] = "sha256:" + sha256(canonical_json({k: v for k, v in document.items() if k != "seal"}))
+    for field, left_out in (("digest", ("version", "created", "digest", "seal")), ("seal", ("seal",))):
+        if field in document:
+            content = {key: value for key, value in document.items() if key not in left_out}
+            document[field] = "sha256:" + sha256(canonical_json(content))
     return readable_json(document)
 
 
-def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "bundle.json"
-    document = json.loads(path.read_bytes())
+def edit_manifest(folder: Path, edit: Edit) -> None:
+    document = json.loads((folder / "bundle.json").read_bytes())
     edit(document)
-    path.write_bytes(reseal(document))
+    (folder / "bundle.json").write_bytes(reseal(document))
 
 
 def replace_file(folder: Path, name: str, data: bytes) -> None:
@@ -41,7 +41,7 @@ def replace_file(folder: Path, name: str, data: bytes) -> None:
     edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": len(data), "sha256": sha256(data)}}))
 
 
-def edit_tensors(folder: Path, name: str, edit: Callable[[dict[str, Any]], object]) -> None:
+def edit_tensors(folder: Path, name: str, edit: Edit) -> None:
     tensors = {key: np.array(value) for key, value in load((folder / name).read_bytes()).items()}
     edit(tensors)
     replace_file(folder, name, save(tensors))
@@ -50,8 +50,7 @@ def edit_tensors(folder: Path, name: str, edit: Callable[[dict[str, Any]], objec
 def without_in_evaluation(source: Path, folder: Path, *keys: str) -> Path:
     """Copy a bundle's folder without what stands at this path of its evaluation.json; the copy."""
     shutil.copytree(source, folder)
-    document = json.loads((folder / "evaluation.json").read_bytes())
-    inner = document
+    inner = document = json.loads((folder / "evaluation.json").read_bytes())
     for key in keys[:-1]:
         inner = inner[key]
     del inner[keys[-1]]

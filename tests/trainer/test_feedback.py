@@ -20,7 +20,7 @@ from probes_store.trust import Signing, required_signature
 from service.data.rows import mark_of
 from service.errors import DataError, FeedbackUnavailable, TrainingError
 from service.feedback.databases import Location, location
-from service.feedback.statements import write_answers, write_label
+from service.feedback.rows import write_answers, write_label
 from service.scoring import Scorer
 from service.trainer.feedback import recalibrate_by_feedback
 from service.trainer.guarantee import plan

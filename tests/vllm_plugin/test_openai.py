@@ -15,7 +15,7 @@ vllm_or_skip()
 
 import openai  # noqa: E402
 
-from service.audit.verify import verify  # noqa: E402
+from service.audit.file import verify  # noqa: E402
 from service.scoring import Scorer  # noqa: E402
 from tests.vllm_plugin.server import MODEL  # noqa: E402
 from tests.vllm_plugin.test_audit import check_lines, own_fields  # noqa: E402
