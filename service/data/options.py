@@ -6,12 +6,12 @@ A dataclass of them is a section of the command line; what is a field of Python 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from service.errors import TrainingError
-from service.settings import AT_LEAST_1, Range, option, section
+from service.settings import AT_LEAST_1, SECRET, Range, option, section
 
 ABSTAIN = (
     r"(?i)\b(i am|i'm|im)\s+(not\s+(entirely\s+|quite\s+|really\s+)?(sure|certain)|unsure|uncertain|unable to)\b"
@@ -48,6 +48,27 @@ RunDir = Annotated[
 ]
 DRY_RUN = option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
 Seed = Annotated[int, option("Another seed draws others; of guarantee, the order of the rows.", limits=Range(0))]
+
+
+def check_fields(options: Any) -> None:
+    """Raise TrainingError naming the first field of a dataclass of options that is not of its type or its limits."""
+    from pydantic import TypeAdapter, ValidationError
+
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        value, kind, (*_, first) = getattr(options, name), get_args(hint)[0], get_args(hint)[:2]
+        value = value.tolist() if hasattr(value, "tolist") else value
+        value = tuple(value) if isinstance(value, list) else value
+        seeds = name == "seeds" and isinstance(value, tuple)  # from Python the seeds themselves, else how many
+        try:
+            TypeAdapter(tuple[int, ...] if seeds else kind).validate_python(value, strict=True)
+            for limits in () if seeds else first.validator:
+                limits(hint, value)
+        except (ValidationError, ValueError) as error:
+            wrong = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            shown = "" if first.metavar == SECRET else f", not {value!r}"
+            raise TrainingError(f"{name}: {wrong.rstrip('.').lower()}{shown}", param=name) from None
+
+
 _PROMPTS = Group("Prompts and generated labels", sort_key=30)
 _JUDGE = Group("Judge of generated labels", sort_key=32)
 _Judge = Annotated[
@@ -105,7 +126,8 @@ class JudgeOptions:
     ] = None  # fmt: skip
 
     def check(self) -> None:
-        """Raise TrainingError for a pattern that is none, and for an openai judge without an endpoint."""
+        """Raise TrainingError naming the first field at fault: its type, its limits, a pattern, a lacking endpoint."""
+        check_fields(self)
         for name in ("abstain_pattern", "answer_pattern"):
             pattern = getattr(self, name) or ""
             try:

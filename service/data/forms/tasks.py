@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.data.forms.registry import TURNS, WORDINGS, Form, Message, Question, Surroundings, Unfit, chosen
+from service.data.forms import TURNS, WORDINGS, Form, Message, Question, Surroundings, Unfit, chosen
 
 _SLOTS = {
     "topic": "topics", "place": "places", "person": "people", "matter": "matters", "role": "roles",
