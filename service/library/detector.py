@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 from service.engines.places import place_of
 from service.errors import RequestError
-from service.library.default_model import SHIPPED, default_bundles, default_model, model_folder
-from service.library.engine import load_engine
+from service.library.engine import SHIPPED, Engine, default_bundles, load_engine, open_store
 from service.library.results import Risks, risk_of
-from service.library.stores import open_store
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
-    from service.engines.base import EngineOptions
     from service.prompts import Message
     from service.scoring import Scorer
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Literal["auto", "cpu", "cuda"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """How a model is loaded; the fields are the options of the command line (``hallutracer score --help``)."""
-
-    revision: str | None = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-    threads: int | None = None
-    engine: Literal["transformers", "vllm"] = "transformers"
-    max_batch_tokens: int | None = None
-    extra: Mapping[str, str] = field(default_factory=dict)  # other arguments of the engine, by name
-
-    def options(self, model: str | None, bundles: Sequence[str] = ()) -> EngineOptions:
-        """For a model, or the default one of these bundles."""
-        from service.engines.base import EngineOptions
-
-        return EngineOptions(
-            model=model_folder(model if model is not None else default_model(bundles)),
-            revision=self.revision,
-            dtype=self.dtype,
-            device=self.device,
-            max_batch_tokens=self.max_batch_tokens,
-            engine=self.engine,
-            extra=dict(self.extra),
-        )
 
 
 class Detector:
@@ -73,17 +39,17 @@ class Detector:
 
     @property
     def bundle(self) -> Bundle:
-        """The bundle: its manifest, probes, ``card()`` and ``evaluation()``."""
+        """Return the bundle: its manifest, probes, ``card()`` and ``evaluation()``."""
         return self._scorer.bundle
 
     @property
     def model(self) -> str:
-        """Name of the loaded model."""
+        """Return the name of the loaded model."""
         return self._scorer.engine.identity.model
 
     @property
     def threshold(self) -> float:
-        """The bundle's: a risk of so much is flagged."""
+        """Return the bundle's: a risk of so much is flagged."""
         return self.bundle.manifest.threshold
 
     def score(
@@ -93,7 +59,7 @@ class Detector:
         threshold: float | None = None,
         generate: int = 0,
     ) -> Risks:
-        """The risk of each prompt, before its first answer token.
+        """Return the risk of each prompt, before its first answer token.
 
         Args:
             prompts: One prompt or several.  Each is a text, or a conversation: a list of messages with ``role`` and
@@ -190,7 +156,7 @@ def load(
 def as_prompts(
     prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
 ) -> list[str | list[Message]]:
-    """One prompt or several as a list; a list of messages is one.  Raises RequestError."""
+    """Return one prompt or several as a list; a list of messages is one.  Raises RequestError."""
     if isinstance(prompts, str):
         return [prompts]
     given = list(prompts)

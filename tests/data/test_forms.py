@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.data.forms.registry import FORMS, Form, chosen, families
-from service.data.forms.spread import in_forms, read_said
+from service.data.forms import FORMS, Form, chosen, families, in_forms, read_said
 from service.data.training_rows import read_dataset
 from service.errors import DataError, HalluTracerError
 from tests.fitting.planted import write_rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.data.forms.registry import WORDINGS
+from service.data.forms import WORDINGS
 from service.data.forms.tasks import SLOTS, TASKS, task_rows
 from tests.command_line import run
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.data.traffic import read_traffic
+from service.data.training_rows import read_traffic
 from service.errors import DataError
 
 OWN = "sha256:own"

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, check_golden
 from probes_store.records import CONTEXT_SIGNALS
-from service.data.forms.registry import FORMS, chosen, families
-from service.data.forms.spread import in_forms
+from service.data.forms import FORMS, chosen, families, in_forms
 from service.data.forms.tasks import task_rows
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from service.trainer.cards import cell, cheaper_and_better
-from service.trainer.summary import closing_lines
+from service.trainer.cards import cell, cheaper_and_better, closing_lines
 
 
 def signals(own: float, **others: float) -> dict[str, Any]:

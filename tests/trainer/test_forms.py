@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from probes_store.store import Store
-from service.data.forms.registry import FORMS, chosen, is_one_message
-from service.data.forms.spread import in_forms
+from service.data.forms import FORMS, chosen, in_forms, is_one_message
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.errors import DataError, TrainingError

@@ -6,7 +6,7 @@ import numpy as np
 
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
 from service.fitting.scores import auroc_interval, risk_auroc
-from service.trainer.summary import better_options, summary_table
+from service.trainer.cards import better_options, summary_table
 
 OWN, FUSED = "depth_mean_unit_norm", "fused_unit_norm"
 
