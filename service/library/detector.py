@@ -106,14 +106,9 @@ class Detector:
 
 
 def load(
-    model: str | Path | None = None,
-    bundle: str | None = None,
-    *,
-    store: str | Path = DEFAULT_STORE,
-    require_signature: str | Path | None = None,
-    engine: Engine | None = None,
-    report: Report = note,
-) -> Detector:
+    model: str | Path | None = None, bundle: str | None = None, *, store: str | Path = DEFAULT_STORE,
+    require_signature: str | Path | None = None, engine: Engine | None = None, report: Report = note,
+) -> Detector:  # fmt: skip
     """Load a model and a bundle that reads it.
 
     Args:
@@ -161,20 +156,15 @@ def as_prompts(
         return [prompts]
     given = list(prompts)
     if given and all(isinstance(one, Mapping) for one in given):
-        return [[_message(one) for one in given]]
-    return [prompt if isinstance(prompt, str) else _conversation(prompt, place) for place, prompt in enumerate(given)]
+        return [_conversation(given, "prompts")]
+    return [one if isinstance(one, str) else _conversation(one, f"prompts[{at}]") for at, one in enumerate(given)]
 
 
-def _conversation(prompt: object, place: int) -> list[Message]:
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(m, Mapping) for m in prompt):
-        return [_message(message) for message in prompt]
-    raise RequestError(
-        f"prompts[{place}] is {type(prompt).__name__}: a text or a list of messages is expected", param="prompts"
-    )
-
-
-def _message(message: object) -> Message:
-    assert isinstance(message, Mapping)
-    if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
-        raise RequestError("a message has exactly a text 'role' and a text 'content'", param="prompts")
-    return {"role": message["role"], "content": message["content"]}
+def _conversation(messages: object, name: str) -> list[Message]:
+    if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+        raise RequestError(f"{name} is {type(messages).__name__}: a text or a list of messages is expected",
+                           param="prompts")  # fmt: skip
+    for one in messages:
+        if set(one) != {"role", "content"} or not all(isinstance(text, str) for text in one.values()):
+            raise RequestError("a message has exactly a text 'role' and a text 'content'", param="prompts")
+    return [{"role": one["role"], "content": one["content"]} for one in messages]

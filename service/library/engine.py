@@ -138,15 +138,9 @@ def open_store(
 
 
 def load_engine(
-    options: EngineOptions,
-    *,
-    bundles: Sequence[Bundle] = (),
-    rows: Sequence[Site] = (),
-    threads: int | None = None,
-    max_kv_tokens: int = KV_TOKENS,
-    max_wait_s: float = 0.002,
-    report: Report = note,
-) -> base.Engine:
+    options: EngineOptions, *, bundles: Sequence[Bundle] = (), rows: Sequence[Site] = (), threads: int | None = None,
+    max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.002, report: Report = note,
+) -> base.Engine:  # fmt: skip
     """Load the model: to be read by ``bundles``, or to give whole activations at the sites ``rows``, for training.
 
     The transformers engine can do either at any time; vLLM compiles in what it reads, so it must be known before.
