@@ -160,7 +160,8 @@ def test_a_judge_sees_what_the_pattern_cuts_out_and_its_own_references(
     ("name", "answers", "said"),
     [
         ("exact", ["Paris"], ""), ("calls", AREA, ""), ("similarity", KITE, ""), ("exact", KITE, ""),
-        ("regex", KITE, ""), ("contains", KITE, ""), ("regex", ["("], "not a regular expression"), ("contains", ["?!"], "empty once"),
+        ("regex", KITE, ""), ("contains", KITE, ""), ("regex", ["("], "not a regular expression"),
+        ("contains", ["?!"], "empty once"),
         *((name, AREA, "for the judge 'calls'") for name in ("exact", "contains", "regex", "openai", "similarity")),
         ("calls", ["Paris"], "needs one answer"), ("calls", [*AREA, "Paris"], "needs one answer"),
         ("calls", [judge.expectation("text", texts=[])], "damaged: 'texts'"),

@@ -69,17 +69,12 @@ def check_served(before: Bundle, after: Bundle) -> None:
     """Fresh traffic has the recalibrated risks, which hold there, and the decisions that it had."""
     manifest, fresh = after.manifest, rare(300, 9)
     assert manifest.recalibration is not None
-    (old, flagged), (new, still), wrong = (
-        scored(before, fresh),
-        scored(after, fresh),
-        [not row["label"] for row in fresh],
-    )
+    (old, flagged), (new, still) = scored(before, fresh), scored(after, fresh)
+    wrong = [row["label"] == 0 for row in fresh]
     np.testing.assert_allclose(new, manifest.recalibration(old), rtol=1e-9)
     np.testing.assert_array_equal(flagged, still)
     assert 0 < flagged.mean() < 1
-    loss = [
-        float(-np.log(np.where([row["label"] == 0 for row in fresh], risk, 1 - risk)).mean()) for risk in (old, new)
-    ]
+    loss = [float(-np.log(np.where(wrong, risk, 1 - risk)).mean()) for risk in (old, new)]
     assert loss[1] < loss[0] - 0.02
     assert new.mean() == pytest.approx(0.9, abs=0.06)  # training's 400 rows are no more exact
     assert manifest.threshold == pytest.approx(float(manifest.recalibration(before.manifest.threshold)))
