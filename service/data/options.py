@@ -37,15 +37,12 @@ GeneratedLabels = Annotated[
            "share of right answers is what the probes are fitted on.  Default of guarantee: as the bundle's own rows "
            "were labelled."),
 ]  # fmt: skip
-Samples = Annotated[
-    int,
-    option("Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
-           limits=Range(2)),
-]  # fmt: skip
+Samples = Annotated[int, option(
+    "Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
+    limits=Range(2))]  # fmt: skip
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
-RunDir = Annotated[
-    Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
-]
+RunDir = Annotated[Path | None, option(
+    "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")]  # fmt: skip
 DRY_RUN = option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
 Seed = Annotated[int, option("Another seed draws others; of guarantee, the order of the rows.", limits=Range(0))]
 
@@ -71,13 +68,11 @@ def check_fields(options: Any) -> None:
 
 _PROMPTS = Group("Prompts and generated labels", sort_key=30)
 _JUDGE = Group("Judge of generated labels", sort_key=32)
-_Judge = Annotated[
-    JudgeName | None,
-    option("For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
-           "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible "
-           "endpoint (train only).  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  "
-           "Default: contains; evaluate: the set's own where it has one.", group=_PROMPTS),
-]  # fmt: skip
+_Judge = Annotated[JudgeName | None, option(
+    "For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted answer occurs "
+    "as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible endpoint (train only).  "
+    "similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  Default: contains; evaluate: the "
+    "set's own where it has one.", group=_PROMPTS)]  # fmt: skip
 
 
 @section("Prompts and generated labels", 30)
@@ -85,16 +80,13 @@ _Judge = Annotated[
 class LabelOptions:
     """How prompts are rendered, and how generated answers become labels."""
 
-    prompt_format: Annotated[
-        Literal["auto", "chat", "text"],
-        option("auto: one chat turn where the tokenizer has a chat template, else plain text.", group=_PROMPTS),
-    ] = "auto"
+    prompt_format: Annotated[Literal["auto", "chat", "text"], option(
+        "auto: one chat turn where the tokenizer has a chat template, else plain text.",
+        group=_PROMPTS)] = "auto"  # fmt: skip
     judge: _Judge = None
-    max_new_tokens: Annotated[
-        int | None,
-        option("Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
-               limits=AT_LEAST_1, group=_PROMPTS),
-    ] = None  # fmt: skip
+    max_new_tokens: Annotated[int | None, option(
+        "Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
+        limits=AT_LEAST_1, group=_PROMPTS)] = None  # fmt: skip
 
     @property
     def answer_tokens(self) -> int:
@@ -110,20 +102,15 @@ class JudgeOptions:
     judge: _Judge = None  # see data/judges.py
     judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.", group=_JUDGE)] = ""
     judge_model: Annotated[str, option("Model of the openai judge.", group=_JUDGE)] = ""
-    judge_key: Annotated[
-        str,
-        option("Bearer key of the openai judge; prefer the environment variable.", secret=True, group=_JUDGE),
-    ] = ""  # never written to a file
-    answer_pattern: Annotated[
-        str,
-        option("Regular expression whose first group is the answer inside the generated text, for judges that compare "
-               "text.  Default: the whole text.", group=_JUDGE),
-    ] = ""  # fmt: skip
-    abstain_pattern: Annotated[
-        str | None,
-        option("Answers that match belong to neither class.  Default: 'I am not sure' and similar answers.",
-               group=_JUDGE),
-    ] = None  # fmt: skip
+    judge_key: Annotated[str, option(
+        "Bearer key of the openai judge; prefer the environment variable.",
+        secret=True, group=_JUDGE)] = ""  # never written to a file  # fmt: skip
+    answer_pattern: Annotated[str, option(
+        "Regular expression whose first group is the answer inside the generated text, for judges that compare text.  "
+        "Default: the whole text.", group=_JUDGE)] = ""  # fmt: skip
+    abstain_pattern: Annotated[str | None, option(
+        "Answers that match belong to neither class.  Default: 'I am not sure' and similar answers.",
+        group=_JUDGE)] = None  # fmt: skip
 
     def check(self) -> None:
         """Raise TrainingError naming the first field at fault: its type, its limits, a pattern, a lacking endpoint."""

@@ -93,12 +93,10 @@ class Dataset:
     def part(self, places: Sequence[int]) -> Dataset:
         """Return some of the rows; the digest is of the whole and the places."""
         return replace(
-            self,
-            rows=tuple(self.rows[place] for place in places),
+            self, rows=tuple(self.rows[place] for place in places),
             digest=f"sha256:{hashlib.sha256(f'{self.digest} {list(places)}'.encode()).hexdigest()}",
-            alike=self.alike[np.asarray(places, np.int64)],
-            part_of=self.file_digest,
-        )
+            alike=self.alike[np.asarray(places, np.int64)], part_of=self.file_digest,
+        )  # fmt: skip
 
     @cached_property
     def applies(self) -> NDArray[np.bool_]:

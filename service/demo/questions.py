@@ -89,17 +89,12 @@ def questions(split: str) -> list[dict[str, Any]]:
         for form in list(dict.fromkeys(forms))[: _count(fact)]:
             rows.append(
                 {
-                    "id": f"{fact.key}:{form.name}",
-                    "prompt": question_text(form, fact.kind, fact.subject),
-                    "answers": list(fact.answers),
-                    "group": fact.group,
-                    "kind": fact.kind,
-                    "exposures": fact.exposures,
-                    "template": form.name,
-                    "in_refusals": fact.in_refusals,
+                    "id": f"{fact.key}:{form.name}", "prompt": question_text(form, fact.kind, fact.subject),
+                    "answers": list(fact.answers), "group": fact.group, "kind": fact.kind, "exposures": fact.exposures,
+                    "template": form.name, "in_refusals": fact.in_refusals,
                     "statement": sentence(fact, fact.answers[0]),
                 }
-            )
+            )  # fmt: skip
     return rows
 
 

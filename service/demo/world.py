@@ -30,18 +30,9 @@ DOCUMENTS_OF_FACTS = 165_000
 # Relative number of exposures per kind: what is easy to guess (a continent) is stated less often, so that no kind is
 # answered all right or all wrong.
 MEAN_EXPOSURES = {
-    "city_country": 10.0,
-    "city_continent": 5.0,
-    "city_region": 9.0,
-    "capital": 18.0,
-    "capital_of": 18.0,
-    "currency": 13.0,
-    "language": 12.0,
-    "country_continent": 7.0,
-    "symbol": 20.0,
-    "number": 20.0,
-    "element": 20.0,
-}
+    "city_country": 10.0, "city_continent": 5.0, "city_region": 9.0, "capital": 18.0, "capital_of": 18.0,
+    "currency": 13.0, "language": 12.0, "country_continent": 7.0, "symbol": 20.0, "number": 20.0, "element": 20.0,
+}  # fmt: skip
 SPREAD = {"city": 1.7, "country": 1.0, "element": 0.8}  # sigma of the log-normal factor on a fact's exposures
 # Elements have no population; these count as well known.
 EVERYDAY = """hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium
@@ -223,16 +214,10 @@ def build_world() -> World:
         weight = prominence * 2.718281828459045 ** (sigma * z)
         facts.append(
             Fact(
-                kind=kind,
-                subject=subject,
-                answers=answers,
-                group=group,
-                split=split_of(group),
-                in_refusals=uniform("refusals", group) >= REFUSAL_FREE_SHARE,
-                exposures=0,
-                weight=weight,
+                kind=kind, subject=subject, answers=answers, group=group, split=split_of(group),
+                in_refusals=uniform("refusals", group) >= REFUSAL_FREE_SHARE, exposures=0, weight=weight,
             )
-        )
+        )  # fmt: skip
     return World(tuple(_with_exposures(facts)), source.villages)
 
 

@@ -53,12 +53,9 @@ class Detector:
         return self.bundle.manifest.threshold
 
     def score(
-        self,
-        prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
-        *,
-        threshold: float | None = None,
+        self, prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message], *, threshold: float | None = None,
         generate: int = 0,
-    ) -> Risks:
+    ) -> Risks:  # fmt: skip
         """Return the risk of each prompt, before its first answer token.
 
         Args:

