@@ -145,9 +145,7 @@ def test_another_run_is_refused_by_field(dataset: Dataset, tmp_path: Path, chang
     assert caught.value.param == field
 
 
-def test_the_finished_run_under_another_name_of_the_model_asks_the_engine_for_nothing(
-    dataset: Dataset, tmp_path: Path
-) -> None:
+def test_a_finished_run_asks_the_engine_for_nothing(dataset: Dataset, tmp_path: Path) -> None:
     run(dataset, tmp_path / "run")
     pooled(dataset, tmp_path / "pooled")
     engine, pooling = PlantedEngine(model="elsewhere/scripted"), PoolingEngine()
@@ -169,9 +167,7 @@ def doubled(lines: list[bytes]) -> list[bytes]:
         ("rows-residual_stream-max.f32", None, "rows-residual_stream-max"),
     ],
 )  # fmt: skip
-def test_a_strange_folder_and_files_that_are_not_the_journals_are_refused(
-    dataset: Dataset, tmp_path: Path, name: str, change: Any, said: str
-) -> None:
+def test_strange_files(dataset: Dataset, tmp_path: Path, name: str, change: Any, said: str) -> None:
     file = pooled(dataset, tmp_path / "run", max_new_tokens=4).folder / name
     if change is not None:
         file.write_bytes(b"".join(change(file.read_bytes().splitlines(keepends=True))))
@@ -185,9 +181,7 @@ def test_a_strange_folder_and_files_that_are_not_the_journals_are_refused(
         pooled(dataset, tmp_path / "run", max_new_tokens=4)
 
 
-def test_a_small_disk_is_noticed_before_the_first_forward(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_disk(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(collecting.shutil, "disk_usage", lambda _: usage)
     engine = PlantedEngine()
@@ -280,9 +274,7 @@ def test_each_site_and_pooling_has_its_file_in_the_order_of_the_data(dataset: Da
 
 
 @pytest.mark.parametrize("none", [{}, {"poolings": ()}, {"poolings": (Pooling.LAST_1,)}])
-def test_without_other_poolings_a_folder_is_what_it_always_was(
-    dataset: Dataset, tmp_path: Path, none: dict[str, Any]
-) -> None:
+def test_without_other_poolings(dataset: Dataset, tmp_path: Path, none: dict[str, Any]) -> None:
     collection = run(dataset, tmp_path / "run", PlantedEngine(), max_new_tokens=None, **none)
     assert collection.pooled == {}
     found = contents(tmp_path / "run")

@@ -26,14 +26,11 @@ def made(count: int = 60) -> list[dict[str, Any]]:
     """Questions with names of their own, two to a group."""
     return [
         {
-            "id": f"q{number}",
-            "prompt": f"What is known about the {KINDS[number % 2]} of Land{number:02}?",
-            "answers": [f"Answer{number:02}"],
-            "group": f"g{number // 2}",
-            "kind": KINDS[number % 2],
+            "id": f"q{number}", "prompt": f"What is known about the {KINDS[number % 2]} of Land{number:02}?",
+            "answers": [f"Answer{number:02}"], "group": f"g{number // 2}", "kind": KINDS[number % 2],
         }
         for number in range(count)
-    ]
+    ]  # fmt: skip
 
 
 SAID = {f"q{number}": f"Said{number:02}" for number in range(60)}

@@ -150,9 +150,7 @@ GUINEA = r"^(?:It is|The answer is)?\s*(.*?)\.?$"
           for said, expected in (("No, it needs wind", True), ("Yes, it always flies", False))),
     ],
 )  # fmt: skip
-def test_a_judge_sees_what_the_pattern_cuts_out_and_its_own_references(
-    name: JudgeName, pattern: str, said: str, accepted: list[str], expected: bool
-) -> None:
+def test_what_a_judge_sees(name: JudgeName, pattern: str, said: str, accepted: list[str], expected: bool) -> None:
     assert judge.make_judge(JudgeOptions(name, answer_pattern=pattern))("", said, accepted) is expected
 
 
@@ -169,9 +167,7 @@ def test_a_judge_sees_what_the_pattern_cuts_out_and_its_own_references(
         ("similarity", ["...", judge.incorrect("Rome")], "has no word"),
     ],
 )  # fmt: skip
-def test_what_a_judge_cannot_use_is_said_before_a_model_is_loaded(
-    name: JudgeName, answers: list[str], said: str
-) -> None:
+def test_what_a_judge_cannot_use(name: JudgeName, answers: list[str], said: str) -> None:
     problems = judge.answer_problems(JudgeOptions(name), answers)
     assert bool(problems) == bool(said)
     assert said in " ".join(problems)

@@ -104,9 +104,7 @@ def test_messages_texts_and_thresholds(detector: ht.Detector) -> None:
         (ITALY, {"generate": -1}, "generate"), (ITALY, {"threshold": 2.0}, "threshold"),
     ],
 )  # fmt: skip
-def test_what_is_no_prompt_or_no_option_is_refused(
-    detector: ht.Detector, prompts: Any, options: dict[str, Any], said: str
-) -> None:
+def test_no_prompts_and_options(detector: ht.Detector, prompts: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         detector.score(prompts, **options)
 

@@ -96,9 +96,7 @@ EQUAL = dict.fromkeys((OWN, FUSED, "depth_mean_standardized", "fused_standardize
         (dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8}, FUSED_CONTEXT, 0),
     ],
 )  # fmt: skip
-def test_a_variant_is_recommended_where_its_gain_is_beyond_chance(
-    noise: dict[str, float], own: str, recommended: int
-) -> None:
+def test_a_gain_beyond_chance_is_recommended(noise: dict[str, float], own: str, recommended: int) -> None:
     lines = list(better_options(*made(noise), own))
     assert len(lines) == recommended
     assert all(line.startswith("--logit-scale unit_norm --signals depth_mean,first_token gains 0.") for line in lines)

@@ -100,9 +100,7 @@ def test_the_risk_follows_the_feedback(tmp_path: Path, store: Store, trained: Bu
 
 
 @pytest.mark.long
-def test_a_store_at_a_url_gets_the_new_version_and_a_signature_is_asked_of_the_old_one(
-    tmp_path: Path, trained: Bundle, store: Store
-) -> None:
+def test_a_signed_store_at_a_url(tmp_path: Path, trained: Bundle, store: Store) -> None:
     keys, url, cache = key_pair(tmp_path, "ours"), f"memory://{tmp_path.name}", tmp_path / "cache"
     copy(trained, Store(url, cache=cache), source=store.where)
     there = Store(url, cache=cache, trust=Trust(required_signature(str(keys.public))))
@@ -161,9 +159,7 @@ def test_labels_that_decide_nothing_are_left_out(tmp_path: Path, store: Store, t
     assert record["feedback"]["by_decision"] == {"abstain": [50, 0], "continue": [407, 295]}
 
 
-def test_feedback_on_a_recalibrated_version_serves_the_one_it_came_from_and_is_spent(
-    tmp_path: Path, store: Store, trained: Bundle
-) -> None:
+def test_feedback_on_a_recalibrated_version(tmp_path: Path, store: Store, trained: Bundle) -> None:
     """The stored risk is on another scale; the stored signals are not."""
     rows = mixed(900, 5)
     second, *_ = published(store, kept(tmp_path, trained, rows, 300))

@@ -120,9 +120,7 @@ def test_a_stopped_run_goes_on_to_the_same_bundle(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
-def test_what_was_asked_in_a_form_is_spent_and_an_id_that_became_a_group_is_not(
-    mixed: tuple[Path, list[str]], tmp_path: Path
-) -> None:
+def test_a_form_is_spent_and_an_id_that_became_a_group_is_not(mixed: tuple[Path, list[str]], tmp_path: Path) -> None:
     def check(bundle_folder: Path, row: dict[str, Any]) -> None:
         seen = Store(bundle_folder / "store").load("planted").evaluation()["rows_seen"]["training"]
         dataset = read_dataset(write_rows(tmp_path / "new.jsonl", [row | {"answers": ["x"]}]), "generate", folds=None)

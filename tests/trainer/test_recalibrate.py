@@ -167,9 +167,7 @@ def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Sto
         ({"prompt": "Write a poem.", "applies": False}, 'line 8: "applies" is false'),
     ],
 )  # fmt: skip
-def test_rows_that_are_not_new_or_ask_for_no_fact_are_refused(
-    tmp_path: Path, store: Store, change: dict[str, Any], match: str
-) -> None:
+def test_seen_and_unfit_rows(tmp_path: Path, store: Store, change: dict[str, Any], match: str) -> None:
     rows = rare(150, 5)
     rows[7] = change if "applies" in change else rows[7] | change
     with pytest.raises(DataError, match=match):
@@ -241,9 +239,7 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(tmp_path: Path, store: Stor
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bundle_without_recorded_risks_needs_its_held_out_file_for_traffic(
-    tmp_path: Path, store: Store, trained: Bundle
-) -> None:
+def test_a_bundle_without_recorded_risks(tmp_path: Path, store: Store, trained: Bundle) -> None:
     train = str(write_rows(tmp_path / "rows.jsonl", planted_rows(400)))
     test = str(write_rows(tmp_path / "test.jsonl", planted_rows(80, seed=3)))
     evaluation, traffic = trained.evaluation(), unlabelled(rare(200, 7))

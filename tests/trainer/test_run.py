@@ -208,7 +208,7 @@ def test_the_same_run_twice_publishes_once_and_another_in_its_folder_is_refused(
          TrainingError, "inner fold"),
     ],
 )  # fmt: skip
-def test_what_can_be_refused_is_refused_before_a_model_is_loaded(
+def test_refused_before_a_model_is_loaded(
     tmp_path: Path, change: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", change.pop("rows", planted_rows(40)))
@@ -295,9 +295,7 @@ def test_a_fold_s_classifier_comes_from_its_training_side(tmp_path: Path, monkey
         assert (classifier.weight.tolist(), classifier.intercept) == (again.weight.tolist(), again.intercept)
 
 
-def test_the_threshold_is_chosen_once_on_every_seed_s_out_of_fold_risks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_threshold_is_of_all_out_of_fold_risks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the nested risks, which are there to measure it, and not on those of the refitted probes."""
     chosen = watched(monkeypatch, trainer_run, "choose_threshold")
     bundle, _ = run(tmp_path, target="wrong<=0.2")
@@ -309,9 +307,7 @@ def test_the_threshold_is_chosen_once_on_every_seed_s_out_of_fold_risks(
     np.testing.assert_array_equal(recorded.label, label)
 
 
-def test_the_references_of_a_held_out_file_are_fitted_on_the_training_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_are_fitted_on_the_training_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted = watched(monkeypatch, nested_cv, "fit_classifier")
     bundle, _ = run(tmp_path, test=planted_rows(90, seed=3), **ONE | {"folds": 3})
     others = len(bundle.evaluation()["held_out"]["signals"]) - 1  # the bundle's own came before
@@ -427,7 +423,7 @@ class ConstantEngine(PlantedEngine):
 @pytest.mark.parametrize(
     ("site", "head"), [(Site.ATTENTION_HEAD, 1), (Site.ATTENTION_HEAD, None), (Site.RESIDUAL_STREAM, None)]
 )
-def test_readouts_that_are_constant_in_one_fold_do_not_end_a_run(
+def test_a_head_constant_in_one_fold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Site, head: int | None
 ) -> None:
     blanks, rows = watched(monkeypatch, probes, "_blank"), planted_rows(240)

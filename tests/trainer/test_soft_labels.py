@@ -91,9 +91,7 @@ def test_the_risk_is_that_of_a_sampled_answer(tmp_path: Path) -> None:
     assert spread[1] == pytest.approx((0, 1), abs=0.06)  # of greedy answers
 
 
-def test_an_interrupted_run_goes_on_with_the_sample_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collection, "SAMPLED_TOGETHER", 100)  # three calls for each sample
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, SamplingEngine(fail_at=7), evaluate=False, **SOFT)
