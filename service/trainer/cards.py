@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from probes_store.manifest import Manifest
-from probes_store.records import Guarantee, Recalibration, RefitInterval
+from probes_store.records import Guarantee, RefitInterval
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.fitting.presentation import aligned_table, markdown_table
 from service.fitting.recalibration import ChosenMap
@@ -74,10 +74,16 @@ _TEMPLATES = Environment(
     lstrip_blocks=True, keep_trailing_newline=True,
 )  # fmt: skip
 _TEMPLATES.filters["fmt"] = format
+_TEMPLATES.globals["least_answered"] = LEAST_ANSWERED
 
 
 def _render(template: str, **values: Any) -> str:
     return _TEMPLATES.get_template(f"{template}.j2").render(values)
+
+
+def say(macro: str, *values: Any) -> str:
+    """Return what a macro of ``words.txt`` makes of the values, in one line."""
+    return " ".join(str(getattr(_TEMPLATES.get_template("words.txt.j2").module, macro)(*values)).split())
 
 
 def write_card(
@@ -149,9 +155,7 @@ def _ends(interval: RefitInterval, shown: float) -> tuple[float, float]:
 
 def cell(value: Mapping[str, float]) -> str:
     """Return a mean over folds and seeds with its interval, or else with its standard deviation."""
-    if "low" in value:
-        return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
-    return f"{value['mean']:.3f} +/- {value['std']:.3f}"
+    return say("cell", value)
 
 
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
@@ -167,46 +171,18 @@ def cheaper_and_better(signals: Mapping[str, Mapping[str, Any]], own: str) -> st
     """Return a sentence where something that costs no probes ranks better than what the bundle serves."""
     auroc = {name: signals[name]["auroc"]["mean"] for name in (*CHEAPER, own) if name in signals}
     best = max(auroc, key=lambda name: (auroc[name], name == own))
-    if best == own:
-        return None
-    cure = "; --signals depth_mean,first_token reads it, too" if best.startswith("first_token") else ""
-    return (
-        f"On these rows {SIGNALS[best]}, which needs no probes, ranks better than what is published: AUROC "
-        f"{auroc[best]:.3f} against {auroc[own]:.3f}. More rows may change that{cure}."
-    )
+    return None if best == own else say("cheaper", best, SIGNALS[best], auroc[best], auroc[own])
 
 
 def group_warning(data: Mapping[str, Any]) -> str | None:
     """Return what it means where one group is a large part of the rows; ``data`` is that of evaluation.json."""
-    share = data.get("largest_group_share", 0.0)
-    if share <= LARGE_GROUP:
-        return None
-    return f"One group has {share:.0%} of the rows: how well the bundle does elsewhere is hardly known"
+    share, words = data.get("largest_group_share", 0.0), "how well the bundle does elsewhere is hardly known"
+    return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 
 def rule_in_words(found: Mapping[str, Any]) -> str:
     """Return where the threshold is from; ``found`` is ``threshold`` of evaluation.json."""
-    at, gate = found["threshold"], found["out_of_fold"]
-    if found["rule"] == "wrong_costs":
-        k = found["wrong_costs"]
-        reason = ": answer what is more likely right than wrong" if k == 1 else ""
-        return (
-            f"threshold {at:.4f} = 1 / (1 + K) with K = {k:g}, the cost of a wrong answer in withheld right answers"
-            f"{reason}"
-        )
-    does = (f"answers {gate['answered']:.1%} of the training rows by out-of-fold risks, and "
-            f"{gate['wrong_among_answered']:.1%} of these answers are wrong")  # fmt: skip
-    if found["reached"]:
-        return f"threshold {at:.4f}, for the target {found['target']}: it {does}"
-    nearest = (
-        f"the lowest share of wrong with at least {LEAST_ANSWERED} answered rows"
-        if found["target"].startswith("wrong")
-        else "the largest share answered"
-    )
-    return (
-        f"the target {found['target']} is out of reach. What is reachable is {nearest}: threshold {at:.4f}, which was "
-        f"published, {does}"
-    )
+    return say("rule", found)
 
 
 def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: GuaranteeStep | None) -> str:
@@ -215,22 +191,20 @@ def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, ste
     ``max_new_tokens`` is the length of the answers judged, ``step`` the test that passed, if any.
     """
     text = _render("statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate",
-                   max_new_tokens=max_new_tokens, by_row=step and by_row(step, guarantee.alpha))  # fmt: skip
+                   max_new_tokens=max_new_tokens, by_row=_by_row(step, guarantee.alpha))  # fmt: skip
     return " ".join(text.split())
 
 
-def by_row(step: GuaranteeStep, alpha: float) -> str:
+def _by_row(step: GuaranteeStep | None, alpha: float) -> str | None:
     """Return the share of hallucinations among the answered rows, where a group counts as often as it has rows."""
-    share = step.wrong_rows / step.rows
-    text = f"{step.wrong_rows} of {step.rows} answered rows were hallucinated, {share:.1%}"
-    return f"{text}, which is above {alpha:g}: a group with many rows counts more here" if share > alpha else text
+    return None if step is None else say("by_row", step, alpha)
 
 
 def guaranteed_card(card: str, manifest: Manifest, step: GuaranteeStep | None = None) -> str:
     """Return the card with this guarantee's section, in place of an earlier one; ``step`` is the test that passed."""
     guarantee = manifest.guarantee
     assert guarantee is not None
-    section = _render("guarantee.md", g=guarantee, by_row=step and by_row(step, guarantee.alpha))
+    section = _render("guarantee.md", g=guarantee, by_row=_by_row(step, guarantee.alpha))
     found = _GUARANTEE.search(card)
     return card[: found.start()] + section + card[found.end() :] if found else _before_limits(card, section)
 
@@ -240,7 +214,7 @@ def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], 
     assert manifest.recalibration is not None
     feedback = record.get("feedback")
     section = _render(
-        "recalibration.md", r=record, d=record["data"], names=MAPS, formula=formula(manifest.recalibration),
+        "recalibration.md", r=record, d=record["data"], names=MAPS, formula=say("formula", manifest.recalibration),
         before=record["candidates"]["identity"], after=record["candidates"][record["chosen"]],
         gate=record["at_threshold"]["after"], candidates=candidates, caution=CAUTION,
         feedback={} if feedback is None else feedback_lines(feedback),
@@ -266,39 +240,10 @@ def candidates_table(choice: ChosenMap) -> str:
     return markdown_table(["held-out", "log loss", "less by", "calibration error, debiased"], rows)
 
 
-def formula(recalibration: Recalibration) -> str:
-    """Return the map, for people."""
-    if recalibration.knots:
-        return f"linear between {len(recalibration.knots)} points"
-    a, b, c = recalibration.a, recalibration.b, recalibration.c
-    if a == b == 1:
-        return f"log odds {c:+.4f}"
-    if a == b:
-        return f"{a:.4f} x log odds {c:+.4f}"
-    return f"log odds of it = {a:.4f} log(risk) - {b:.4f} log(1 - risk) {c:+.4f}"
-
-
 def feedback_lines(found: Mapping[str, Any]) -> dict[str, str]:
     """Return rows of the card's table: who was labelled, and the share of hallucinations by each estimate."""
-    left_out = ", ".join(f"{count} {why}" for why, count in found["left_out"].items() if count) or "none"
-    weighted = f"{found['weighted']:.1%} with each tenth of risk weighted as all answers have it"
-    if found["covered"] <= 0.9995:
-        weighted += f" (of {found['covered']:.0%}: the other tenths have no label)"
-    if "traffic" in found:
-        share, test = found["traffic"]["share"], found["traffic"]["test"]
-        ends = f"[{share['low']:.1%}, {share['high']:.1%}]"
-        shift = f"{share['value']:.1%} {ends} of all answers by prior shift, without labels"
-        if test is None:
-            shift += " (**whether prior shift alone explains them was not tested: someone insisted**)"
-        elif not found["traffic"]["explained"]:
-            shift += " (**which does not explain them: someone insisted**)"
-    else:
-        shift = f"no estimate from unlabelled answers: {found['no_traffic']}"
-    return {
-        "feedback": f"{found['answers']} answers stored, {found['labelled']} of them labelled and used "
-        f"({found['labelled'] / found['answers']:.1%}); labels left out: {left_out}",
-        "hallucinated": f"{found['share']:.1%} of the labelled; {weighted}; {shift}",
-    }
+    left_out = ", ".join(f"{count} {why}" for why, count in found["left_out"].items() if count)
+    return {"feedback": say("labelled", found, left_out), "hallucinated": say("hallucinated", found)}
 
 
 def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:

@@ -219,26 +219,22 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
 
 def table(test: GuaranteeTest) -> list[str]:
     """Return the thresholds that were tested, in their order; the last one is the first that failed, if any did."""
-    lines = [
-        f"alpha {test.alpha:g}: of the answering groups, counted equally; the answered rows have no guarantee",
-        "threshold  answering groups  hallucinated  answered rows  hallucinated  p",
+    head = f"alpha {test.alpha:g}: of the answering groups, counted equally; the answered rows have no guarantee"
+    return [head, "threshold  answering groups  hallucinated  answered rows  hallucinated  p"] + [
+        f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {step.rows:13}  {step.wrong_rows:12}  "
+        f"{step.p_value:.2g}{'' if step.p_value <= test.delta else '  failed'}"
+        for step in test.steps
     ]
-    for step in test.steps:
-        verdict = "" if step.p_value <= test.delta else "  failed"
-        rows = f"{step.rows:13}  {step.wrong_rows:12}"
-        lines.append(f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {rows}  {step.p_value:.2g}{verdict}")
-    return lines
 
 
 def _missing(test: GuaranteeTest, rows: int) -> str:
     """Return why no threshold qualifies, and what would have done."""
     first, wanted = test.steps[0], test.groups_wanted
+    more = max(wanted - first.groups, 1)
+    about = f", about {more * rows // first.groups} rows like these" if first.groups else ""
+    cure = f"{more} more answering groups are wanted{about}"
     if wanted < 0:
         cure = "no number of rows makes up for its share of hallucinations"
-    else:
-        more = max(wanted - first.groups, 1)
-        about = f", about {more * rows // first.groups} rows like these" if first.groups else ""
-        cure = f"{more} more answering groups are wanted{about}"
     return (
         f"no threshold qualifies at alpha = {test.alpha:g}, delta = {test.delta:g}. The first, {first.threshold:.4f}, "
         f"had {first.groups} answering groups, {first.wrong} of them hallucinated (p = {first.p_value:.2g}). The least "

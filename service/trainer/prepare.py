@@ -27,6 +27,7 @@ from service.judging.conversation import has_passage
 from service.prompts import PromptFormat
 from service.readout import Probes, Site
 from service.risk import depth_mean, truth_logits
+from service.trainer.cards import say
 from service.trainer.options import NewRowsOptions, TrainOptions
 
 LEAST_AUROC = 0.9  # of ``asks``: one that tells less would let questions pass for something else
@@ -118,7 +119,7 @@ def _has_passage(row: Row) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class BundleContext:
-    """The fits of one run; n labelled rows and k that do not apply, which stand last."""
+    """The context fits of one run; n labelled rows and k that do not apply, which stand last."""
 
     fits: tuple[ContextFit, ...]
     labelled: int  # n
@@ -153,7 +154,7 @@ def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | No
     n, k, folds, seed = len(data.inputs.label), len(data.dataset.others), probe.folds, probe.seeds[0]
     index = np.concatenate([data.inputs.readouts.index, data.dataset.others])
     group = data.dataset.groups[index]
-    every = Readouts(data.inputs.readouts.file, index, np.concatenate([np.ones(n, np.int64), np.zeros(k, np.int64)]))
+    every = Readouts(data.inputs.readouts.file, index, np.repeat([1, 0], [n, k]))
     labels = data.inputs.prompts
     assert labels is not None, "prepared rows have them"
     tokens = data.collection.prompts.lengths[index]
@@ -161,13 +162,11 @@ def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | No
     passages = fit_passage_probes(every, padded, group, np.arange(n), folds, seed, probe)
     if passages is not None and not all(map(_has_directions, passages)):
         passages = None
-    asking = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, probe)
-    if asking is not None and not (_has_directions(asking) and asking.record.auroc >= LEAST_AUROC):
-        asking = None
-    fits = (*(() if asking is None else (asking,)), *(passages or ()))
-    if not fits:
-        return None
-    return BundleContext(fits, n, None if passages is None else context_columns(passages, padded)[:n])
+    asks = fit_context_probe("asks", every, group, np.arange(n + k), folds, seed, probe)
+    use = asks is not None and _has_directions(asks) and asks.record.auroc >= LEAST_AUROC
+    fits = (*([asks] if asks is not None and use else ()), *(passages or ()))
+    columns = None if passages is None else context_columns(passages, padded)[:n]
+    return BundleContext(fits, n, columns) if fits else None
 
 
 def all_logits(
@@ -217,11 +216,5 @@ def _applicability(probability: Floats, labelled: int) -> Applicability:
     questions, others = probability[:labelled], probability[labelled:]
     threshold = float(np.clip(np.quantile(questions, QUESTIONS_BELOW), 1e-6, 0.5))
     below, above = float((questions < threshold).mean()), float((others >= threshold).mean())
-    return Applicability(
-        threshold,
-        below,
-        above,
-        f"Where P(asks) is below {threshold:.3f}, the prompt asks the model for no fact, and the risk does not apply "
-        f"to it. Out of fold {below:.1%} of {labelled} training questions lie below, and {above:.1%} of {len(others)} "
-        "other prompts above. A prompt that asks for a fact in the words of another task may pass for one.",
-    )
+    statement = say("applicability", threshold, below, labelled, above, len(others))
+    return Applicability(threshold, below, above, statement)

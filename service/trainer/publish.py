@@ -24,7 +24,7 @@ from probes_store.manifest import (
     TokenizerRecord,
     TrainingRecord,
 )
-from probes_store.records import CONTEXT_SIGNALS, Context, DType, RefitInterval, Uncertainty
+from probes_store.records import CONTEXT_SIGNALS, Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
 from service.data.training_rows import FORM
 from service.engines.base import Engine, ModelIdentity
@@ -127,23 +127,6 @@ def manifest_of(
         classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
         uncertainty=uncertainty, context=None if context is None else context.record(), training=training,
     )  # fmt: skip
-
-
-def uncertainty_record(reference: TrajectoryReference, interval: RefitInterval | None) -> Uncertainty:
-    """Return what a run found, with what it means."""
-    outside = (
-        f"A prompt lies outside training where the distance of its trajectory to those of training is 1 or more. Of "
-        f"fresh prompts like the training rows about {reference.share:.2g} do, by {reference.rows} rows that neither "
-        f"probes nor reference had seen. For a prompt outside, neither risk nor interval was checked on anything alike."
-    )
-    refits = (
-        "It has no intervals: these need the nested evaluation with two seeds or more."
-        if interval is None
-        else f"An interval says where {interval.level:.0%} of trainings on other rows of the same kind and number "
-        f"would put the risk of this prompt; {interval.fits} fits of the nested cross-validation gave its width. It is "
-        f"not an interval for the truth of one answer, and knows nothing of another model, template or kind of prompt."
-    )
-    return Uncertainty(reference.share, reference.rows, interval, f"{refits} {outside}")
 
 
 def evaluation_document(

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from probes_store.bundle import Bundle, BundleDraft
+from probes_store.records import Uncertainty
 from probes_store.store import Store
 from probes_store.syntax import NAME
 from service.data.labels import check_answers
@@ -33,7 +34,7 @@ from service.judging.sample import KEY as SAMPLE
 from service.judging.sample import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
-from service.trainer.cards import CHANCE, better_options, closing_lines, write_card
+from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card
 from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks
 from service.trainer.options import Console, TrainOptions
@@ -47,7 +48,6 @@ from service.trainer.publish import (
     plot_data,
     probe_tensors,
     record_golden,
-    uncertainty_record,
 )
 from service.trainer.training_set import draw_sample, spread
 
@@ -159,7 +159,8 @@ def _draft(
                 "labels; --allow-no-signal publishes all the same",
                 param="data",
             )
-    uncertainty = uncertainty_record(reference, nested and fit_interval(nested.risk[own], reference, options.folds))
+    interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
+    uncertainty = Uncertainty(reference.share, reference.rows, interval, say("outside", reference, interval))
     first = risks[0]  # of one seed, so that each row counts once
     answering = gate_profile(inputs.label, first, inputs.group)
     document = evaluation_document(options, names, data, probe, answering, first, nested)
