@@ -169,7 +169,7 @@ def _checked(
     path: Path, problems: list[str], check: Callable[[dict[str, Any]], Iterable[str]]
 ) -> tuple[list[tuple[int, dict[str, Any]]], str]:
     """Return the objects of a file in which ``check`` finds nothing, by line, and their digest; add ``problems``."""
-    digest, found = hashlib.sha256(), []
+    digest, found = hashlib.sha256(), list[tuple[int, dict[str, Any]]]()
     for line, value in objects(path, problems):
         of_line = [f"line {line}: {problem}" for problem in check(value)]
         problems += of_line

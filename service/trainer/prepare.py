@@ -132,8 +132,8 @@ class BundleContext:
 
     def record(self) -> Context:
         """Return the manifest's record, with the threshold below which a prompt asks for no fact."""
-        asks = [_applicability(fit.probability, self.labelled) for fit in self.fits if fit.record.name == "asks"]
-        return Context(tuple(fit.record for fit in self.fits), *(asks or [None]))
+        asks = (_applicability(fit.probability, self.labelled) for fit in self.fits if fit.record.name == "asks")
+        return Context(tuple(fit.record for fit in self.fits), next(asks, None))
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Return the ``context_`` arrays of ``ProbeTensors``."""

@@ -202,7 +202,7 @@ def by_form(
     class only, nothing of answered rows where there are none.  Empty unless every row names its form.
     """
     names = [row.get(FORM) for row in strata]
-    form, table = np.array(names), {}
+    form, table = np.array(names), dict[str, Any]()
     for name in sorted(set(names)) if None not in names else ():
         inside = form == name
         own, risks = label[inside], risk[:, inside]

@@ -122,7 +122,8 @@ def recalibrate(
     rows, options = made.rows, made.rows.options
     with locked(options.folder), closing(engine_factory()) as engine:
         scorer = Scorer(engine, bundle)  # this model's bundle, and it reads what it should
-        risk_of_traffic, test = np.zeros(0), None
+        risk_of_traffic: Floats = np.zeros(0)
+        test = None
         if made.traffic is not None:  # before a label is looked at
             risk_of_traffic = _score(made.traffic, scorer, options.batch_rows)
             test = _tested(made, risk_of_traffic, engine, console)
@@ -133,7 +134,7 @@ def recalibrate(
         share = float(np.mean(label == 0))
         low, high = share_interval(share, group)
         console.print(f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated")
-        record = {
+        record: dict[str, Any] = {
             "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
             "labels": options.answers, "judge": rows.judge, "spent": Marks.of(rows.dataset).document(),
         }  # fmt: skip

@@ -25,7 +25,7 @@ from service.engines.base import Engine
 from service.errors import TrainingError
 from service.fitting.estimator import DepthMeanProbe, class_statistics, extra_signals, signal_matrix
 from service.fitting.folds import group_folds, outer_folds
-from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
+from service.fitting.nested_cv import Evaluation, evaluate, held_out, name_of, rounded
 from service.fitting.probes import Readouts
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import by_wrong_costs, choose_threshold, gate_profile
@@ -142,7 +142,8 @@ def _draft(
     threshold = cut.threshold
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
-    own, nested = name_of(names, options.logit_scale), None
+    own = name_of(names, options.logit_scale)
+    nested: Evaluation | None = None
     if options.evaluate:
         seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
         nested = evaluate(seen, folds=options.folds, seeds=options.shuffles, probe=probe)
