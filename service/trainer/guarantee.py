@@ -156,7 +156,7 @@ def guarantee(
 
 def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Console) -> Bundle:
     """Score, test, publish.  Raises as ``guarantee`` does."""
-    rows, options, bundle = made.rows, made.options, made.rows.bundle
+    rows, options, bundle = made.rows, made.rows.options, made.rows.bundle
     Scorer(engine, bundle)  # this model's bundle, and it reads what it should
     data = rows.prepare(engine, folds=None)
     _note_question(made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import string
 from collections import Counter
@@ -14,10 +13,8 @@ import pytest
 
 from service.data.forms import FORMS, WORDINGS, Form, chosen, families, in_forms, is_one_message, read_said
 from service.data.forms.tasks import SLOTS, TASKS, task_rows
-from service.data.training_rows import read_dataset
 from service.errors import DataError, HalluTracerError
 from tests.command_line import run
-from tests.fitting.planted import write_rows
 
 KINDS = ("capital", "river")
 
@@ -168,14 +165,6 @@ def test_forms_and_families_by_name() -> None:
     assert {form.family for form in chosen(families())} == set(families())
     with pytest.raises(HalluTracerError, match="no form is called 'chat'.*passages"):
         chosen(["chat"])
-
-
-def test_the_trainer_takes_the_rows(tmp_path: Path) -> None:
-    rows = in_forms(made(), chosen(["all"]), said=SAID, per_row=3)
-    random.Random(0).shuffle(rows)
-    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=5)
-    assert len(dataset) == 180
-    assert len(set(dataset.groups.tolist())) == 30
 
 
 def test_answers_of_a_run_are_read_or_refused(tmp_path: Path) -> None:

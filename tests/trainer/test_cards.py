@@ -20,7 +20,6 @@ from probes_store.store import SHIPPED, Store
 from service.errors import TrainingError
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
 from service.fitting.scores import at_threshold, auroc_interval, reliability, risk_auroc
-from service.fitting.thresholds import Target, WrongCosts
 from service.judging.coverage import coverage
 from service.trainer.cards import (
     better_options,
@@ -32,7 +31,6 @@ from service.trainer.cards import (
     write_card,
 )
 from service.trainer.comparison import compare
-from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData, _coverage, _reliability, draw
 from service.trainer.publish import by_form
 from tests.command_line import hallutracer
@@ -278,14 +276,6 @@ def test_too_few_rows_for_a_target_publish_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / "planted").exists()
 
 
-def test_without_an_evaluation_the_rule_is_recorded_all_the_same(tmp_path: Path) -> None:
-    bundle, console = run(tmp_path, evaluate=False, wrong_costs=2.0, **QUICK)
-    assert (bundle.manifest.threshold, bundle.evaluation()["threshold"]["wrong_costs"]) == (1 / 3, 2)
-    assert "K = 2" in section(bundle, "Threshold")
-    assert any("K = 2" in line for line in console.lines)
-    assert "| K |" not in bundle.card()
-
-
 def test_a_gate_that_answers_nothing_says_so(missed: tuple[Bundle, Quiet]) -> None:
     evaluation, manifest = missed[0].evaluation(), missed[0].manifest
     crossed, nothing = (
@@ -297,15 +287,6 @@ def test_a_gate_that_answers_nothing_says_so(missed: tuple[Bundle, Quiet]) -> No
     said = write_card(manifest, evaluation, signal_std=[1.0] * len(manifest.signals), left_out={}, plots=[])
     assert "**no prompt is answered**" in said
     assert "| 4 | 0.200 | 0.0% | - | 100.0% |" in said
-
-
-@pytest.mark.parametrize(
-    ("given", "rule"),
-    [({}, WrongCosts(1.0)), ({"wrong_costs": 0.5}, WrongCosts(0.5)), ({"target": "answered>=0.5"},
-                                                                      Target("answered", 0.5))],
-)  # fmt: skip
-def test_the_options_have_one_rule(given: dict[str, Any], rule: Any) -> None:
-    assert TrainOptions(name="x", **given).rule == rule
 
 
 # The table by form of conversation.
