@@ -130,7 +130,8 @@ def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path
         ({"batch_rows": 4}, "batch_rows"), ({"prompt_format": "text"}, "prompt_format"),
         ({"max_new_tokens": None}, "max_new_tokens"), ({"sites": (Site.ATTENTION_HEAD,)}, "sites"),
         ({"engine": PlantedEngine(chat=False), "prompt_format": "text"}, "model.chat_template"),
-        ({"rows": planted_rows(50, seed=1)}, "data"), ({"poolings": (Pooling.MAX,)}, "poolings"),
+        ({"rows": planted_rows(50, seed=1)}, "data"), ({"poolings": ()}, "poolings"),
+        ({"poolings": (Pooling.MAX,)}, "poolings"),
         ({"poolings": (Pooling.MAX, Pooling.CONTENT_MEAN, Pooling.MEAN)}, "poolings"),
     ],
 )  # fmt: skip
