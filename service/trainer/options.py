@@ -290,7 +290,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         try:
             chosen(() if self.wanted_forms == (MIXTURE,) else self.wanted_forms)
         except HalluTracerError as error:
-            raise TrainingError(f"{error.message}; or {MIXTURE} alone, or none alone", param="forms") from None
+            raise TrainingError(f"forms: {error.message}; or {MIXTURE} or none alone", param="forms") from None
 
     @property
     def folder(self) -> Path:
