@@ -158,7 +158,7 @@ def meets(answer: str, expected: dict[str, Any]) -> bool:
         return any(re.search(rf"(?<!\w){re.escape(_plain_text(one))}(?!\w)", text) for one in expected["texts"])
     calls = parse_calls(answer)
     if expected["expect"] != "calls":
-        return bool(calls) == (expected["expect"] == "some_call")
+        return bool(calls) == bool(expected["expect"] == "some_call")
     wanted = expected["calls"]
     if len(calls) != len(wanted):
         return False

@@ -144,7 +144,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     for line, value in values:
         problems += [f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)]
         own_groups |= "group" in value
-        answers = value.get("answers")  # also of a row that has its label: they tell whether a passage states one
+        answers: Any = value.get("answers")  # also of a row that has a label: they tell whether a passage states one
         texts = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
         rows.append(Row(
             line=line, id=id_of(value, line), prompt=value.get("prompt"), messages=value.get("messages"),

@@ -95,7 +95,7 @@ class Risks(Sequence[Risk]):
         names = ("risk", "low", "high", "flagged", "outside_training", "applies", "decision", "threshold", "depth_mean",
                  "answer", "prompt_tokens")  # fmt: skip
         ends = [row.interval or (np.nan, np.nan) for row in self.rows]
-        known = {"low": [low for low, _ in ends], "high": [high for _, high in ends]}
+        known: dict[str, list[Any]] = {"low": [low for low, _ in ends], "high": [high for _, high in ends]}
         columns: dict[str, Any] = {"prompt": [row.text for row in self.rows]}
         columns |= {name: known.get(name) or [getattr(row, name, None) for row in self.rows] for name in names}
         if trajectory:

@@ -254,8 +254,8 @@ def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
         return ()
     own = evaluation["signal_of_the_bundle"]
     return tuple(
-        SignalFigures(name, SIGNALS[name], name == own, *(row["auroc"][key] for key in ("mean", "low", "high")),
-                      ece=row["ece"]["mean"], brier=row["brier"]["mean"])
+        SignalFigures(name, SIGNALS[name], name == own, row["auroc"]["mean"], row["auroc"]["low"], row["auroc"]["high"],
+                      row["ece"]["mean"], row["brier"]["mean"])
         for name, row in crossed["signals"].items()
     )  # fmt: skip
 

@@ -201,9 +201,9 @@ def by_form(
     label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  No AUROC where a form has one
     class only, nothing of answered rows where there are none.  Empty unless every row names its form.
     """
-    names = [row.get(FORM) for row in strata]
+    names = [row[FORM] for row in strata if FORM in row]
     form, table = np.array(names), dict[str, Any]()
-    for name in sorted(set(names)) if None not in names else ():
+    for name in sorted(set(names)) if len(names) == len(strata) else ():
         inside = form == name
         own, risks = label[inside], risk[:, inside]
         both, answered = 0 < own.sum() < len(own), risks < threshold

@@ -144,8 +144,9 @@ def recalibrate(
             for line in shift.described():
                 console.print(line)
             record["traffic"] = shift.document()
-        published = choose_and_publish(bundle, rows.evaluation, options, (label, risk, group), shift and shift.fit,
-                                       record, store, console)  # fmt: skip
+        fit = None if shift is None else shift.fit
+        published = choose_and_publish(bundle, rows.evaluation, options, (label, risk, group), fit, record, store,
+                                       console)  # fmt: skip
         if published is None:
             console.print("the labels of these rows were looked at: do not use them for 'hallutracer guarantee'")
         return published
