@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from benchmarks.harness import Check, table
 from benchmarks.running_service import GENERATE, Job, Line, add_options, answers, together, user
 from hallutracer_research.data.mixture import read_rows
-from service.data.forms.registry import FORMS, Form, chosen
-from service.data.forms.spread import in_forms, read_said
+from service.data.forms import FORMS, Form, chosen, in_forms, read_said
 from service.data.labels import CLASSES
 from service.fitting.scores import debiased_calibration_error, group_draws, risk_auroc, shown_bins
 from service.trainer.presentation import markdown_table

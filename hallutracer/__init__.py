@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from probes_store.errors import BundleError
     from service.errors import HalluTracerError
     from service.fitting.estimator import DepthMeanProbe
-    from service.library.detector import Detector, Engine, load
+    from service.library.detector import Detector, load
+    from service.library.engine import Engine
     from service.library.results import Risk, Risks
     from service.library.training import SignalFigures, Trained, extract, publish, train
 
@@ -33,7 +34,7 @@ _HOMES = {
     "BundleError": "probes_store.errors",
     "DepthMeanProbe": "service.fitting.estimator",
     "Detector": "service.library.detector",
-    "Engine": "service.library.detector",
+    "Engine": "service.library.engine",
     "Evaluated": "hallutracer_research.evaluating",
     "HalluTracerError": "service.errors",
     "MethodFigures": "hallutracer_research.evaluating",

@@ -27,7 +27,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-LONGEST = ("evaluation/test_run", "trainer/test_run", "trainer/test_real", "deploy/test_obs", "deploy/test_rag")
+LONGEST = ("evaluation/test_run", "trainer/test_run", "deploy/test_obs", "deploy/test_rag")
 
 
 def scope_of(file: str, nodeid: str, long: bool) -> str:

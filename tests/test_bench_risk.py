@@ -17,7 +17,7 @@ from benchmarks import adversaries, forms
 from benchmarks.adversaries import QUERIES, SEARCH, WAYS, by_way, freed, search, withheld
 from benchmarks.forms import ALL, applying, plan, prompts, report, targets, worth, worths
 from benchmarks.running_service import Answers, Ask, Body, Job, Line, post, together
-from service.data.forms.registry import chosen
+from service.data.forms import chosen
 from service.data.run_folder import AppendLog
 from service.errors import RunMismatch
 from tests.local_server import answer, listening

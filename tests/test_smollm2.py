@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from service.engines.places import PACKAGED
-from service.library.default_model import SHIPPED, SMOLLM2
+from service.library.engine import SHIPPED, SMOLLM2
 from tests.command_line import hallutracer
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 

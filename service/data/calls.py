@@ -14,7 +14,7 @@ import json
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,8 @@ _MARKED = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*)\Z", re.DOTALL)
 _MAX_CHARACTERS = 20_000  # the rest is ignored: Python's parser has no limit of its own
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,7 @@ def parse_calls(text: str) -> list[Call]:
     """Return the calls in an answer, in order; none if it is prose."""
     answer = _THOUGHT.sub("", text[:_MAX_CHARACTERS]).strip()
     for pattern, group in ((_TAGGED, 2), (_FENCED, 1), (_MARKED, 1)):
-        calls = [call for match in pattern.finditer(answer) for call in _calls(match.group(group))]
-        if calls:
+        if calls := [call for match in pattern.finditer(answer) for call in _calls(match.group(group))]:
             return calls
     return _calls(answer) or [call for line in answer.splitlines() for call in _calls(line)]
 
@@ -56,12 +52,10 @@ def parse_calls(text: str) -> list[Call]:
 def _calls(text: str) -> list[Call]:
     """Return the calls of a text that consists of calls only."""
     text = text.strip().rstrip(";")
-    if not text:
-        return []
     try:
         return list(_json_calls(_json_values(text))) or _python_calls(text)
-    except (ValueError, RecursionError, ArithmeticError):  # not a function's name, nested too deep, 10**400 / 3
-        return []
+    except (ValueError, RecursionError, ArithmeticError, SyntaxError, MemoryError):
+        return []  # not a function's name, nested too deep, 10**400 / 3, no Python
 
 
 def _json_values(text: str) -> list[Any]:
@@ -92,32 +86,22 @@ def _json_calls(value: Any) -> Iterator[Call]:
         name = value.get("name") or (inner if isinstance(inner, str) else None)
         arguments = next((value[key] for key in ("arguments", "parameters", "args") if key in value), None)
         if isinstance(arguments, str):  # OpenAI writes the arguments as a string of JSON
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                arguments = None
-        if isinstance(name, str) and isinstance(arguments, dict):
-            if not ("description" in value and "properties" in arguments):  # an offered function, repeated
-                yield Call(name, arguments)
-        elif len(value) == 1:
+            arguments = values[0] if len(values := _json_values(arguments)) == 1 else None
+        if not isinstance(name, str) and len(value) == 1:
             ((name, arguments),) = value.items()
-            if isinstance(arguments, dict):
-                yield Call(name, arguments)
+        offered = "description" in value and isinstance(arguments, dict) and "properties" in arguments  # repeated
+        if isinstance(name, str) and isinstance(arguments, dict) and not offered:
+            yield Call(name, arguments)
 
 
 def _python_calls(text: str) -> list[Call]:
     """``f(a=1)``, ``[f(a=1), g.h(b='x')]`` or ``f(a=1); g()``; none for any other text."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as '\d' in an argument
-            body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    nodes: list[ast.expr] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as '\d' in an argument
+        body = ast.parse(text).body
+    nodes: list[ast.AST] = []
     for statement in body:
-        if not isinstance(statement, ast.Expr):
-            return []
-        value = statement.value
+        value = statement.value if isinstance(statement, ast.Expr) else statement
         nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
     calls = [Call(_dotted(node.func), _arguments(node)) for node in nodes if isinstance(node, ast.Call)]
     return calls if len(calls) == len(nodes) else []
@@ -144,8 +128,8 @@ def _value(node: ast.expr) -> Any:
             return value
         case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_value(item) for item in items]
-        case ast.Dict(keys=keys, values=values) if all(key is not None for key in keys):
-            return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key}
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand) if _is_number(inner := _value(operand)):
@@ -171,55 +155,48 @@ def meets(answer: str, expected: dict[str, Any]) -> bool:
     """
     if expected["expect"] == "text":
         text = _plain_text(answer)
-        return any(
-            re.search(rf"(?<!\w){re.escape(_plain_text(accepted))}(?!\w)", text) for accepted in expected["texts"]
-        )
+        return any(re.search(rf"(?<!\w){re.escape(_plain_text(one))}(?!\w)", text) for one in expected["texts"])
     calls = parse_calls(answer)
-    if expected["expect"] == "no_call":
-        return not calls
-    if expected["expect"] == "some_call":
-        return bool(calls)
-    return _all_paired(calls, expected["calls"])
-
-
-def expectation_problem(expected: dict[str, Any]) -> str | None:
-    """Return what is wrong with the shape of an expectation, or None."""
-    kind = expected["expect"]
-    if kind == "text":
-        texts = expected.get("texts")
-        fine = isinstance(texts, list) and texts and all(isinstance(text, str) and _plain_text(text) for text in texts)
-        return None if fine else "'texts' must be a non-empty list of texts"
-    if kind == "calls":
-        calls = expected.get("calls")
-        fine = isinstance(calls, list) and calls and all(map(_is_specification, calls))
-        return None if fine else "'calls' must be a non-empty list of objects with name, arguments and optional"
-    return None
-
-
-def _is_specification(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("name"), str)
-        and isinstance(value.get("optional"), list)
-        and isinstance(value.get("arguments"), dict)
-        and all(isinstance(accepted, list) for accepted in value["arguments"].values())
-    )
-
-
-def _all_paired(calls: Sequence[Call], wanted: Sequence[dict[str, Any]]) -> bool:
-    """Return whether calls and wanted calls can be matched one to one."""
+    if expected["expect"] != "calls":
+        return bool(calls) == bool(expected["expect"] == "some_call")
+    wanted = expected["calls"]
     if len(calls) != len(wanted):
         return False
     fits = np.array([[_is_right(call, want) for want in wanted] for call in calls])
     return bool(fits[linear_sum_assignment(fits, maximize=True)].all())
 
 
+def expectation_problem(expected: dict[str, Any]) -> str | None:
+    """Return what is wrong with the shape of an expectation, or None."""
+
+    def is_call(value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and isinstance(value.get("name"), str)
+            and isinstance(value.get("optional"), list)
+            and isinstance(value.get("arguments"), dict)
+            and all(isinstance(accepted, list) for accepted in value["arguments"].values())
+        )
+
+    shapes: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
+        "text": ("texts", "texts", lambda one: isinstance(one, str) and bool(_plain_text(one))),
+        "calls": ("calls", "objects with name, arguments and optional", is_call),
+    }
+    if expected["expect"] not in shapes:
+        return None
+    key, what, fine = shapes[expected["expect"]]
+    values = expected.get(key)
+    fits = isinstance(values, list) and values and all(map(fine, values))
+    return None if fits else f"'{key}' must be a non-empty list of {what}"
+
+
 def _is_right(call: Call, wanted: dict[str, Any]) -> bool:
-    if call.name.replace(".", "_") != wanted["name"].replace(".", "_"):
-        return False
     accepted, optional = wanted["arguments"], wanted["optional"]
-    given = all(name in accepted and _is_accepted(value, accepted[name]) for name, value in call.arguments.items())
-    return given and all(name in call.arguments or name in optional for name in accepted)
+    return (
+        call.name.replace(".", "_") == wanted["name"].replace(".", "_")
+        and all(name in accepted and _is_accepted(value, accepted[name]) for name, value in call.arguments.items())
+        and all(name in call.arguments or name in optional for name in accepted)
+    )
 
 
 def _is_accepted(value: Any, accepted: Any) -> bool:
@@ -227,7 +204,10 @@ def _is_accepted(value: Any, accepted: Any) -> bool:
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
-    """Return equality by type: booleans, numbers, strings, None, lists in order, objects by key."""
+    """Return equality by type: booleans, numbers, strings, None, lists in order, BFCL's objects.
+
+    Each key of an object has a list of accepted values; with "" in it the key is optional.
+    """
     if isinstance(wanted, str) or isinstance(value, str):
         return isinstance(wanted, str) and isinstance(value, str) and _plain(value) == _plain(wanted)
     if isinstance(wanted, bool) or isinstance(value, bool) or wanted is None or value is None:
@@ -235,14 +215,9 @@ def _is_same(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return isinstance(value, list) and len(value) == len(wanted) and all(map(_is_same, value, wanted))
     if isinstance(wanted, dict):
-        return isinstance(value, dict) and _is_same_object(value, wanted)
+        known = isinstance(value, dict) and all(_is_accepted(item, wanted.get(key)) for key, item in value.items())
+        return known and all(key in value or (isinstance(one, list) and "" in one) for key, one in wanted.items())
     return isinstance(value, int | float) and bool(value == wanted)
-
-
-def _is_same_object(value: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Return equality of BFCL's objects: each key has a list of accepted values; with "" in it the key is optional."""
-    known = all(_is_accepted(item, wanted.get(key)) for key, item in value.items())
-    return known and all(key in value or (isinstance(one, list) and "" in one) for key, one in wanted.items())
 
 
 def _plain(text: str) -> str:

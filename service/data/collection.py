@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,22 +62,13 @@ class Collection:
 
 
 def collect(
-    engine: Engine,
-    dataset: Dataset,
-    folder: Path,
-    *,
-    sites: Sequence[Site],
-    prompt_format: PromptFormat,
-    batch_rows: int,
-    max_new_tokens: int | None = None,
-    poolings: Sequence[Pooling] = (),
-) -> Collection:
+    engine: Engine, dataset: Dataset, folder: Path, *, sites: Sequence[Site], prompt_format: PromptFormat,
+    batch_rows: int, max_new_tokens: int | None = None, poolings: Sequence[Pooling] = (),
+) -> Collection:  # fmt: skip
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
-    A row that does not apply has activations, and no answer.
-
-    ``poolings`` adds activations pooled over other positions (App. pooling) from the same forward passes, one file for
-    each site and pooling; the engine must support pooling.
+    A row that does not apply has activations, and no answer.  ``poolings`` adds activations pooled over other positions
+    (App. pooling) from the same forward passes, one file for each site and pooling.
 
     Raises:
         DataError: prompts the model cannot take, by line number, before the first forward pass.
@@ -90,21 +81,11 @@ def collect(
     if others:
         engine.extract([], (), others)  # raises before the folder is made
     prompts = render_all(engine, dataset, prompt_format, max_new_tokens or 0)
-    geometry = engine.identity.geometry
-    identity = asdict(engine.identity)
+    geometry, identity = engine.identity.geometry, asdict(engine.identity)
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
-    claim(
-        folder,
-        {
-            "data": dataset.digest,
-            "model": identity,
-            "sites": sorted(sites),
-            "prompt_format": prompt_format,
-            "batch_rows": batch_rows,
-            "max_new_tokens": max_new_tokens,
-        }
-        | ({"poolings": sorted(others)} if others else {}),
-    )
+    run = {"data": dataset.digest, "model": identity, "sites": sorted(sites), "prompt_format": prompt_format,
+           "batch_rows": batch_rows, "max_new_tokens": max_new_tokens}  # fmt: skip
+    claim(folder, run | ({"poolings": sorted(others)} if others else {}))
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
@@ -113,21 +94,56 @@ def collect(
         for site in sites
         for pooling in others
     }
-    plan = _plan(dataset, prompts, batch_rows)
+    # The rows that apply, then the others, which are read without an answer.  No batch has both: one call of the engine
+    # either answers all of its prompts or none, and is done or not done.
+    plan = [
+        rows[batch] for rows in (dataset.asking, dataset.others) for batch in batches(prompts.lengths[rows], batch_rows)
+    ]
     greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
     first_token = folder / "first_token.f64"
-    sizes = {file.path: file.nbytes for file in (*files.values(), *pooled.values())} | {first_token: len(dataset) * 16}
-    with closing(AppendLog(folder / "journal.jsonl")) as journal:
-        _reserve(folder, sizes, started=journal.count > 0)
-        if [record["batch"] for record in journal.read()] != list(range(min(journal.count, len(plan)))):
+    every = (*files.values(), *pooled.values())
+    with ExitStack() as stack:
+        journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
+        done = journal.count
+        _reserve(
+            folder, {file.path: file.nbytes for file in every} | {first_token: len(dataset) * 16}, started=done > 0
+        )
+        if [record["batch"] for record in journal.read()] != list(range(min(done, len(plan)))):
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
-        with closing(AppendLog(folder / "answers.jsonl")) if greedy is not None else nullcontext() as answers:
-            if answers is not None:
-                finished = sum(int(dataset.applies[batch].sum()) for batch in plan[: journal.count])
-                if answers.count < finished:
-                    raise RunMismatch(f"{answers.path} lacks answers of batches that are done: delete {folder}")
-                answers.keep(finished)
-            _extract(engine, dataset, prompts, plan, files, pooled, first_token, journal, answers, greedy)
+        if greedy is not None:
+            answers = stack.enter_context(closing(AppendLog(folder / "answers.jsonl")))
+            finished = sum(int(dataset.applies[batch].sum()) for batch in plan[:done])
+            if answers.count < finished:
+                raise RunMismatch(f"{answers.path} lacks answers of batches that are done: delete {folder}")
+            answers.keep(finished)
+        targets = {path: os.open(path, os.O_WRONLY) for path in (*(file.path for file in every), first_token)}
+        for descriptor in targets.values():
+            stack.callback(os.close, descriptor)
+        bar = stack.enter_context(_bar("readouts" + (" and answers" if greedy else ""), prompts, plan, done))
+        for number, batch in list(enumerate(plan))[done:]:
+            answered = greedy if dataset.applies[batch[0]] else None
+            extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files),
+                                        (Pooling.LAST_1, *others), answered)  # fmt: skip
+            outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
+            outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
+            for file, activations, where in outputs:
+                if not np.all(np.isfinite(activations)):
+                    raise NonFiniteReadout(
+                        f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
+                        f"(float16 overflows where bfloat16 and float32 do not)"
+                    )
+                file.write(targets[file.path], batch, activations)
+            signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
+            if not np.all(np.isfinite(signals)):
+                raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")
+            for place, row in enumerate(batch):
+                write_at(targets[first_token], signals[place].tobytes(), int(row) * 16)
+            for descriptor in targets.values():
+                os.fsync(descriptor)
+            if answered is not None:
+                answers.append(_records(dataset, batch, extraction.completions))
+            journal.append([{"batch": number, "rows": len(batch)}])  # now all of the batch is on disk
+            bar.update(int(prompts.lengths[batch].sum()))
     return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled)
 
 
@@ -138,16 +154,6 @@ def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.in
     """
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
-
-
-def _plan(dataset: Dataset, prompts: Prompts, batch_rows: int) -> list[NDArray[np.int64]]:
-    """Return the batches of the rows that apply, then those of the others, which are read without an answer.
-
-    No batch has both: one call of the engine either answers all of its prompts or none, and is done or not done.
-    """
-    return [
-        rows[batch] for rows in (dataset.asking, dataset.others) for batch in batches(prompts.lengths[rows], batch_rows)
-    ]
 
 
 def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
@@ -198,58 +204,6 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
             file.truncate(size)
 
 
-def _extract(
-    engine: Engine,
-    dataset: Dataset,
-    prompts: Prompts,
-    plan: Sequence[NDArray[np.int64]],
-    files: dict[Site, RowsFile],
-    pooled: dict[tuple[Site, Pooling], RowsFile],
-    first_token: Path,
-    journal: AppendLog,
-    answers: AppendLog | None,
-    greedy: Sampling | None,
-) -> None:
-    """Write readouts of all batches and, with ``greedy``, answers: a batch that the journal names has all on disk."""
-    others = (Pooling.LAST_1, *dict.fromkeys(pooling for _, pooling in pooled))
-    done = journal.count
-    with ExitStack() as stack:
-        targets = {file.path: _opened(stack, file.path) for file in (*files.values(), *pooled.values())}
-        tokens = _opened(stack, first_token)
-        bar = stack.enter_context(_bar("readouts" + (" and answers" if answers else ""), prompts, plan, done))
-        for number, batch in list(enumerate(plan))[done:]:
-            own = [prompts.of(int(row)) for row in batch]
-            answered = bool(dataset.applies[batch[0]])  # ``_plan``: then all of them are
-            extraction = engine.extract(own, list(files), others, greedy if answered else None)
-            outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
-            outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
-            for file, activations, where in outputs:
-                if not np.all(np.isfinite(activations)):
-                    raise NonFiniteReadout(
-                        f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
-                        f"(float16 overflows where bfloat16 and float32 do not)"
-                    )
-                file.write(targets[file.path], batch, activations)
-            signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
-            if not np.all(np.isfinite(signals)):
-                raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a first token without a probability")
-            for place, row in enumerate(batch):
-                write_at(tokens, signals[place].tobytes(), int(row) * 16)
-            for descriptor in (*targets.values(), tokens):
-                os.fsync(descriptor)
-            if answers is not None and answered:
-                answers.append(_records(dataset, batch, extraction.completions))
-            journal.append([{"batch": number, "rows": len(batch)}])
-            bar.update(int(prompts.lengths[batch].sum()))
-
-
-def _opened(stack: ExitStack, path: Path) -> int:
-    """Return a descriptor to write ``path``, which ``stack`` closes."""
-    descriptor = os.open(path, os.O_WRONLY)
-    stack.callback(os.close, descriptor)
-    return descriptor
-
-
 def sample_answers(
     engine: Engine, dataset: Dataset, prompts: Prompts, folder: Path, options: SampleOptions, max_new_tokens: int
 ) -> None:
@@ -259,21 +213,16 @@ def sample_answers(
     that are there; so does a run that was killed.  The samples of different rows share their random numbers; those of
     one row do not.
     """
-    path = folder / options.file
-    samplings = [
-        Sampling(max_tokens=max_new_tokens, temperature=options.temperature, seed=seed)
-        for seed in range(options.samples)
-    ]
     plan = [dataset.asking[batch] for batch in batches(prompts.lengths[dataset.asking], SAMPLED_TOGETHER)]
-    calls = [(number, batch) for number in range(len(samplings)) for batch in plan]
-    with closing(AppendLog(path)) as answers:
+    calls = [(number, batch) for number in range(options.samples) for batch in plan]
+    with closing(AppendLog(folder / options.file)) as answers:
         ends = np.cumsum([len(batch) for _, batch in calls])
         done = int(np.searchsorted(ends, answers.count, side="right"))
         if done < len(calls):  # an unfinished call is made again as a whole
             answers.keep(int(ends[done - 1]) if done else 0)
         with _bar("answers", prompts, [batch for _, batch in calls], done) as bar:
             for number, batch in calls[done:]:
-                sampling = samplings[number]
+                sampling = Sampling(max_tokens=max_new_tokens, temperature=options.temperature, seed=number)
                 completions = engine.generate([prompts.of(int(row)) for row in batch], sampling)
                 answers.append([
                     record | {"sample": number, "tokens": completion.token_ids}
@@ -292,7 +241,5 @@ def _records(dataset: Dataset, batch: NDArray[np.int64], completions: Sequence[C
 def _bar(name: str, prompts: Prompts, plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
     """Return a progress bar over prompt tokens, which estimate the time left better than rows do."""
     sizes = [int(prompts.lengths[batch].sum()) for batch in plan]
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(
-        desc=name, total=sum(sizes), initial=sum(sizes[:done]), unit="tok", unit_scale=True, mininterval=interval
-    )
+    return tqdm(desc=name, total=sum(sizes), initial=sum(sizes[:done]), unit="tok", unit_scale=True,
+                mininterval=0.2 if sys.stderr.isatty() else 30.0)  # fmt: skip

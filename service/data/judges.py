@@ -76,17 +76,6 @@ def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
     return any(re.search(pattern, answer, re.IGNORECASE) for pattern in accepted)
 
 
-def nearest(question: str, answer: str, answers: Sequence[str]) -> bool:
-    """Return whether ROUGE-L is nearer to a correct reference answer than to any incorrect one (TruthfulQA)."""
-    return margin(answer, *split_answers(answers)) > 0
-
-
-def calls(question: str, answer: str, answers: Sequence[str]) -> bool:
-    """Return whether the answer meets the expectation: the right function calls, none, any, or a short answer."""
-    found = expected(answers)
-    return found is not None and meets(answer, found)
-
-
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
     """Return problems of a row's answers for this judge; checked before a model is loaded."""
     found = expected(answers)
@@ -122,27 +111,23 @@ def make_judge(options: JudgeOptions) -> Judge:
 
     A text that the pattern does not match is judged whole.
     """
-    of_accepted: dict[str, Judge] = {"exact": exact, "contains": contains, "regex": regex}
+    accepted_alone: dict[str, Judge] = {"exact": exact, "contains": contains, "regex": regex}
     if options.judge == "openai":
-        judge = _of_accepted(OpenAIJudge(options))
-    elif options.judge_name in of_accepted:
-        judge = _of_accepted(of_accepted[options.judge_name])
-    else:
-        judge = nearest if options.judge == "similarity" else calls
-    if not options.answer_pattern:
-        return judge
-    pattern = re.compile(options.answer_pattern)
+        accepted_alone["openai"] = OpenAIJudge(options)
+    pattern = re.compile(options.answer_pattern) if options.answer_pattern else None
 
-    def cut(question: str, answer: str, accepted: Sequence[str]) -> bool:
-        match = pattern.search(answer)
-        return judge(question, match.group(1) or "" if match else answer, accepted)
+    def judge(question: str, answer: str, answers: Sequence[str]) -> bool:
+        if pattern is not None and (match := pattern.search(answer)):
+            answer = match.group(1) or ""
+        accepted, false = split_answers(answers)
+        if options.judge == "calls":
+            found = expected(answers)
+            return found is not None and meets(answer, found)
+        if options.judge == "similarity":  # nearer to a correct reference answer than to any incorrect one
+            return margin(answer, accepted, false) > 0
+        return accepted_alone[options.judge_name](question, answer, accepted)
 
-    return cut
-
-
-def _of_accepted(judge: Judge) -> Judge:
-    """Return the judge without the incorrect reference answers, which it would treat as accepted."""
-    return lambda question, answer, answers: judge(question, answer, split_answers(answers)[0])
+    return judge
 
 
 class OpenAIJudge:
@@ -160,11 +145,9 @@ class OpenAIJudge:
         listed = "\n".join(f"- {candidate}" for candidate in accepted)
         text = f"Question:\n{question}\n\nAccepted answers:\n{listed}\n\nGiven answer:\n{answer}\n\nyes or no?"
         body = {
-            "model": self._options.judge_model,
-            "temperature": 0,
-            "max_tokens": 8,
+            "model": self._options.judge_model, "temperature": 0, "max_tokens": 8,
             "messages": [{"role": "system", "content": _INSTRUCTION}, {"role": "user", "content": text}],
-        }
+        }  # fmt: skip
         cause = ""
         for attempt in range(RETRIES + 1):
             if attempt:
@@ -174,28 +157,22 @@ class OpenAIJudge:
             except httpx.HTTPError as error:
                 cause = f"cannot be reached ({type(error).__name__}: {error}); is the server up and the base url right?"
                 continue
-            if response.status_code == 429 or response.status_code >= 500:
-                cause = f"answered {response.status_code}: {response.text[:200]}"
-                continue
             if response.status_code != 200:
-                raise self._error(f"answered {response.status_code}: {response.text[:200]}; check model and key")
-            verdict, cause = _verdict(response)
-            if verdict is not None:
-                return verdict
-        raise self._error(f"{cause} (after {RETRIES + 1} tries; judged answers are kept, run again)")
-
-    def _error(self, cause: str) -> TrainingError:
-        return TrainingError(f"the judge at {self._url} {cause}", param="judge")
-
-
-def _verdict(response: httpx.Response) -> tuple[bool | None, str]:
-    """Return the verdict, or None and a description of the reply.  "Yes, but" is none."""
-    try:
-        reply = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
-        return None, f"did not answer like /v1/chat/completions: {response.text[:200]!r}"
-    word = reply.strip().strip(".!\"'*").casefold() if isinstance(reply, str) else ""
-    return {"yes": True, "no": False}.get(word), f"said {reply!r} where yes or no was asked for"
+                cause = f"answered {response.status_code}: {response.text[:200]}"
+                if response.status_code != 429 and response.status_code < 500:
+                    raise TrainingError(f"the judge at {self._url} {cause}; check model and key", param="judge")
+                continue
+            try:
+                reply = response.json()["choices"][0]["message"]["content"]
+            except (ValueError, LookupError, TypeError):
+                cause = f"did not answer like /v1/chat/completions: {response.text[:200]!r}"
+                continue
+            word = reply.strip().strip(".!\"'*").casefold() if isinstance(reply, str) else ""
+            if word in ("yes", "no"):  # "Yes, but" is neither
+                return word == "yes"
+            cause = f"said {reply!r} where yes or no was asked for"
+        tries = f"(after {RETRIES + 1} tries; judged answers are kept, run again)"
+        raise TrainingError(f"the judge at {self._url} {cause} {tries}", param="judge")
 
 
 EXPECTATIONS = ("calls", "no_call", "some_call", "text")

@@ -48,13 +48,8 @@ def given_labels(dataset: Dataset) -> Labelled:
 
 def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
     """Raise DataError if the judge cannot use a row's accepted answers; needs no model."""
-    problems = [
-        f"line {row.line}: {problem}"
-        for row in dataset.rows
-        if row.applies
-        for problem in answer_problems(options, row.answers)
-    ]
-    if problems:
+    asking = [row for row in dataset.rows if row.applies]
+    if problems := [f"line {row.line}: {one}" for row in asking for one in answer_problems(options, row.answers)]:
         raise DataError(str(dataset.path), problems)
 
 
@@ -65,12 +60,10 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
     """
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
         answers = sorted({record["row"]: record["answer"] for record in map(json.loads, file)}.items())
-    path = folder / f"labels-{_key(options)}.jsonl"
-    verdicts = _verdicts(dataset, answers, path, options)
-    used = [row for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES]
-    label = [CLASSES[verdict] for verdict in verdicts if verdict in CLASSES]
+    verdicts = _verdicts(dataset, answers, folder / f"labels-{_key(options)}.jsonl", options)
+    used = {row: CLASSES[verdict] for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES}
     left_out = Counter(verdict for verdict in verdicts if verdict not in CLASSES)
-    return Labelled(np.array(used, np.int64), np.array(label, np.int64), dict(sorted(left_out.items())))
+    return Labelled(np.array([*used], np.int64), np.array([*used.values()], np.int64), dict(sorted(left_out.items())))
 
 
 def sampled_labels(dataset: Dataset, folder: Path, options: JudgeOptions, sampled: SampleOptions) -> Labelled:
@@ -116,12 +109,9 @@ def _verdicts(dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, 
     pending: list[dict[str, str]] = []
     with closing(AppendLog(path)) as log:
         known = log.count
-        for place, (number, text) in enumerate(tqdm(answers, "labels", mininterval=5)):
-            if place < known:
-                continue
+        for number, text in tqdm(answers[known:], "labels", len(answers), initial=known, mininterval=5):
             row = dataset.rows[number]
-            verdict = verdict_on(text, row.question, row.answers, judge, abstains)
-            pending.append({"id": row.id, "verdict": verdict})
+            pending.append({"id": row.id, "verdict": verdict_on(text, row.question, row.answers, judge, abstains)})
             if len(pending) >= saved_together:
                 log.append(pending)
                 pending = []

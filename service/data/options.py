@@ -6,12 +6,12 @@ A dataclass of them is a section of the command line; what is a field of Python 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from service.errors import TrainingError
-from service.settings import AT_LEAST_1, Range, option, section
+from service.settings import AT_LEAST_1, SECRET, Range, option, section
 
 ABSTAIN = (
     r"(?i)\b(i am|i'm|im)\s+(not\s+(entirely\s+|quite\s+|really\s+)?(sure|certain)|unsure|uncertain|unable to)\b"
@@ -37,26 +37,42 @@ GeneratedLabels = Annotated[
            "share of right answers is what the probes are fitted on.  Default of guarantee: as the bundle's own rows "
            "were labelled."),
 ]  # fmt: skip
-Samples = Annotated[
-    int,
-    option("Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
-           limits=Range(2)),
-]  # fmt: skip
+Samples = Annotated[int, option(
+    "Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
+    limits=Range(2))]  # fmt: skip
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
-RunDir = Annotated[
-    Path | None, option("Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")
-]
+RunDir = Annotated[Path | None, option(
+    "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")]  # fmt: skip
 DRY_RUN = option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
 Seed = Annotated[int, option("Another seed draws others; of guarantee, the order of the rows.", limits=Range(0))]
+
+
+def check_fields(options: Any) -> None:
+    """Raise TrainingError naming the first field of a dataclass of options that is not of its type or its limits."""
+    from pydantic import TypeAdapter, ValidationError
+
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        value, kind, (*_, first) = getattr(options, name), get_args(hint)[0], get_args(hint)[:2]
+        value = value.tolist() if hasattr(value, "tolist") else value
+        value = tuple(value) if isinstance(value, list) else value
+        seeds = name == "seeds" and isinstance(value, tuple)  # from Python the seeds themselves, else how many
+        try:
+            TypeAdapter(tuple[int, ...] if seeds else kind).validate_python(value, strict=True)
+            for limits in () if seeds else first.validator:
+                limits(hint, value)
+        except (ValidationError, ValueError) as error:
+            wrong = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            shown = "" if first.metavar == SECRET else f", not {value!r}"
+            raise TrainingError(f"{name}: {wrong.rstrip('.').lower()}{shown}", param=name) from None
+
+
 _PROMPTS = Group("Prompts and generated labels", sort_key=30)
 _JUDGE = Group("Judge of generated labels", sort_key=32)
-_Judge = Annotated[
-    JudgeName | None,
-    option("For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted "
-           "answer occurs as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible "
-           "endpoint (train only).  similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  "
-           "Default: contains; evaluate: the set's own where it has one.", group=_PROMPTS),
-]  # fmt: skip
+_Judge = Annotated[JudgeName | None, option(
+    "For generated labels.  exact: equal but for case, punctuation and articles.  contains: an accepted answer occurs "
+    "as whole words.  regex: the answers are patterns.  openai: ask an OpenAI-compatible endpoint (train only).  "
+    "similarity, calls: TruthfulQA's and BFCL's own rules ('hallutracer data').  Default: contains; evaluate: the "
+    "set's own where it has one.", group=_PROMPTS)]  # fmt: skip
 
 
 @section("Prompts and generated labels", 30)
@@ -64,16 +80,13 @@ _Judge = Annotated[
 class LabelOptions:
     """How prompts are rendered, and how generated answers become labels."""
 
-    prompt_format: Annotated[
-        Literal["auto", "chat", "text"],
-        option("auto: one chat turn where the tokenizer has a chat template, else plain text.", group=_PROMPTS),
-    ] = "auto"
+    prompt_format: Annotated[Literal["auto", "chat", "text"], option(
+        "auto: one chat turn where the tokenizer has a chat template, else plain text.",
+        group=_PROMPTS)] = "auto"  # fmt: skip
     judge: _Judge = None
-    max_new_tokens: Annotated[
-        int | None,
-        option("Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
-               limits=AT_LEAST_1, group=_PROMPTS),
-    ] = None  # fmt: skip
+    max_new_tokens: Annotated[int | None, option(
+        "Length of a generated answer.  Default: 48; evaluate: the set's own where it has one.",
+        limits=AT_LEAST_1, group=_PROMPTS)] = None  # fmt: skip
 
     @property
     def answer_tokens(self) -> int:
@@ -89,23 +102,19 @@ class JudgeOptions:
     judge: _Judge = None  # see data/judges.py
     judge_url: Annotated[str, option("Endpoint of the openai judge, up to /v1.", group=_JUDGE)] = ""
     judge_model: Annotated[str, option("Model of the openai judge.", group=_JUDGE)] = ""
-    judge_key: Annotated[
-        str,
-        option("Bearer key of the openai judge; prefer the environment variable.", secret=True, group=_JUDGE),
-    ] = ""  # never written to a file
-    answer_pattern: Annotated[
-        str,
-        option("Regular expression whose first group is the answer inside the generated text, for judges that compare "
-               "text.  Default: the whole text.", group=_JUDGE),
-    ] = ""  # fmt: skip
-    abstain_pattern: Annotated[
-        str | None,
-        option("Answers that match belong to neither class.  Default: 'I am not sure' and similar answers.",
-               group=_JUDGE),
-    ] = None  # fmt: skip
+    judge_key: Annotated[str, option(
+        "Bearer key of the openai judge; prefer the environment variable.",
+        secret=True, group=_JUDGE)] = ""  # never written to a file  # fmt: skip
+    answer_pattern: Annotated[str, option(
+        "Regular expression whose first group is the answer inside the generated text, for judges that compare text.  "
+        "Default: the whole text.", group=_JUDGE)] = ""  # fmt: skip
+    abstain_pattern: Annotated[str | None, option(
+        "Answers that match belong to neither class.  Default: 'I am not sure' and similar answers.",
+        group=_JUDGE)] = None  # fmt: skip
 
     def check(self) -> None:
-        """Raise TrainingError for a pattern that is none, and for an openai judge without an endpoint."""
+        """Raise TrainingError naming the first field at fault: its type, its limits, a pattern, a lacking endpoint."""
+        check_fields(self)
         for name in ("abstain_pattern", "answer_pattern"):
             pattern = getattr(self, name) or ""
             try:

@@ -60,15 +60,12 @@ def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered
     """Yield a problem if another line has this row's id; ``first``: its line by id; ``numbered``: lines without."""
     name = id_of(value, line)
     if (other := first.setdefault(name, line)) != line:
-        own, theirs = "id" in value, other not in numbered
-        if own and theirs:
+        if "id" in value and other not in numbered:
             yield f"id {name!r} is already that of line {other}"
         else:
-            without, with_id = (line, other) if theirs else (other, line)
-            yield (
-                f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id' and is called "
-                "by its number: give every row an 'id', or none"
-            )
+            without, with_id = (other, line) if other in numbered else (line, other)
+            yield (f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id' and is "
+                   "called by its number: give every row an 'id', or none")  # fmt: skip
     if "id" not in value:
         numbered.add(line)
 
@@ -125,10 +122,8 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-    return names.get(type(value), "an object")
+    names: dict[type, str] = {type(None): "null", bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), "a number")
 
 
 def prompt_digest(value: Mapping[str, Any]) -> bytes:

@@ -70,20 +70,19 @@ def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunMismatch(f"{path} is not JSON ({error}): delete {folder} and start again") from error
-    for field, before, now in _differences(recorded, wanted):
-        raise RunMismatch(
-            f"{folder} was begun with {field} = {before!r}, this run has {now!r}: name another run folder, "
-            f"or delete this one to start again",
-            param=field,
-        )
+    _check_same(folder, recorded, wanted, "")
 
 
-def _differences(recorded: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _check_same(folder: Path, recorded: Any, wanted: Any, field: str) -> None:
     if isinstance(recorded, dict) and isinstance(wanted, dict):
         for key in sorted(recorded.keys() | wanted.keys()):
-            yield from _differences(recorded.get(key), wanted.get(key), f"{prefix}.{key}" if prefix else key)
+            _check_same(folder, recorded.get(key), wanted.get(key), f"{field}.{key}" if field else key)
     elif recorded != wanted:
-        yield prefix, recorded, wanted
+        raise RunMismatch(
+            f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run folder, or "
+            "delete this one to start again",
+            param=field,
+        )
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:

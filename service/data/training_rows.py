@@ -5,17 +5,20 @@ A row: ``id``, else it is called by the number of its line; ``prompt`` or ``mess
 keep together; rows with the same prompt always are, and so are rows without a group that ask the same in other words);
 ``applies``, false for a row that asks for no fact: it has neither ``label`` nor ``answers``.
 Other keys are metadata; ``kind``, ``template`` and ``form`` name strata of the evaluation.
+
+A row of unlabelled traffic has ``risk``, as ``hallutracer score`` writes it, or ``prompt`` or ``messages`` that are to
+be scored; ``group`` where several depend on each other.  Other keys, labels above all, are not read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,12 +93,10 @@ class Dataset:
     def part(self, places: Sequence[int]) -> Dataset:
         """Return some of the rows; the digest is of the whole and the places."""
         return replace(
-            self,
-            rows=tuple(self.rows[place] for place in places),
+            self, rows=tuple(self.rows[place] for place in places),
             digest=f"sha256:{hashlib.sha256(f'{self.digest} {list(places)}'.encode()).hexdigest()}",
-            alike=self.alike[np.asarray(places, np.int64)],
-            part_of=self.file_digest,
-        )
+            alike=self.alike[np.asarray(places, np.int64)], part_of=self.file_digest,
+        )  # fmt: skip
 
     @cached_property
     def applies(self) -> NDArray[np.bool_]:
@@ -136,45 +137,48 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     """
     problems: list[str] = []
     rows: list[Row] = []
-    digest = hashlib.sha256()
     own_groups = False
     first: dict[str, int] = {}
     numbered: set[int] = set()
-    for line, value in objects(path, problems):
-        of_line = [f"line {line}: {problem}" for problem in _check_row(value, labels)]
-        problems += of_line
-        if of_line:
-            continue
+    values, digest = _checked(path, problems, lambda value: _check_row(value, labels))
+    for line, value in values:
         problems += [f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)]
-        digest.update(json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n")
         own_groups |= "group" in value
-        rows.append(
-            Row(
-                line=line,
-                id=id_of(value, line),
-                prompt=value.get("prompt"),
-                messages=value.get("messages"),
-                group=value.get("group", ""),
-                label=value.get("label") if labels == "given" else None,
-                answers=_answers(value),
-                strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
-                prompt_digest=prompt_digest(value),
-                applies=value.get("applies", True),
-                statement=value["statement"] if isinstance(value.get("statement"), str) else "",
-            )
-        )
+        answers: Any = value.get("answers")  # also of a row that has a label: they tell whether a passage states one
+        texts = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
+        rows.append(Row(
+            line=line, id=id_of(value, line), prompt=value.get("prompt"), messages=value.get("messages"),
+            group=value.get("group", ""), label=value.get("label") if labels == "given" else None,
+            answers=tuple(answers) if texts else (), prompt_digest=prompt_digest(value),
+            strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
+            applies=value.get("applies", True),
+            statement=value["statement"] if isinstance(value.get("statement"), str) else "",
+        ))  # fmt: skip
     problems += _across(rows)
-    if not rows and not problems:
-        problems.append("the file has no rows: one JSON object per line is expected")
-    elif not problems and not any(row.applies for row in rows):
+    if not problems and not any(row.applies for row in rows):
         problems.append('every row has "applies": false: add rows that ask for a fact, with a label or answers')
     if problems:
         raise DataError(str(path), sorted(problems, key=_line_of))
-    alike = near_duplicates([row.texts for row in rows])
-    dataset = Dataset(path, tuple(rows), f"sha256:{digest.hexdigest()}", own_groups, alike)
+    dataset = Dataset(path, tuple(rows), digest, own_groups, near_duplicates([row.texts for row in rows]))
     if labels == "given" and folds is not None and (problems := missing_groups(dataset, folds)):
         raise DataError(str(path), [*problems, *dataset.remarks])
     return dataset
+
+
+def _checked(
+    path: Path, problems: list[str], check: Callable[[dict[str, Any]], Iterable[str]]
+) -> tuple[list[tuple[int, dict[str, Any]]], str]:
+    """Return the objects of a file in which ``check`` finds nothing, by line, and their digest; add ``problems``."""
+    digest, found = hashlib.sha256(), list[tuple[int, dict[str, Any]]]()
+    for line, value in objects(path, problems):
+        of_line = [f"line {line}: {problem}" for problem in check(value)]
+        problems += of_line
+        if not of_line:
+            digest.update(json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+            found.append((line, value))
+    if not found and not problems:
+        problems.append("the file has no rows: one JSON object per line is expected")
+    return found, f"sha256:{digest.hexdigest()}"
 
 
 def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
@@ -189,37 +193,26 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
         for key in ("label", "answers"):
             if key in value:
                 yield f'has {key!r} and "applies": false: what asks for no fact has no right answer, remove one'
-    else:
-        yield from _check_label(value) if labels == "given" else _check_answers(value)
-
-
-def _check_label(value: dict[str, Any]) -> Iterator[str]:
-    if "label" not in value:
-        cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
-        yield f"'label' is missing{cure}"
-    elif type(value["label"]) is not int or value["label"] not in (0, 1):
-        yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
-
-
-def _check_answers(value: dict[str, Any]) -> Iterator[str]:
-    answers = value.get("answers")
-    if "answers" not in value:
+    elif labels == "given":
+        if "label" not in value:
+            cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
+            yield f"'label' is missing{cure}"
+        elif type(value["label"]) is not int or value["label"] not in (0, 1):
+            yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
+    elif "answers" not in value:
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
         yield f"'answers' is missing{cure}"
-    elif not isinstance(answers, list) or not answers:
+    else:
+        yield from _check_answers(value["answers"])
+
+
+def _check_answers(answers: Any) -> Iterator[str]:
+    if not isinstance(answers, list) or not answers:
         yield "'answers' must be a non-empty list of strings"
     elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
         yield "'answers' must hold non-empty strings only"
     elif any("\ud800" <= char <= "\udfff" for answer in answers for char in answer):
         yield "'answers' has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
-
-
-def _answers(value: dict[str, Any]) -> tuple[str, ...]:
-    """Return the accepted answers, also of a row that has its label: they tell whether a passage states one."""
-    answers = value.get("answers")
-    if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
-        return ()
-    return tuple(answers)
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
@@ -290,8 +283,8 @@ def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDAr
         if row.group:
             joined.add(row.group)
             joined.merge(row.group, row.prompt_digest)
-    if alike is not None:
-        for places in _without_group(rows, alike):
+    for places in () if alike is None else _sets(alike):
+        if not all(rows[place].group for place in places):
             for place in places[1:]:
                 joined.merge(rows[places[0]].prompt_digest, rows[place].prompt_digest)
     codes: dict[object, int] = {}
@@ -306,11 +299,6 @@ def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
     return [places for places in found.values() if len(places) > 1]
 
 
-def _without_group(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[list[int]]:
-    """Return those of ``_sets`` in which a row has no group."""
-    return [places for places in _sets(alike) if not all(rows[place].group for place in places)]
-
-
 def _remarks(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[str]:
     before = _merged(rows).tolist()
     apart = [places for places in _sets(alike) if len({before[place] for place in places}) > 1]
@@ -320,15 +308,15 @@ def _remarks(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[str]:
         count = sum(map(len, sets))
         if not count or (named and count < REMARKED * len(rows)):
             continue
-        first, second = next(
-            (rows[sets[0][0]], rows[place]) for place in sets[0] if before[place] != before[sets[0][0]]
-        )
-        example = f"line {second.line}, {_shown(second)}, as line {first.line}, {_shown(first)}"
+        first = sets[0][0]
+        second = next(place for place in sets[0] if before[place] != before[first])
+        example, other = (f"line {rows[place].line}, {_shown(rows[place])}" for place in (second, first))
         remarks.append(
-            f"{count} rows of different groups ask the same in other words, such as {example}: give them one group, or "
-            "folds and guarantee take them as independent"
+            f"{count} rows of different groups ask the same in other words, such as {example}, as {other}: give them "
+            "one group, or folds and guarantee take them as independent"
             if named
-            else f"{count} rows ask the same as another one in other words and share its group, such as {example}"
+            else f"{count} rows ask the same as another one in other words and share its group, such as {example}, as "
+            f"{other}"
         )
     return remarks
 
@@ -355,3 +343,65 @@ def _across(rows: list[Row]) -> Iterator[str]:
 def _line_of(problem: str) -> int:
     number = problem.removeprefix("line ").split(":", 1)[0]
     return int(number) if number.isdigit() else 0
+
+
+class TrafficRow(NamedTuple):
+    """One line of unlabelled traffic."""
+
+    line: int  # 1-based
+    risk: float | None  # None: to be scored
+    prompt: str | None
+    messages: list[Message] | None
+    group: str  # its own name, or one that rows of the same prompt share
+    prompt_digest: bytes | None  # None where the line has a risk and no prompt
+
+
+@dataclass(frozen=True)
+class TrafficFile:
+    """A checked file.  ``digest`` is sha256 over the canonical rows."""
+
+    path: Path
+    rows: tuple[TrafficRow, ...]
+    digest: str
+
+    @property
+    def scored(self) -> bool:
+        """Return whether the lines have risks; all of them or none."""
+        return self.rows[0].risk is not None
+
+
+def read_traffic(path: Path, bundle_digest: str) -> TrafficFile:
+    """Read and check a whole file; a risk that names its bundle must be of the one with ``bundle_digest``.
+
+    Raises DataError: every problem of the file, by line number.
+    """
+    problems: list[str] = []
+    rows: list[TrafficRow] = []
+    values, digest = _checked(path, problems, lambda value: _check_traffic(value, bundle_digest))
+    for line, value in values:
+        asked = prompt_digest(value) if "prompt" in value or "messages" in value else None
+        own = f"line {line}" if asked is None else f"prompt {asked.hex()}"
+        group = f"group {value['group']}" if "group" in value else own
+        risk = float(value["risk"]) if "risk" in value else None
+        rows.append(TrafficRow(line, risk, value.get("prompt"), value.get("messages"), group, asked))
+    if odd := next((row for row in rows if (row.risk is None) != (rows[0].risk is None)), None):
+        problems.append(f"line {odd.line}: some lines have a 'risk' and others not: score all of them, or none")
+    if problems:
+        raise DataError(str(path), problems)
+    return TrafficFile(path, tuple(rows), digest)
+
+
+def _check_traffic(value: dict[str, Any], bundle_digest: str) -> Iterator[str]:
+    yield from check_text(value, "group", required=False)
+    if "risk" not in value or "prompt" in value or "messages" in value:
+        yield from check_prompt(value)
+    if "risk" not in value:
+        return
+    risk, bundle = value["risk"], value.get("bundle")
+    if type(risk) not in (int, float) or not 0 <= risk <= 1:
+        yield f"'risk' must be a number from 0 to 1, found {json.dumps(risk)[:60]}"
+    if isinstance(bundle, dict) and bundle.get("digest") != bundle_digest:
+        yield (
+            f"its risk is of the bundle {bundle.get('name')}:{bundle.get('version')} ({bundle.get('digest')}), not of "
+            f"{bundle_digest}: score the rows with that one"
+        )

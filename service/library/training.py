@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from service.library.detector import Engine, as_prompts
-from service.library.engine import load_engine
+from service.library.detector import as_prompts
+from service.library.engine import Engine, load_engine, open_store
 from service.library.results import frame
-from service.library.stores import open_store
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
@@ -63,26 +62,26 @@ class Trained:
 
     @property
     def reference(self) -> str:
-        """NAME:VERSION."""
+        """Return NAME:VERSION."""
         return self.bundle.reference
 
     @property
     def folder(self) -> Path:
-        """The bundle's files."""
+        """Return the folder of the bundle's files."""
         return self.bundle.path
 
     @property
     def card(self) -> str:
-        """The model card, Markdown."""
+        """Return the model card, Markdown."""
         return self.bundle.card()
 
     @property
     def own(self) -> SignalFigures | None:
-        """The figures of the bundle's own risk; None without ``evaluate``."""
+        """Return the figures of the bundle's own risk; None without ``evaluate``."""
         return next((one for one in self.figures if one.own), None)
 
     def to_frame(self) -> DataFrame:
-        """The figures, a row for each signal.  Needs pandas."""
+        """Return the figures, a row for each signal.  Needs pandas."""
         return frame([vars(one) for one in self.figures])
 
 
@@ -98,18 +97,11 @@ class Lines:
 
 
 def train(
-    rows: str | Path | Iterable[Mapping[str, Any]],
-    name: str,
-    model: str | Path | None = None,
-    *,
-    labels: Literal["given", "generate", "sample"] = "given",
-    store: str | Path = DEFAULT_STORE,
-    run_dir: str | Path | None = None,
-    engine: Engine | None = None,
-    report: Report = note,
-    probe: DepthMeanProbe | None = None,
-    **options: Any,
-) -> Trained:
+    rows: str | Path | Iterable[Mapping[str, Any]], name: str, model: str | Path | None = None, *,
+    labels: Literal["given", "generate", "sample"] = "given", store: str | Path = DEFAULT_STORE,
+    run_dir: str | Path | None = None, engine: Engine | None = None, report: Report = note,
+    probe: DepthMeanProbe | None = None, **options: Any,
+) -> Trained:  # fmt: skip
     """Train a bundle on your own model and publish it; the same call resumes a run that was interrupted.
 
     Args:
@@ -159,24 +151,14 @@ def train(
     options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
     wanted = TrainOptions(name=name, data=(str(rows_file(rows, folder)),), run_dir=folder, labels=labels, **options)
     chosen = engine or Engine()
-    return run_training(
-        wanted,
-        chosen.options(None if model is None else str(model)),
-        open_store(store),
-        threads=chosen.threads,
-        console=Lines(report),
-        report=report,
-        probe=probe,
-    )
+    return run_training(wanted, chosen.options(None if model is None else str(model)), open_store(store),
+                        threads=chosen.threads, console=Lines(report), report=report, probe=probe)  # fmt: skip
 
 
 def publish(
-    probe: DepthMeanProbe,
-    rows: str | Path | Iterable[Mapping[str, Any]],
-    name: str,
-    model: str | Path | None = None,
+    probe: DepthMeanProbe, rows: str | Path | Iterable[Mapping[str, Any]], name: str, model: str | Path | None = None,
     **options: Any,
-) -> Trained:
+) -> Trained:  # fmt: skip
     """Publish a fitted ``DepthMeanProbe`` as a bundle: ``train``, without fitting it again.
 
     Args:
@@ -214,13 +196,10 @@ def publish(
 
 
 def extract(
-    prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
-    model: str | Path | None = None,
-    *,
-    site: Literal["attention_head", "residual_stream"] = "attention_head",
-    engine: Engine | None = None,
+    prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message], model: str | Path | None = None, *,
+    site: Literal["attention_head", "residual_stream"] = "attention_head", engine: Engine | None = None,
     report: Report = note,
-) -> NDArray[np.float32]:
+) -> NDArray[np.float32]:  # fmt: skip
     """Return the activations that a probe reads, at each prompt's last token, before the answer.
 
     Args:
@@ -255,30 +234,19 @@ def extract(
 
 
 def run_training(
-    options: TrainOptions,
-    engine: EngineOptions,
-    store: Store,
-    *,
-    threads: int | None,
-    console: Console,
-    report: Report = note,
-    probe: DepthMeanProbe | None = None,
-) -> Trained:
-    """What the command line and ``train`` share: a run from checked options to the published bundle."""
+    options: TrainOptions, engine: EngineOptions, store: Store, *, threads: int | None, console: Console,
+    report: Report = note, probe: DepthMeanProbe | None = None,
+) -> Trained:  # fmt: skip
+    """Return what a run made, for the command line and ``train``: from checked options to the published bundle."""
     from service.trainer.run import train as run
 
-    bundle = run(
-        options,
-        lambda: load_engine(engine, rows=[options.site], threads=threads, report=report),
-        store,
-        console=console,
-        probe=probe,
-    )
+    bundle = run(options, lambda: load_engine(engine, rows=[options.site], threads=threads, report=report), store,
+                 console=console, probe=probe)  # fmt: skip
     return Trained(bundle, options.folder, store.where, figures_of(bundle.evaluation()))
 
 
 def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
-    """From a bundle's evaluation.json; () where it was trained without an evaluation."""
+    """Return the figures of a bundle's evaluation.json; () where it was trained without an evaluation."""
     from service.trainer.cards import SIGNALS
 
     crossed = evaluation.get("cross_validation")
@@ -286,39 +254,33 @@ def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
         return ()
     own = evaluation["signal_of_the_bundle"]
     return tuple(
-        SignalFigures(
-            signal=name,
-            title=SIGNALS[name],
-            own=name == own,
-            auroc=row["auroc"]["mean"],
-            low=row["auroc"]["low"],
-            high=row["auroc"]["high"],
-            ece=row["ece"]["mean"],
-            brier=row["brier"]["mean"],
-        )
+        SignalFigures(name, SIGNALS[name], name == own, row["auroc"]["mean"], row["auroc"]["low"], row["auroc"]["high"],
+                      row["ece"]["mean"], row["brier"]["mean"])
         for name, row in crossed["signals"].items()
-    )
+    )  # fmt: skip
 
 
 def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> Path:
-    """The file of the rows: the one that is named, or one that is written into the run folder."""
+    """Return the file of the rows: the one that is named, or one that is written into the run folder."""
     if isinstance(rows, str | Path):
         return Path(rows).expanduser()
     path = folder / ROWS
-    lines = [json.dumps(_given(row), ensure_ascii=False, default=_plain) for row in rows]
+    given = (
+        {
+            key: value
+            for key, value in row.items()  # without what a DataFrame has where nothing was
+            if value is not None and not (isinstance(value, float) and math.isnan(value))
+        }
+        for row in rows
+    )
+    lines = [json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in given]
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="surrogatepass")
+    path.write_text("".join(lines), encoding="utf-8", errors="surrogatepass")
     return path
 
 
-def _given(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without what a DataFrame has where nothing was: None and NaN."""
-    missing = {key for key, value in row.items() if value is None or (isinstance(value, float) and math.isnan(value))}
-    return {key: value for key, value in row.items() if key not in missing}
-
-
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy, as they come out of a DataFrame."""
+    """Return numbers and arrays of numpy as JSON has them: so they come out of a DataFrame."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Sequence | set):

@@ -1,4 +1,4 @@
-"""Model cards: templates filled from a manifest and evaluation.json, and the sentences that the console says, too.
+"""Model cards, templates filled from a manifest and evaluation.json, and what a run's console says at its end.
 
 The same arguments give the same bytes: no time, no path, no version.
 """
@@ -16,64 +16,50 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from probes_store.manifest import Manifest
-from probes_store.records import Guarantee, Recalibration, Uncertainty
+from probes_store.records import Guarantee, RefitInterval
+from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.fitting.recalibration import ChosenMap
+from service.fitting.scores import gain
 from service.fitting.thresholds import LEAST_ANSWERED, GuaranteeStep
 from service.judging.form_table import kept_forms
 from service.risk import risk
-from service.trainer.presentation import markdown_table
+from service.trainer.presentation import aligned_table, markdown_table
 
 METRICS = {
-    "auroc": "AUROC",
-    "auprc_hallucinated": "AUPRC (hallucinated positive)",
-    "auprc_factual": "AUPRC (factual positive)",
-    "brier": "Brier",
-    "ece": "ECE",
-    "ece_pooled": "ECE, folds pooled",
+    "auroc": "AUROC", "auprc_hallucinated": "AUPRC (hallucinated positive)",
+    "auprc_factual": "AUPRC (factual positive)", "brier": "Brier", "ece": "ECE", "ece_pooled": "ECE, folds pooled",
     "calibration_debiased": "calibration error, debiased",
+}  # fmt: skip
+_SCALES = {"unit_norm": "unit norm", "standardized": "standardised", "weighted": "weighted"}
+_READ = {
+    "fused": "fused: depth mean ({}) and first token",
+    "context": "depth mean ({}), passage and its answer",
+    "fused_context": "fused: depth mean ({}), first token, passage and its answer",
 }
 SIGNALS = {
-    "bundle": "this bundle",
-    "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
-    "depth_mean_standardized": "depth mean, standardised logits",
-    "depth_mean_weighted": "depth mean, weighted layers",
-    "fused_unit_norm": "fused: depth mean (unit norm) and first token",
-    "fused_standardized": "fused: depth mean (standardised) and first token",
-    "fused_weighted": "fused: depth mean (weighted) and first token",
-    "context_unit_norm": "depth mean (unit norm), passage and its answer",
-    "context_standardized": "depth mean (standardised), passage and its answer",
-    "context_weighted": "depth mean (weighted), passage and its answer",
-    "fused_context_unit_norm": "fused: depth mean (unit norm), first token, passage and its answer",
-    "fused_context_standardized": "fused: depth mean (standardised), first token, passage and its answer",
-    "fused_context_weighted": "fused: depth mean (weighted), first token, passage and its answer",
-    "best_head": "best single head",
-    "best_layer": "best single layer",
-    "first_token_max_prob": "first-token maximum probability",
-    "first_token_entropy": "first-token entropy",
+    "bundle": "this bundle", "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
+    "depth_mean_standardized": "depth mean, standardised logits", "depth_mean_weighted": "depth mean, weighted layers",
+    **{f"{kind}_{scale}": text.format(word) for kind, text in _READ.items() for scale, word in _SCALES.items()},
+    "best_head": "best single head", "best_layer": "best single layer",
+    "first_token_max_prob": "first-token maximum probability", "first_token_entropy": "first-token entropy",
     "prompt_length": "prompt length",
-}
+}  # fmt: skip
 WITHIN = {
     "auroc_within_kind": "within kind",
     "auroc_within_kind_x_template": "within kind x template",
     "auroc_within_form": "within form",
 }
 PLOTS = {
-    "roc.png": "ROC",
-    "precision_recall.png": "Precision and recall",
-    "coverage.png": "Coverage and error",
-    "reliability.png": "Reliability",
-    "trajectories.png": "Class-mean trajectories",
-    "layers.png": "AUROC by layer",
-}
+    "roc.png": "ROC", "precision_recall.png": "Precision and recall", "coverage.png": "Coverage and error",
+    "reliability.png": "Reliability", "trajectories.png": "Class-mean trajectories", "layers.png": "AUROC by layer",
+}  # fmt: skip
 MAPS = {
-    "identity": "the risk as it is",
-    "prior_shift": "prior shift, by traffic and labels",
-    "intercept": "intercept, by labels",
-    "platt": "Platt: slope and intercept",
-    "beta": "beta calibration",
+    "identity": "the risk as it is", "prior_shift": "prior shift, by traffic and labels",
+    "intercept": "intercept, by labels", "platt": "Platt: slope and intercept", "beta": "beta calibration",
     "isotonic": "isotonic",
-}
+}  # fmt: skip
 CHANCE = 0.5  # AUROC
+SHOWN_RISKS = (0.1, 0.25, 0.5, 0.75, 0.9)  # with their intervals
 FEW_IN_A_FOLD = 5  # rows of the rarer class: with fewer, the spread over folds says nothing
 CHEAPER = ("first_token_entropy", "first_token_max_prob", "prompt_length")  # signals that need no probes
 LARGE_GROUP = 0.2  # share of the rows
@@ -84,72 +70,51 @@ CAUTION = (
 )
 _GUARANTEE = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
+    loader=FileSystemLoader(Path(__file__).parent / "templates"), undefined=StrictUndefined, trim_blocks=True,
+    lstrip_blocks=True, keep_trailing_newline=True,
+)  # fmt: skip
 _TEMPLATES.filters["fmt"] = format
+_TEMPLATES.globals["least_answered"] = LEAST_ANSWERED
 
 
 def _render(template: str, **values: Any) -> str:
     return _TEMPLATES.get_template(f"{template}.j2").render(values)
 
 
+def say(macro: str, *values: Any) -> str:
+    """Return what a macro of ``words.txt`` makes of the values, in one line."""
+    return " ".join(str(getattr(_TEMPLATES.get_template("words.txt.j2").module, macro)(*values)).split())
+
+
 def write_card(
-    manifest: Manifest,
-    evaluation: Mapping[str, Any],
-    *,
-    signal_std: Sequence[float],
-    left_out: Mapping[str, int],
+    manifest: Manifest, evaluation: Mapping[str, Any], *, signal_std: Sequence[float], left_out: Mapping[str, int],
     plots: Sequence[str],
-) -> str:
+) -> str:  # fmt: skip
     """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card.
 
     signal_std [k]: out-of-fold standard deviation of each signal; left_out: rows by reason; plots: file names.
     """
-    training, data = manifest.training, evaluation["data"]
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
-    own = evaluation["signal_of_the_bundle"]
-    rarer = min(training.factual, training.hallucinated)
+    own, rarer = evaluation["signal_of_the_bundle"], min(manifest.training.factual, manifest.training.hallucinated)
     few = crossed is not None and rarer < FEW_IN_A_FOLD * crossed["protocol"]["folds"]
     signals = [
         (name, weight, weight * std)
         for name, weight, std in zip(manifest.signals, manifest.classifier.weight, signal_std, strict=True)
     ]
-    strength = {name: abs(scaled) for name, _, scaled in signals}
-    carrier = max(strength, key=lambda name: strength[name])
-    rule = rule_in_words(evaluation["threshold"])
     source, forms = kept_forms(evaluation) or (None, None)
+    rule, record = rule_in_words(evaluation["threshold"]), manifest.uncertainty
     text = _render(
-        "card.md",
-        m=manifest,
-        t=training,
-        data=data,
-        left_out=left_out,
-        group_warning=group_warning(data),
-        soft=data.get("soft_labels"),
-        crossed=crossed,
+        "card.md", m=manifest, t=manifest.training, data=evaluation["data"], left_out=left_out, crossed=crossed,
+        group_warning=group_warning(evaluation["data"]), few=few, rarer=rarer, own=own, test=test,
         cheaper=crossed and cheaper_and_better(crossed["signals"], own),
-        few=few,
-        rarer=rarer,
-        crossed_table=crossed and _table(crossed["signals"], _cell_of_few if few else cell, own),
+        crossed_table=crossed and _table(crossed["signals"], lambda one: "-" if few and "low" not in one else cell(one),
+                                         own),
         no_signal=crossed and crossed["signals"][own]["auroc"].get("low", 1.0) <= CHANCE,
-        test=test,
         test_table=test and _table(test["signals"], "{:.3f}".format, "bundle"),
-        calibrations=list(_calibrations(evaluation)),
-        plots=[(title, file) for file, title in PLOTS.items() if file in plots],
-        signals=signals,
-        carrier=carrier,
-        carried=strength[carrier] / (sum(strength.values()) or 1.0),
-        cut=evaluation["threshold"],
-        rule=rule[0].upper() + rule[1:],
-        gates=list(_gates(evaluation)),
-        forms=forms,
-        forms_source=source,
-        intervals=list(_intervals(manifest.uncertainty)),
-    )
+        plots=[(title, file) for file, title in PLOTS.items() if file in plots], signals=signals,
+        cut=evaluation["threshold"], rule=rule[0].upper() + rule[1:], forms=forms, forms_source=source,
+        intervals=[] if record.interval is None else [(at, *_ends(record.interval, at)) for at in SHOWN_RISKS],
+    )  # fmt: skip
     return f"---\n{_hub_data(manifest, evaluation).to_yaml()}\n---\n{text}"
 
 
@@ -165,74 +130,32 @@ def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardDat
         scores = {key: value["mean"] for key, value in row.items() if value is not None}
     results = [
         EvalResult(
-            task_type="text-classification",
-            task_name="Hallucination risk at the answer onset",
-            dataset_type=file,
-            dataset_name=file,
-            metric_type=kind,
-            metric_value=round(scores[key], 4),
+            task_type="text-classification", task_name="Hallucination risk at the answer onset", dataset_type=file,
+            dataset_name=file, metric_type=kind, metric_value=round(scores[key], 4),
             metric_name=f"{METRICS[key]}, {protocol}",
         )
         for key, kind in (("auroc", "roc_auc"), ("brier", "brier_score"))
         if scores
-    ]
+    ]  # fmt: skip
     return ModelCardData(
-        library_name="hallutracer",
-        pipeline_tag="text-classification",
-        tags=["hallucination-detection", "linear-probe", "hallutracer"],
-        base_model=manifest.model.name,
-        metrics=["roc_auc", "brier_score"],
-        model_name=manifest.name if results else None,
+        library_name="hallutracer", pipeline_tag="text-classification",
+        tags=["hallucination-detection", "linear-probe", "hallutracer"], base_model=manifest.model.name,
+        metrics=["roc_auc", "brier_score"], model_name=manifest.name if results else None,
         eval_results=results or None,
-    )
+    )  # fmt: skip
 
 
-def _calibrations(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield which rows, and slope and intercept of the bundle's own risks on them."""
-    crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
-    if crossed is not None:
-        row = crossed["signals"][evaluation["signal_of_the_bundle"]]
-        yield (
-            "the training rows, by folds that never saw the row",
-            row["calibration_slope"],
-            row["calibration_intercept"],
-        )
-    if test is not None:
-        row = test["calibration"]
-        yield "the held-out rows", row["calibration_slope"], row["calibration_intercept"]
-
-
-def _gates(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float], float]]:
-    """Yield each set of rows that no fit saw, what the threshold does to it, and its share of wrong answers."""
-    for key, rows in (
-        ("cross_validation", "by the risks of folds that never saw the row"),
-        ("held_out", "held-out rows"),
-    ):
-        if (found := evaluation.get(key)) is not None:
-            counts = found if key == "held_out" else evaluation["data"]
-            yield rows, found["at_threshold"], counts["hallucinated"] / (counts["factual"] + counts["hallucinated"])
-
-
-def _intervals(record: Uncertainty) -> Iterator[tuple[float, float, float]]:
-    """Yield some risks, each with the ends of its interval."""
-    if record.interval is None:
-        return
-    for shown in (0.1, 0.25, 0.5, 0.75, 0.9):
-        z = math.log((1 - shown) / shown)
-        half = record.interval.half_width(z, 0.5)
-        low, high = (float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half))
-        yield shown, low, high
+def _ends(interval: RefitInterval, shown: float) -> tuple[float, float]:
+    """Return the ends of the interval of a risk, at half the cutoff's distance."""
+    z = math.log((1 - shown) / shown)
+    half = interval.half_width(z, 0.5)
+    low, high = (float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half))
+    return low, high
 
 
 def cell(value: Mapping[str, float]) -> str:
     """Return a mean over folds and seeds with its interval, or else with its standard deviation."""
-    if "low" in value:
-        return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
-    return f"{value['mean']:.3f} +/- {value['std']:.3f}"
-
-
-def _cell_of_few(value: Mapping[str, float]) -> str:
-    return cell(value) if "low" in value else "-"
+    return say("cell", value)
 
 
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
@@ -248,48 +171,18 @@ def cheaper_and_better(signals: Mapping[str, Mapping[str, Any]], own: str) -> st
     """Return a sentence where something that costs no probes ranks better than what the bundle serves."""
     auroc = {name: signals[name]["auroc"]["mean"] for name in (*CHEAPER, own) if name in signals}
     best = max(auroc, key=lambda name: (auroc[name], name == own))
-    if best == own:
-        return None
-    cure = "; --signals depth_mean,first_token reads it, too" if best.startswith("first_token") else ""
-    return (
-        f"On these rows {SIGNALS[best]}, which needs no probes, ranks better than what is published: AUROC "
-        f"{auroc[best]:.3f} against {auroc[own]:.3f}. More rows may change that{cure}."
-    )
+    return None if best == own else say("cheaper", best, SIGNALS[best], auroc[best], auroc[own])
 
 
 def group_warning(data: Mapping[str, Any]) -> str | None:
     """Return what it means where one group is a large part of the rows; ``data`` is that of evaluation.json."""
-    share = data.get("largest_group_share", 0.0)
-    if share <= LARGE_GROUP:
-        return None
-    return f"One group has {share:.0%} of the rows: how well the bundle does elsewhere is hardly known"
+    share, words = data.get("largest_group_share", 0.0), "how well the bundle does elsewhere is hardly known"
+    return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 
 def rule_in_words(found: Mapping[str, Any]) -> str:
     """Return where the threshold is from; ``found`` is ``threshold`` of evaluation.json."""
-    at, gate = found["threshold"], found["out_of_fold"]
-    if found["rule"] == "wrong_costs":
-        k = found["wrong_costs"]
-        reason = ": answer what is more likely right than wrong" if k == 1 else ""
-        return (
-            f"threshold {at:.4f} = 1 / (1 + K) with K = {k:g}, the cost of a wrong answer in withheld right answers"
-            f"{reason}"
-        )
-    does = (
-        f"answers {gate['answered']:.1%} of the training rows by out-of-fold risks, and "
-        f"{gate['wrong_among_answered']:.1%} of these answers are wrong"
-    )
-    if found["reached"]:
-        return f"threshold {at:.4f}, for the target {found['target']}: it {does}"
-    nearest = (
-        f"the lowest share of wrong with at least {LEAST_ANSWERED} answered rows"
-        if found["target"].startswith("wrong")
-        else "the largest share answered"
-    )
-    return (
-        f"the target {found['target']} is out of reach. What is reachable is {nearest}: threshold {at:.4f}, which was "
-        f"published, {does}"
-    )
+    return say("rule", found)
 
 
 def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: GuaranteeStep | None) -> str:
@@ -297,28 +190,23 @@ def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, ste
 
     ``max_new_tokens`` is the length of the answers judged, ``step`` the test that passed, if any.
     """
-    judged = guarantee.labels == "generate"
-    rows = None if step is None else by_row(step, guarantee.alpha)
-    text = _render("statement.txt", g=guarantee, m=manifest, judged=judged, max_new_tokens=max_new_tokens, by_row=rows)
+    text = _render("statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate",
+                   max_new_tokens=max_new_tokens, by_row=_by_row(step, guarantee.alpha))  # fmt: skip
     return " ".join(text.split())
 
 
-def by_row(step: GuaranteeStep, alpha: float) -> str:
+def _by_row(step: GuaranteeStep | None, alpha: float) -> str | None:
     """Return the share of hallucinations among the answered rows, where a group counts as often as it has rows."""
-    share = step.wrong_rows / step.rows
-    text = f"{step.wrong_rows} of {step.rows} answered rows were hallucinated, {share:.1%}"
-    return f"{text}, which is above {alpha:g}: a group with many rows counts more here" if share > alpha else text
+    return None if step is None else say("by_row", step, alpha)
 
 
 def guaranteed_card(card: str, manifest: Manifest, step: GuaranteeStep | None = None) -> str:
     """Return the card with this guarantee's section, in place of an earlier one; ``step`` is the test that passed."""
     guarantee = manifest.guarantee
     assert guarantee is not None
-    rows = None if step is None else by_row(step, guarantee.alpha)
-    section = _render("guarantee.md", g=guarantee, by_row=rows)
-    if _GUARANTEE.search(card):
-        return _GUARANTEE.sub(lambda _: section, card, count=1)
-    return _before_limits(card, section)
+    section = _render("guarantee.md", g=guarantee, by_row=_by_row(step, guarantee.alpha))
+    found = _GUARANTEE.search(card)
+    return card[: found.start()] + section + card[found.end() :] if found else _before_limits(card, section)
 
 
 def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], candidates: str) -> str:
@@ -326,19 +214,12 @@ def recalibrated_card(card: str, manifest: Manifest, record: Mapping[str, Any], 
     assert manifest.recalibration is not None
     feedback = record.get("feedback")
     section = _render(
-        "recalibration.md",
-        r=record,
-        d=record["data"],
-        names=MAPS,
-        formula=formula(manifest.recalibration),
-        before=record["candidates"]["identity"],
-        after=record["candidates"][record["chosen"]],
-        gate=record["at_threshold"]["after"],
-        candidates=candidates,
-        caution=CAUTION,
+        "recalibration.md", r=record, d=record["data"], names=MAPS, formula=say("formula", manifest.recalibration),
+        before=record["candidates"]["identity"], after=record["candidates"][record["chosen"]],
+        gate=record["at_threshold"]["after"], candidates=candidates, caution=CAUTION,
         feedback={} if feedback is None else feedback_lines(feedback),
         tenths=[(place, *row) for place, row in enumerate((feedback or {}).get("by_tenth", ())) if row[0]],
-    )
+    )  # fmt: skip
     return _before_limits(_GUARANTEE.sub("", card), section)
 
 
@@ -352,46 +233,60 @@ def candidates_table(choice: ChosenMap) -> str:
     rows = []
     for one in choice.candidates:
         name = f"**{MAPS[one.name]}**" if one is choice.chosen else MAPS[one.name]
-        figures = [
-            (one.log_loss, one.log_loss_interval, ".4f"),
-            (one.gain, one.gain_interval, "+.4f"),
-            (one.error, one.error_interval, ".4f"),
-        ]
-        cells = [f"{value:{form}} [{ends.low:{form}}, {ends.high:{form}}]" for value, ends, form in figures]
+        figures = ((one.log_loss, one.log_loss_interval, ""), (one.gain, one.gain_interval, "+"),
+                   (one.error, one.error_interval, ""))  # fmt: skip
+        cells = [f"{value:{sign}.4f} [{ends.low:{sign}.4f}, {ends.high:{sign}.4f}]" for value, ends, sign in figures]
         rows.append([name, cells[0], "" if one is choice.before else cells[1], cells[2]])
     return markdown_table(["held-out", "log loss", "less by", "calibration error, debiased"], rows)
 
 
-def formula(recalibration: Recalibration) -> str:
-    """Return the map, for people."""
-    if recalibration.knots:
-        return f"linear between {len(recalibration.knots)} points"
-    a, b, c = recalibration.a, recalibration.b, recalibration.c
-    if a == b == 1:
-        return f"log odds {c:+.4f}"
-    if a == b:
-        return f"{a:.4f} x log odds {c:+.4f}"
-    return f"log odds of it = {a:.4f} log(risk) - {b:.4f} log(1 - risk) {c:+.4f}"
-
-
 def feedback_lines(found: Mapping[str, Any]) -> dict[str, str]:
     """Return rows of the card's table: who was labelled, and the share of hallucinations by each estimate."""
-    left_out = ", ".join(f"{count} {why}" for why, count in found["left_out"].items() if count) or "none"
-    weighted = f"{found['weighted']:.1%} with each tenth of risk weighted as all answers have it"
-    if found["covered"] <= 0.9995:
-        weighted += f" (of {found['covered']:.0%}: the other tenths have no label)"
-    if "traffic" in found:
-        share, test = found["traffic"]["share"], found["traffic"]["test"]
-        ends = f"[{share['low']:.1%}, {share['high']:.1%}]"
-        shift = f"{share['value']:.1%} {ends} of all answers by prior shift, without labels"
-        if test is None:
-            shift += " (**whether prior shift alone explains them was not tested: someone insisted**)"
-        elif not found["traffic"]["explained"]:
-            shift += " (**which does not explain them: someone insisted**)"
-    else:
-        shift = f"no estimate from unlabelled answers: {found['no_traffic']}"
-    return {
-        "feedback": f"{found['answers']} answers stored, {found['labelled']} of them labelled and used "
-        f"({found['labelled'] / found['answers']:.1%}); labels left out: {left_out}",
-        "hallucinated": f"{found['share']:.1%} of the labelled; {weighted}; {shift}",
-    }
+    left_out = ", ".join(f"{count} {why}" for why, count in found["left_out"].items() if count)
+    return {"feedback": say("labelled", found, left_out), "hallucinated": say("hallucinated", found)}
+
+
+def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a run says once its bundle is published: how well it works, its threshold, and warnings."""
+    crossed, held = evaluation.get("cross_validation"), evaluation.get("held_out")
+    if crossed is not None:
+        if cheaper := cheaper_and_better(crossed["signals"], evaluation["signal_of_the_bundle"]):
+            yield cheaper
+        yield "Nested cross-validation, on rows that no fit saw:"
+        yield summary_table(crossed["signals"], evaluation["signal_of_the_bundle"])
+    if held is not None:
+        row = held["signals"]["bundle"]
+        yield f"Held-out rows: AUROC {row['auroc']:.3f}, ECE {row['ece']:.3f}, {held['rows']} rows"
+    if crossed is None and held is None:
+        yield "Not evaluated: how well this bundle works is not known"
+    yield rule_in_words(evaluation["threshold"])
+    if warning := group_warning(evaluation["data"]):
+        yield warning
+
+
+def summary_table(signals: Mapping[str, Any], own: str) -> str:
+    """Return AUROC with its interval, AUROC within a kind where rows have kinds, and calibration; ours is marked."""
+    keys = [*(key for key in WITHIN if any(row.get(key) for row in signals.values())), "ece", "calibration_debiased"]
+    lines = [
+        [("> " if name == own else "") + SIGNALS[name], cell(row["auroc"]),
+         *(f"{row[key]['mean']:.3f}" if row.get(key) else "-" for key in keys)]
+        for name, row in ((name, signals[name]) for name in NAMES if name in signals)
+    ]  # fmt: skip
+    titles = WITHIN | {"ece": "ECE", "calibration_debiased": "debiased"}
+    return aligned_table(["", "AUROC [95 %]", *(titles[key] for key in keys)], lines)
+
+
+def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str]:
+    """Yield a line for each variant whose gain over the bundle's own signal has a 95 % interval above zero.
+
+    The variants were compared on the rows that would also judge the winner: its own figure is a little too good.
+    """
+    kinds = ("context", "fused_context") if own in CONTEXT_NAMES else ("depth_mean", "fused")  # what flags would read
+    for kind, signals in zip(kinds, ("depth_mean", "depth_mean,first_token"), strict=True):
+        for scale in _SCALES:
+            if (name := f"{kind}_{scale}") == own:
+                continue
+            found = gain(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
+            if found.low > 0:
+                yield (f"--logit-scale {scale} --signals {signals} gains {found.difference:.3f} "
+                       f"[{found.low:.3f}, {found.high:.3f}] of AUROC")  # fmt: skip

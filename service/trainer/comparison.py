@@ -12,11 +12,10 @@ from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest
 from service.errors import HalluTracerError
 from service.fitting.scores import jeffreys
-from service.trainer.cards import METRICS, SIGNALS, WITHIN
+from service.trainer.cards import METRICS, SIGNALS, WITHIN, cell
 from service.trainer.presentation import markdown_table
 
 SHOWN = ("auroc", *WITHIN, "auprc_hallucinated", "brier", "calibration_debiased")
-LEAST_PROMPTS, MOST_DISAGREEMENT, MOST_DRIFT = 500, 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,17 @@ class BundleComparison:
 def compare(bundles: Sequence[Bundle]) -> BundleComparison:
     """Return a column for each bundle: what it reads, its signal's figures, its threshold; "-" for none."""
     documents = [bundle.evaluation() for bundle in bundles]
+    manifests = [bundle.manifest for bundle in bundles]
     lines: list[list[str]] = [
-        ["model", *(bundle.manifest.model.name for bundle in bundles)],
-        ["site", *(bundle.manifest.readout.site for bundle in bundles)],
+        ["model", *(one.model.name for one in manifests)], ["site", *(one.readout.site for one in manifests)],
         ["signal", *(SIGNALS[document["signal_of_the_bundle"]] for document in documents)],
-        ["training rows", *(f"{bundle.manifest.training.rows:,}" for bundle in bundles)],
-        ["threshold", *(f"{bundle.manifest.threshold:.4f}" for bundle in bundles)],
-    ]
+        ["training rows", *(f"{one.training.rows:,}" for one in manifests)],
+        ["threshold", *(f"{one.threshold:.4f}" for one in manifests)],
+    ]  # fmt: skip
     for title, place in (("nested CV", "cross_validation"), ("held out", "held_out")):
-        rows = [_figures(document, place) for document in documents]
+        own = ["bundle" if place == "held_out" else document["signal_of_the_bundle"] for document in documents]
+        rows = [(document.get(place) or {"signals": {name: {}}})["signals"][name]
+                for name, document in zip(own, documents, strict=True)]  # fmt: skip
         for key in SHOWN:
             if any(row.get(key) is not None for row in rows):
                 name = METRICS.get(key) or f"AUROC {WITHIN[key]}"
@@ -47,19 +48,12 @@ def compare(bundles: Sequence[Bundle]) -> BundleComparison:
     return BundleComparison(markdown_table(header, lines), tuple(_caveats(bundles, documents)))
 
 
-def _figures(document: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    found = document.get(place)
-    own = "bundle" if place == "held_out" else document["signal_of_the_bundle"]
-    return found["signals"][own] if found else {}
-
-
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if not isinstance(value, Mapping):
         return f"{value:.3f}"
-    interval = f" [{value['low']:.3f}, {value['high']:.3f}]" if "low" in value else ""
-    return f"{value['mean']:.3f}{interval}"
+    return cell(value) if "low" in value else f"{value['mean']:.3f}"
 
 
 def _caveats(bundles: Sequence[Bundle], documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -76,9 +70,9 @@ def _caveats(bundles: Sequence[Bundle], documents: Sequence[Mapping[str, Any]]) 
 class PromotionBounds:
     """What a candidate must stay within."""
 
-    least_prompts: int = LEAST_PROMPTS  # that it read as a shadow
-    most_disagreement: float = MOST_DISAGREEMENT  # upper end of the share's 95 % interval
-    most_drift: float = MOST_DRIFT  # of the golden prompts, as a share of what the replay tolerates
+    least_prompts: int = 500  # that it read as a shadow
+    most_disagreement: float = 0.05  # upper end of the share's 95 % interval
+    most_drift: float = 0.5  # of the golden prompts, as a share of what the replay tolerates
 
 
 @dataclass(frozen=True)
@@ -90,9 +84,9 @@ class PromotionFinding:
 
 
 def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> list[PromotionFinding]:
-    """Return what speaks for and against a bundle, by what a running service saw of it as a shadow.
+    """Return what speaks for and against a bundle, by what a service saw of it as a shadow: GET /v1/bundles.
 
-    ``served`` is the answer of the service's GET /v1/bundles.  Raises HalluTracerError where it is none.
+    Raises HalluTracerError where ``served`` is no such answer.
     """
     try:
         return list(_findings(bundle, served, bounds))
@@ -128,9 +122,8 @@ def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds
 
 def differences(before: Manifest, after: Manifest) -> list[tuple[str, str, str]]:
     """Return field, value before, value after, of all fields of the manifest that differ, but for files' digests."""
-    flat = [_flat(asdict(manifest)) for manifest in (before, after)]
-    names = [name for name in dict.fromkeys([*flat[0], *flat[1]]) if not name.startswith("files.")]
-    rows = [(name, flat[0].get(name, "-"), flat[1].get(name, "-")) for name in names]
+    old, new = (_flat(asdict(manifest)) for manifest in (before, after))
+    rows = [(name, old.get(name, "-"), new.get(name, "-")) for name in {**old, **new} if not name.startswith("files.")]
     return [row for row in rows if row[1] != row[2]]
 
 
@@ -150,8 +143,8 @@ def probes_apart(before: Bundle, after: Bundle) -> str:
         return "their probes have different shapes"
     same = first.head == second.head
     text = f"{int((~same).sum())} of {len(same)} layers read another head"
-    if not same.any():
-        return text
     cosine = np.sum(first.direction[same] * second.direction[same], axis=-1)
-    middle, least = np.median(cosine), cosine.min()
-    return f"{text}; where it is the same, the directions' cosine is {middle:.3f} in the median, {least:.3f} at least"
+    return text if not same.any() else (
+        f"{text}; where it is the same, the directions' cosine is {np.median(cosine):.3f} in the median, "
+        f"{cosine.min():.3f} at least"
+    )  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,29 +17,19 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from probes_store.manifest import PROBES
-from probes_store.records import Recalibration
 from probes_store.store import Store
 from service.errors import TrainingError
 from service.feedback.databases import location
 from service.feedback.rows import CONTINUE, LabelledAnswer, read_answers
 from service.fitting.nested_cv import rounded
-from service.fitting.prior_shift import (
-    PriorShiftTest,
-    Traffic,
-    estimate_share,
-    number_together,
-    prior_shift_test,
-    shift_to,
-)
-from service.fitting.recalibration import MapFit, choose_map
+from service.fitting.prior_shift import Traffic, estimate_share, number_together, prior_shift_test, shift_to
+from service.fitting.recalibration import MapFit
 from service.risk import served_risk
-from service.trainer.cards import CAUTION, candidates_table, feedback_lines
+from service.trainer.cards import CAUTION, feedback_lines
 from service.trainer.new_rows import Marks, seen_by
 from service.trainer.options import Console, RecalibrateOptions
-from service.trainer.publish import read_risks
-from service.trainer.recalibrate import check_not_recalibrated, prior_of, recalibrated
+from service.trainer.recalibrate import check_not_recalibrated, choose_and_publish, prior_of, recorded_risks
 
-Floats = NDArray[np.floating]
 LEAST_LABELLED = 20  # prompts of each class; fewer and the folds' maps are noise
 LEAST_TRAFFIC = 100  # answers, for an estimate without labels
 
@@ -71,27 +60,20 @@ class FeedbackPlan:
         known = labelled > 0
         decisions = [answer.decision for answer in self.answers]
         judged = [decisions[place] for place in self.used.tolist()]
+        tenths = (column.astype(int).tolist() for column in (answers, labelled, wrong))
         return {
-            "answers": len(self.answers),
-            "labelled": len(self.used),
-            "left_out": self.left_out,
+            "answers": len(self.answers), "labelled": len(self.used), "left_out": self.left_out,
             "share": float((label == 0).mean()),
             "weighted": float((answers[known] * wrong[known] / labelled[known]).sum() / answers[known].sum()),
             "covered": float(answers[known].sum() / answers.sum()),
-            "highest": float(self.risk[self.used].max()),
-            "highest_answer": float(self.risk.max()),
-            "by_tenth": [list(row) for row in zip(answers.tolist(), labelled.tolist(), wrong.astype(int).tolist(),
-                                                  strict=True)],
+            "highest": float(self.risk[self.used].max()), "highest_answer": float(self.risk.max()),
+            "by_tenth": list(map(list, zip(*tenths, strict=True))),
             "by_decision": {one: [decisions.count(one), judged.count(one)] for one in sorted(set(decisions))},
         }  # fmt: skip
 
 
-def plan_feedback(bundle: Bundle, options: RecalibrateOptions) -> FeedbackPlan:
-    """Read the feedback and sort out what can be used.
-
-    Raises FeedbackUnavailable, TrainingError for too few labels and for a bundle that cannot be recalibrated, DataError
-    for a training file.
-    """
+def _plan(bundle: Bundle, options: RecalibrateOptions) -> FeedbackPlan:
+    """Read the feedback and sort out what can be used.  Raises what ``recalibrate_by_feedback`` raises."""
     evaluation, signals = bundle.evaluation(), bundle.manifest.signals
     check_not_recalibrated(bundle, evaluation)
     seen = frozenset[str]().union(*(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on)))
@@ -133,9 +115,10 @@ def recalibrate_by_feedback(
 ) -> Bundle | None:
     """Publish a version whose risk follows the feedback; None for a dry run, and where no map does better.
 
-    Raises what ``plan_feedback`` raises.
+    Raises FeedbackUnavailable, TrainingError for too few labels and for a bundle that cannot be recalibrated, DataError
+    for a training file.
     """
-    made = plan_feedback(bundle, options)
+    made = _plan(bundle, options)
     described = made.described()
     (groups,) = number_together([made.answers[place].mark for place in made.used.tolist()])
     console.print(f"{len(made.answers)} answers of the probes of {bundle.reference}, {len(made.used)} with a label "
@@ -147,74 +130,51 @@ def recalibrate_by_feedback(
     if options.dry_run:
         return None
     store.check_writable()
-    label, risk = made.label, made.risk[made.used]
-    choice = choose_map(label, risk, groups, prior_fit, options.seed)
-    console.print(candidates_table(choice))
-    if choice.chosen.map is None:
-        console.print("nothing was published: no recalibration is better than the risk as it is beyond chance")
-        return None
     rows = [made.answers[place] for place in made.used.tolist()]
     record = {
         "data": {
-            "file": "feedback",
-            "digest": _digest(rows),
-            "rows": len(rows),
-            "factual": int(label.sum()),
-            "hallucinated": int((label == 0).sum()),
-            "left_out": sum(made.left_out.values()),
+            "file": "feedback", "digest": _digest(rows), "rows": len(rows), "factual": int(made.label.sum()),
+            "hallucinated": int((made.label == 0).sum()), "left_out": sum(made.left_out.values()),
             "groups": len(np.unique(groups)),
         },
         "labels": "feedback",
         "judge": None,
         "spent": Marks(frozenset(row.mark for row in rows), frozenset()).document(),
         "feedback": rounded(described),
-    }
-    published = store.publish(recalibrated(bundle, made.evaluation, options, choice, (label, risk, groups), record))
-    console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")
-    name = published.manifest.name
-    if "production" not in store.aliases(name):
+    }  # fmt: skip
+    published = choose_and_publish(bundle, made.evaluation, options, (made.label, made.risk[made.used], groups),
+                                   prior_fit, record, store, console)  # fmt: skip
+    if published is not None and "production" not in store.aliases(name := published.manifest.name):
         console.print(
             f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this one: "
             f"'hallutracer bundle alias {name} production N' keeps another"
         )
-    if bundle.manifest.guarantee is not None:
-        console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
     return published
 
 
 def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> MapFit | None:
     """Return the candidate that all answers give without labels, noted in ``described``; None, and the reason."""
-    options, prior = made.options, prior_of(made.bundle)
+    options, prior, source = made.options, prior_of(made.bundle), recorded_risks(made.evaluation)
     (groups,) = number_together([answer.mark for answer in made.answers])
     traffic = Traffic(made.risk, groups)
-    recorded = made.evaluation.get("out_of_fold", {}).get("risks")
-    test: PriorShiftTest | None = (
-        None if recorded is None else prior_shift_test(read_risks(recorded), traffic, options.seed)
-    )
-    why = None
+    test = None if source is None else prior_shift_test(source, traffic, options.seed)
     if len(made.answers) < LEAST_TRAFFIC:
-        why = f"there are fewer than {LEAST_TRAFFIC}"
-    elif not options.allow_other_shift:
-        if test is None:
-            why = "the bundle records no risks of its training rows to compare with"
-        elif not test.explained:
-            why = (f"prior shift alone does not explain them (distance {test.distance:.3f}, {test.limit:.3f} would "
-                   "pass)")  # fmt: skip
-    if why is not None:
-        described["no_traffic"] = why
-        return None
-    share = estimate_share(traffic, prior, seed=options.seed)
-    described["traffic"] = {
-        "share": asdict(share),
-        "test": None if test is None else asdict(test),
-        "explained": None if test is None else test.explained,
-    }
-    return partial(_of_share, shift_to(share.value, prior, len(traffic.risk)))
-
-
-def _of_share(shift: Recalibration, label: NDArray[np.integer], risk: Floats) -> Recalibration:
-    """As a candidate is fitted; neither labels nor risks of the labelled rows matter."""
-    return shift
+        described["no_traffic"] = f"there are fewer than {LEAST_TRAFFIC}"
+    elif test is None and not options.allow_other_shift:
+        described["no_traffic"] = "the bundle records no risks of its training rows to compare with"
+    elif test is not None and not test.explained and not options.allow_other_shift:
+        described["no_traffic"] = (
+            f"prior shift alone does not explain them (distance {test.distance:.3f}, {test.limit:.3f} would pass)"
+        )
+    else:
+        share = estimate_share(traffic, prior, seed=options.seed)
+        described["traffic"] = {
+            "share": asdict(share), "test": None if test is None else asdict(test),
+            "explained": None if test is None else test.explained,
+        }  # fmt: skip
+        shift = shift_to(share.value, prior, len(traffic.risk))
+        return lambda label, risk: shift  # neither labels nor risks of the labelled rows matter
+    return None
 
 
 def _digest(rows: list[LabelledAnswer]) -> str:

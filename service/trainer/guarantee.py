@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from probes_store.local import atomic_write
@@ -34,7 +33,6 @@ from service.fitting.thresholds import (
 )
 from service.fitting.thresholds import certify as test_sequence
 from service.judging.conversation import shape_of
-from service.prompts import as_prompt_format
 from service.scoring import Scorer
 from service.trainer.cards import guaranteed_card, statement
 from service.trainer.new_rows import (
@@ -48,7 +46,6 @@ from service.trainer.new_rows import (
     spent_sets,
 )
 from service.trainer.options import Console, GuaranteeOptions
-from service.trainer.prepare import prepare
 
 PILOT_SHARE = 4  # one of so many groups chooses the thresholds of a bundle that records none
 
@@ -62,14 +59,9 @@ class GuaranteePlan:
     done: Bundle | None = None  # the version that this very guarantee has published already
 
     @property
-    def options(self) -> GuaranteeOptions:
-        """Return the options, filled in by what the bundle records."""
-        return self.rows.options
-
-    @property
     def question(self) -> dict[str, Any]:
         """Return what is asked of the rows: asked again, it has the same answer."""
-        options, judge = self.options, self.rows.judge
+        options, judge = self.rows.options, self.rows.judge
         return {
             "alphas": list(options.alphas), "delta": options.delta, "seed": options.seed,
             "labels": options.answers, "judge": judge,
@@ -87,7 +79,7 @@ class GuaranteePlan:
     @property
     def each_delta(self) -> float:
         """Return the delta of one alpha: the guarantees hold together with confidence 1 - delta."""
-        return self.options.delta / len(self.options.alphas)
+        return self.rows.options.delta / len(self.rows.options.alphas)
 
     @property
     def groups(self) -> int:
@@ -103,7 +95,7 @@ class GuaranteePlan:
         lines = [f"{rows}, new to {self.rows.bundle.reference}", *self.rows.dataset.remarks]
         if self.gates is None:
             lines.append(f"one group of {PILOT_SHARE} chooses the thresholds: the bundle records no out-of-fold risks")
-        for alpha in self.options.alphas:
+        for alpha in self.rows.options.alphas:
             least = least_groups(alpha, self.each_delta)
             text = f"alpha {alpha:g}, delta {self.each_delta:g}: at least {least} answering groups"
             if self.gates is not None:
@@ -120,8 +112,11 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
     """
     rows = read_new_rows(bundle, options, store)
     evaluation, dataset = rows.evaluation, rows.dataset
-    recorded: dict[str, Any] | None = evaluation.get("out_of_fold", {}).get("gates")
-    made = GuaranteePlan(rows, None if recorded is None else GateProfile(**_tuples(recorded)))
+    gates: dict[str, Any] | None = evaluation.get("out_of_fold", {}).get("gates")
+    lists: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in (gates or {}).items()
+    }
+    made = GuaranteePlan(rows, None if gates is None else GateProfile(**lists))
     seen = list(seen_by(bundle, evaluation, options.trained_on))
     for what, version, record in spent_sets(store, bundle):
         if record["data"]["digest"] == dataset.digest and record.get("question") == made.question:
@@ -157,21 +152,21 @@ def guarantee(
     if options.dry_run or made.done is not None:
         return made.done
     store.check_writable()
-    with locked(made.options.folder), closing(engine_factory()) as engine:
+    with locked(made.rows.options.folder), closing(engine_factory()) as engine:
         return carry_out(made, engine, store, console)
 
 
 def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Console) -> Bundle:
     """Score, test, publish.  Raises as ``guarantee`` does."""
-    rows, options, bundle = made.rows, made.options, made.rows.bundle
+    rows, options, bundle = made.rows, made.rows.options, made.rows.bundle
     Scorer(engine, bundle)  # this model's bundle, and it reads what it should
-    prompt_format = as_prompt_format(bundle.manifest.prompt_format)
-    data = prepare(engine, rows.dataset, options, prompt_format, rows.folder, sites=[rows.site], folds=None)
+    data = rows.prepare(engine, folds=None)
     _note_question(made)
     value, label, group = risks_of(bundle, data, withhold_outside=True), data.inputs.label, data.inputs.group
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:
-        pilot = _pilot(group, options.seed)
+        names = np.random.default_rng([options.seed, 1]).permutation(np.unique(group))
+        pilot = np.isin(group, names[: len(names) // PILOT_SHARE])
         gates, tested = gate_profile(label[pilot], value[pilot], group[pilot]), np.flatnonzero(~pilot)
     label, value, group = label[tested], value[tested], group[tested]
     delta, seed = made.each_delta, options.seed
@@ -185,30 +180,21 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     served = next((test for test in tests if test.passed is not None), None)
     if served is None and not options.publish_closed:
         raise NoThreshold("\n".join(_missing(test, len(label)) for test in tests), param="data")
-    controls = [_control(label, value, group, test.alpha) for test in tests]
+    least = [risk_control(label, value, group, alpha) for alpha in options.alphas]
+    # Rounded down to what the statement prints: any lower threshold keeps it.
+    controls = [None if found is None else math.floor(found * 1e6) / 1e6 for found in least]
 
     # The bundle as it was, with another threshold, its guarantee and a longer ledger.
-    promise = served or tests[0]
-    step = promise.passed
+    shown = served or tests[0]
+    step = shown.passed
     threshold = CLOSED if step is None else step.threshold
     record = Guarantee(
-        alpha=promise.alpha,
-        delta=promise.delta,
-        threshold=threshold,
-        groups=0 if step is None else step.groups,
-        hallucinated=0 if step is None else step.wrong,
-        p_value=1.0 if step is None else step.p_value,
-        answered=float((value < threshold).mean()),
-        risk_control_threshold=controls[tests.index(promise)],
-        rows=len(label),
-        all_groups=len(np.unique(group)),
-        data_digest=rows.dataset.digest,
-        labels=options.answers,
-        judge=rows.judge,
-        dtype=cast(DType, engine.identity.dtype),
-        seed=seed,
-        statement="",
-    )
+        alpha=shown.alpha, delta=shown.delta, threshold=threshold, groups=0 if step is None else step.groups,
+        hallucinated=0 if step is None else step.wrong, p_value=1.0 if step is None else step.p_value,
+        answered=float((value < threshold).mean()), risk_control_threshold=controls[tests.index(shown)],
+        rows=len(label), all_groups=len(np.unique(group)), data_digest=rows.dataset.digest, labels=options.answers,
+        judge=rows.judge, dtype=cast(DType, engine.identity.dtype), seed=seed, statement="",
+    )  # fmt: skip
     manifest = replace(bundle.manifest, guarantee_shapes=made.shapes)
     record = replace(record, statement=statement(record, manifest, options.answer_tokens, step))
     name = options.new_name or bundle.manifest.name
@@ -219,18 +205,13 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
         "question": made.question,
         "thresholds_from": "training's out-of-fold risks" if made.gates else f"one group of {PILOT_SHARE}",
         "promises": [
-            {
-                "alpha": test.alpha,
-                "delta": test.delta,
-                "threshold": test.threshold,
-                "least_alpha": rounded(test.least_alpha),
-                "risk_control_threshold": control,
-                "steps": rounded([asdict(step) for step in test.steps]),
-            }
+            {"alpha": test.alpha, "delta": test.delta, "threshold": test.threshold,
+             "least_alpha": rounded(test.least_alpha), "risk_control_threshold": control,
+             "steps": rounded([asdict(step) for step in test.steps])}
             for test, control in zip(tests, controls, strict=True)
         ],
         "spent": Marks.of(rows.dataset).document(),
-    }
+    }  # fmt: skip
     evaluation["calibrations"] = [*evaluation.get("calibrations", []), ledger]
     card = guaranteed_card(bundle.card(), manifest, step)
     published = store.publish(draft_of(bundle, manifest, evaluation, card))
@@ -240,38 +221,28 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
 
 def table(test: GuaranteeTest) -> list[str]:
     """Return the thresholds that were tested, in their order; the last one is the first that failed, if any did."""
-    lines = [
-        f"alpha {test.alpha:g}: of the answering groups, counted equally; the answered rows are not promised",
-        "threshold  answering groups  hallucinated  answered rows  hallucinated  p",
+    head = f"alpha {test.alpha:g}: of the answering groups, counted equally; the answered rows have no guarantee"
+    return [head, "threshold  answering groups  hallucinated  answered rows  hallucinated  p"] + [
+        f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {step.rows:13}  {step.wrong_rows:12}  "
+        f"{step.p_value:.2g}{'' if step.p_value <= test.delta else '  failed'}"
+        for step in test.steps
     ]
-    for step in test.steps:
-        verdict = "" if step.p_value <= test.delta else "  failed"
-        rows = f"{step.rows:13}  {step.wrong_rows:12}"
-        lines.append(f"{step.threshold:9.4f}  {step.groups:16}  {step.wrong:12}  {rows}  {step.p_value:.2g}{verdict}")
-    return lines
 
 
 def _missing(test: GuaranteeTest, rows: int) -> str:
     """Return why no threshold qualifies, and what would have done."""
     first, wanted = test.steps[0], test.groups_wanted
+    more = max(wanted - first.groups, 1)
+    about = f", about {more * rows // first.groups} rows like these" if first.groups else ""
+    cure = f"{more} more answering groups are wanted{about}"
     if wanted < 0:
         cure = "no number of rows makes up for its share of hallucinations"
-    else:
-        more = max(wanted - first.groups, 1)
-        about = f", about {more * rows // first.groups} rows like these" if first.groups else ""
-        cure = f"{more} more answering groups are wanted{about}"
     return (
         f"no threshold qualifies at alpha = {test.alpha:g}, delta = {test.delta:g}. The first, {first.threshold:.4f}, "
         f"had {first.groups} answering groups, {first.wrong} of them hallucinated (p = {first.p_value:.2g}). The least "
         f"alpha that it would have passed at is {test.least_alpha:.3f}; {cure}. Nothing was published. These rows are "
         "spent: ask again with new ones, or publish a gate that answers nothing with --publish-closed"
     )
-
-
-def _pilot(group: NDArray[np.integer], seed: int) -> NDArray[np.bool_]:
-    """Return which rows are of the groups that choose the thresholds: [n]."""
-    names = np.random.default_rng([seed, 1]).permutation(np.unique(group))
-    return np.isin(group, names[: len(names) // PILOT_SHARE])
 
 
 def _note_question(made: GuaranteePlan) -> None:
@@ -285,15 +256,3 @@ def _note_question(made: GuaranteePlan) -> None:
             param="data",
         )
     atomic_write(path, (json.dumps(made.question, indent=2, sort_keys=True) + "\n").encode())
-
-
-def _tuples(document: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in document.items()}
-
-
-def _control(
-    label: NDArray[np.integer], value: NDArray[np.floating], group: NDArray[np.integer], alpha: float
-) -> float | None:
-    """Return the threshold of ``risk_control``, rounded down to what the statement prints: any lower one keeps it."""
-    found = risk_control(label, value, group, alpha)
-    return None if found is None else math.floor(found * 1e6) / 1e6

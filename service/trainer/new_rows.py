@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -27,12 +28,14 @@ from service.data.labels import check_answers
 from service.data.near_duplicates import content_of
 from service.data.rows import MARK_DIGITS, prompt_mark
 from service.data.training_rows import Dataset, Row, check_all_apply, read_dataset
+from service.engines.base import Engine
 from service.errors import DataError, TrainingError
 from service.judging.uncertainty import distance
+from service.prompts import as_prompt_format
 from service.readout import Probes, Site
 from service.risk import served_risk
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import PreparedData, served_signals, trajectories
+from service.trainer.prepare import PreparedData, prepare, served_signals, trajectories
 
 QUESTION = "question.json"  # in the folder of the rows: what they were asked, once a label was looked at
 Options = TypeVar("Options", bound=NewRowsOptions)
@@ -88,13 +91,10 @@ def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[
     for what, marks in recorded.items():
         yield f"the {what} rows of {bundle.manifest.name}", Marks.read(marks)
     files = [read_dataset(Path(path), bundle.manifest.training.labels, folds=None) for path in trained_on]
-    for dataset in files:
-        yield str(dataset.path), Marks.of(dataset)
-    wanted = {} if recorded else {"training": bundle.manifest.training.data_digest}
-    if not recorded and evaluation.get("held_out"):
-        wanted["held-out"] = evaluation["held_out"]["digest"]
-    for what, digest in wanted.items():
-        if digest not in {dataset.digest for dataset in files}:
+    yield from ((str(dataset.path), Marks.of(dataset)) for dataset in files)
+    held_out = (evaluation.get("held_out") or {}).get("digest")
+    for what, digest in (("training", bundle.manifest.training.data_digest), ("held-out", held_out)):
+        if not recorded and digest is not None and digest not in {dataset.digest for dataset in files}:
             raise TrainingError(
                 f"{bundle.reference} does not record which rows it has seen, so nobody could tell whether these "
                 f"rows are new: name its {what} file ({digest}) with --trained-on",
@@ -107,13 +107,11 @@ def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str
     probes = bundle.manifest.files[PROBES].sha256
     found: dict[tuple[str, str], tuple[str, Bundle, dict[str, Any]]] = {}
     for summary in store.list():
-        if summary.manifest is None or summary.manifest.files[PROBES].sha256 != probes:
-            continue
-        version = store.load(summary.reference)
-        evaluation = version.evaluation()
-        for what in ("calibration", "recalibration"):
-            for record in evaluation.get(f"{what}s", []):
-                found.setdefault((what, record["data"]["digest"]), (what, version, record))
+        if summary.manifest is not None and summary.manifest.files[PROBES].sha256 == probes:
+            version = store.load(summary.reference)
+            for what in ("calibration", "recalibration"):
+                for record in version.evaluation().get(f"{what}s", []):
+                    found.setdefault((what, record["data"]["digest"]), (what, version, record))
     return list(found.values())
 
 
@@ -158,14 +156,15 @@ class NewRows(Generic[Options]):
         return self.options.folder / self.folder / QUESTION
 
     @property
-    def site(self) -> Site:
-        """Return what the bundle's probes read."""
-        return Site(self.bundle.manifest.readout.site)
-
-    @property
     def judge(self) -> str | None:
         """Return the record of the judge of generated labels."""
         return self.options.judged_by if self.options.answers == "generate" else None
+
+    def prepare(self, engine: Engine, *, folds: int | None, name: str = "") -> PreparedData:
+        """Return the rows, read as the bundle reads them and labelled, in the folder ``name`` of the run."""
+        manifest = self.bundle.manifest
+        return prepare(engine, self.dataset, self.options, as_prompt_format(manifest.prompt_format),
+                       name or self.folder, sites=[Site(manifest.readout.site)], folds=folds)  # fmt: skip
 
 
 def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int | None = None) -> NewRows[Options]:
@@ -194,11 +193,10 @@ def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = Fal
     With ``withhold_outside`` 1 for a prompt outside training, where a policy that says nothing withholds these
     (``Scorer.withholds_outside``).
     """
-    manifest, inputs, layers = bundle.manifest, data.inputs, bundle.manifest.model.num_layers
+    manifest, inputs = bundle.manifest, data.inputs
     logits = trajectories(inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes))
-    signals = served_signals(
-        logits, inputs.first_token, inputs.prompt_tokens, manifest.signals, manifest.context, layers
-    )
+    signals = served_signals(logits, inputs.first_token, inputs.prompt_tokens, manifest.signals, manifest.context,
+                             manifest.model.num_layers)  # fmt: skip
     found = served_risk(signals, manifest)
     if not (withhold_outside and manifest.tells_outside):
         return found
@@ -207,16 +205,10 @@ def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = Fal
 
 
 def draft_of(
-    bundle: Bundle,
-    manifest: Manifest,
-    evaluation: dict[str, Any],
-    card: str,
-    *,
-    golden: Golden | None = None,
-    plots: Mapping[str, bytes] | None = None,
-) -> BundleDraft:
+    bundle: Bundle, manifest: Manifest, evaluation: dict[str, Any], card: str, *, golden: Golden | None = None,
+    plots: Mapping[str, bytes] = MappingProxyType({}),
+) -> BundleDraft:  # fmt: skip
     """Return the bundle's probes and plots with another manifest, evaluation and card; ``plots`` are further ones."""
-    own = {
-        name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in bundle.manifest.files if "/" in name
-    }
-    return BundleDraft(manifest, bundle.probes, golden or bundle.golden, evaluation, card, own | dict(plots or {}))
+    files = [name for name in bundle.manifest.files if "/" in name]
+    own = {name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in files}
+    return BundleDraft(manifest, bundle.probes, golden or bundle.golden, evaluation, card, own | dict(plots))

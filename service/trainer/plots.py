@@ -51,6 +51,7 @@ _STYLE = STYLE | {
     "grid.color": "#E5E5E5",
 }
 _MAX_POINTS = 400  # of a curve
+_CALIBRATION = ("mean risk of the bin (probability)", "hallucinated in the bin (share)")  # the axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,54 +76,10 @@ def draw(data: PlotData) -> dict[str, bytes]:
     pages = {"layers.png": png(_layers, data, wide=True)}
     if data.risk:
         pages |= {
-            "coverage.png": png(_coverage, data),
-            "precision_recall.png": png(_precision_recall, data),
-            "reliability.png": png(_reliability, data),
-            "roc.png": png(_roc, data),
-        }
+            "coverage.png": png(_coverage, data), "precision_recall.png": png(_precision_recall, data),
+            "reliability.png": png(_reliability, data), "roc.png": png(_roc, data),
+        }  # fmt: skip
     return pages | {"trajectories.png": png(_trajectories, data, wide=True)}
-
-
-def _roc(axes: Axes, data: PlotData) -> None:
-    for name, (colour, line) in zip(data.risk, _LINES, strict=False):
-        wrong, caught, _ = roc_curve(1 - data.label, data.risk[name])
-        thin = thinned(len(wrong), _MAX_POINTS)
-        axes.plot(wrong[thin], caught[thin], line, color=colour, label=name, linewidth=1.6)
-    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="chance")
-    axes.set(title="ROC, hallucinated is the positive class", xlabel="factual prompts flagged (share)",
-             ylabel="hallucinated prompts flagged (share)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
-    axes.set_aspect("equal")
-    legend_below(axes)
-
-
-def _precision_recall(axes: Axes, data: PlotData) -> None:
-    for name, (colour, line) in zip(data.risk, _LINES, strict=False):
-        precision, recall, _ = precision_recall_curve(1 - data.label, data.risk[name])
-        thin = thinned(len(recall), _MAX_POINTS)
-        axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=name, linewidth=1.4)
-    share = float(np.mean(data.label == 0))
-    axes.axhline(share, color=GREY, linewidth=0.8, label=f"share of hallucinated rows ({share:.2f})")
-    axes.set(title="Precision and recall, hallucinated is the positive class",
-             xlabel="recall: hallucinated prompts flagged (share)",
-             ylabel="precision: flagged prompts that are\nhallucinated (share)",
-             xlim=(-0.01, 1.01), ylim=(0, 1.01))  # fmt: skip
-    legend_below(axes)
-
-
-def _reliability(axes: Axes, data: PlotData) -> None:
-    """Draw the bundle's own risk with the band of each bin; the others for comparison, as lines."""
-    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
-    sizes, count = np.zeros(1, np.int64), shown_bins(len(data.label))
-    for (name, risk), (colour, line), marker in zip(data.risk.items(), _LINES, "osD^", strict=False):
-        if name in data.ranking_only:
-            continue
-        if name == data.own:
-            sizes = _with_bands(axes, data.label, data.group, risk, count, name, (colour, line, marker))
-        else:
-            predicted, observed, _ = reliability(data.label, risk, count)
-            axes.plot(predicted, observed, line, color=colour, label=name, linewidth=1.2)
-    rows = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
-    _calibration_axes(axes, f"Reliability: {len(sizes)} bins of {rows} rows (marker area)")
 
 
 def draw_before_after(label: Labels, group: Labels, before: Floats, after: Floats) -> bytes:
@@ -133,9 +90,53 @@ def draw_before_after(label: Labels, group: Labels, before: Floats, after: Float
         looks, count = ((ORANGE, "--", "s"), (BLUE, "-", "o")), min(10, max(3, len(label) // 15))
         for (name, risk), look in zip(risks.items(), looks, strict=True):
             _with_bands(axes, label, group, risk, count, name, look)
-        _calibration_axes(axes, f"Recalibration: {len(label)} rows that it was not fitted on")
+        _shares(axes, f"Recalibration: {len(label)} rows that it was not fitted on", *_CALIBRATION, square=True)
 
     return png(plot, {"before": before, "after": after})
+
+
+def _shares(axes: Axes, title: str, x: str, y: str, bottom: float = -0.01, *, square: bool = False) -> None:
+    """Name both axes, which are shares, and put the legend below."""
+    axes.set(title=title, xlabel=x, ylabel=y, xlim=(-0.01, 1.01), ylim=(bottom, 1.01))
+    if square:
+        axes.set_aspect("equal")
+    legend_below(axes)
+
+
+def _roc(axes: Axes, data: PlotData) -> None:
+    for name, (colour, line) in zip(data.risk, _LINES, strict=False):
+        wrong, caught, _ = roc_curve(1 - data.label, data.risk[name])
+        thin = thinned(len(wrong), _MAX_POINTS)
+        axes.plot(wrong[thin], caught[thin], line, color=colour, label=name, linewidth=1.6)
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="chance")
+    _shares(axes, "ROC, hallucinated is the positive class", "factual prompts flagged (share)",
+            "hallucinated prompts flagged (share)", square=True)  # fmt: skip
+
+
+def _precision_recall(axes: Axes, data: PlotData) -> None:
+    for name, (colour, line) in zip(data.risk, _LINES, strict=False):
+        precision, recall, _ = precision_recall_curve(1 - data.label, data.risk[name])
+        thin = thinned(len(recall), _MAX_POINTS)
+        axes.step(recall[thin], precision[thin], line, where="post", color=colour, label=name, linewidth=1.4)
+    share = float(np.mean(data.label == 0))
+    axes.axhline(share, color=GREY, linewidth=0.8, label=f"share of hallucinated rows ({share:.2f})")
+    _shares(axes, "Precision and recall, hallucinated is the positive class",
+            "recall: hallucinated prompts flagged (share)",
+            "precision: flagged prompts that are\nhallucinated (share)", 0)  # fmt: skip
+
+
+def _reliability(axes: Axes, data: PlotData) -> None:
+    """Draw the bundle's own risk with the band of each bin; the others for comparison, as lines."""
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, label="perfect calibration")
+    sizes, count = np.zeros(1, np.int64), shown_bins(len(data.label))
+    for (name, risk), (colour, line), marker in zip(data.risk.items(), _LINES, "osD^", strict=False):
+        if name == data.own and name not in data.ranking_only:
+            sizes = _with_bands(axes, data.label, data.group, risk, count, name, (colour, line, marker))
+        elif name not in data.ranking_only:
+            predicted, observed, _ = reliability(data.label, risk, count)
+            axes.plot(predicted, observed, line, color=colour, label=name, linewidth=1.2)
+    rows = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    _shares(axes, f"Reliability: {len(sizes)} bins of {rows} rows (marker area)", *_CALIBRATION, square=True)
 
 
 def _with_bands(
@@ -150,13 +151,6 @@ def _with_bands(
                   label=f"{name}, 95 % bands", linewidth=1.4, elinewidth=1.0, capsize=2.5)  # fmt: skip
     axes.scatter(predicted, observed, 22.0 * size / size.mean(), color=colour, marker=marker, zorder=3)
     return size
-
-
-def _calibration_axes(axes: Axes, title: str) -> None:
-    axes.set(title=title, xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
-             xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
-    axes.set_aspect("equal")
-    legend_below(axes)
 
 
 def _coverage(axes: Axes, data: PlotData) -> None:

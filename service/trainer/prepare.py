@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
 from service.data.collection import Collection, collect, sample_answers
-from service.data.forms.registry import FORMS
+from service.data.forms import FORMS
 from service.data.judges import contains
 from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
 from service.data.options import SampleOptions
@@ -27,6 +27,7 @@ from service.judging.conversation import has_passage
 from service.prompts import PromptFormat
 from service.readout import Probes, Site
 from service.risk import depth_mean, truth_logits
+from service.trainer.cards import say
 from service.trainer.options import NewRowsOptions, TrainOptions
 
 LEAST_AUROC = 0.9  # of ``asks``: one that tells less would let questions pass for something else
@@ -43,38 +44,21 @@ class PreparedData:
     labelled: Labelled
     inputs: Inputs
 
-    def readouts_of(self, index: Index, label: Index) -> Readouts:
-        """Return readouts at any positions in the file, with the caller's labels [n], such as whether the rows apply.
-
-        The groups are ``dataset.groups[index]``.
-        """
-        return Readouts(self.inputs.readouts.file, index, label)
-
     @property
     def counts(self) -> dict[str, int]:
         """Return rows by class, as the manifest and the evaluation name them; ``rows`` are those that apply."""
         label = self.labelled.label
         return {
-            "rows": len(self.dataset.asking),
-            "others": len(self.dataset.others),
-            "factual": int(label.sum()),
-            "hallucinated": int(len(label) - label.sum()),
-            "left_out": sum(self.labelled.left_out.values()),
+            "rows": len(self.dataset.asking), "others": len(self.dataset.others), "factual": int(label.sum()),
+            "hallucinated": int(len(label) - label.sum()), "left_out": sum(self.labelled.left_out.values()),
             "groups": len(np.unique(self.inputs.group)),
-        }
+        }  # fmt: skip
 
 
 def prepare(
-    engine: Engine,
-    dataset: Dataset,
-    options: TrainOptions | NewRowsOptions,
-    prompt_format: PromptFormat,
-    name: str,
-    *,
-    sites: Sequence[Site],
-    folds: int | None,
-    sampled: SampleOptions | None = None,
-) -> PreparedData:
+    engine: Engine, dataset: Dataset, options: TrainOptions | NewRowsOptions, prompt_format: PromptFormat, name: str, *,
+    sites: Sequence[Site], folds: int | None, sampled: SampleOptions | None = None,
+) -> PreparedData:  # fmt: skip
     """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
 
     sites: what is collected, the site that the probes read first; sampled: soft labels from sampled answers, too;
@@ -83,14 +67,9 @@ def prepare(
     """
     folder = options.folder / name
     collection = collect(
-        engine,
-        dataset,
-        folder,
-        sites=sites,
-        prompt_format=prompt_format,
-        batch_rows=options.batch_rows,
+        engine, dataset, folder, sites=sites, prompt_format=prompt_format, batch_rows=options.batch_rows,
         max_new_tokens=options.answer_tokens if options.answers == "generate" else None,
-    )
+    )  # fmt: skip
     if options.answers == "given":
         labelled = given_labels(dataset)
     else:
@@ -107,12 +86,10 @@ def prepare(
     tokens = collection.prompts.lengths[index]
     inputs = Inputs(
         readouts=Readouts(collection.rows[sites[0]], index, labelled.label, labelled.share),
-        group=dataset.groups[index],
-        first_token=collection.first_token[index],
-        prompt_tokens=tokens,
+        group=dataset.groups[index], first_token=collection.first_token[index], prompt_tokens=tokens,
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
         prompts=prompt_labels(dataset, index, tokens),
-    )
+    )  # fmt: skip
     return PreparedData(dataset, collection, labelled, inputs)
 
 
@@ -142,7 +119,7 @@ def _has_passage(row: Row) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class BundleContext:
-    """The fits of one run; n labelled rows and k that do not apply, which stand last."""
+    """The context fits of one run; n labelled rows and k that do not apply, which stand last."""
 
     fits: tuple[ContextFit, ...]
     labelled: int  # n
@@ -155,21 +132,16 @@ class BundleContext:
 
     def record(self) -> Context:
         """Return the manifest's record, with the threshold below which a prompt asks for no fact."""
-        found = next((fit for fit in self.fits if fit.record.name == "asks"), None)
-        return Context(
-            tuple(fit.record for fit in self.fits),
-            None if found is None else _applicability(found.probability, self.labelled),
-        )
+        asks = (_applicability(fit.probability, self.labelled) for fit in self.fits if fit.record.name == "asks")
+        return Context(tuple(fit.record for fit in self.fits), next(asks, None))
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Return the ``context_`` arrays of ``ProbeTensors``."""
-        probes = [fit.probe for fit in self.fits]
-        return {
-            "context_head": np.stack([probe.head for probe in probes]),
-            "context_direction": np.stack([probe.direction for probe in probes]).astype(np.float32),
-            "context_bias": np.stack([probe.bias for probe in probes]).astype(np.float32),
-            "context_scale": np.stack([probe.scale for probe in probes]).astype(np.float32),
+        stacked = {
+            f"context_{name}": np.stack([getattr(fit.probe, name) for fit in self.fits])
+            for name in ("head", "direction", "bias", "scale")
         }
+        return {name: array if name == "context_head" else array.astype(np.float32) for name, array in stacked.items()}
 
     def document(self) -> dict[str, Any]:
         """Return evaluation.json's part."""
@@ -182,7 +154,7 @@ def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | No
     n, k = len(data.inputs.label), len(data.dataset.others)
     index = np.concatenate([data.inputs.readouts.index, data.dataset.others])
     group = data.dataset.groups[index]
-    every = data.readouts_of(index, np.concatenate([np.ones(n, np.int64), np.zeros(k, np.int64)]))
+    every = Readouts(data.inputs.readouts.file, index, np.repeat([1, 0], [n, k]))
     labels = data.inputs.prompts
     assert labels is not None, "prepared rows have them"
     tokens = data.collection.prompts.lengths[index]
@@ -190,13 +162,11 @@ def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | No
     passages = fit_passage_probes(every, padded, group, np.arange(n), probe)
     if passages is not None and not all(map(_has_directions, passages)):
         passages = None
-    asking = fit_context_probe("asks", every, group, np.arange(n + k), probe)
-    if asking is not None and not (_has_directions(asking) and asking.record.auroc >= LEAST_AUROC):
-        asking = None
-    fits = (*(() if asking is None else (asking,)), *(passages or ()))
-    if not fits:
-        return None
-    return BundleContext(fits, n, None if passages is None else context_columns(passages, padded)[:n])
+    asks = fit_context_probe("asks", every, group, np.arange(n + k), probe)
+    use = asks is not None and _has_directions(asks) and asks.record.auroc >= LEAST_AUROC
+    fits = (*([asks] if asks is not None and use else ()), *(passages or ()))
+    columns = None if passages is None else context_columns(passages, padded)[:n]
+    return BundleContext(fits, n, columns) if fits else None
 
 
 def all_logits(
@@ -209,7 +179,7 @@ def all_logits(
     n, others = len(data.inputs.label), data.dataset.others
     arrays = (array.astype(np.float32) for array in (final.direction, final.bias, scale))
     probe = Probes(data.inputs.readouts.file.site, final.head, *arrays)
-    own = trajectories(data.readouts_of(others, np.zeros(len(others), np.int64)), [probe])
+    own = trajectories(Readouts(data.inputs.readouts.file, others, np.zeros(len(others), np.int64)), [probe])
     group = data.dataset.groups[others]
     if context is None:
         return out_of_fold, (own, group)
@@ -246,11 +216,5 @@ def _applicability(probability: Floats, labelled: int) -> Applicability:
     questions, others = probability[:labelled], probability[labelled:]
     threshold = float(np.clip(np.quantile(questions, QUESTIONS_BELOW), 1e-6, 0.5))
     below, above = float((questions < threshold).mean()), float((others >= threshold).mean())
-    return Applicability(
-        threshold,
-        below,
-        above,
-        f"Where P(asks) is below {threshold:.3f}, the prompt asks the model for no fact, and the risk does not apply "
-        f"to it. Out of fold {below:.1%} of {labelled} training questions lie below, and {above:.1%} of {len(others)} "
-        "other prompts above. A prompt that asks for a fact in the words of another task may pass for one.",
-    )
+    statement = say("applicability", threshold, below, labelled, above, len(others))
+    return Applicability(threshold, below, above, statement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -23,13 +24,13 @@ from probes_store.manifest import (
     TokenizerRecord,
     TrainingRecord,
 )
-from probes_store.records import CONTEXT_SIGNALS, Context, DType, RefitInterval, Uncertainty
+from probes_store.records import CONTEXT_SIGNALS, Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
-from service.data.training_rows import FORM, Dataset
+from service.data.training_rows import FORM
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
 from service.fitting import FIRST_TOKEN
-from service.fitting.estimator import FinalClassifier, scale_shift
+from service.fitting.estimator import DepthMeanProbe, FinalClassifier, scale_shift
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
 from service.fitting.prior_shift import LabelledRisks
 from service.fitting.probes import Floats, Index, ProbeFit
@@ -47,25 +48,16 @@ GOLDEN_PROMPTS = 8
 
 
 def probe_tensors(
-    fit: ProbeFit,
-    scale: Floats,
-    class_mean: Floats,
-    class_std: Floats,
-    reference: TrajectoryReference,
+    fit: ProbeFit, scale: Floats, class_mean: Floats, class_std: Floats, reference: TrajectoryReference,
     context: BundleContext | None = None,
-) -> ProbeTensors:
+) -> ProbeTensors:  # fmt: skip
     """Return a fit in the element types that are stored: scale [m]; class_mean, class_std [2, m] out of fold."""
-    return ProbeTensors(
-        head=fit.head,
-        direction=fit.direction.astype(np.float32),
-        bias=fit.bias.astype(np.float32),
-        scale=scale.astype(np.float32),
-        trajectory_mean=class_mean.astype(np.float32),
-        trajectory_std=class_std.astype(np.float32),
-        reference_mean=reference.mean.astype(np.float32),
-        reference_whitening=reference.whitening.astype(np.float32),
-        **({} if context is None else context.tensors()),
-    )
+    arrays = {
+        "direction": fit.direction, "bias": fit.bias, "scale": scale, "trajectory_mean": class_mean,
+        "trajectory_std": class_std, "reference_mean": reference.mean, "reference_whitening": reference.whitening,
+    }  # fmt: skip
+    stored: dict[str, Any] = {name: array.astype(np.float32) for name, array in arrays.items()}
+    return ProbeTensors(head=fit.head, **stored, **({} if context is None else context.tensors()))
 
 
 def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
@@ -76,14 +68,9 @@ def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
 
 
 def record_golden(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    probes: Sequence[Probes],
-    classifier: FinalClassifier,
-    signals: Sequence[Signal],
-    collected: Floats,
-    context: Context | None = None,
-) -> Golden:
+    engine: Engine, prompts: Sequence[Sequence[int]], probes: Sequence[Probes], classifier: FinalClassifier,
+    signals: Sequence[Signal], collected: Floats, context: Context | None = None,
+) -> Golden:  # fmt: skip
     """Replay G prompts of token ids through ``Engine.score`` and return what a server must reproduce.
 
     ``collected`` [G, (1 + A) m] are the same prompts' logits from the run folder.
@@ -112,145 +99,82 @@ def model_record(identity: ModelIdentity) -> ModelRecord:
     """Return the manifest's record.  Of a folder it has only the last part: the path on this machine is private."""
     geometry, folder = identity.geometry, Path(identity.model)
     return ModelRecord(
-        name=folder.resolve().name if folder.is_dir() else identity.model,
-        revision=identity.revision,
-        fingerprint=identity.fingerprint,
-        architecture=identity.architecture,
-        model_type=identity.model_type,
-        num_layers=geometry.num_layers,
-        num_heads=geometry.num_heads,
-        head_dim=geometry.head_dim,
+        name=folder.resolve().name if folder.is_dir() else identity.model, revision=identity.revision,
+        fingerprint=identity.fingerprint, architecture=identity.architecture, model_type=identity.model_type,
+        num_layers=geometry.num_layers, num_heads=geometry.num_heads, head_dim=geometry.head_dim,
         hidden_size=geometry.hidden_size,
-    )
+    )  # fmt: skip
 
 
 def manifest_of(
-    options: TrainOptions,
-    identity: ModelIdentity,
-    prompt_format: PromptFormat,
-    classifier: FinalClassifier,
-    threshold: float,
-    training: TrainingRecord,
-    uncertainty: Uncertainty,
-    context: BundleContext | None = None,
-) -> Manifest:
+    options: TrainOptions, identity: ModelIdentity, prompt_format: PromptFormat, data: PreparedData, c: float,
+    classifier: FinalClassifier, threshold: float, uncertainty: Uncertainty, context: BundleContext | None = None,
+) -> Manifest:  # fmt: skip
     """Return the manifest, without what publishing adds: version, time, digests and files."""
-    return Manifest(
-        name=options.name,
-        model=model_record(identity),
-        tokenizer=TokenizerRecord(identity.tokenizer),
-        chat_template=ChatTemplateRecord(identity.chat_template),
-        prompt_format=prompt_format,
-        dtype=cast(DType, identity.dtype),  # checked on publishing
-        readout=ReadoutRecord(options.readout, "last"),
-        logit_scale=options.logit_scale,
-        signals=with_context(options.reads, context),
-        classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept),
-        threshold=threshold,
-        uncertainty=uncertainty,
-        context=None if context is None else context.record(),
-        training=training,
-    )
-
-
-def training_record(options: TrainOptions, data: PreparedData, c: float) -> TrainingRecord:
-    """Return the manifest's record of the training run."""
     counts = {key: count for key, count in data.counts.items() if key != "others"}  # only the evaluation names them
-    return TrainingRecord(
-        data_digest=data.dataset.origin.file_digest,
-        labels=options.answers,
-        judge=options.judged_by if options.answers == "generate" else None,
-        seeds=options.shuffles,
-        folds=options.folds,
-        c=c,
-        c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
-        class_balance=options.class_balance,
-        hallutracer_version=service.__version__,
-        **counts,
-    )
-
-
-def uncertainty_record(reference: TrajectoryReference, interval: RefitInterval | None) -> Uncertainty:
-    """Return what a run found, with what it means."""
-    outside = (
-        f"A prompt lies outside training where the distance of its trajectory to those of training is 1 or more. Of "
-        f"fresh prompts like the training rows about {reference.share:.2g} do, by {reference.rows} rows that neither "
-        f"probes nor reference had seen. For a prompt outside, neither risk nor interval was checked on anything alike."
-    )
-    refits = (
-        "It has no intervals: these need the nested evaluation with two seeds or more."
-        if interval is None
-        else f"An interval says where {interval.level:.0%} of trainings on other rows of the same kind and number "
-        f"would put the risk of this prompt; {interval.fits} fits of the nested cross-validation gave its width. It is "
-        f"not an interval for the truth of one answer, and knows nothing of another model, template or kind of prompt."
-    )
-    return Uncertainty(reference.share, reference.rows, interval, f"{refits} {outside}")
+    training = TrainingRecord(
+        data_digest=data.dataset.origin.file_digest, labels=options.answers,
+        judge=options.judged_by if options.answers == "generate" else None, seeds=options.shuffles,
+        folds=options.folds, c=c, c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
+        class_balance=options.class_balance, hallutracer_version=service.__version__, **counts,
+    )  # fmt: skip
+    return Manifest(
+        name=options.name, model=model_record(identity), tokenizer=TokenizerRecord(identity.tokenizer),
+        chat_template=ChatTemplateRecord(identity.chat_template), prompt_format=prompt_format,
+        dtype=cast(DType, identity.dtype),  # checked on publishing
+        readout=ReadoutRecord(options.readout, "last"), logit_scale=options.logit_scale,
+        signals=with_context(options.reads, context),
+        classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
+        uncertainty=uncertainty, context=None if context is None else context.record(), training=training,
+    )  # fmt: skip
 
 
 def evaluation_document(
-    options: TrainOptions,
-    signals: Sequence[Signal],
-    data: PreparedData,
-    out_of_fold: Floats,
-    refitted: Floats,
-    search: dict[str, float | None],
-    nested: Evaluation | None,
-    gates: GateProfile,
-    risks: Floats,
-) -> dict[str, Any]:
-    """Return evaluation.json of a bundle with these ``signals``.
+    options: TrainOptions, signals: Sequence[Signal], data: PreparedData, probe: DepthMeanProbe, gates: GateProfile,
+    risks: Floats, nested: Evaluation | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated.
 
-    ``out_of_fold`` [seeds, n, m] and ``refitted`` [n, m] are trajectories of the training rows.
-    ``search`` is the out-of-fold AUROC by value of C; ``gates`` is what thresholds would answer, by the
-    out-of-fold ``risks`` [n].
+    ``gates`` is what thresholds would answer, by the out-of-fold ``risks`` [n].
     """
-    label, group = data.inputs.label, data.inputs.group
-    layers, means = layer_aurocs(label, out_of_fold)
-    shift = scale_shift(out_of_fold.mean(axis=-1), refitted.mean(axis=-1), label)
-    file = {
+    label, group, scaled = data.inputs.label, data.inputs.group, probe.scaled_[options.logit_scale]
+    layers, means = layer_aurocs(label, scaled.out_of_fold)
+    shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), label)
+    counts: dict[str, Any] = {
         "file": options.file.name,
         "digest": data.dataset.origin.file_digest,
         "effective_groups": rounded(effective_groups(group)),
         "largest_group_share": rounded(float(np.unique(group, return_counts=True)[1].max() / len(group))),
-    }
+    } | data.counts
+    forms = [row.strata.get(FORM) for row in data.dataset.rows]
+    if None not in forms:
+        counts["forms"] = dict(sorted(Counter(forms).items()))
+    if (
+        share := data.inputs.readouts.soft_label
+    ) is not None:  # the probes were not fitted on the labels of the figures
+        counts["soft_labels"] = {
+            "samples": options.samples, "temperature": options.temperature, "right": rounded(float(share.mean())),
+            "rows_with_right_and_wrong_answers": rounded(float(np.mean((share > 0) & (share < 1)))),
+            "right_where_the_greedy_answer_is": rounded(float(share[label == 1].mean())),
+        }  # fmt: skip
     document: dict[str, Any] = {
-        "data": file | data.counts | _rows_by_form(data.dataset) | _soft_labels(options, data),
-        "c_search": rounded(search),
+        "data": counts,
+        "c_search": rounded(probe.c_search_),
         "out_of_fold": {
-            "layer_auroc": rounded(layers.mean(axis=0).tolist()),
-            "depth_mean_auroc": rounded(float(means.mean())),
-            "depth_mean_cross_fitted_and_refitted": rounded(shift),
-            "gates": asdict(gates),
+            "layer_auroc": rounded(layers.mean(axis=0).tolist()), "depth_mean_auroc": rounded(float(means.mean())),
+            "depth_mean_cross_fitted_and_refitted": rounded(shift), "gates": asdict(gates),
             "risks": risks_document(risks, label, group),
         },
         "rows_seen": {"training": Marks.of(data.dataset).document()},
         "signal_of_the_bundle": name_of(signals, options.logit_scale),
-    }
+    }  # fmt: skip
+    if scaled.strengths:  # how strongly each seed's weights were pulled to equal ones
+        pulls = [None if math.isinf(strength) else strength for strength in scaled.strengths]
+        weights = rounded((1 / scaled.scale).tolist())
+        document["layer_weights"] = {"weight": weights, "pull_to_equal_weights": pulls}
     if nested is not None:
         document["cross_validation"] = nested.document
     return document
-
-
-def _rows_by_form(dataset: Dataset) -> dict[str, Any]:
-    """Return how many rows of each form were read, where every row names its form."""
-    names = [row.strata.get(FORM) for row in dataset.rows]
-    return {} if None in names else {"forms": dict(sorted(Counter(names).items()))}
-
-
-def _soft_labels(options: TrainOptions, data: PreparedData) -> dict[str, Any]:
-    """Return what the probes were fitted on, where that is not the labels that they are measured by."""
-    share = data.inputs.readouts.soft_label
-    if share is None:
-        return {}
-    return {
-        "soft_labels": {
-            "samples": options.samples,
-            "temperature": options.temperature,
-            "right": rounded(float(share.mean())),
-            "rows_with_right_and_wrong_answers": rounded(float(np.mean((share > 0) & (share < 1)))),
-            "right_where_the_greedy_answer_is": rounded(float(share[data.inputs.label == 1].mean())),
-        }
-    }
 
 
 def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.integer]) -> dict[str, str]:
@@ -271,44 +195,33 @@ def read_risks(document: Mapping[str, str]) -> LabelledRisks:
 
 def by_form(
     label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float
-) -> dict[str, dict[str, float | int | None]]:
-    """Return rows, share wrong, mean risk, its error, AUROC and the gate of each form: label [n], risk [seeds, n].
+) -> dict[str, Any]:
+    """Return rows, share wrong, mean risk, its error, AUROC and the gate of each form, for evaluation.json.
 
-    ``calibration_error`` is debiased.  Means over seeds; no AUROC where a form has one class only, nothing of answered
-    rows where there are none.  Empty unless every row names its form.
+    label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  No AUROC where a form has one
+    class only, nothing of answered rows where there are none.  Empty unless every row names its form.
     """
-    names = [row.get(FORM) for row in strata]
-    if None in names:
-        return {}
-    form = np.array(names)
-    table: dict[str, dict[str, float | int | None]] = {}
-    for name in sorted(set(form.tolist())):
+    names = [row[FORM] for row in strata if FORM in row]
+    form, table = np.array(names), dict[str, Any]()
+    for name in sorted(set(names)) if len(names) == len(strata) else ():
         inside = form == name
         own, risks = label[inside], risk[:, inside]
         both, answered = 0 < own.sum() < len(own), risks < threshold
-        table[name] = {
-            "rows": len(own),
-            "wrong": float(1 - own.mean()),
-            "mean_risk": float(risks.mean()),
+        table[name] = rounded({
+            "rows": len(own), "wrong": float(1 - own.mean()), "mean_risk": float(risks.mean()),
             "calibration_error": float(np.mean([debiased_calibration_error(own, of_seed) for of_seed in risks])),
             "auroc": float(np.mean([risk_auroc(own, of_seed) for of_seed in risks])) if both else None,
             "answered": float(answered.mean()),
             "wrong_among_answered": (1 - own)[np.nonzero(answered)[1]].mean() if answered.any() else None,
             "mean_risk_among_answered": risks[answered].mean() if answered.any() else None,
-        }
-    return {name: rounded(row) for name, row in table.items()}
+        })  # fmt: skip
+    return table
 
 
 def plot_data(
-    options: TrainOptions,
-    signals: Sequence[Signal],
-    inputs: Inputs,
-    out_of_fold: Floats,
-    class_mean: Floats,
-    class_std: Floats,
-    nested: Evaluation | None,
-    threshold: float,
-) -> PlotData:
+    options: TrainOptions, signals: Sequence[Signal], inputs: Inputs, out_of_fold: Floats, class_mean: Floats,
+    class_std: Floats, nested: Evaluation | None, threshold: float,
+) -> PlotData:  # fmt: skip
     """Return the numbers of the plots on the card of a bundle with these ``signals``.
 
     Trajectories [seeds, n, m], their mean and deviation by class [2, m].
@@ -319,21 +232,13 @@ def plot_data(
     own = " and ".join(["depth mean", *read])
     risks: dict[str, Floats] = {}
     if nested is not None:  # the first seed's folds; together they cover every row once
-        shown = {"depth mean": name_of(options.reads[:1], options.logit_scale)}
-        shown |= {own: name_of(signals, options.logit_scale)}
-        shown |= {"first-token probability": "first_token_max_prob", "prompt length": "prompt_length"}
+        shown = {
+            "depth mean": name_of(options.reads[:1], options.logit_scale), own: name_of(signals, options.logit_scale),
+            "first-token probability": "first_token_max_prob", "prompt length": "prompt_length",
+        }  # fmt: skip
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
     units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "weighted": "weighted"}
     return PlotData(
-        inputs.label,
-        inputs.group,
-        risks,
-        class_mean,
-        class_std,
-        layers,
-        means,
-        logit_unit=units[options.logit_scale],
-        own=own,
-        threshold=threshold,
-        ranking_only=("prompt length",),
-    )
+        inputs.label, inputs.group, risks, class_mean, class_std, layers, means, logit_unit=units[options.logit_scale],
+        own=own, threshold=threshold, ranking_only=("prompt length",),
+    )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +18,36 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.local import atomic_write
+from probes_store.records import Recalibration
 from probes_store.store import Store
 from service.data.run_folder import locked
-from service.data.traffic import TrafficFile, read_traffic
-from service.data.training_rows import Dataset, read_dataset
+from service.data.training_rows import Dataset, TrafficFile, read_dataset, read_traffic
 from service.engines.base import Engine
-from service.errors import TrainingError
+from service.errors import DataError, RequestError, TrainingError
 from service.fitting.nested_cv import rounded
-from service.fitting.prior_shift import LabelledRisks
-from service.fitting.recalibration import FOLDS, ChosenMap, choose_map
+from service.fitting.prior_shift import (
+    LabelledRisks,
+    PriorShiftTest,
+    ShareEstimate,
+    Traffic,
+    estimate_share,
+    most_likely_share,
+    number_together,
+    prior_shift_test,
+    shift_to,
+)
+from service.fitting.recalibration import FOLDS, ChosenMap, MapFit, choose_map
 from service.fitting.scores import at_threshold, share_interval
-from service.prompts import as_prompt_format
 from service.scoring import Scorer
 from service.trainer.cards import candidates_table, recalibrated_card
 from service.trainer.new_rows import Marks, NewRows, check_unspent, draft_of, read_new_rows, risks_of, seen_by
 from service.trainer.options import Console, RecalibrateOptions
 from service.trainer.plots import draw_before_after
-from service.trainer.prepare import prepare
+from service.trainer.prepare import PreparedData
 from service.trainer.publish import read_risks
-from service.trainer.traffic import prior_shift, score_traffic, tested
 
 Floats = NDArray[np.floating]
+LabelsRisksGroups = tuple[NDArray[np.integer], Floats, NDArray[np.integer]]  # label [n] (1 factual), risk, group [n]
 _OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 
 
@@ -72,11 +81,19 @@ class RecalibrationPlan:
 def plan(bundle: Bundle, options: RecalibrateOptions, store: Store) -> RecalibrationPlan:
     """Check everything that needs no model.  Raises DataError, TrainingError, and what the store raises."""
     rows = read_new_rows(bundle, options, store, folds=FOLDS)
-    check_not_recalibrated(bundle, rows.evaluation)
+    evaluation = rows.evaluation
+    check_not_recalibrated(bundle, evaluation)
     traffic = None if options.traffic is None else read_traffic(options.traffic, bundle.manifest.digest)
-    check_unspent(rows.dataset, list(seen_by(bundle, rows.evaluation, options.trained_on)))
-    source = None if traffic is None else _source(rows)
-    if traffic is not None and source is None and not options.allow_other_shift:
+    check_unspent(rows.dataset, list(seen_by(bundle, evaluation, options.trained_on)))
+    if traffic is None:
+        return RecalibrationPlan(rows, None, None)
+    source: LabelledRisks | Dataset | None = recorded_risks(evaluation)
+    if source is None:  # the held-out file, where it is named
+        held_out = evaluation.get("held_out") or {}
+        labels = bundle.manifest.training.labels
+        files = (read_dataset(Path(path), labels, folds=None) for path in rows.options.trained_on)
+        source = next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
+    if source is None and not options.allow_other_shift:
         raise TrainingError(
             f"{bundle.reference} records no risks of its training rows by class, so nobody could tell whether prior "
             "shift alone explains the traffic: name its held-out file with --trained-on, leave --traffic out, or "
@@ -87,12 +104,7 @@ def plan(bundle: Bundle, options: RecalibrateOptions, store: Store) -> Recalibra
 
 
 def recalibrate(
-    bundle: Bundle,
-    options: RecalibrateOptions,
-    engine_factory: Callable[[], Engine],
-    store: Store,
-    *,
-    console: Console,
+    bundle: Bundle, options: RecalibrateOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console
 ) -> Bundle | None:
     """Publish a version of a bundle whose risk is recalibrated; None for a dry run, and where no map does better.
 
@@ -107,74 +119,49 @@ def recalibrate(
     if options.dry_run:
         return None
     store.check_writable()
-    with locked(made.rows.options.folder), closing(engine_factory()) as engine:
-        return _carry_out(made, engine, store, console)
-
-
-def _source(rows: NewRows[RecalibrateOptions]) -> LabelledRisks | Dataset | None:
-    """Return training's risks by class: recorded, or those of the held-out file where it is named."""
-    recorded = rows.evaluation.get("out_of_fold", {}).get("risks")
-    if recorded is not None:
-        return read_risks(recorded)
-    held_out = rows.evaluation.get("held_out") or {}
-    labels = rows.bundle.manifest.training.labels
-    files = (read_dataset(Path(path), labels, folds=None) for path in rows.options.trained_on)
-    return next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
-
-
-def _carry_out(made: RecalibrationPlan, engine: Engine, store: Store, console: Console) -> Bundle | None:
-    """Score, estimate, choose, publish.  Raises as ``recalibrate`` does."""
-    rows, options, bundle = made.rows, made.rows.options, made.rows.bundle
-    scorer = Scorer(engine, bundle)  # this model's bundle, and it reads what it should
-    unlabelled, test = None, None
-    if made.traffic is not None:  # before a label is looked at
-        unlabelled = score_traffic(made.traffic, scorer, options.batch_rows)
-        source = _source_risks(rows, made.source, engine) if isinstance(made.source, Dataset) else made.source
-        test = None if source is None else tested(source, unlabelled, options, console)
-    data = prepare(engine, rows.dataset, options, scorer.prompt_format, rows.folder, sites=[rows.site], folds=FOLDS)
-    if not rows.question.exists():  # no guarantee takes rows whose labels were looked at
-        atomic_write(rows.question, (json.dumps({"recalibrated": bundle.reference}) + "\n").encode())
-    risk, label, group = risks_of(bundle, data), data.inputs.label, data.inputs.group
-    share = float(np.mean(label == 0))
-    low, high = share_interval(share, group)
-    console.print(f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated")
-    shift = None if unlabelled is None else prior_shift(unlabelled, test, prior_of(bundle), data, options.seed)
-    for line in () if shift is None else shift.described():
-        console.print(line)
-    choice = choose_map(label, risk, group, None if shift is None else shift.fit, options.seed)
-    console.print(candidates_table(choice))
-    if choice.chosen.map is None:
-        console.print(
-            "nothing was published: no recalibration is better than the risk as it is beyond chance. The labels of "
-            "these rows were looked at: do not use them for 'hallutracer guarantee'"
-        )
-        return None
-    record = {
-        "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
-        "labels": options.answers,
-        "judge": rows.judge,
-        "spent": Marks.of(rows.dataset).document(),
-    } | ({} if shift is None else {"traffic": shift.document()})
-    published = store.publish(recalibrated(bundle, rows.evaluation, options, choice, (label, risk, group), record))
-    console.print(f"published {published.reference}")
-    if bundle.manifest.guarantee is not None:
-        console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
-    return published
-
-
-def _source_risks(rows: NewRows[RecalibrateOptions], held_out: Dataset, engine: Engine) -> LabelledRisks:
-    """Return training's risks by class, of the held-out file, which is read now."""
-    manifest = rows.bundle.manifest
-    options = replace(rows.options, labels=manifest.training.labels)
-    prompt_format, name = as_prompt_format(manifest.prompt_format), f"held-out-{held_out.digest[7:19]}"
-    data = prepare(engine, held_out, options, prompt_format, name, sites=[rows.site], folds=None)
-    return LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
+    rows, options = made.rows, made.rows.options
+    with locked(options.folder), closing(engine_factory()) as engine:
+        scorer = Scorer(engine, bundle)  # this model's bundle, and it reads what it should
+        risk_of_traffic: Floats = np.zeros(0)
+        test = None
+        if made.traffic is not None:  # before a label is looked at
+            risk_of_traffic = _score(made.traffic, scorer, options.batch_rows)
+            test = _tested(made, risk_of_traffic, engine, console)
+        data = rows.prepare(engine, folds=FOLDS)
+        if not rows.question.exists():  # no guarantee takes rows whose labels were looked at
+            atomic_write(rows.question, (json.dumps({"recalibrated": bundle.reference}) + "\n").encode())
+        risk, label, group = risks_of(bundle, data), data.inputs.label, data.inputs.group
+        share = float(np.mean(label == 0))
+        low, high = share_interval(share, group)
+        console.print(f"labelled rows: {share:.1%} [{low:.1%}, {high:.1%}] of {len(label)} hallucinated")
+        record: dict[str, Any] = {
+            "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
+            "labels": options.answers, "judge": rows.judge, "spent": Marks.of(rows.dataset).document(),
+        }  # fmt: skip
+        shift = None
+        if made.traffic is not None:
+            shift = _prior_shift(made.traffic, risk_of_traffic, test, prior_of(bundle), data, options.seed)
+            for line in shift.described():
+                console.print(line)
+            record["traffic"] = shift.document()
+        fit = None if shift is None else shift.fit
+        published = choose_and_publish(bundle, rows.evaluation, options, (label, risk, group), fit, record, store,
+                                       console)  # fmt: skip
+        if published is None:
+            console.print("the labels of these rows were looked at: do not use them for 'hallutracer guarantee'")
+        return published
 
 
 def prior_of(bundle: Bundle) -> float:
     """Return the share of hallucinated rows at which a bundle's risk holds: training's."""
     training = bundle.manifest.training
     return training.hallucinated / (training.factual + training.hallucinated)
+
+
+def recorded_risks(evaluation: Mapping[str, Any]) -> LabelledRisks | None:
+    """Return training's out-of-fold risks by class, where the bundle records them."""
+    recorded = evaluation.get("out_of_fold", {}).get("risks")
+    return None if recorded is None else read_risks(recorded)
 
 
 def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> None:
@@ -187,54 +174,163 @@ def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> Non
         )
 
 
-def recalibrated(
-    bundle: Bundle,
-    evaluation: dict[str, Any],
-    options: RecalibrateOptions,
-    choice: ChosenMap,
-    rows: tuple[NDArray[np.integer], Floats, NDArray[np.integer]],
-    record: dict[str, Any],
-) -> BundleDraft:
-    """Return the bundle with the chosen map, its threshold carried along, and a longer ledger.
+def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
+    """Return the risk of each line, as the bundle serves it.  Raises DataError for what the model cannot take."""
+    if file.scored:
+        return np.array([row.risk for row in file.rows], np.float64)
+    prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
+    for row in file.rows:
+        try:
+            prompts.append(scorer.render(row.prompt, row.messages))
+        except RequestError as error:
+            problems.append(f"line {row.line}: {error}")
+        else:
+            if len(prompts[-1]) > limit:
+                problems.append(f"line {row.line}: {len(prompts[-1])} tokens are more than the model's {limit}")
+    if problems:
+        raise DataError(str(file.path), problems)
+    batches = (prompts[start : start + batch_rows] for start in range(0, len(prompts), batch_rows))
+    return np.array([report.risk for batch in batches for report in scorer.score(batch)])
 
-    rows: label [n] (1 factual), risk [n] as the bundle serves it, group [n]; record: what the ledger's entry says of
-    them.
+
+def _tested(made: RecalibrationPlan, risk: Floats, engine: Engine, console: Console) -> PriorShiftTest | None:
+    """Return whether prior shift alone explains the traffic, None where nobody can tell.
+
+    Raises TrainingError where it does not, unless someone insists.
     """
-    recalibration, (label, risk, group) = choice.chosen.map, rows
-    assert recalibration is not None
+    assert made.traffic is not None
+    rows, options, source = made.rows, made.rows.options, made.source
+    if isinstance(source, Dataset):  # the held-out file is read now
+        labels = rows.bundle.manifest.training.labels
+        held = replace(rows, dataset=source, options=replace(options, labels=labels))
+        data = held.prepare(engine, folds=None, name=f"held-out-{source.digest[7:19]}")
+        source = LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
+    if source is None:
+        return None
+    (groups,) = number_together([row.group for row in made.traffic.rows])
+    test = prior_shift_test(source, Traffic(risk, groups), options.seed)
+    console.print(
+        f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): distance "
+        f"{test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = {test.p_value:.2g})"
+    )
+    if test.explained:
+        return test
+    found = (
+        f"prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes by "
+        f"{test.distance:.3f}, where at most {test.limit:.3f} would pass. Its share of hallucinations cannot be told "
+        "from unlabelled rows"
+    )
+    if not options.allow_other_shift:
+        raise TrainingError(
+            f"{found}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or insist with "
+            "--allow-other-shift",
+            param="traffic",
+        )
+    console.print(f"{found}; you insisted")
+    return test
+
+
+@dataclass(frozen=True, eq=False)
+class PriorShift:
+    """The share of hallucinations on the traffic, if nothing but this share has shifted."""
+
+    file: TrafficFile
+    traffic: Traffic  # without the lines that are among the labelled rows
+    prior: float  # the share at which the risks hold
+    test: PriorShiftTest | None  # None: the bundle has nothing to compare with
+    alone: ShareEstimate
+    with_labels: ShareEstimate
+
+    def fit(self, label: NDArray[np.integer], risk: Floats) -> Recalibration:
+        """Return the map of the share that traffic and labels make most likely; the rows' risks do not matter."""
+        share = most_likely_share(self.traffic, self.prior, label)
+        return shift_to(share, self.prior, len(self.traffic.risk) + len(label))
+
+    def described(self) -> list[str]:
+        """Return the shares, in lines."""
+        left_out = len(self.file.rows) - len(self.traffic.risk)
+        lines = [f"{left_out} rows of the traffic are among the labelled rows and count once"] if left_out else []
+        for what, share in (("traffic alone", self.alone), ("traffic and labels", self.with_labels)):
+            moved = shift_to(share.value, self.prior, len(self.traffic.risk)).c
+            ends = f"[{share.low:.1%}, {share.high:.1%}]"
+            lines.append(f"{what}: {share.value:.1%} {ends} hallucinated by prior shift, log odds {moved:+.3f}")
+        return lines
+
+    def document(self) -> dict[str, Any]:
+        """Return evaluation.json's part."""
+        return {
+            "file": self.file.path.name, "digest": self.file.digest, "rows": len(self.traffic.risk),
+            "left_out": len(self.file.rows) - len(self.traffic.risk), "groups": len(np.unique(self.traffic.group)),
+            "share": rounded(asdict(self.alone)), "share_with_labels": rounded(asdict(self.with_labels)),
+            "test": None if self.test is None else rounded(asdict(self.test)),
+            "explained": None if self.test is None else self.test.explained,
+        }  # fmt: skip
+
+
+def _prior_shift(
+    file: TrafficFile, risk: Floats, test: PriorShiftTest | None, prior: float, data: PreparedData, seed: int
+) -> PriorShift:
+    """Return the share, from traffic alone and with the labels; a prompt in both files counts as a labelled row."""
+    used = [data.dataset.rows[place] for place in data.labelled.index.tolist()]
+    labelled = {row.prompt_digest for row in used}
+    kept = [place for place, row in enumerate(file.rows) if row.prompt_digest not in labelled]
+    if not kept:
+        raise TrainingError("every row of the traffic is among the labelled rows: leave --traffic out", param="traffic")
+    named = [f"group {row.group}" if row.group else f"prompt {row.prompt_digest.hex()}" for row in used]
+    groups, of_labelled = number_together([file.rows[place].group for place in kept], named)
+    traffic = Traffic(risk[kept], groups)
+    with_labels = estimate_share(traffic, prior, data.inputs.label, of_labelled, seed)
+    return PriorShift(file, traffic, prior, test, estimate_share(traffic, prior, seed=seed), with_labels)
+
+
+def choose_and_publish(
+    bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, rows: LabelsRisksGroups,
+    prior_shift: MapFit | None, record: dict[str, Any], store: Store, console: Console,
+) -> Bundle | None:  # fmt: skip
+    """Publish the bundle with the best map on ``rows``; None where that is the risk as it is.
+
+    record: what the ledger's entry says of the rows.
+    """
+    choice = choose_map(*rows, prior_shift, options.seed)
+    console.print(candidates_table(choice))
+    if choice.chosen.map is None:
+        console.print("nothing was published: no recalibration is better than the risk as it is beyond chance")
+        return None
+    published = store.publish(_recalibrated(bundle, evaluation, options, choice, choice.chosen.map, rows, record))
+    console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")
+    if bundle.manifest.guarantee is not None:
+        console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
+    return published
+
+
+def _recalibrated(
+    bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, choice: ChosenMap,
+    recalibration: Recalibration, rows: LabelsRisksGroups, record: dict[str, Any],
+) -> BundleDraft:  # fmt: skip
+    """Return the bundle with the chosen map, its threshold carried along, and a longer ledger."""
+    label, risk, group = rows
     old = bundle.manifest.threshold
     new = float(np.clip(recalibration(old) if options.threshold_rule == "map" else old, _OPEN, 1 - _OPEN))
     manifest = replace(
-        bundle.manifest,
-        name=options.new_name or bundle.manifest.name,
-        threshold=new,
-        guarantee=None,
-        guarantee_shapes=None,
-        recalibration=recalibration,
-    )
+        bundle.manifest, name=options.new_name or bundle.manifest.name, threshold=new, guarantee=None,
+        guarantee_shapes=None, recalibration=recalibration,
+    )  # fmt: skip
     gates = {"before": at_threshold(label, risk, old), "after": at_threshold(label, recalibration(risk), new)}
+    figures = {
+        one.name: rounded({
+            "log_loss": {"mean": one.log_loss} | one.log_loss_interval._asdict(),
+            "gain": {"mean": one.gain} | one.gain_interval._asdict(),
+            "calibration_debiased": {"mean": one.error} | one.error_interval._asdict(),
+        })
+        for one in choice.candidates
+    }  # fmt: skip
     record |= {
-        "from": bundle.reference,
-        "from_digest": bundle.manifest.digest,
-        "had_guarantee": bundle.manifest.guarantee is not None,
-        "prior": prior_of(bundle),
-        "seed": options.seed,
-        "chosen": choice.chosen.name,
-        "best": choice.best.name,
-        "left_out": list(choice.left_out),
-        "candidates": {
-            one.name: rounded(
-                {
-                    "log_loss": {"mean": one.log_loss} | one.log_loss_interval._asdict(),
-                    "gain": {"mean": one.gain} | one.gain_interval._asdict(),
-                    "calibration_debiased": {"mean": one.error} | one.error_interval._asdict(),
-                }
-            )
-            for one in choice.candidates
-        },
-        "thresholds": {"rule": options.threshold_rule, "before": old, "after": new},
+        "from": bundle.reference, "from_digest": bundle.manifest.digest,
+        "had_guarantee": bundle.manifest.guarantee is not None, "prior": prior_of(bundle), "seed": options.seed,
+        "chosen": choice.chosen.name, "best": choice.best.name, "left_out": list(choice.left_out),
+        "candidates": figures, "thresholds": {"rule": options.threshold_rule, "before": old, "after": new},
         "at_threshold": rounded(gates),
-    }
+    }  # fmt: skip
     evaluation["recalibrations"] = [*evaluation.get("recalibrations", []), record]
     if "gates" in evaluation.get("out_of_fold", {}):  # where a guarantee of the new version begins
         gate = evaluation["out_of_fold"]["gates"]  # 1, which everything lies below, stays

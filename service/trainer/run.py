@@ -6,17 +6,16 @@ bundle of the same digest, also where a run was killed and started again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from probes_store.bundle import Bundle, BundleDraft
+from probes_store.records import Uncertainty
 from probes_store.store import Store
 from probes_store.syntax import NAME
 from service.data.labels import check_answers
@@ -24,9 +23,9 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
-from service.fitting.estimator import DepthMeanProbe, ScaledLogits, class_statistics, extra_signals, signal_matrix
+from service.fitting.estimator import DepthMeanProbe, class_statistics, extra_signals, signal_matrix
 from service.fitting.folds import group_folds, outer_folds
-from service.fitting.nested_cv import evaluate, held_out, name_of, rounded
+from service.fitting.nested_cv import Evaluation, evaluate, held_out, name_of, rounded
 from service.fitting.probes import Readouts
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import by_wrong_costs, choose_threshold, gate_profile
@@ -35,7 +34,7 @@ from service.judging.sample import KEY as SAMPLE
 from service.judging.sample import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
-from service.trainer.cards import CHANCE, write_card
+from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card
 from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks
 from service.trainer.options import Console, TrainOptions
@@ -49,21 +48,14 @@ from service.trainer.publish import (
     plot_data,
     probe_tensors,
     record_golden,
-    training_record,
-    uncertainty_record,
 )
-from service.trainer.summary import better_options, closing_lines
 from service.trainer.training_set import draw_sample, spread
 
 
 def train(
-    options: TrainOptions,
-    engine_factory: Callable[[], Engine],
-    store: Store,
-    *,
-    console: Console,
+    options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console,
     probe: DepthMeanProbe | None = None,
-) -> Bundle:
+) -> Bundle:  # fmt: skip
     """Train one bundle and publish it; with ``options.calibration`` also a version with a guaranteed threshold.
 
     ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.
@@ -105,15 +97,10 @@ def train(
 
 
 def _draft(
-    options: TrainOptions,
-    dataset: Dataset,
-    test: Dataset | None,
-    sample: Sample | None,
-    engine: Engine,
-    console: Console,
-    fitted: DepthMeanProbe | None,
-) -> tuple[BundleDraft, list[str]]:
-    """Everything between the data and the store; and options that would have done better."""
+    options: TrainOptions, dataset: Dataset, test: Dataset | None, sample: Sample | None, engine: Engine,
+    console: Console, fitted: DepthMeanProbe | None,
+) -> tuple[BundleDraft, list[str]]:  # fmt: skip
+    """Return everything between the data and the store; and options that would have done better."""
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
@@ -121,11 +108,10 @@ def _draft(
     run = partial(prepare, engine, options=options, prompt_format=prompt_format, sites=sites)
     data = run(dataset, name="train", folds=options.folds, sampled=options.sampled)
     held = run(test, name="test", folds=0) if test else None  # rows that are only measured on need no soft label
-    counts = data.counts
+    counts, inputs = data.counts, data.inputs
     others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
     console.print(classes + others)
-    inputs = data.inputs
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
     if fitted is None:
@@ -136,7 +122,7 @@ def _draft(
         probe = copy(fitted)
         _check_fitted(probe, inputs.readouts)
     final, scaled = probe.probes_, probe.scaled_[options.logit_scale]
-    out_of_fold, refitted = scaled.out_of_fold, scaled.trajectory
+    out_of_fold = scaled.out_of_fold
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
 
     # What a prompt is: does it ask for a fact, has it a passage?  And where the prompts of training lie.
@@ -148,35 +134,40 @@ def _draft(
     probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
 
-    # Calibrate: the classifier sees out-of-fold signals only.
+    # Calibrate: the classifier sees out-of-fold signals only.  Choose the threshold, on every seed's risks.
     extra = extra_signals(names, inputs.first_token, columns)
     probe.fit_risk(inputs.label, inputs.readouts.soft_label, extra)
     classifier, risks = probe.classifier_, probe.out_of_fold_risk_
-
-    # Choose the threshold, on every seed's out-of-fold risks.
     cut = choose_threshold(options.rule, inputs.label, risks)
     threshold = cut.threshold
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
-    seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
-    nested = evaluate(seen, folds=options.folds, seeds=options.shuffles, probe=probe) if options.evaluate else None
     own = name_of(names, options.logit_scale)
-    if nested is not None:
-        crossed_risk = nested.risk[own]
-        nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed_risk, threshold))
-        nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed_risk))
-        nested.document.update(_forms(by_form(inputs.label, crossed_risk, inputs.strata, threshold)))
-        _check_signal(nested.document["signals"][own]["auroc"], options)
+    nested: Evaluation | None = None
+    if options.evaluate:
+        seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
+        nested = evaluate(seen, folds=options.folds, seeds=options.shuffles, probe=probe)
+        crossed = nested.risk[own]
+        nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed, threshold))
+        nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed))
+        if forms := by_form(inputs.label, crossed, inputs.strata, threshold):
+            nested.document["by_form"] = forms
+        auroc = nested.document["signals"][own]["auroc"]
+        if auroc["low"] <= CHANCE and not options.allow_no_signal:
+            raise TrainingError(
+                f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}], and "
+                "its 95 % interval reaches chance. Nothing was published. Add rows, in more groups, or check their "
+                "labels; --allow-no-signal publishes all the same",
+                param="data",
+            )
     interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
-    uncertainty = uncertainty_record(reference, interval)
+    uncertainty = Uncertainty(reference.share, reference.rows, interval, say("outside", reference, interval))
     first = risks[0]  # of one seed, so that each row counts once
     answering = gate_profile(inputs.label, first, inputs.group)
-    document = evaluation_document(
-        options, names, data, out_of_fold, refitted, probe.c_search_, nested, answering, first
-    )
-    document |= _scaling_document(scaled) | ({} if context is None else context.document())
+    document = evaluation_document(options, names, data, probe, answering, first, nested)
+    document |= {} if context is None else context.document()
     document |= {} if sample is None else {SAMPLE: sample.document()}
-    document |= {"threshold": cut.document() | {"out_of_fold": rounded(cut.gate)}}
+    document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
@@ -188,26 +179,19 @@ def _draft(
             "digest": held.dataset.origin.file_digest,
             "left_out": held.counts["left_out"],
         }
-        forms = by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold)
-        document["held_out"] |= _forms(forms)
+        if forms := by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold):
+            document["held_out"]["by_form"] = forms
     plots = draw(plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
-    chosen = golden_rows(classifier.risk(signal_matrix(refitted, extra)))
+    chosen = golden_rows(classifier.risk(signal_matrix(scaled.trajectory, extra)))
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = record_golden(engine, prompts, probes, classifier, names, collected, record)
-    training = training_record(options, data, probe.C_)
-    manifest = manifest_of(
-        options, engine.identity, prompt_format, classifier, threshold, training, uncertainty, context
-    )
-    card = write_card(
-        manifest,
-        document,
-        signal_std=probe.signals_.std(axis=0).tolist(),
-        left_out=data.labelled.left_out,
-        plots=sorted(plots),
-    )
+    manifest = manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold, uncertainty,
+                           context)  # fmt: skip
+    card = write_card(manifest, document, signal_std=probe.signals_.std(axis=0).tolist(),
+                      left_out=data.labelled.left_out, plots=sorted(plots))  # fmt: skip
     better = [] if nested is None else list(better_options(inputs, nested, own))
     return BundleDraft(manifest, tensors, golden, document, card, plots), better
 
@@ -229,47 +213,21 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
         )
 
 
-def _scaling_document(scaled: ScaledLogits) -> dict[str, Any]:
-    """Return the layers' weights and how strongly each seed's were pulled to equal ones; empty without weights."""
-    if not scaled.strengths:
-        return {}
-    return {
-        "layer_weights": {
-            "weight": rounded((1 / scaled.scale).tolist()),
-            "pull_to_equal_weights": [None if math.isinf(strength) else strength for strength in scaled.strengths],
-        }
-    }
-
-
-def _forms(found: dict[str, Any]) -> dict[str, Any]:
-    return {"by_form": found} if found else {}
-
-
-def _check_signal(auroc: dict[str, float], options: TrainOptions) -> None:
-    """Raise TrainingError where the interval of the nested AUROC reaches chance."""
-    if auroc["low"] <= CHANCE and not options.allow_no_signal:
-        raise TrainingError(
-            f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}], and its "
-            "95 % interval reaches chance. Nothing was published. Add rows, in more groups, or check their labels; "
-            "--allow-no-signal publishes all the same",
-            param="data",
-        )
-
-
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
-    """Both data files, checked."""
+    """Return both data files, checked."""
     dataset = read_dataset(options.file, options.answers, folds=options.folds)
     test = read_dataset(options.test, options.answers, folds=0) if options.test is not None else None
-    if options.answers == "generate":
-        for data in (dataset, test) if test is not None else (dataset,):
+    every = (dataset,) if test is None else (dataset, test)
+    for data in every:
+        if options.answers == "generate":
             check_answers(data, options)
     if test is not None:
         check_disjoint(dataset, test)
     if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
         calibration = read_dataset(options.calibration, options.answers, folds=None)
         check_all_apply(calibration)
-        for seen in (dataset, test) if test is not None else (dataset,):
-            check_disjoint(seen, calibration)
+        for data in every:
+            check_disjoint(data, calibration)
     if options.labels == "given":
         _check_folds(options, dataset)
     return dataset, test

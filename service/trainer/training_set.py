@@ -18,8 +18,7 @@ import numpy as np
 
 from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
-from service.data.forms.registry import FORMS, Form, Message, chosen, is_one_message
-from service.data.forms.spread import in_forms, read_said
+from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_said
 from service.data.forms.tasks import task_rows
 from service.data.judges import normalise
 from service.data.run_folder import IN_FORMS
@@ -51,16 +50,19 @@ def draw_sample(
     judge = options.judge_name if options.answers == "generate" else "contains"
     if not options.keep_sample or judge not in JUDGES or options.answer_pattern:
         return dataset, None
-    source = dataset if test is None else test
-    draw = random.Random(options.shuffles[0])
-    places = _kinds_in_turn(source, draw)
-    if test is None:
-        places = _within_share(dataset, places)
+    source, room = (dataset, int(SHARE * len(dataset))) if test is None else (test, len(test))
+    sizes = np.bincount(source.groups)
+    places = []
+    for place in _kinds_in_turn(source, random.Random(options.shuffles[0])):
+        size = 1 if test is not None else int(sizes[source.groups[place]])
+        if size <= room:
+            room -= size
+            places.append(place)
     places = places[:KEPT]
     if len(places) < FEWEST:
         return dataset, None
     if test is None:
-        left = without(dataset, places)
+        left = dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[places])).tolist())
         if options.answers == "given" and missing_groups(left, options.folds):
             return dataset, None
         console.print(
@@ -74,14 +76,20 @@ def draw_sample(
     return dataset, Sample(source.origin.path.name, judge, options.abstains.pattern, length, questions)
 
 
-def without(dataset: Dataset, places: Sequence[int]) -> Dataset:
-    """Return the dataset less the groups of these rows."""
-    return dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[np.asarray(places)])).tolist())
-
-
 def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
-    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ..."""
-    order = [place for place, row in enumerate(source.rows) if _fits(row)]
+    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ...
+
+    Each is a question by itself, with answers that can be compared.
+    """
+    order = [
+        place
+        for place, row in enumerate(source.rows)
+        if row.applies
+        and (row.prompt is not None or [message["role"] for message in row.messages or ()] == ["user"])
+        and len(row.texts[0]) <= LONGEST
+        and row.answers
+        and all(map(normalise, row.answers))
+    ]
     draw.shuffle(order)
     seen: set[int] = set()
     by_kind: dict[str, list[int]] = defaultdict(list)
@@ -91,30 +99,6 @@ def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
             by_kind[source.rows[place].strata.get("kind", "")].append(place)
     turns = [(turn, number, place) for number, own in enumerate(by_kind.values()) for turn, place in enumerate(own)]
     return [place for _, _, place in sorted(turns)]
-
-
-def _within_share(dataset: Dataset, places: Sequence[int]) -> list[int]:
-    """Return those of ``places``, in turn, whose groups together have at most ``SHARE`` of the rows."""
-    sizes = np.bincount(dataset.groups)
-    room = int(SHARE * len(dataset))
-    found: list[int] = []
-    for place in places:
-        if sizes[dataset.groups[place]] <= room:
-            room -= int(sizes[dataset.groups[place]])
-            found.append(place)
-    return found
-
-
-def _fits(row: Row) -> bool:
-    """Return whether a row is a question by itself, with answers that can be compared."""
-    alone = row.prompt is not None or [message["role"] for message in row.messages or ()] == ["user"]
-    return (
-        row.applies
-        and alone
-        and len(row.texts[0]) <= LONGEST
-        and bool(row.answers)
-        and all(map(normalise, row.answers))
-    )
 
 
 @dataclass(frozen=True)
@@ -150,23 +134,16 @@ class Fits:
 
     def described(self) -> str | None:
         """Return one line that names the forms that did not fit."""
-        if not self.refused.total():
-            return None
-        shown = ", ".join(
-            f"{name} {count} of {self.tried[name]}" for name, count in self.refused.most_common() if count
-        )
+        shown = [f"{name} {count} of {self.tried[name]}" for name, count in self.refused.most_common() if count]
         limit = self.engine.identity.max_tokens
-        return f"beyond the model's {limit} tokens or its chat template, so asked in other forms: {shown}"
+        found = f"beyond the model's {limit} tokens or its chat template, so asked in other forms: {', '.join(shown)}"
+        return found if shown else None
 
 
 def spread(
-    options: TrainOptions,
-    dataset: Dataset,
-    test: Dataset | None,
-    engine: Engine,
-    prompt_format: PromptFormat,
+    options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine, prompt_format: PromptFormat,
     console: Console,
-) -> tuple[Dataset, Dataset | None]:
+) -> tuple[Dataset, Dataset | None]:  # fmt: skip
     """Return training and held-out rows in the forms that the options want; as they are where none are wanted.
 
     The answers of lone questions and the files are kept in the run folder.
@@ -176,14 +153,11 @@ def spread(
         return dataset, test
     forms = _forms(options, prompt_format, console)
     fits = Fits(engine, prompt_format, options.answer_tokens)
-    found = [
-        _in_forms(options, own, name, forms, fits, console)
-        for own, name in ((dataset, "train"), (test, "test"))
-        if own is not None
-    ]
+    dataset = _in_forms(options, dataset, "train", forms, fits, console)
+    test = None if test is None else _in_forms(options, test, "test", forms, fits, console)
     if line := fits.described():
         console.print(line)
-    return found[0], found[1] if test is not None else None
+    return dataset, test
 
 
 def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console) -> list[Form]:
@@ -213,14 +187,17 @@ def _in_forms(
         said = _said(options, dataset, f"{name}-said", fits)
     key = PATTERNS if options.judge == "regex" else ANSWERS
     rows = [_object(row, group, key) for row, group in zip(dataset.rows, group_names(dataset), strict=True)]
-    made = in_forms(rows, forms, seed=options.shuffles[0], said=said, fits=fits)
+    seed = options.shuffles[0]
+    made = in_forms(rows, forms, seed=seed, said=said, fits=fits)
     ids = {row["id"] for row in made}
     left = [row for row in rows if ids.isdisjoint({row["id"], *(f"{row['id']}+{form.name}" for form in forms)})]
     made += in_forms(left, [FORMS["lone"]])  # no form fits them, and to lose them would help nobody
     if left:
         console.print(f"{len(left):,} rows of {dataset.path.name} fit none of the forms and are asked alone")
-    if name == "train" and options.wanted_forms == (MIXTURE,) and fits.prompt_format == "chat":
-        made += _tasks(options, dataset, fits)
+    mixture = options.wanted_forms == (MIXTURE,) and fits.prompt_format == "chat"
+    if name == "train" and mixture and not len(dataset.others):
+        tasks = task_rows(max(LEAST_TASKS, round(TASKS * len(dataset))), seed)
+        made += [row for row in tasks if fits.takes(row["messages"])]
     made = [{ANSWERS if name == PATTERNS else name: value for name, value in row.items()} for row in made]
     path = options.folder / IN_FORMS.format(name)
     lines = [json.dumps(as_asked(row, fits.prompt_format), ensure_ascii=False) for row in _unlike(made)]
@@ -244,23 +221,10 @@ def _said(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> d
     if not places:
         return {}
     collection = collect(
-        fits.engine,
-        dataset.part(places),
-        options.folder / folder,
-        sites=(options.site,),
-        prompt_format=fits.prompt_format,
-        batch_rows=options.batch_rows,
-        max_new_tokens=options.answer_tokens,
-    )
+        fits.engine, dataset.part(places), options.folder / folder, sites=(options.site,),
+        prompt_format=fits.prompt_format, batch_rows=options.batch_rows, max_new_tokens=options.answer_tokens,
+    )  # fmt: skip
     return read_said(collection.folder / "answers.jsonl")
-
-
-def _tasks(options: TrainOptions, dataset: Dataset, fits: Fits) -> list[dict[str, Any]]:
-    """Return requests that ask for no fact and that fit the model; none where the file has such rows of its own."""
-    if len(dataset.others):
-        return []
-    count = max(LEAST_TASKS, round(TASKS * len(dataset)))
-    return [row for row in task_rows(count, options.shuffles[0]) if fits.takes(row["messages"])]
 
 
 def group_names(dataset: Dataset) -> list[str]:

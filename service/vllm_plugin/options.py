@@ -14,7 +14,7 @@ from probes_store.bundle import Bundle
 from probes_store.store import Store
 from service.audit.file import AuditFile
 from service.errors import HalluTracerError
-from service.library.stores import open_store
+from service.library.engine import open_store
 from service.options import parse
 from service.policies.guard import Action
 from service.policies.policy import Policies, load_policies

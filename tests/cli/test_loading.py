@@ -16,8 +16,8 @@ from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
 from service.engines.places import PACKAGED, PackagedModel
 from service.engines.scheduler import Scheduled
-from service.library.default_model import DEMO, SMOLLM2, default_model
-from service.library.default_model import SHIPPED as OWN
+from service.library.engine import DEMO, SMOLLM2, default_model
+from service.library.engine import SHIPPED as OWN
 from service.readout import Geometry
 from tests.matching import matching_bundle
 from tests.scripted_engine import ScriptedEngine

@@ -17,7 +17,7 @@ import pytest
 
 from service.data import collection as collecting
 from service.data.collection import Collection, batches, collect
-from service.data.run_folder import AppendLog
+from service.data.run_folder import AppendLog, locked
 from service.data.training_rows import Dataset, read_dataset
 from service.engines.base import Extraction, TokenIds
 from service.engines.checks import beyond_onset
@@ -74,6 +74,11 @@ def pooled(dataset: Dataset, folder: Path, engine: Any = None, **changes: Any) -
     return run(dataset, folder, engine or PoolingEngine(), **({"poolings": POOLINGS, "max_new_tokens": None} | changes))
 
 
+def stored(file: Any, row: int) -> Any:
+    """What lies on disk of a row: [m, width]."""
+    return np.stack([file.layer(layer)[row] for layer in range(file.shape[0])])
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -90,9 +95,7 @@ def test_rows_are_the_engines_own_in_the_order_of_the_data(dataset: Dataset, tmp
         file = collection.rows[site]
         assert file.shape == (GEOMETRY.num_layers, 50, GEOMETRY.width(site))
         for row in (0, 17, 49):
-            expected = engine.activations(collection.prompts.of(row), site)
-            found = np.stack([file.layer(layer)[row] for layer in range(GEOMETRY.num_layers)])
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(stored(file, row), engine.activations(collection.prompts.of(row), site))
     first = engine.first_token(collection.prompts.of(17))
     assert collection.first_token[17].tolist() == [first.log_max_prob, first.entropy]
     answers = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
@@ -121,65 +124,65 @@ def test_a_torn_folder_is_completed_to_the_same_bytes(dataset: Dataset, tmp_path
     assert engine.extracts == engine.generates == len(plan) - finished
 
 
-def test_answers_that_were_removed_are_missed(dataset: Dataset, tmp_path: Path) -> None:
-    answers = run(dataset, tmp_path / "run").folder / "answers.jsonl"
-    answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:-1]))
-    with pytest.raises(RunMismatch, match=r"answers\.jsonl lacks answers"):
-        run(dataset, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"batch_rows": 4}, "batch_rows"), ({"prompt_format": "text"}, "prompt_format"),
+        ({"max_new_tokens": None}, "max_new_tokens"), ({"sites": (Site.ATTENTION_HEAD,)}, "sites"),
+        ({"engine": PlantedEngine(chat=False), "prompt_format": "text"}, "model.chat_template"),
+        ({"rows": planted_rows(50, seed=1)}, "data"), ({"poolings": ()}, "poolings"),
+        ({"poolings": (Pooling.MAX,)}, "poolings"),
+        ({"poolings": (Pooling.MAX, Pooling.CONTENT_MEAN, Pooling.MEAN)}, "poolings"),
+    ],
+)  # fmt: skip
+def test_another_run_is_refused_by_field(dataset: Dataset, tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    pooling = {"engine": PoolingEngine(), "poolings": POOLINGS} if field == "poolings" else {}
+    options = {"prompt_format": change["prompt_format"]} if "engine" in change else pooling
+    run(dataset, tmp_path / "run", **options)
+    if "rows" in change:
+        dataset = read_dataset(write_rows(tmp_path / "other.jsonl", change.pop("rows")), "given", folds=0)
+    with pytest.raises(RunMismatch) as caught:
+        run(dataset, tmp_path / "run", **pooling | change)
+    assert caught.value.param == field
 
 
 def test_a_finished_run_asks_the_engine_for_nothing(dataset: Dataset, tmp_path: Path) -> None:
     run(dataset, tmp_path / "run")
-    engine = PlantedEngine()
+    pooled(dataset, tmp_path / "pooled")
+    engine, pooling = PlantedEngine(model="elsewhere/scripted"), PoolingEngine()
     run(dataset, tmp_path / "run", engine)
-    assert engine.extracts == engine.generates == 0
+    pooled(dataset, tmp_path / "pooled", pooling, poolings=[Pooling.CONTENT_MEAN, Pooling.MAX, Pooling.MAX])
+    assert engine.extracts == engine.generates == pooling.extracts == 0
+
+
+def doubled(lines: list[bytes]) -> list[bytes]:
+    return lines[:2] + lines[:2] + lines[2:3]
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
+    ("name", "change", "said"),
     [
-        ({"batch_rows": 4}, "batch_rows"),
-        ({"prompt_format": "text"}, "prompt_format"),
-        ({"max_new_tokens": None}, "max_new_tokens"),
-        ({"sites": (Site.ATTENTION_HEAD,)}, "sites"),
-        ({"engine": PlantedEngine(chat=False), "prompt_format": "text"}, "model.chat_template"),
+        ("answers.jsonl", lambda lines: lines[:-1], r"answers\.jsonl lacks answers"),
+        ("journal.jsonl", doubled, "not the journal of one run"),  # of two writers
+        ("run.json", None, "chapter"), ("first_token.f64", None, "first_token"),
+        ("rows-residual_stream-max.f32", None, "rows-residual_stream-max"),
     ],
-)
-def test_another_run_is_refused_by_field(dataset: Dataset, tmp_path: Path, change: dict[str, Any], field: str) -> None:
-    options = {"prompt_format": change.get("prompt_format", "chat")} if "engine" in change else {}
-    run(dataset, tmp_path / "run", **options)
-    with pytest.raises(RunMismatch, match="name another run folder") as caught:
-        run(dataset, tmp_path / "run", **change)
-    assert caught.value.param == field
+)  # fmt: skip
+def test_strange_files(dataset: Dataset, tmp_path: Path, name: str, change: Any, said: str) -> None:
+    file = pooled(dataset, tmp_path / "run", max_new_tokens=4).folder / name
+    if change is not None:
+        file.write_bytes(b"".join(change(file.read_bytes().splitlines(keepends=True))))
+    elif name == "run.json":
+        shutil.rmtree(file.parent)
+        file.parent.mkdir()
+        file.with_name("chapter.tex").write_text("x")
+    else:
+        file.unlink()
+    with pytest.raises(RunMismatch, match=said):
+        pooled(dataset, tmp_path / "run", max_new_tokens=4)
 
 
-def test_other_data_are_refused_and_another_name_of_the_model_is_not(dataset: Dataset, tmp_path: Path) -> None:
-    run(dataset, tmp_path / "run")
-    run(dataset, tmp_path / "run", PlantedEngine(model="elsewhere/scripted"))
-    other = read_dataset(write_rows(tmp_path / "other.jsonl", planted_rows(50, seed=1)), "given", folds=0)
-    with pytest.raises(RunMismatch) as caught:
-        run(other, tmp_path / "run")
-    assert caught.value.param == "data"
-
-
-def test_a_strange_folder_and_a_missing_file_are_refused(dataset: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    with pytest.raises(RunMismatch, match=r"chapter\.tex"):
-        run(dataset, tmp_path / "thesis")
-    run(dataset, tmp_path / "run")
-    (tmp_path / "run" / "first_token.f64").unlink()
-    with pytest.raises(RunMismatch, match="first_token"):
-        run(dataset, tmp_path / "run")
-    pooled(dataset, tmp_path / "pooled")
-    (tmp_path / "pooled" / "rows-residual_stream-max.f32").unlink()
-    with pytest.raises(RunMismatch, match="rows-residual_stream-max"):
-        pooled(dataset, tmp_path / "pooled")
-
-
-def test_a_small_disk_is_noticed_before_the_first_forward(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_disk(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(collecting.shutil, "disk_usage", lambda _: usage)
     engine = PlantedEngine()
@@ -202,11 +205,16 @@ def test_prompts_the_model_cannot_take_are_named_together(tmp_path: Path) -> Non
     assert engine.extracts == 0
 
 
-def test_a_nan_stops_the_run(dataset: Dataset, tmp_path: Path) -> None:
-    engine = PlantedEngine()
-    engine.nan_layer = 2
-    with pytest.raises(NonFiniteReadout, match="batch 0 of 7"):
-        run(dataset, tmp_path / "run", engine)
+@pytest.mark.parametrize(("pooling", "said"), [(None, "batch 0 of 7"), (Pooling.MAX, "at residual_stream, max: ")])
+def test_a_nan_stops_the_run_by_name(dataset: Dataset, tmp_path: Path, pooling: Pooling | None, said: str) -> None:
+    engine = PoolingEngine()
+    if pooling is None:
+        engine.nan_layer = 2
+    else:
+        engine.nan_at = (Site.RESIDUAL_STREAM, pooling)
+    with pytest.raises(NonFiniteReadout, match=said):
+        pooled(dataset, tmp_path / "run", engine)
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == b""
 
 
 def test_append_log(tmp_path: Path) -> None:
@@ -246,22 +254,11 @@ def test_memory_does_not_grow_with_the_rows_on_disk(tmp_path: Path) -> None:
     for count in (800, 3200):
         folder = tmp_path / str(count)
         folder.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", MEMORY, str(count), str(folder)], capture_output=True, text=True, check=True
-        )
-        peak[count] = int(done.stdout) * 1024
+        command = [sys.executable, "-c", MEMORY, str(count), str(folder)]
+        peak[count] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
     on_disk = 2400 * 8 * 512 * 4  # what the larger run writes more
     assert (tmp_path / "3200" / "run" / "rows-attention_head.f32").stat().st_size == on_disk // 3 * 4
     assert peak[3200] - peak[800] < on_disk / 3
-
-
-def test_a_journal_of_two_writers_is_refused(dataset: Dataset, tmp_path: Path) -> None:
-    run(dataset, tmp_path / "run", max_new_tokens=None)
-    journal = tmp_path / "run" / "journal.jsonl"
-    lines = journal.read_text().splitlines(keepends=True)
-    journal.write_text("".join(lines[:2] + lines[:2] + lines[2:3]))
-    with pytest.raises(RunMismatch, match="not the journal of one run"):
-        run(dataset, tmp_path / "run", max_new_tokens=None)
 
 
 def test_each_site_and_pooling_has_its_file_in_the_order_of_the_data(dataset: Dataset, tmp_path: Path) -> None:
@@ -272,15 +269,13 @@ def test_each_site_and_pooling_has_its_file_in_the_order_of_the_data(dataset: Da
         assert file.path == tmp_path / "run" / f"rows-{site}-{pooling}.f32"
         assert file.path.stat().st_size == file.nbytes == collection.rows[site].nbytes
         for row in (0, 17, 49):
-            found = np.stack([file.layer(layer)[row] for layer in range(GEOMETRY.num_layers)])
-            np.testing.assert_array_equal(found, engine.pooled(collection.prompts.of(row), site, pooling))
+            expected = engine.pooled(collection.prompts.of(row), site, pooling)
+            np.testing.assert_array_equal(stored(file, row), expected)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["poolings"] == ["content_mean", "max"]
 
 
 @pytest.mark.parametrize("none", [{}, {"poolings": ()}, {"poolings": (Pooling.LAST_1,)}])
-def test_without_other_poolings_a_folder_is_what_it_always_was(
-    dataset: Dataset, tmp_path: Path, none: dict[str, Any]
-) -> None:
+def test_without_other_poolings(dataset: Dataset, tmp_path: Path, none: dict[str, Any]) -> None:
     collection = run(dataset, tmp_path / "run", PlantedEngine(), max_new_tokens=None, **none)
     assert collection.pooled == {}
     found = contents(tmp_path / "run")
@@ -314,31 +309,6 @@ def test_a_killed_run_goes_on_where_it_was(dataset: Dataset, tmp_path: Path) -> 
     assert found == contents(pooled(dataset, tmp_path / "whole").folder)
 
 
-@pytest.mark.parametrize("poolings", [(), (Pooling.MAX,), (Pooling.MAX, Pooling.CONTENT_MEAN, Pooling.MEAN)])
-def test_a_folder_of_other_poolings_is_another_run(
-    dataset: Dataset, tmp_path: Path, poolings: tuple[Pooling, ...]
-) -> None:
-    pooled(dataset, tmp_path / "run")
-    with pytest.raises(RunMismatch, match="name another run folder") as caught:
-        pooled(dataset, tmp_path / "run", poolings=poolings)
-    assert caught.value.param == "poolings"
-
-
-def test_the_order_in_which_poolings_are_named_does_not_matter(dataset: Dataset, tmp_path: Path) -> None:
-    pooled(dataset, tmp_path / "run")
-    engine = PoolingEngine()
-    pooled(dataset, tmp_path / "run", engine, poolings=[Pooling.CONTENT_MEAN, Pooling.MAX, Pooling.MAX])
-    assert engine.extracts == 0
-
-
-def test_a_nan_in_pooled_rows_stops_the_run_by_name(dataset: Dataset, tmp_path: Path) -> None:
-    engine = PoolingEngine()
-    engine.nan_at = (Site.RESIDUAL_STREAM, Pooling.MAX)
-    with pytest.raises(NonFiniteReadout, match="batch 0 of 7 .* at residual_stream, max: "):
-        pooled(dataset, tmp_path / "run", engine)
-    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == b""
-
-
 def test_an_engine_that_does_not_pool_says_so_before_the_folder_is_made(dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot pool"):
         pooled(dataset, tmp_path / "run", ScriptedEngine(GEOMETRY))
@@ -357,5 +327,31 @@ def test_what_a_real_model_pools_is_what_lies_on_disk(tmp_path: Path) -> None:
     for row in range(12):
         alone = engine.extract([collection.prompts.of(row)], BOTH, others).pooled
         for key, file in collection.pooled.items():
-            found = np.stack([file.layer(layer)[row] for layer in range(file.shape[0])])
-            np.testing.assert_allclose(found, alone[key][0], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(stored(file, row), alone[key][0], rtol=0, atol=1e-5)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from service.data.run_folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(RunMismatch, match="in use by another process"), locked(tmp_path / "run"):
+            pass
+    finally:
+        first.kill()
+        first.wait()
+    with locked(tmp_path / "run"):
+        pass

@@ -1,21 +1,20 @@
-"""Questions in forms: every form asks the question, in company that is not its own, and says which form it is."""
+"""Questions in forms: every form asks the question, in company that is not its own; and requests for no fact."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
+import string
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.data.forms.registry import FORMS, Form, chosen, families
-from service.data.forms.spread import in_forms, read_said
-from service.data.training_rows import read_dataset
+from service.data.forms import FORMS, WORDINGS, Form, chosen, families, in_forms, is_one_message, read_said
+from service.data.forms.tasks import SLOTS, TASKS, task_rows
 from service.errors import DataError, HalluTracerError
-from tests.fitting.planted import write_rows
+from tests.command_line import run
 
 KINDS = ("capital", "river")
 
@@ -24,14 +23,11 @@ def made(count: int = 60) -> list[dict[str, Any]]:
     """Questions with names of their own, two to a group."""
     return [
         {
-            "id": f"q{number}",
-            "prompt": f"What is known about the {KINDS[number % 2]} of Land{number:02}?",
-            "answers": [f"Answer{number:02}"],
-            "group": f"g{number // 2}",
-            "kind": KINDS[number % 2],
+            "id": f"q{number}", "prompt": f"What is known about the {KINDS[number % 2]} of Land{number:02}?",
+            "answers": [f"Answer{number:02}"], "group": f"g{number // 2}", "kind": KINDS[number % 2],
         }
         for number in range(count)
-    ]
+    ]  # fmt: skip
 
 
 SAID = {f"q{number}": f"Said{number:02}" for number in range(60)}
@@ -42,17 +38,15 @@ def texts(row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_asks_the_question_last_and_keeps_the_row(name: str) -> None:
+def test_a_form_asks_the_question_last_in_other_company_and_keeps_the_row(name: str) -> None:
     rows = made()
     found = in_forms(rows, chosen([name]), said=SAID)
     assert len(found) == len(rows)
-    for before, row in zip(rows, found, strict=True):
-        assert row["form"] == name
-        assert row["id"] == f"{before['id']}+{name}"
-        assert {key: row[key] for key in ("answers", "group", "kind")} == {
-            key: before[key] for key in ("answers", "group", "kind")
-        }
-        assert "prompt" not in row
+    assert {len(row["messages"]) == 1 for row in found} == {is_one_message(FORMS[name])}
+    for number, (before, row) in enumerate(zip(rows, found, strict=True)):
+        kept = {key: before[key] for key in ("answers", "group", "kind")}
+        expected = kept | {"form": name, "id": f"{before['id']}+{name}", "messages": row["messages"]}
+        assert row == expected
         roles = [message["role"] for message in row["messages"]]
         assert roles[-1] == "user"
         turns = roles[1:] if roles[0] == "system" else roles
@@ -60,6 +54,11 @@ def test_a_form_asks_the_question_last_and_keeps_the_row(name: str) -> None:
         asked = row["messages"][-1]["content"]
         assert before["prompt"].rpartition(" ")[2].strip("?").lower() in asked.lower()
         assert not re.search(r"\{[a-z]\}", texts(row))  # each place of a template is filled
+        sibling = number + 1 if number % 2 == 0 else number - 1
+        for word in (f"Land{sibling:02}", f"Answer{sibling:02}", f"Said{sibling:02}"):
+            assert word not in texts(row), (name, number)  # company is never of the question's own group
+        if name != "lone" and not name.startswith(("passage", "context", "lower")):
+            assert f"Answer{number:02}" not in texts(row)
 
 
 def test_junk_stands_beside_the_question_and_differs() -> None:
@@ -73,26 +72,11 @@ def test_junk_stands_beside_the_question_and_differs() -> None:
     assert len(rows) / 2 < sum(behind) < len(rows)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_company_is_never_of_the_questions_own_group(name: str) -> None:
-    rows = made()
-    for number, row in enumerate(in_forms(rows, chosen([name]), said=SAID)):
-        sibling = number + 1 if number % 2 == 0 else number - 1
-        for word in (f"Land{sibling:02}", f"Answer{sibling:02}", f"Said{sibling:02}"):
-            assert word not in texts(row), (name, number)
-        if name != "lone" and not name.startswith(("passage", "context", "lower")):
-            assert f"Answer{number:02}" not in texts(row)
-
-
 @pytest.mark.parametrize(
     ("name", "own", "other"),
-    [
-        ("passage_right", True, True),
-        ("passage_unrelated", False, True),
-        ("fact_behind", False, False),
-        ("lone", False, False),
-    ],
-)
+    [("passage_right", True, True), ("passage_unrelated", False, True), ("fact_behind", False, False),
+     ("lone", False, False)],
+)  # fmt: skip
 def test_what_a_passage_tells(name: str, own: bool, other: bool) -> None:
     for number, row in enumerate(in_forms(made(), chosen([name]))):
         answers = {word.strip(".") for word in texts(row).split() if word.startswith("Answer") and word[6:7].isdigit()}
@@ -183,14 +167,6 @@ def test_forms_and_families_by_name() -> None:
         chosen(["chat"])
 
 
-def test_the_trainer_takes_the_rows(tmp_path: Path) -> None:
-    rows = in_forms(made(), chosen(["all"]), said=SAID, per_row=3)
-    random.Random(0).shuffle(rows)
-    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=5)
-    assert len(dataset) == 180
-    assert len(set(dataset.groups.tolist())) == 30
-
-
 def test_answers_of_a_run_are_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"id": "q1", "row": 0, "answer": "", "finish": "stop"}) + "\n")
@@ -199,3 +175,105 @@ def test_answers_of_a_run_are_read_or_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read_said(path)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
+
+
+# Requests that ask for no fact: nearly all different, alone and in the company of questions of fact.
+
+ROWS = task_rows(1500)
+
+
+def last(row: dict[str, Any]) -> str:
+    return str(row["messages"][-1]["content"])
+
+
+def roles(row: dict[str, Any]) -> list[str]:
+    return [message["role"] for message in row["messages"]]
+
+
+def test_rows_are_conversations_that_end_with_the_user() -> None:
+    assert len({row["id"] for row in ROWS}) == len(ROWS) == 1500
+    for row in ROWS:
+        assert list(row) == ["id", "messages", "group", "kind", "form", "applies"]
+        assert (row["form"], row["applies"]) == ("task", False)
+        assert row["id"].startswith(f"{row['kind']}/")
+        assert row["group"].startswith(f"{row['kind']}/")
+        turns = roles(row)[1:] if roles(row)[0] == "system" else roles(row)
+        assert turns == ["user", "assistant"] * (len(turns) // 2) + ["user"]
+        assert all(message["content"].strip() for message in row["messages"])
+
+
+def test_hardly_a_request_is_made_twice() -> None:
+    assert len({last(row) for row in ROWS}) > 0.95 * len(ROWS)
+    assert Counter(row["group"] for row in ROWS).most_common(1)[0][1] < 0.02 * len(ROWS)
+    openings = Counter(" ".join(last(row).lower().split()[:2]) for row in ROWS if row["kind"] != "task/nonsense")
+    assert openings.most_common(1)[0][1] < 0.05 * len(ROWS)
+
+
+def test_every_kind_is_there_by_its_weight() -> None:
+    assert len(TASKS) >= 16
+    found = Counter(row["kind"] for row in ROWS)
+    weight = sum(task.weight for task in TASKS.values())
+    for name, task in TASKS.items():
+        expected = len(ROWS) * task.weight / weight
+        assert abs(found[f"task/{name}"] - expected) < 5 * expected**0.5, name
+
+
+def test_many_look_like_questions_of_fact() -> None:
+    asking = [row for row in ROWS if last(row).rstrip().endswith("?")]
+    assert 0.2 < len(asking) / len(ROWS) < 0.6
+    openings = Counter(last(row).lower().split()[0] for row in ROWS)
+    for word in ("what", "how", "who", "which", "can", "is", "do"):
+        assert openings[word] >= 5, word
+    for name in ("Oslo", "Peru", "Napoleon", "helium", "Lima"):
+        assert any(name.lower() in last(row).lower() for row in ROWS), name
+
+
+def test_company_has_its_share() -> None:
+    alone = sum(len(row["messages"]) == 1 for row in ROWS) / len(ROWS)
+    assert 0.5 < alone < 0.65  # beside a fact or a passage is one message, too
+    assert 0.1 < sum(roles(row)[0] == "system" for row in ROWS) / len(ROWS) < 0.22
+    questions = {question for question, *_ in WORDINGS["asked"]}
+    asked = [row for row in ROWS if questions & {message["content"] for message in row["messages"][:-1]}]
+    assert 0.2 < len(asked) / len(ROWS) < 0.35
+    assert all(len(row["messages"]) > 2 for row in ROWS if row["kind"] == "task/follow_up")
+    assert max(len(row["messages"]) for row in ROWS) >= 17
+
+
+HANDED_OVER = ["sentences", "clumsy", "scenes", "reviews", "things", "first_names", "code_jobs", "queries", "snippets"]
+TEMPLATES = [
+    "greeting", "chatting", "leaving", "about", "opinion", "advice", "role_play", "meta_requests", "follow_ups",
+    "writing", "letters", "creative", "coding", "brainstorm", "planning", "rewriting", "translating", "code_help",
+    "summary", "extracting", "classifying", "formatting",
+]  # fmt: skip
+
+
+def test_texts_and_templates_are_many_and_without_doubles() -> None:
+    for entries in (*SLOTS.values(), *(WORDINGS[name] for name in HANDED_OVER)):
+        assert len(entries) >= (30 if entries is SLOTS["language"] else 40)
+        assert len(set(entries)) == len(entries)
+        assert all(entries)
+    for name in TEMPLATES:
+        wordings = WORDINGS[name]
+        assert len(wordings) >= 8, name
+        assert len(set(wordings)) == len(wordings), name
+        used = {slot for wording in wordings for _, slot, *_ in string.Formatter().parse(wording) if slot}
+        assert used <= set(SLOTS), name
+
+
+@pytest.mark.parametrize("name", ["no_fact_prompts.txt", "fact_prompts.txt"])
+def test_what_is_measured_on_is_not_generated(name: str) -> None:
+    def plain(text: str) -> str:
+        return text.lower().strip(" .?!") or text
+
+    prompts = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+    assert len(set(prompts)) == len(prompts) == 80
+    made = {plain(one["content"]) for seed in range(3) for row in task_rows(3000, seed) for one in row["messages"]}
+    assert made.isdisjoint(map(plain, prompts))
+
+
+def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("data", "tasks", "--count", "30", "--seed", "2") == 0
+    printed = capsys.readouterr()
+    assert task_rows(30, 2) != task_rows(30, 1)
+    assert [json.loads(line) for line in printed.out.splitlines()] == task_rows(30, 2)
+    assert printed.err.startswith("30 rows (")

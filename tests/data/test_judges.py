@@ -1,4 +1,4 @@
-"""Judges, and the endpoint judge against a real local server."""
+"""Judges of answers: texts, references, function calls, and the endpoint against a real local server."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
+from itertools import combinations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.data import judges as judge
-from service.data import judges as references
+from service.data.calls import Call, expectation_problem, meets, parse_calls
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions
 from service.errors import TrainingError
-from service.trainer.options import TrainOptions
 from tests.local_server import answer, listening
 
 
 @pytest.mark.parametrize(
     ("text", "normal"),
     [
-        ("  The  Eiffel-Tower. ", "eiffel tower"),
-        ("Ｐａｒｉｓ!", "paris"),
-        ("STRASSE", "strasse"),
-        ("Straße", "strasse"),
-        ("don't", "dont"),
-        ("An apple a day", "apple day"),
+        ("  The  Eiffel-Tower. ", "eiffel tower"), ("Ｐａｒｉｓ!", "paris"), ("STRASSE", "strasse"),
+        ("Straße", "strasse"), ("don't", "dont"), ("An apple a day", "apple day"),
     ],
-)
+)  # fmt: skip
 def test_normalise(text: str, normal: str) -> None:
     assert judge.normalise(text) == normal
 
 
-def test_exact() -> None:
-    assert judge.exact("", "The Paris.", ["paris"])
-    assert not judge.exact("", "It is Paris", ["paris"])
-
-
-def test_regex_takes_answers_as_patterns() -> None:
-    assert judge.regex("", "around 1 905", [r"19\s?05", r"1\s905"])
-    assert not judge.regex("", "1806", [r"19\d\d"])
-    assert "not a regular expression" in judge.answer_problems(JudgeOptions("regex"), ["("])[0]
-    assert "empty once" in judge.answer_problems(JudgeOptions("contains"), ["?!"])[0]
-    assert judge.answer_problems(JudgeOptions("exact"), ["Paris"]) == []
+@pytest.mark.parametrize(
+    ("name", "said", "accepted", "expected"),
+    [
+        ("exact", "The Paris.", "paris", True), ("exact", "It is Paris", "paris", False),
+        ("regex", "around 1 905", r"1\s905", True), ("regex", "1806", r"19\d\d", False),
+        ("contains", "It is Vitamin C.", "Vitamin A", False), ("contains", "It is vitamin A.", "Vitamin A", True),
+        ("contains", "The answer is -5.", "5", False), ("contains", "about 1,000 people", "1000", True),
+        ("contains", "it is 3.14", "314", False), ("contains", "答案是东京。", "东京", True),
+        ("contains", "答案是大阪。", "东京", False), ("contains", "It is the United States", "United States", True),
+        ("contains", "unbelievable", "able", False), ("contains", "It is in New  York, I think", "new york", True),
+        ("contains", "Parisian", "paris", False), ("contains", "anything", "the", False),  # none has an empty answer
+    ],
+)  # fmt: skip
+def test_texts_are_compared(name: JudgeName, said: str, accepted: str, expected: bool) -> None:
+    assert judge.make_judge(JudgeOptions(name))("", said, [accepted]) is expected
 
 
 ABSTENTIONS = (
@@ -76,8 +77,7 @@ class Endpoint:
 
     def judge(self) -> tuple[judge.OpenAIJudge, list[float]]:
         waited: list[float] = []
-        given = JudgeOptions("openai", self.url or "http://x", "grader", "key")
-        return judge.OpenAIJudge(given, sleep=waited.append), waited
+        return judge.OpenAIJudge(JudgeOptions("openai", self.url, "grader", "key"), sleep=waited.append), waited
 
 
 @pytest.fixture
@@ -104,131 +104,255 @@ def test_the_endpoint_says_yes_or_no(endpoint: Any, said: str, verdict: bool) ->
 
 
 def test_it_tries_again_where_that_may_help(endpoint: Any) -> None:
-    server = endpoint((503, "busy"), (429, "slow"), (200, "yes, but"), (200, "no"))
-    ask, waited = server.judge()
+    ask, waited = endpoint((503, "busy"), (429, "slow"), (200, "yes, but"), (200, "no")).judge()
     assert ask("q", "a", ["b"]) is False
     assert waited == [0.5, 1.0, 2.0]
 
 
-def test_it_gives_up_with_the_reason(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "RETRIES", 1)
-    ask, _ = endpoint((200, "maybe")).judge()
-    with pytest.raises(TrainingError, match=r"'maybe' where yes or no was asked for \(after 2 tries"):
-        ask("q", "a", ["b"])
+@pytest.mark.parametrize(
+    ("script", "requests", "match"),
+    [((200, "maybe"), 4, r"'maybe' where yes or no was asked for \(after 4 tries"), ((401, "key"), 1, "answered 401")],
+)
+def test_it_gives_up_with_the_reason(endpoint: Any, script: Any, requests: int, match: str) -> None:
+    server = endpoint(script)
+    with pytest.raises(TrainingError, match=match):
+        server.judge()[0]("q", "a", ["b"])
+    assert len(server.seen) == requests
 
 
-def test_it_does_not_repeat_a_refusal(endpoint: Any) -> None:
-    server = endpoint((401, "bad key"))
-    ask, _ = server.judge()
-    with pytest.raises(TrainingError, match="answered 401"):
-        ask("q", "a", ["b"])
-    assert len(server.seen) == 1
-
-
-def test_an_unreachable_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "RETRIES", 0)
+def test_an_unreachable_endpoint_is_named() -> None:
     server = Endpoint([])
     with listening(server) as address:
         server.url = f"http://{address}/v1"
-    ask, _ = server.judge()
     with pytest.raises(TrainingError, match=f"{server.url}/chat/completions cannot be reached"):
-        ask("q", "a", ["b"])
+        server.judge()[0]("q", "a", ["b"])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("It is Guinea.", True), ("It is Equatorial Guinea.", False), ("The answer is Guinea", True), ("Guinea", True)],
-)
-def test_the_answer_pattern_cuts_out_what_is_judged(text: str, expected: bool) -> None:
-    cut = judge.make_judge(JudgeOptions("exact", answer_pattern=r"^(?:It is|The answer is)?\s*(.*?)\.?$"))
-    assert cut("Which country?", text, ["Guinea"]) is expected
-
-
-def test_an_answer_pattern_without_a_group_is_refused(tmp_path: Path) -> None:
-    for pattern in ("It is", "("):
-        with pytest.raises(TrainingError, match="answer_pattern"):
-            TrainOptions(name="x", run_dir=tmp_path, judge="exact", answer_pattern=pattern).check()
-
-
-@pytest.mark.parametrize(
-    ("answer", "accepted", "expected"),
-    [
-        ("It is Vitamin C.", "Vitamin A", False),
-        ("It is vitamin A.", "Vitamin A", True),
-        ("The answer is -5.", "5", False),
-        ("about 1,000 people", "1000", True),
-        ("it is 3.14", "314", False),
-        ("答案是东京。", "东京", True),
-        ("答案是大阪。", "东京", False),
-        ("It is the United States", "United States", True),
-        ("unbelievable", "able", False),
-        ("It is in New  York, I think", "new york", True),
-        ("Parisian", "paris", False),
-        ("anything", "the", False),  # nothing contains an empty answer
-    ],
-)
-def test_contains_keeps_what_tells_answers_apart(answer: str, accepted: str, expected: bool) -> None:
-    assert judge.contains("", answer, [accepted]) is expected
-
-
-KITE = ["No, it needs wind", "I have no comment.", references.incorrect("Yes, it always flies")]
+KITE = ["No, it needs wind", "I have no comment.", judge.incorrect("Yes, it always flies")]
 CALL = {"name": "area", "arguments": {"base": [3]}, "optional": []}
-AREA = [references.expectation("calls", calls=[CALL])]
+AREA = [judge.expectation("calls", calls=[CALL])]
+GUINEA = r"^(?:It is|The answer is)?\s*(.*?)\.?$"
 
 
 @pytest.mark.parametrize(
-    ("answer", "factual"),
+    ("name", "pattern", "said", "accepted", "expected"),
     [
-        ("No, a kite needs some wind.", True),
-        ("I have no comment.", True),
-        ("Yes, it always flies", False),
-        ("Bananas", False),  # nearer to neither
+        ("exact", GUINEA, "It is Guinea.", ["Guinea"], True), ("exact", GUINEA, "Guinea", ["Guinea"], True),
+        ("exact", GUINEA, "It is Equatorial Guinea.", ["Guinea"], False),
+        ("exact", GUINEA, "The answer is Guinea", ["Guinea"], True),
+        ("calls", r"Answer: (.*)", "First I think. Answer: area(base=3)", AREA, True),
+        ("calls", "", "[area(base=3)]", AREA, True), ("calls", "", "[area(base=4)]", AREA, False),
+        ("calls", "", "It cannot be done.", AREA, False),
+        ("similarity", "", "No, a kite needs some wind.", KITE, True),
+        ("similarity", "", "I have no comment.", KITE, True), ("similarity", "", "Yes, it always flies", KITE, False),
+        ("similarity", "", "Bananas", KITE, False),  # nearer to neither
+        *((name, "", said, KITE, expected) for name in ("exact", "contains", "regex")  # not shown incorrect answers
+          for said, expected in (("No, it needs wind", True), ("Yes, it always flies", False))),
     ],
-)
-def test_similarity(answer: str, factual: bool) -> None:
-    assert judge.make_judge(JudgeOptions("similarity"))("", answer, KITE) is factual
+)  # fmt: skip
+def test_what_a_judge_sees(name: JudgeName, pattern: str, said: str, accepted: list[str], expected: bool) -> None:
+    assert judge.make_judge(JudgeOptions(name, answer_pattern=pattern))("", said, accepted) is expected
 
 
-def test_calls() -> None:
-    asked = judge.make_judge(JudgeOptions("calls"))
-    assert asked("", "[area(base=3)]", AREA)
-    assert not asked("", "[area(base=4)]", AREA)
-    assert not asked("", "It cannot be done.", AREA)
-
-
-def test_an_answer_pattern_applies_to_them_too() -> None:
-    asked = judge.make_judge(JudgeOptions("calls", answer_pattern=r"Answer: (.*)"))
-    assert asked("", "First I think. Answer: area(base=3)", AREA)
-
-
-@pytest.mark.parametrize("name", ["exact", "contains", "regex"])
-def test_other_judges_are_not_shown_incorrect_answers(name: JudgeName) -> None:
-    asked = judge.make_judge(JudgeOptions(name))
-    assert asked("", "No, it needs wind", KITE)
-    assert not asked("", "Yes, it always flies", KITE)
-    assert judge.answer_problems(JudgeOptions(name), KITE) == []
-
-
-@pytest.mark.parametrize("name", ["exact", "contains", "regex", "openai", "similarity"])
-def test_other_judges_refuse_expectations(name: JudgeName) -> None:
-    assert "for the judge 'calls'" in judge.answer_problems(JudgeOptions(name), AREA)[0]
-
-
-def test_what_the_new_judges_cannot_use_is_said_before_a_model_is_loaded() -> None:
-    calls, similarity = JudgeOptions("calls"), JudgeOptions("similarity")
-    assert judge.answer_problems(calls, AREA) == judge.answer_problems(similarity, KITE) == []
-    assert "needs one answer that says what to expect" in judge.answer_problems(calls, ["Paris"])[0]
-    assert "needs one answer" in judge.answer_problems(calls, [*AREA, "Paris"])[0]
-    assert "damaged: 'texts'" in judge.answer_problems(calls, [references.expectation("text", texts=[])])[0]
-    assert "needs an incorrect answer too" in judge.answer_problems(similarity, ["Paris"])[0]
-    assert "has no word" in judge.answer_problems(similarity, ["...", references.incorrect("Rome")])[0]
-    assert (
-        "an accepted one is needed" in judge.answer_problems(JudgeOptions("exact"), [references.incorrect("Rome")])[0]
-    )
+@pytest.mark.parametrize(
+    ("name", "answers", "said"),
+    [
+        ("exact", ["Paris"], ""), ("calls", AREA, ""), ("similarity", KITE, ""), ("exact", KITE, ""),
+        ("regex", KITE, ""), ("contains", KITE, ""), ("regex", ["("], "not a regular expression"),
+        ("contains", ["?!"], "empty once"),
+        *((name, AREA, "for the judge 'calls'") for name in ("exact", "contains", "regex", "openai", "similarity")),
+        ("calls", ["Paris"], "needs one answer"), ("calls", [*AREA, "Paris"], "needs one answer"),
+        ("calls", [judge.expectation("text", texts=[])], "damaged: 'texts'"),
+        ("similarity", ["Paris"], "needs an incorrect answer"), ("exact", [judge.incorrect("Rome")], "an accepted one"),
+        ("similarity", ["...", judge.incorrect("Rome")], "has no word"),
+    ],
+)  # fmt: skip
+def test_what_a_judge_cannot_use(name: JudgeName, answers: list[str], said: str) -> None:
+    problems = judge.answer_problems(JudgeOptions(name), answers)
+    assert bool(problems) == bool(said)
+    assert said in " ".join(problems)
 
 
 def test_the_manifest_names_the_measure() -> None:
-    assert JudgeOptions("similarity").judged_by == "similarity:rouge-l"
-    assert JudgeOptions("calls").judged_by == "calls:bfcl"
-    assert JudgeOptions("contains").judged_by == "contains"
-    assert JudgeOptions("openai", "http://x", "grader").judged_by == "openai:grader"
+    given = (JudgeOptions("similarity"), JudgeOptions("calls"), JudgeOptions("contains"),
+             JudgeOptions("openai", "http://x", "grader"))  # fmt: skip
+    assert [one.judged_by for one in given] == ["similarity:rouge-l", "calls:bfcl", "contains", "openai:grader"]
+
+
+def test_references_there_and_back() -> None:
+    answers = ["Paris", judge.incorrect('Rome "really"'), judge.expectation("text", texts=["é"])]
+    assert judge.split_answers(answers) == (["Paris"], ['Rome "really"'])
+    assert judge.expected(answers) == {"expect": "text", "texts": ["é"]}
+    assert judge.expected(answers[:2]) is None
+
+
+@pytest.mark.parametrize(
+    "plain",
+    ["{", "{}", '{"a": 1}', '{"incorrect": 1}', '{"incorrect": "x", "y": 1}', '{"expect": "rain"}', '["incorrect"]',
+     r"{2,3}\d", '{"expect": ["calls"]}', '{"a":' * 5_000],
+)  # fmt: skip
+def test_other_strings_stay_plain_answers(plain: str) -> None:
+    assert judge.split_answers([plain]) == ([plain], [])
+    assert judge.expected([plain]) is None
+
+
+# ROUGE-L against its definition, and the rule over references.
+
+SENTENCES = st.lists(st.sampled_from("abc"), max_size=6)
+
+
+def longest_common(one: list[str], other: list[str]) -> int:
+    """By trying every subsequence."""
+    subsequences = {pick for size in range(len(other) + 1) for pick in combinations(other, size)}
+    return max(size for size in range(len(one) + 1) if any(p in subsequences for p in combinations(one, size)))
+
+
+@given(SENTENCES, SENTENCES)
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one: list[str], other: list[str]) -> None:
+    common = longest_common(one, other)
+    expected = 2 * common / (len(one) + len(other)) if common else 0.0
+    assert judge.rouge_l(one, other) == pytest.approx(expected)
+    assert judge.rouge_l(other, one) == pytest.approx(expected)
+
+
+def test_words_and_the_nearer_reference() -> None:
+    # Lin (2004): "police kill the gunman" has "police the gunman" in common with the reference, the other two words.
+    reference = judge.words("police killed the gunman")
+    assert judge.rouge_l(reference, judge.words("police kill the gunman")) == pytest.approx(0.75)
+    assert judge.rouge_l(reference, judge.words("the gunman kill police")) == pytest.approx(0.5)
+    assert judge.words("The 3 D's_are: ＡＢＣ, straße!") == ["the", "3", "d", "s", "are", "abc", "strasse"]
+    correct, incorrect = ["You digest the seeds", "Nothing happens"], ["You grow watermelons in your stomach"]
+    assert judge.margin("nothing happens.", correct, incorrect) == 1.0
+    assert judge.margin("You grow watermelons in the stomach", correct, incorrect) < 0
+    assert judge.margin("entirely unrelated", correct, incorrect) == 0.0  # no nearer to one than to the other
+
+
+# Function calls in what models write, and whether they are the right ones.
+
+ONE, TWO = Call("area", {"base": 3, "unit": "cm"}), Call("g.h", {"x": None})
+JSON = '{"name": "area", "arguments": {"base": 3, "unit": "cm"}}'
+OTHER = '{"name": "g.h", "arguments": {"x": null}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "area(base=3, unit='cm')", '[area(base=3, unit="cm")]', "  area(base=1 + 2, unit='cm');",
+        "```python\n[area(base=3, unit='cm')]\n```", "Sure.\n```\narea(base=3, unit='cm')\n```\nDone.",
+        "I shall call it:\narea(base=3, unit='cm')", "<think>area(base=9)</think>\narea(base=3, unit='cm')",
+        "thoughts without a first tag area(base=9)</think>[area(base=3, unit='cm')]",
+        JSON, '[{"name": "area", "parameters": {"base": 3, "unit": "cm"}}]',
+        '{"type": "function", "function": {"name": "area", "arguments": "{\\"base\\": 3, \\"unit\\": \\"cm\\"}"}}',
+        '{"type": "function", "function": "area", "parameters": {"base": 3, "unit": "cm"}}',
+        '[{"area": {"base": 3, "unit": "cm"}}]', f"<tool_call>\n{JSON}\n</tool_call>", f"Well: <tool_call>{JSON}",
+        f"[TOOL_CALLS] [{JSON}]", "<|python_tag|>area(base=3, unit='cm')",
+    ],
+)  # fmt: skip
+def test_one_call_in_many_shapes(text: str) -> None:
+    assert parse_calls(text) == [ONE]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[area(base=3, unit='cm'), g.h(x=None)]", "area(base=3, unit='cm'); g.h(x=null)",
+        "area(base=3, unit='cm')\ng.h(x=None)", f"{JSON}; {OTHER}",
+        f"<tool_call>{JSON}</tool_call>\n<tool_call>{OTHER}</tool_call>",
+    ],
+)  # fmt: skip
+def test_several_calls_in_order(text: str) -> None:
+    assert parse_calls(text) == [ONE, TWO]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "None of the functions fits.", "I would need area(base=3, unit='cm') but the unit is missing.", "42", "[]",
+        "{}", "[1, 2]", "x = area(base=3)", "import os\nos.system", '{"answer": "Paris"}', "<think>area(base=3)",
+        '{"name": "area", "description": "Area.", "parameters": {"type": "dict", "properties": {}}}',  # the offer again
+        "f()()", "lambda: 1", "[" * 5_000, "(" * 5_000 + "f()" + ")" * 5_000, "f(" * 2_000 + ")" * 2_000,
+        '{"a":' * 3_000, "\x00",
+    ],
+)  # fmt: skip
+def test_what_is_no_call(text: str) -> None:
+    assert parse_calls(text) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("-2.5", -2.5), ("[1, (2, 3)]", [1, [2, 3]]), ("{'a': [true, False]}", {"a": [True, False]}),
+        ("5 / 100", 0.05), ("1 / 0", "1 / 0"), ("speed", "speed"), ("f(x=1)", "f(x=1)"), ("2 ** 9", "2 ** 9"),
+        ("'\\d'", "\\d"),
+    ],
+)  # fmt: skip
+def test_values_of_arguments(source: str, value: Any) -> None:
+    assert parse_calls(f"g(3, a={source})") == [Call("g", {"0": 3, "a": value})]
+
+
+@given(st.text(alphabet="f(a=1,)[]{}\"':; \n<think>/`", max_size=60))
+def test_no_text_breaks_the_parser(text: str) -> None:
+    assert all(call.name for call in parse_calls(text))
+
+
+def calls(*wanted: dict[str, Any]) -> dict[str, Any]:
+    return {"expect": "calls", "calls": list(wanted)}
+
+
+def wanted(name: str = "area", optional: tuple[str, ...] = (), **arguments: list[Any]) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments, "optional": list(optional)}
+
+
+@pytest.mark.parametrize(
+    ("given", "accepted", "right"),
+    [
+        (3, [3], True), (3.0, [3], True), (3, [3.0, 4], True), (4, [3], False), ("3", [3], False), (3, ["3"], False),
+        (True, [True], True), (1, [True], False), (True, [1], False), (None, [None], True), (0, [None], False),
+        ("New York, NY", ["new york ny"], True), ("New  York", ["York"], False), ("it's", ['it"s'], True),
+        ("", ["", "x"], True), ([1, 2], [[1, 2]], True), ([2, 1], [[1, 2]], False), ([1], [[1, 2]], False),
+        (["A.b"], [["a b"]], True), ([], [[]], True), ([[1], [2]], [[[1], [2]]], True),
+        ({"a": 1}, [{"a": [1], "b": ["", 2]}], True), ({"a": 1, "b": 2}, [{"a": [1], "b": ["", 2]}], True),
+        ({"a": 2}, [{"a": [1]}], False), ({"a": 1, "c": 1}, [{"a": [1]}], False), ({}, [{"a": [1]}], False),
+        ({}, [{}], True), ([{"a": 1}], [[{"a": [1]}]], True), ([{"a": 1}], [[{"a": [2]}]], False),
+    ],
+)  # fmt: skip
+def test_accepted_values(given: Any, accepted: list[Any], right: bool) -> None:
+    assert meets(json.dumps({"name": "area", "arguments": {"x": given}}), calls(wanted(x=accepted))) is right
+
+
+UNIT = calls(wanted(base=[3], unit=["cm", ""], optional=("unit",)))
+PAIR = calls(wanted(base=[1]), wanted(base=[2]))
+CROSSED = calls(wanted(base=[1, 2]), wanted(base=[1]))  # the first call fits both, the second only the first of them
+NO_CALL, SOME_CALL = {"expect": "no_call"}, {"expect": "some_call"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "met"),
+    [
+        ("area(base=3)", UNIT, True), ("area(base=3, unit='cm')", UNIT, True), ("area(unit='cm')", UNIT, False),
+        ("area(base=3, unit='inch')", UNIT, False), ("area(base=3, height=2)", UNIT, False), ("area(3)", UNIT, False),
+        ("volume(base=3)", UNIT, False), ("It is 3.", UNIT, False),
+        ("math_area(base=3)", calls(wanted("math.area", base=[3])), True), ("[area(base=2), area(base=1)]", PAIR, True),
+        ("[area(base=2), area(base=2)]", PAIR, False), ("[area(base=1)]", PAIR, False),
+        ("[area(base=1), area(base=2), area(base=1)]", PAIR, False), ("[area(base=1), area(base=2)]", CROSSED, True),
+        ("[area(base=2), area(base=2)]", CROSSED, False), ("None fits.", NO_CALL, True),
+        ("area(base=3)", NO_CALL, False), ("area(base=3)", SOME_CALL, True), ("None fits.", SOME_CALL, False),
+        ("It was ADA (Lovelace).", {"expect": "text", "texts": ["Bob", "Ada Lovelace"]}, True),
+        ("It cost $5 then.", {"expect": "text", "texts": ["$5"]}, True),
+        ("It was Adams.", {"expect": "text", "texts": ["Ada"]}, False),
+    ],
+)  # fmt: skip
+def test_what_meets_an_expectation(text: str, expected: dict[str, Any], met: bool) -> None:
+    assert meets(text, expected) is met
+
+
+@pytest.mark.parametrize(
+    ("damaged", "part"),
+    [
+        ({"expect": "calls"}, "'calls'"), (calls(), "'calls'"), (calls(CALL | {"arguments": {"a": 1}}), "'calls'"),
+        ({"expect": "text", "texts": ["(.)"]}, "'texts'"),  # nothing is left of it, so it would be in every answer
+    ],
+)  # fmt: skip
+def test_a_damaged_expectation_is_named(damaged: dict[str, Any], part: str) -> None:
+    assert part in (expectation_problem(damaged) or "")
+    assert expectation_problem(calls(wanted(base=[1]))) is expectation_problem(NO_CALL) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from service.data.near_duplicates import near_duplicates
 from service.data.training_rows import Dataset, check_disjoint, read_dataset
 from service.demo.questions import questions
 from service.errors import DataError
+from tests.fitting.planted import write_rows
 
 COUNTRIES = (
     "France", "Spain", "Italy", "Peru", "Chad", "Nepal", "Kenya", "Japan", "Cuba", "Iran", "Austria", "Australia",
@@ -22,20 +22,13 @@ OTHERS = [f"What is the capital of {name}?" for name in COUNTRIES] + [
     f"{name} is the capital of which country?" for name in ("Berlin", "Avarua", "Rome", "Oslo", "Lima")
 ]
 PARAPHRASES = [
-    "what is the capital of france",
-    "WHAT IS THE CAPITAL OF FRANCE?!",
-    "Tell me: what's the capital of France?",
-    "Could you please tell me what the capital of France is?",
-    "The capital of France is what?",
-    "France: what is its capital?",
-    "What is the capital of France? Answer briefly.",
-    "What is the capital of France? Thanks!",
-    "What is the capital of France? (2)",
-    "What is the capital of France? #3",
-    "7. What is the capital of France?",
-    "  What   is the capital of France ...",
+    "what is the capital of france", "WHAT IS THE CAPITAL OF FRANCE?!", "Tell me: what's the capital of France?",
+    "Could you please tell me what the capital of France is?", "The capital of France is what?",
+    "France: what is its capital?", "What is the capital of France? Answer briefly.",
+    "What is the capital of France? Thanks!", "What is the capital of France? (2)", "What is the capital of France? #3",
+    "7. What is the capital of France?", "  What   is the capital of France ...",
     "Hello! What\u2019s the capital of \uff26rance?",
-]
+]  # fmt: skip
 
 
 def alike(*prompts: str) -> list[int]:
@@ -91,8 +84,8 @@ def test_the_demo_questions_of_different_entities_stay_apart() -> None:
 
 
 def read(path: Path, rows: list[dict[str, Any]], folds: int | None = None) -> Dataset:
-    path.write_text("".join(json.dumps({"label": number % 2} | row) + "\n" for number, row in enumerate(rows)))
-    return read_dataset(path, "given", folds=folds)
+    labelled = [{"label": number % 2} | row for number, row in enumerate(rows)]
+    return read_dataset(write_rows(path, labelled), "given", folds=folds)
 
 
 def prompts(*groups: str | None) -> list[dict[str, Any]]:
@@ -116,8 +109,7 @@ def test_rows_without_a_group_are_joined(tmp_path: Path, groups: tuple[str | Non
     assert dataset.groups[:3].tolist() == numbers
     assert len(np.unique(dataset.groups)) == len(set(numbers)) + len(OTHERS) - 1
     [remark] = dataset.remarks
-    said = "3 rows of different groups ask the same" if None not in groups else "3 rows ask the same as another one"
-    assert remark.startswith(said)
+    assert remark.startswith("3 rows ask the same as another" if None in groups else "3 rows of different groups ask")
     assert 'line 2, "what is the capital of france", as line 1' in remark
 
 
@@ -130,11 +122,9 @@ def test_named_groups_that_hardly_meet_and_copies_of_one_prompt_are_not_remarked
 
 
 def test_chats_are_compared_by_what_is_said(tmp_path: Path) -> None:
-    chats = [
-        [{"role": "system", "content": "You are a guide."}, {"role": "user", "content": text}]
-        for text in (OTHERS[0], PARAPHRASES[0], OTHERS[1])
-    ]
-    rows = [{"messages": chat} for chat in chats]
+    guide = {"role": "system", "content": "You are a guide."}
+    texts = (OTHERS[0], PARAPHRASES[0], OTHERS[1])
+    rows = [{"messages": [guide, {"role": "user", "content": text}]} for text in texts]
     assert read(tmp_path / "rows.jsonl", rows).groups.tolist() == [0, 0, 1]
 
 

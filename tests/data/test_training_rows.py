@@ -1,4 +1,4 @@
-"""Every bad row is named by its line, all at once."""
+"""Rows of training and of traffic: every bad one is named by its line, all at once; who shares a group."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from typing import Any, get_args
 import pytest
 
 from service.data.options import Labels
-from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
+from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset, read_traffic
 from service.errors import DataError
 from tests.fitting.planted import write_rows
 
+Rows = list[dict[str, Any]]
 GOOD: dict[str, Any] = {"id": "a", "prompt": "Where is Lyon?", "label": 1}
+X: dict[str, Any] = {"id": "a", "prompt": "x"}
+ONE: dict[str, Any] = {"id": "a", "label": 1}
+OWN = "sha256:own"
 
 
-def enough(count: int = 6) -> list[dict[str, Any]]:
+def enough(count: int = 6) -> Rows:
     return [{"id": f"ok{i}", "prompt": f"Question {i}?", "label": i % 2} for i in range(count)]
 
 
-def problems_of(tmp_path: Path, lines: list[Any], labels: Any = "given", folds: int = 2) -> list[str]:
-    path = tmp_path / "rows.jsonl"
+def read(path: Path, rows: Rows, labels: Any = "given", folds: int | None = 0, **style: Any) -> Dataset:
+    path.write_text("".join(json.dumps(row, **style) + "\n" for row in rows), encoding="utf-8")
+    return read_dataset(path, labels, folds=folds)
+
+
+def problems_of(folder: Path, lines: list[Any], labels: Any = "given", folds: int = 2) -> list[str]:
+    path = folder / "rows.jsonl"
     path.write_bytes(
         b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
     )
@@ -31,107 +40,103 @@ def problems_of(tmp_path: Path, lines: list[Any], labels: Any = "given", folds: 
     return caught.value.problems
 
 
+def message(**fields: Any) -> dict[str, Any]:
+    return ONE | {"messages": [{"role": "user", "content": "x"} | fields]}
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"{not json", "invalid JSON"),
-        (b'{"id": "a", "prompt": "x", "label": NaN}', "NaN is not JSON"),
+        (b"{not json", "invalid JSON"), (b'{"id": "a", "prompt": "x", "label": NaN}', "NaN is not JSON"),
         (b'{"id": "a", "id": "b", "prompt": "x", "label": 1}', "'id' appears twice"),
-        (b'"a string"', "a JSON object is expected, found a string"),
-        (b"[1]", "a JSON object is expected, found a list"),
-        (b'{"id": "\xff"}', "not UTF-8 at byte 9"),
-        ({"id": None, "prompt": "x", "label": 1}, "'id' must be a string, found null"),
-        ({"id": 3.5, "prompt": "x", "label": 1}, "'id' must be a string, found a number"),
-        ({"id": True, "prompt": "x", "label": 1}, "'id' must be a string, found a boolean"),
-        ({"id": " ", "prompt": "x", "label": 1}, "'id' is empty"),
-        ({"id": "a", "label": 1}, "'prompt' (or 'messages') is missing"),
-        ({"id": "a", "prompt": "x", "messages": [], "label": 1}, "both 'prompt' and 'messages'"),
-        ({"id": "a", "prompt": None, "label": 1}, "'prompt' must be a string, found null"),
-        ({"id": "a", "prompt": "  ", "label": 1}, "'prompt' is empty"),
-        ({"id": "a", "prompt": "\ud800", "label": 1}, "surrogate"),
-        ({"id": "a", "messages": [], "label": 1}, "'messages' must be a non-empty list"),
-        ({"id": "a", "messages": ["x"], "label": 1}, "'messages[0]' must be an object"),
-        ({"id": "a", "messages": [{"role": "user", "content": ""}], "label": 1}, "'messages[0]': 'content' is empty"),
-        ({"id": "a", "messages": [{"role": 1, "content": "x"}], "label": 1}, "'messages[0]': 'role' must be a string"),
-        (
-            {"id": "a", "messages": [{"role": "bot", "content": "x"}], "label": 1},
-            "'messages[0]': role 'bot' is none of",
-        ),
-        ({"id": "a", "prompt": "x"}, "'label' is missing"),
-        ({"id": "a", "prompt": "x", "answers": ["y"]}, "generate the labels"),
-        ({"id": "a", "prompt": "x", "label": 2}, "'label' must be the number 1"),
-        ({"id": "a", "prompt": "x", "label": True}, "found true"),
-        ({"id": "a", "prompt": "x", "label": "1"}, 'found "1"'),
-        ({"id": "a", "prompt": "x", "label": 1.0}, "found 1.0"),
-        ({"id": "a", "prompt": "x", "label": 1, "group": 7}, "'group' must be a string"),
-        ({"id": "a", "prompt": "x", "label": 1, "applies": 0}, "'applies' must be true or false, found 0"),
-        ({"id": "a", "prompt": "x", "label": 1, "applies": None}, "'applies' must be true or false, found null"),
-        ({"id": "a", "prompt": "x", "label": 1, "applies": False}, "has 'label' and \"applies\": false"),
-        ({"id": "a", "prompt": "x", "answers": ["y"], "applies": False}, "has 'answers' and \"applies\": false"),
-        ({"id": "a", "prompt": "x", "applies": True}, "'label' is missing"),
+        (b'"a string"', "found a string"), (b"[1]", "found a list"), (b'{"id": "\xff"}', "not UTF-8 at byte 9"),
+        (GOOD | {"id": None}, "'id' must be a string, found null"), (GOOD | {"id": 3.5}, "found a number"),
+        (GOOD | {"id": True}, "found a boolean"), (GOOD | {"id": " "}, "'id' is empty"),
+        (ONE, "'prompt' (or 'messages') is missing"), (GOOD | {"messages": []}, "both 'prompt' and 'messages'"),
+        (GOOD | {"prompt": None}, "'prompt' must be a string, found null"), (GOOD | {"prompt": "\ud800"}, "surrogate"),
+        (GOOD | {"prompt": " "}, "'prompt' is empty"), (ONE | {"messages": []}, "'messages' must be a non-empty list"),
+        (ONE | {"messages": ["x"]}, "'messages[0]' must be an object"),
+        (message(content=""), "'messages[0]': 'content' is empty"), (message(role=1), "'role' must be a string"),
+        (message(role="bot"), "role 'bot' is none of"), (X, "'label' is missing"),
+        (X | {"answers": ["y"]}, "generate the labels"), (X | {"label": 2}, "'label' must be the number 1"),
+        (X | {"label": True}, "found true"), (X | {"label": "1"}, 'found "1"'), (X | {"label": 1.0}, "found 1.0"),
+        (GOOD | {"group": 7}, "'group' must be a string"), (GOOD | {"applies": 0}, "must be true or false, found 0"),
+        (GOOD | {"applies": None}, "found null"), (GOOD | {"applies": False}, "has 'label' and \"applies\": false"),
+        (X | {"answers": ["y"], "applies": False}, "has 'answers' and \"applies\": false"),
+        (X | {"applies": True}, "'label' is missing"),
     ],
-)
+)  # fmt: skip
 def test_one_bad_line(tmp_path: Path, line: Any, said: str) -> None:
-    found = problems_of(tmp_path, [*enough(), line])
-    assert len(found) == 1
-    assert found[0].startswith("line 7: ")
-    assert said in found[0]
+    [found] = problems_of(tmp_path, [*enough(), line])
+    assert found.startswith("line 7: ")
+    assert said in found
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("change", "said"),
     [
-        ({"id": "a", "prompt": "x", "label": 1}, "'answers' is missing (there is a 'label'"),
-        ({"id": "a", "prompt": "x", "answers": []}, "'answers' must be a non-empty list"),
-        ({"id": "a", "prompt": "x", "answers": "y"}, "'answers' must be a non-empty list"),
-        ({"id": "a", "prompt": "x", "answers": ["y", " "]}, "non-empty strings only"),
-        ({"id": "a", "prompt": "x", "answers": [3]}, "non-empty strings only"),
+        ({"label": 1}, "(there is a 'label'"), ({"answers": []}, "a non-empty list"), ({"answers": "y"}, "a non-empty"),
+        ({"answers": ["y", " "]}, "non-empty strings only"), ({"answers": [3]}, "non-empty strings only"),
+        ({"answers": ["\ud800"]}, "surrogate"),
     ],
-)
-def test_one_bad_line_of_generated_labels(tmp_path: Path, line: Any, said: str) -> None:
-    found = problems_of(tmp_path, [{"id": "b", "prompt": "x", "answers": ["y"]}, line], labels="generate")
-    assert len(found) == 1
-    assert found[0].startswith("line 2: ")
-    assert said in found[0]
+)  # fmt: skip
+def test_one_bad_line_of_generated_labels(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    [found] = problems_of(tmp_path, [{"id": "b", "prompt": "x", "answers": ["y"]}, X | change], labels="generate")
+    assert found.startswith("line 2: 'answers' ")
+    assert said in found
 
 
 def test_rows_that_do_not_apply_count_for_no_class(tmp_path: Path) -> None:
     subjects = ("a tired poem", "some winter story", "my silly song")
-    rows: list[Any] = [{"id": one, "prompt": f"Write {one}.", "applies": False} for one in subjects]
+    rows: Rows = [{"id": one, "prompt": f"Write {one}.", "applies": False} for one in subjects]
     for labels in get_args(Labels):
         asking = [row | {"answers": ["x"]} for row in enough()]
         dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", [rows[0], *asking, *rows[1:]]), labels, folds=3)
-        assert dataset.others.tolist() == [0, 7, 8]
-        assert dataset.asking.tolist() == list(range(1, 7))
+        assert (dataset.others.tolist(), dataset.asking.tolist()) == ([0, 7, 8], list(range(1, 7)))
         assert [row.applies for row in dataset.rows] == [False] + [True] * 6 + [False] * 2
-    assert problems_of(tmp_path, [*rows, *enough(2)]) == [
-        "only 1 group(s) have factual (label 1) rows, fewer than the 2 folds: add rows",
-        "only 1 group(s) have hallucinated (label 0) rows, fewer than the 2 folds: add rows",
-    ]
-    for labels in get_args(Labels):
         [found] = problems_of(tmp_path, rows, labels)
-        assert found.startswith('every row has "applies": false: add rows that ask for a fact')
+        assert found.startswith('every row has "applies": false')
+    few = problems_of(tmp_path, [*rows, *enough(2)])
+    assert [problem.partition(" rows")[0] for problem in few] == [
+        f"only 1 group(s) have {name}" for name in ("factual (label 1)", "hallucinated (label 0)")
+    ]
     both = [*rows, {"id": "same", "prompt": "Write some winter story.", "label": 1}, *enough()]
     assert problems_of(tmp_path, both) == ["line 4: same prompt and group as line 2, but only one of them applies"]
 
 
 def test_a_file_whose_every_row_is_scored_takes_none_that_does_not_apply(tmp_path: Path) -> None:
     rows = [*enough(), *({"id": f"p{n}", "prompt": f"Write poem {n}.", "applies": False} for n in range(2))]
-    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "given", folds=2)
-    with pytest.raises(DataError, match='line 7 and 1 more line: "applies" is false.*leave it out here'):
-        check_all_apply(dataset)
-    check_all_apply(read_dataset(write_rows(tmp_path / "rows.jsonl", enough()), "given", folds=2))
+    with pytest.raises(DataError, match='line 7 and 1 more line: "applies" is false'):
+        check_all_apply(read(tmp_path / "rows.jsonl", rows))
+    check_all_apply(read(tmp_path / "rows.jsonl", enough()))
 
 
 def test_all_problems_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
     lines = [b"{", {"id": "b", "label": 3}, *enough(2), {"id": "ok0", "prompt": "again", "label": 1}]
     found = problems_of(tmp_path, lines)
     assert [problem.split(":")[0] for problem in found] == ["line 1", "line 2", "line 2", "line 5"]
+    rows = [{"prompt": f"q{n}", "label": "yes" if n % 2 else f"no {n}"} for n in range(412)]
+    with pytest.raises(DataError) as caught:  # of one kind once, with a count
+        read(tmp_path / "many.jsonl", [{"label": 1}, *rows])
+    head, missing, labels = caught.value.message.splitlines()
+    assert "413 problems" in head
+    assert missing.startswith("  line 1: 'prompt'")
+    assert labels.startswith("  line 2 and 411 more lines: 'label'")
+    assert '"no 0" (the others' in labels
 
 
-def test_an_id_twice_names_both_lines(tmp_path: Path) -> None:
-    found = problems_of(tmp_path, [*enough(), {**GOOD, "id": "ok2"}])
-    assert found == ["line 7: id 'ok2' is already that of line 3"]
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (["2", None], "line 2: id '2' of line 1 is also the number of line 2, which has no 'id'"),
+        ([None, 1], "line 2: id '1' of line 2 is also the number of line 1, which has no 'id'"),
+        ([5, "5"], "line 2: id '5' is already that of line 1"),
+    ],
+)
+def test_an_id_of_two_rows_names_both_lines(tmp_path: Path, ids: list[Any], said: str) -> None:
+    lines = [{"prompt": f"q{n}", "label": 1} | ({} if name is None else {"id": name}) for n, name in enumerate(ids)]
+    [found] = problems_of(tmp_path, [*lines, {"id": "z", "prompt": "z", "label": 0}], folds=0)
+    assert found.startswith(said)
 
 
 def test_rows_without_an_id_are_called_by_their_line(tmp_path: Path) -> None:
@@ -141,66 +146,25 @@ def test_rows_without_an_id_are_called_by_their_line(tmp_path: Path) -> None:
     assert [row.id for row in read_dataset(path, "given", folds=0).rows] == ["2", "9", "x"]
 
 
-@pytest.mark.parametrize(
-    ("ids", "line", "said"),
-    [
-        (["2", None], 2, "id '2' of line 1 is also the number of line 2, which has no 'id'"),
-        ([None, 1], 2, "id '1' of line 2 is also the number of line 1, which has no 'id'"),
-        ([5, "5"], 2, "id '5' is already that of line 1"),
-    ],
-)
-def test_an_id_that_is_another_rows_number_is_told(tmp_path: Path, ids: list[Any], line: int, said: str) -> None:
-    lines = [{"prompt": f"q{n}", "label": 1} | ({} if name is None else {"id": name}) for n, name in enumerate(ids)]
-    [found] = problems_of(tmp_path, [*lines, {"id": "z", "prompt": "z", "label": 0}], folds=0)
-    assert found.startswith(f"line {line}: {said}")
-
-
-def test_problems_of_one_kind_are_told_once_with_a_count(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": f"q{n}", "label": "yes" if n % 2 else f"no {n}"} for n in range(412)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [{"label": 1}, *rows]))
-    with pytest.raises(DataError) as caught:
-        read_dataset(path, "given", folds=None)
-    head, missing, labels = caught.value.message.splitlines()
-    assert head.endswith("413 problems; nothing was done")
-    assert missing == "  line 1: 'prompt' (or 'messages') is missing"
-    assert labels == (
-        "  line 2 and 411 more lines: 'label' must be the number 1 (factual) or 0 (hallucinated), found \"no 0\" (the "
-        "others are like it)"
-    )
-
-
-def test_contradictory_duplicates_name_both_lines(tmp_path: Path) -> None:
-    lines = [*enough(), {**GOOD, "id": "p", "group": "g"}, {**GOOD, "id": "q", "group": "g", "label": 0}]
-    found = problems_of(tmp_path, lines)
-    assert len(found) == 1
-    assert "line 8: same prompt and group as line 7" in found[0]
-
-
-def test_a_single_class_and_too_few_groups(tmp_path: Path) -> None:
+def test_contradictions_classes_and_groups(tmp_path: Path) -> None:
+    grouped = [GOOD | {"id": "p", "group": "g"}, GOOD | {"id": "q", "group": "g", "label": 0}]
+    alone = [{"id": "x", "prompt": "Same?", "label": 0}, {"id": "y", "prompt": "Same?", "label": 1}]
+    for twice in (grouped, alone):
+        [found] = problems_of(tmp_path, [*enough(), *twice])
+        assert found.startswith("line 8: same prompt and group as line 7")
     one_class = [{"id": str(i), "prompt": f"p{i}", "label": 1} for i in range(6)]
     assert "no row is hallucinated (label 0)" in problems_of(tmp_path, one_class)[0]
     found = problems_of(tmp_path, enough(6), folds=5)
-    assert len(found) == 2
-    assert "only 3 group(s) have factual" in found[0]
+    assert (len(found), "only 3 group(s) have factual" in found[0]) == (2, True)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n"])
-def test_an_empty_file(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"\n \n", None])
+def test_a_file_that_is_empty_or_missing(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="no rows"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read" if content is None else "no rows"):
         read_dataset(path, "given", folds=2)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        read_dataset(tmp_path / "none.jsonl", "given", folds=2)
-
-
-def write(path: Path, rows: list[dict[str, Any]], **style: Any) -> Dataset:
-    path.write_text("".join(json.dumps(row, **style) + "\n" for row in rows), encoding="utf-8")
-    return read_dataset(path, "given", folds=0)
 
 
 def test_good_rows_keep_metadata_groups_and_prompts(tmp_path: Path) -> None:
@@ -208,57 +172,82 @@ def test_good_rows_keep_metadata_groups_and_prompts(tmp_path: Path) -> None:
     rows[0] |= {"group": "g", "kind": "city", "template": 3, "other": [1]}
     rows[1] |= {"group": "g"}
     rows[2] = {"id": "m", "messages": [{"role": "user", "content": "é"}], "label": 1}
-    dataset = write(tmp_path / "a.jsonl", rows)
+    dataset = read(tmp_path / "a.jsonl", rows)
+    first, _, third, *_ = dataset.rows
     assert dataset.groups.tolist() == [0, 0, 1, 2, 3, 4]
-    assert dataset.rows[0].strata == {"kind": "city", "template": "3"}
+    assert first.strata == {"kind": "city", "template": "3"}
     assert [row.label for row in dataset.rows] == [0, 1, 1, 1, 0, 1]
-    assert (dataset.rows[0].prompt, dataset.rows[0].messages) == ("Question 0?", None)
-    assert (dataset.rows[2].prompt, dataset.rows[2].messages) == (None, [{"role": "user", "content": "é"}])
-    assert (dataset.rows[0].question, dataset.rows[2].question) == ("Question 0?", "user: é")
+    assert (first.prompt, first.messages, first.question) == ("Question 0?", None, "Question 0?")
+    assert (third.prompt, third.messages, third.question) == (None, rows[2]["messages"], "user: é")
+    path = tmp_path / "marked.jsonl"  # a byte order mark is no problem
+    path.write_text("".join(json.dumps(row) + "\r\n" for row in enough()), encoding="utf-8-sig")
+    assert len(read_dataset(path, "given", folds=2)) == 6
 
 
 def test_the_digest_is_of_the_rows_and_not_of_their_spelling(tmp_path: Path) -> None:
     rows = enough()
-    plain = write(tmp_path / "a.jsonl", rows)
-    spelled = write(tmp_path / "b.jsonl", [dict(reversed(row.items())) for row in rows], indent=None, separators=(" ,", ": "))  # fmt: skip  # noqa: E501
-    assert plain.digest == spelled.digest
+    plain = read(tmp_path / "a.jsonl", rows)
+    turned = [dict(reversed(row.items())) for row in rows]
+    assert plain.digest == read(tmp_path / "b.jsonl", turned, separators=(" ,", ": ")).digest
     rows[3]["label"] = 1 - rows[3]["label"]
-    assert write(tmp_path / "c.jsonl", rows).digest != plain.digest
+    assert read(tmp_path / "c.jsonl", rows).digest != plain.digest
 
 
 def test_held_out_rows_may_not_be_training_rows(tmp_path: Path) -> None:
-    rows = [{**row, "group": f"g{i}"} for i, row in enumerate(enough())]
-    train = write(tmp_path / "a.jsonl", rows)
-    check_disjoint(
-        train, write(tmp_path / "b.jsonl", [{"id": "ok0", "prompt": "new", "label": 1}, {**GOOD, "label": 0}])
-    )
-    test = write(tmp_path / "c.jsonl", [{**GOOD, "group": "g4"}, {"id": "x", "prompt": "Question 2?", "label": 0}])
+    train = read(tmp_path / "a.jsonl", [{**row, "group": f"g{i}"} for i, row in enumerate(enough())])
+    new = [{"id": "ok0", "prompt": "new", "label": 1}, {**GOOD, "label": 0}]
+    check_disjoint(train, read(tmp_path / "b.jsonl", new))
+    test = [{**GOOD, "group": "g4"}, {"id": "x", "prompt": "Question 2?", "label": 0}]
     with pytest.raises(DataError) as caught:
-        check_disjoint(train, test)
+        check_disjoint(train, read(tmp_path / "c.jsonl", test))
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
 
 
 def test_rows_of_one_prompt_share_a_group_whatever_they_name(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [
-        {"id": "a", "prompt": "Where is Lyon?", "label": 1, "group": "g"},
-        {"id": "b", "messages": [{"role": "user", "content": "Where is Lyon?"}], "label": 1, "group": "h"},
-        {"id": "c", "prompt": "Where is Oslo?", "label": 0, "group": "h"},
-        {"id": "d", "prompt": "Where is Rome?", "label": 0},
-        {"id": "e", "prompt": "Where is Rome?", "label": 0},
-        {"id": "f", "prompt": "Where is Bonn?", "label": 1},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_dataset(path, "given", folds=2).groups.tolist() == [0, 0, 0, 1, 1, 2]
+    lyon = [{"role": "user", "content": "Where is Lyon?"}]
+    rows: Rows = [{"prompt": "Where is Lyon?", "label": 1, "group": "g"}, {"messages": lyon, "label": 1, "group": "h"},
+                  {"prompt": "Where is Oslo?", "label": 0, "group": "h"}]  # fmt: skip
+    rows += [{"prompt": f"Where is {name}?", "label": label} for name, label in (("Rome", 0), ("Rome", 0), ("Bonn", 1))]
+    assert read(tmp_path / "rows.jsonl", rows, folds=2).groups.tolist() == [0, 0, 0, 1, 1, 2]
 
 
-def test_one_prompt_with_both_labels_needs_no_group_to_be_reported(tmp_path: Path) -> None:
-    twice = [{"id": "x", "prompt": "Same?", "label": 0}, {"id": "y", "prompt": "Same?", "label": 1}]
-    (problem,) = problems_of(tmp_path, [*enough(), *twice])
-    assert problem.startswith("line 8: same prompt")
+# Unlabelled traffic: risks or prompts.
 
 
-def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\r\n" for row in enough()), encoding="utf-8-sig")
-    assert len(read_dataset(path, "given", folds=2)) == 6
+def traffic(folder: Path, *lines: Any) -> Any:
+    file = folder / "traffic.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_traffic(file, OWN)
+
+
+def test_risks_as_score_writes_them_and_prompts(tmp_path: Path) -> None:
+    told = {"id": "a", "prompt": "Why?", "risk": 0.25, "label": 1, "bundle": {"name": "b", "version": 1, "digest": OWN}}
+    found = traffic(tmp_path, told, {"prompt": "Why?", "risk": 1}, {"risk": 0.5, "group": "g"}, {"risk": 0.5})
+    assert found.scored
+    assert [row.risk for row in found.rows] == [0.25, 1.0, 0.5, 0.5]
+    groups = [row.group for row in found.rows]
+    assert (groups[0] == groups[1], len(set(groups))) == (True, 3)  # the same prompt
+    assert found.rows[0].prompt_digest == found.rows[1].prompt_digest is not None
+    assert found.rows[3].prompt_digest is None
+    found = traffic(tmp_path, {"prompt": "Why?"}, {"messages": [{"role": "user", "content": "Why?"}]})
+    assert not found.scored
+    assert found.rows[0].prompt_digest == found.rows[1].prompt_digest
+    assert found.rows[1].messages is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"id": "a"}, "line 2: 'prompt'"), ({"risk": 1.5}, "line 2: 'risk' must be a number from 0 to 1, found 1.5"),
+        ({"risk": True}, "found true"), ({"risk": "0.5"}, 'found "0.5"'), ({"risk": None}, "found null"),
+        ({"risk": 0.5, "prompt": ""}, "'prompt' is empty"), ({"risk": 0.5, "group": 3}, "'group' must be a string"),
+        ({"risk": 0.5, "bundle": {"name": "b", "version": 2, "digest": "sha256:other"}}, "b:2"),
+        ({"prompt": "Why?"}, "score all of them, or none"), ([], "a JSON object"),
+    ],
+)  # fmt: skip
+def test_problems_of_traffic_are_named_by_line(tmp_path: Path, line: Any, said: str) -> None:
+    with pytest.raises(DataError, match="line 2") as caught:
+        traffic(tmp_path, {"risk": 0.5}, line)
+    assert said in str(caught.value)
+    with pytest.raises(DataError, match="no rows"):
+        traffic(tmp_path)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.data.forms.registry import FORMS, chosen
-from service.data.forms.spread import in_forms
+from service.data.forms import FORMS, chosen, in_forms
 from service.judging.conversation import BESIDE, LONG, SHAPES, Shape, Turns, has_passage, shape_of
 from tests.data.test_forms import SAID, made
 

@@ -11,7 +11,7 @@ import pytest
 from probes_store.bundle import load_bundle
 from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
-from service.data.forms import registry
+from service.data import forms
 from service.judging.form_table import FormTable, form_table
 from service.trainer.publish import by_form
 from tests.judging.test_coverage import bundle_with
@@ -80,4 +80,4 @@ def test_a_calibrated_bundle_has_another_threshold(tmp_path: Path) -> None:
 def test_the_shipped_smollm2_has_one() -> None:
     found = form_table(load_bundle(SHIPPED / "smollm2" / "1"))
     assert found is not None
-    assert {row.form for row in found.data} == set(registry.FORMS)
+    assert {row.form for row in found.data} == set(forms.FORMS)

@@ -1,8 +1,10 @@
-"""The Python API on the demo model: results, errors, and the same bundle as from the command line."""
+"""The Python API on the demo model: results, errors, docstrings, and the same bundle as from the command line."""
 
 from __future__ import annotations
 
 import dataclasses
+import doctest
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,12 @@ from tests.command_line import hallutracer
 
 ITALY, SOLOMON = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 QUIET: dict[str, Any] = {"report": lambda line: None}
+
+
+def labelled(every: int) -> list[dict[str, Any]]:
+    """What the demo model has read often it mostly knows."""
+    return [{"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+            for row in questions("train")[::every]]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +64,7 @@ def test_results_are_frozen_and_a_slice_is_a_result(detector: ht.Detector) -> No
 @pytest.mark.parametrize("site", ["attention_head", "residual_stream"])
 def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, site: str) -> None:
     """On 120 rows: the same heads, directions, scale, classifier and threshold, to the last bit, and so one digest."""
-    asked = questions("train")[::25]
-    rows = [{"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]} for row in asked]
+    rows = labelled(25)
     fit: dict[str, Any] = {"folds": 3, "seeds": (0, 1), "logit_scale": "standardized"}
     publish: dict[str, Any] = {"store": tmp_path, "evaluate": False, "allow_no_signal": True, **QUIET}
     trained = ht.train(rows, "probe", "demo", run_dir=tmp_path / "run", readout=site, c=0.1, jobs=1, **fit, **publish)
@@ -78,37 +85,28 @@ def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, 
         assert getattr(caught.value, "param", None) == "probe"
 
 
-def test_messages_and_texts(detector: ht.Detector) -> None:
+def test_messages_texts_and_thresholds(detector: ht.Detector) -> None:
     turn = [{"role": "user", "content": ITALY}]
     one, both = detector.score(turn), detector.score([turn, ITALY])
     assert (len(one), len(both)) == (1, 2)
     assert one[0].risk == pytest.approx(both[1].risk, abs=1e-5)
-    assert one[0].prompt == tuple(turn)
-    assert one[0].text == ITALY
-
-
-@pytest.mark.parametrize(
-    ("prompts", "said"),
-    [
-        ([3], r"prompts\[0\] is int"),
-        ("", "the prompt is empty"),
-        ([ITALY, [{"role": "user"}]], "exactly a text 'role' and a text 'content'"),
-        ([[]], "messages"),
-    ],
-)
-def test_what_is_no_prompt_is_refused(detector: ht.Detector, prompts: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
-        detector.score(prompts)
-
-
-def test_a_threshold_of_the_call(detector: ht.Detector) -> None:
+    assert (one[0].prompt, one[0].text) == (tuple(turn), ITALY)
     assert [risk.flagged for risk in detector.score([ITALY, SOLOMON])] == [False, True]
     strict = detector.score([ITALY, SOLOMON], threshold=0.0, generate=4)
     assert [(risk.flagged, risk.answer) for risk in strict] == [(True, None)] * 2
-    with pytest.raises(RequestError, match="generate must be 0 or more"):
-        detector.score(ITALY, generate=-1)
-    with pytest.raises(RequestError, match="threshold"):
-        detector.score(ITALY, threshold=2.0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ([3], {}, r"prompts\[0\] is int"), ("", {}, "empty"), ([[]], {}, "messages"),
+        ([ITALY, [{"role": "user"}]], {}, "exactly a text 'role' and a text 'content'"),
+        (ITALY, {"generate": -1}, "generate"), (ITALY, {"threshold": 2.0}, "threshold"),
+    ],
+)  # fmt: skip
+def test_no_prompts_and_options(detector: ht.Detector, prompts: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        detector.score(prompts, **options)
 
 
 def test_a_frame_and_a_picture(detector: ht.Detector) -> None:
@@ -145,30 +143,30 @@ def test_without_pandas_the_cure_is_named(detector: ht.Detector, monkeypatch: py
         risks.to_frame()
 
 
-def test_a_closed_detector_and_models_that_are_not_there() -> None:
+def test_a_closed_detector() -> None:
     with ht.load("demo", **QUIET) as detector:
         pass
     with pytest.raises(EngineError, match="closed"):
         detector.score(ITALY)
-    with pytest.raises(
-        ModelLoadError, match=r"there is no folder or GGUF file ./nope.*bundle demo:1 is for hallutracer"
-    ):
-        ht.load("./nope", "demo")
-    with pytest.raises(ModelLoadError, match=r"there is no folder or GGUF file ./nope"):
-        ht.load("./nope")
-    with pytest.raises(ht.HalluTracerError, match="no folder or file is called 'some-model' here.*--bundle"):
-        ht.load("some-model")
-    with pytest.raises(ht.BundleError, match="no bundle mine"):
-        ht.load("demo", "mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (("./nope", "demo"), ModelLoadError, "./nope.*bundle demo:1 is for hallutracer"),
+        (("./nope",), ModelLoadError, "./nope"), (("some-model",), ht.HalluTracerError, "'some-model'.*--bundle"),
+        (("demo", "mine"), ht.BundleError, "no bundle mine"),
+    ],
+)  # fmt: skip
+def test_models_and_bundles_that_are_not_there(arguments: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        ht.load(*arguments)
 
 
 @pytest.mark.long
 def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
     """The same bundle to the byte; and the command ends with a table, the next commands, and one digest."""
-    rows = [
-        {"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
-        for row in questions("train")[::15]
-    ]
+    rows = labelled(15)
     options: dict[str, Any] = {"seeds": (0,), "folds": 3, "c": 0.1, "jobs": 1}
     trained = ht.train(rows, "mine", "demo", store=tmp_path / "a", run_dir=tmp_path / "run", **options, **QUIET)
     arguments = ("--seeds", "1", "--folds", "3", "--c", "0.1", "--jobs", "1", "--store", str(tmp_path / "b"))
@@ -193,9 +191,7 @@ def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_forms_are_written_as_on_the_command_line(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": row["prompt"], "answers": row["answers"], "group": row["group"]} for row in questions("train")[::10]
-    ]
+    rows = [{key: row[key] for key in ("prompt", "answers", "group")} for row in questions("train")[::10]]
     options: dict[str, Any] = {"labels": "generate", "evaluate": False, "seeds": (0,), "folds": 2, "c": 0.1, "jobs": 1}
     options |= {"max_new_tokens": 8, "allow_no_signal": True, "store": tmp_path}
     told: list[str] = []
@@ -210,12 +206,16 @@ def test_forms_are_written_as_on_the_command_line(tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_training_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
     folders: dict[str, Any] = {"store": tmp_path, "run_dir": tmp_path / "run", **QUIET}
+    one = [{"prompt": "a", "label": 1}]
     with pytest.raises(DataError, match="line 1 and 1 more line: 'label' is missing"):
         ht.train([{"prompt": "a"}, {"prompt": "b"}], "mine", "./nope", **folders)
     with pytest.raises(TypeError, match="no_such_option"):
-        ht.train([{"prompt": "a", "label": 1}], "mine", "demo", no_such_option=1, **folders)
-    with pytest.raises(ht.HalluTracerError, match="folds must be 2 or more"):
-        ht.train([{"prompt": "a", "label": 1}], "mine", "demo", folds=1, **folders)
+        ht.train(one, "mine", "demo", no_such_option=1, **folders)
+    wrong: list[tuple[dict[str, Any], str]] = [({"folds": 1}, "folds: must be >= 2"), ({"c": "auto"}, "c: .*number")]
+    for options, said in wrong:
+        with pytest.raises(ht.HalluTracerError, match=said) as caught:
+            ht.train(one, "mine", "demo", **options, **folders)
+        assert getattr(caught.value, "param", None) in options
 
 
 def test_rows_of_a_frame_are_written_as_json(tmp_path: Path) -> None:
@@ -238,3 +238,25 @@ def test_only_what_is_public_is_there() -> None:
     assert dir(ht) == sorted(ht.__all__)
     with pytest.raises(AttributeError, match="has no 'predict'; it has"):
         ht.predict  # noqa: B018
+
+
+def examples() -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(recurse=True, exclude_empty=True)
+    found = []
+    for name in ht.__all__:
+        thing = getattr(ht, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            found += finder.find(thing, name, module=inspect.getmodule(thing), globs={})
+    return found
+
+
+def test_what_is_public_has_examples() -> None:
+    names = {test.name for test in examples() if test.examples}
+    assert names >= {"load", "Detector.score", "train", "extract", "publish", "evaluate"}
+
+
+@pytest.mark.parametrize("test", [test for test in examples() if test.examples], ids=lambda test: test.name)
+def test_examples_run(test: doctest.DocTest) -> None:
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append, clear_globs=False)
+    assert not said, "".join(said)

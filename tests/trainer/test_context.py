@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, check_golden
 from probes_store.records import CONTEXT_SIGNALS
-from service.data.forms.registry import FORMS, chosen, families
-from service.data.forms.spread import in_forms
+from service.data.forms import FORMS, chosen, families, in_forms
 from service.data.forms.tasks import task_rows
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds
@@ -27,17 +26,11 @@ from service.trainer.options import TrainOptions
 from service.trainer.prepare import WITH_PASSAGE, PreparedData, prepare, prompt_labels
 from tests.data.test_forms import SAID, made
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
-from tests.trainer.test_run import FUSED, run
+from tests.trainer.made import FUSED, Rows, run, served
 
 QUESTIONS, OTHERS = 360, 120
 WORDS = {"poem": (0, -2.0), "Context:": (1, 1.5), "states": (2, 1.5)}  # head and strength of what a prompt is
-QUICK: dict[str, Any] = {
-    "signals": "depth_mean,first_token",
-    "seeds": (0, 1),
-    "c": 0.3,
-    "labels": "generate",
-    "forms": "none",
-}
+QUICK: dict[str, Any] = {"signals": "depth_mean,first_token", "c": 0.3, "labels": "generate"}
 
 
 class ReadingEngine(PlantedEngine):
@@ -61,7 +54,7 @@ class ReadingEngine(PlantedEngine):
         return [Completion(f"It is {city}.", (1, 2), "stop") for city in said]
 
 
-def reading_rows(count: int = QUESTIONS, others: int = OTHERS, seed: int = 0) -> list[dict[str, Any]]:
+def reading_rows(count: int = QUESTIONS, others: int = OTHERS, seed: int = 0) -> Rows:
     """Planted rows, of which two thirds show a passage and one third one that states the answer; and poems to write."""
     rows, rng = planted_rows(count, seed=seed), random.Random(seed)
     for number, row in enumerate(rows):
@@ -81,15 +74,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return run(tmp_path_factory.mktemp("trained"), ReadingEngine(), reading_rows(), **QUICK)[0]
 
 
-def fresh(folder: Path) -> tuple[list[dict[str, Any]], PreparedData]:
+def prepared(folder: Path, rows: Rows, engine: PlantedEngine) -> PreparedData:
+    data = read_dataset(write_rows(folder / "fresh.jsonl", rows), "generate", folds=None)
+    options = TrainOptions(name="x", run_dir=folder / "new", labels="generate")
+    return prepare(engine, data, options, "chat", "fresh", sites=[options.site], folds=None)
+
+
+def fresh(folder: Path) -> tuple[Rows, PreparedData]:
     """Rows that no fit saw, prepared; every tenth is unlike everything in training."""
     rows = reading_rows(90, 0, seed=3)
     for row in rows[::10]:
         row["prompt"] += " strange"
-    data = read_dataset(write_rows(folder / "fresh.jsonl", rows), "generate", folds=None)
-    options = TrainOptions(name="x", run_dir=folder / "new", labels="generate")
-    engine = Strange()
-    return rows, prepare(engine, data, options, "chat", "fresh", sites=[options.site], folds=None)
+    return rows, prepared(folder, rows, Strange())
 
 
 class Strange(ReadingEngine):
@@ -115,20 +111,16 @@ def test_the_bundle_has_the_probes_that_its_rows_allow(trained: Bundle) -> None:
     assert len(manifest.classifier.weight) == 5
 
 
-def test_the_applicability_is_that_of_rows_out_of_fold(trained: Bundle) -> None:
-    assert trained.manifest.context is not None
-    found = trained.manifest.context.applicability
+def test_applicability_and_evaluation_are_of_rows_out_of_fold(trained: Bundle) -> None:
+    evaluation, context = trained.evaluation(), trained.manifest.context
+    assert context is not None
+    found = context.applicability
     assert found is not None
     assert 0 < found.threshold <= 0.5
     assert found.questions_below <= 0.01 + 1 / QUESTIONS
     assert found.others_above < 0.1
     assert f"{found.questions_below:.1%} of {QUESTIONS} training questions" in found.statement
     assert f"of {OTHERS} other prompts" in found.statement
-
-
-def test_the_evaluation_says_how_well_they_tell(trained: Bundle) -> None:
-    evaluation, context = trained.evaluation(), trained.manifest.context
-    assert context is not None
     assert evaluation["context"] == {
         probe.name: {"auroc": pytest.approx(probe.auroc, abs=1e-6), "rows": probe.rows} for probe in context.probes
     }
@@ -144,9 +136,8 @@ def test_the_reference_sees_all_logits_and_all_prompts(trained: Bundle) -> None:
     assert probes.reference_mean is not None
     assert probes.reference_whitening is not None
     assert probes.reference_mean.shape == (trained.manifest.logits,) == (16,)
-    scorer = Scorer(ReadingEngine(), trained)
     poems = [row for row in reading_rows(2, 300, seed=5) if not row.get("applies", True)]
-    reports = scorer.score([scorer.render(prompt=row["prompt"]) for row in poems])
+    reports = served(trained, poems, ReadingEngine())
     assert np.mean([report.uncertain is not None and report.uncertain.outside for report in reports]) < 0.05
 
 
@@ -159,22 +150,16 @@ def test_what_is_served_is_what_training_computed(trained: Bundle, tmp_path: Pat
     assert trained.golden.risk[-1] - trained.golden.risk[0] > 0.5
     rows, data = fresh(tmp_path)
     assert [row["id"] for row in rows] == [row.id for row in data.dataset.rows]
-    reports = Scorer(Strange(), trained).score([scorer.render(prompt=row["prompt"]) for row in rows])
-    np.testing.assert_allclose(risks_of(trained, data), [report.risk for report in reports], atol=1e-6)
-    away = np.array([report.uncertain is not None and report.uncertain.outside for report in reports])
+    reports = served(trained, rows, Strange())
+    plain, withheld = risks_of(trained, data), risks_of(trained, data, withhold_outside=True)
+    np.testing.assert_allclose(plain, [report.risk for report in reports], atol=1e-6)
+    outside = np.array([report.uncertain is not None and report.uncertain.outside for report in reports])
     for number, report in enumerate(reports):
-        if not away[number]:
+        if not outside[number]:
             assert report.context.passage is not None
             assert (report.context.passage > 0.5) == bool(number % 3), number
             assert report.context.applies
-
-
-def test_rows_outside_count_as_withheld_and_no_others(trained: Bundle, tmp_path: Path) -> None:
-    rows, data = fresh(tmp_path)
-    plain, withheld = risks_of(trained, data), risks_of(trained, data, withhold_outside=True)
-    scorer = Scorer(Strange(), trained)
-    reports = scorer.score([scorer.render(prompt=row["prompt"]) for row in rows])
-    outside = np.array([report.uncertain is not None and report.uncertain.outside for report in reports])
+    # Rows outside count as withheld, and no others.
     assert outside[::10].all()
     assert 9 <= outside.sum() < 20
     assert np.all(withheld[outside] == 1.0)
@@ -183,9 +168,8 @@ def test_rows_outside_count_as_withheld_and_no_others(trained: Bundle, tmp_path:
 
 
 def test_requests_that_ask_for_no_fact_do_not_apply_when_served(trained: Bundle) -> None:
-    scorer = Scorer(ReadingEngine(), trained)
     rows = reading_rows(300, 100, seed=4)
-    reports = scorer.score([scorer.render(prompt=row["prompt"]) for row in rows])
+    reports = served(trained, rows, ReadingEngine())
     asking = np.array([row.get("applies", True) for row in rows])
     applies = np.array([report.context.applies for report in reports])
     assert applies[asking].mean() > 0.96
@@ -202,33 +186,27 @@ def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Pa
         assert (manifest.context, manifest.signals) == (None, FUSED)
         assert "context" not in bundle.evaluation()
         assert bundle.probes.context_head is None
-        engine = ReadingEngine()
-        rows_read = read_dataset(tmp_path / name / "rows.jsonl", "generate", folds=None)
-        options = TrainOptions(name="x", run_dir=tmp_path / name / "run-again", labels="generate")
-        data = prepare(engine, rows_read, options, "chat", "again", sites=[options.site], folds=None)
+        data = prepared(tmp_path / name, planted_rows(240), ReadingEngine())
         assert np.array_equal(risks_of(bundle, data, withhold_outside=True), risks_of(bundle, data))
 
 
-def test_each_kind_of_row_brings_its_own_probes(tmp_path: Path) -> None:
-    poems = [*planted_rows(240), *reading_rows(1, 60)[1:]]
-    quick = QUICK | {"evaluate": False}
-    asking = run(tmp_path / "poems", ReadingEngine(), poems, **quick)[0].manifest
-    assert asking.context is not None
-    assert [probe.name for probe in asking.context.probes] == ["asks"]
-    assert (asking.signals, asking.context.applicability is None) == (FUSED, False)
-    passages = run(tmp_path / "passages", ReadingEngine(), reading_rows(360, 0), **quick)[0].manifest
-    assert passages.context is not None
-    assert [probe.name for probe in passages.context.probes] == ["passage", "stated"]
-    assert passages.signals == (*FUSED, "passage", "stated")
-    assert passages.context.applicability is None
+PASSAGES = reading_rows(360, 0)
+LABELLED = [row | {"label": number % 2} for number, row in enumerate(PASSAGES)]
 
 
-def test_rows_with_a_label_of_their_own_bring_them_too(tmp_path: Path) -> None:
-    rows = [row | {"label": number % 2} for number, row in enumerate(reading_rows(360, 0))]
-    quick = QUICK | {"evaluate": False, "labels": "given"}
-    manifest = run(tmp_path / "given", ReadingEngine(), rows, **quick)[0].manifest
+@pytest.mark.parametrize(
+    ("rows", "labels", "names"),
+    [
+        ([*planted_rows(240), *reading_rows(1, 60)[1:]], "generate", ["asks"]),
+        (PASSAGES, "generate", ["passage", "stated"]), (LABELLED, "given", ["passage", "stated"]),
+    ],
+)  # fmt: skip
+def test_each_kind_of_row_brings_its_own_probes(tmp_path: Path, rows: Rows, labels: str, names: list[str]) -> None:
+    manifest = run(tmp_path, ReadingEngine(), rows, **QUICK | {"evaluate": False, "labels": labels})[0].manifest
     assert manifest.context is not None
-    assert [probe.name for probe in manifest.context.probes] == ["passage", "stated"]
+    assert [probe.name for probe in manifest.context.probes] == names
+    assert manifest.signals == (*FUSED, *(names if "passage" in names else ()))
+    assert (manifest.context.applicability is None) == ("asks" not in names)
 
 
 class Overlooking(ReadingEngine):
@@ -240,7 +218,7 @@ class Overlooking(ReadingEngine):
         return [replace(one, text="It is Rome.") if far else one for one, far in zip(found, lost, strict=True)]
 
 
-def lengthened(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def lengthened(rows: Rows) -> Rows:
     """Every second passage a page long."""
     more = " ".join(f"word{n}" for n in range(38))
     found = []
@@ -256,15 +234,11 @@ def test_where_passages_differ_in_length_the_classifier_reads_it(tmp_path: Path)
     assert bundle.manifest.signals == (*FUSED, *CONTEXT_SIGNALS)
     assert bundle.manifest.classifier.weight[-1] < 0  # for being right, of each e-fold of its tokens
     assert bundle.evaluation()["signal_of_the_bundle"] == "fused_context_unit_norm"
-    path = write_rows(tmp_path / "fresh.jsonl", lengthened(reading_rows(60, 0, seed=3)))
-    options = TrainOptions(name="x", run_dir=tmp_path / "new", labels="generate")
-    engine, rows = Overlooking(), read_dataset(path, "generate", folds=None)
-    data = prepare(engine, rows, options, "chat", "fresh", sites=[options.site], folds=None)
-    scorer = Scorer(engine, bundle)
-    reports = scorer.score([scorer.render(prompt=row.prompt) for row in data.dataset.rows])
-    risks = np.array([report.risk for report in reports])
+    rows = lengthened(reading_rows(60, 0, seed=3))
+    data = prepared(tmp_path, rows, Overlooking())
+    risks = np.array([report.risk for report in served(bundle, rows, Overlooking())])
     np.testing.assert_allclose(risks_of(bundle, data), risks, atol=1e-6)
-    stated, long = (np.array([word in str(row.prompt) for row in data.dataset.rows]) for word in ("states", "word37"))
+    stated, long = (np.array([word in row["prompt"] for row in rows]) for word in ("states", "word37"))
     assert risks[stated & long].mean() > risks[stated & ~long].mean() + 0.2
 
 
@@ -307,7 +281,7 @@ def test_labels_of_each_family_of_forms(tmp_path: Path, family: str) -> None:
 
 def test_rows_without_a_form_are_told_by_their_shape(tmp_path: Path) -> None:
     passage = "Context: It rains in Oslo. Anna lives in Rome.\n\nWhere does Anna live?"
-    rows: list[dict[str, Any]] = [
+    rows: Rows = [
         {"prompt": passage, "answers": ["Rome"]},
         {"prompt": passage, "answers": ["Paris"]},
         {"prompt": "Is Rome or Milan older?", "answers": ["Rome"]},  # stated, but by no passage

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,15 @@ from service.data.rows import mark_of
 from service.errors import DataError, FeedbackUnavailable, TrainingError
 from service.feedback.databases import Location, location
 from service.feedback.rows import write_answers, write_label
-from service.scoring import Scorer
 from service.trainer.feedback import recalibrate_by_feedback
 from service.trainer.guarantee import plan
 from service.trainer.options import GuaranteeOptions, RecalibrateOptions
 from tests.feedback.made import answer, given
-from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.fitting.planted import Quiet, planted_rows, write_rows
 from tests.probes_store.keys import key_pair
-from tests.trainer.test_recalibrate import Rows, loss, rare, scored
-from tests.trainer.test_run import run as train
+from tests.trainer.made import Rows, served, store_of
+from tests.trainer.made import run as train
+from tests.trainer.test_recalibrate import check_served, rare, scored
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture
 def store(trained: Bundle, tmp_path: Path) -> Store:
-    shutil.copytree(trained.path, tmp_path / "store" / "planted" / "1")
-    return Store(tmp_path / "store")
+    return store_of(trained, tmp_path)
 
 
 def kept(
@@ -49,15 +47,13 @@ def kept(
 ) -> Location:  # fmt: skip
     """What a service with ``bundle`` would have stored: each row once, with a label for the first ``labelled``."""
     where = location(str(folder / name))
-    scorer = Scorer(PlantedEngine(), bundle)
-    reports = scorer.score([scorer.render(row["prompt"]) for row in rows])
     database = where.open()
     with database.transaction():
         write_answers(database, [
             answer(row["id"], time=float(number), risk=report.risk, probes=bundle.manifest.files[PROBES].sha256,
                    bundle=bundle.reference, digest=bundle.manifest.digest, decision=decision,
                    signals=dict(zip(bundle.manifest.signals, report.signals, strict=True)), mark=mark_of(row))
-            for number, (row, report) in enumerate(zip(rows, reports, strict=True))
+            for number, (row, report) in enumerate(zip(rows, served(bundle, rows), strict=True))
         ])  # fmt: skip
         for row in rows[:labelled]:
             write_label(database, given(row["id"], "factual" if row["label"] else "hallucinated"))
@@ -74,42 +70,37 @@ def mixed(count: int, seed: int) -> Rows:
     return rows
 
 
-def run(store: Store, where: Location, **changes: Any) -> tuple[Bundle | None, Quiet]:
-    console = Quiet()
-    bundle = store.load(changes.pop("bundle", "planted:1"))
-    options = RecalibrateOptions(feedback=where.text, **changes)
-    return recalibrate_by_feedback(bundle, options, store, console=console), console
+def run(store: Store, where: Location, **changes: Any) -> tuple[Bundle | None, str]:
+    """The new version, and what was printed."""
+    console, bundle = Quiet(), store.load(changes.pop("bundle", "planted:1"))
+    found = recalibrate_by_feedback(bundle, RecalibrateOptions(feedback=where.text, **changes), store, console=console)
+    return found, "\n".join(console.lines)
+
+
+def published(store: Store, where: Location, **changes: Any) -> tuple[Bundle, Any, str]:
+    """The new version, its entry of the ledger, and what was printed."""
+    bundle, printed = run(store, where, **changes)
+    assert bundle is not None, printed
+    (record,) = bundle.evaluation()["recalibrations"]
+    return bundle, record, printed
 
 
 def test_the_risk_follows_the_feedback(tmp_path: Path, store: Store, trained: Bundle) -> None:
     store.set_alias("planted", "production", 1)
-    where = kept(tmp_path, trained, mixed(900, 5), 300)
-    bundle, console = run(store, where)
-    assert bundle is not None, console.lines
-    assert "no alias was moved" in console.lines[-1]
+    bundle, record, printed = published(store, kept(tmp_path, trained, mixed(900, 5), 300))
+    assert "no alias was moved" in printed.splitlines()[-1]
     assert (bundle.reference, store.load("planted").reference) == ("planted:2", "planted:1")  # for review
     assert store.aliases("planted") == {"production": 1}
-    manifest = bundle.manifest
-    assert manifest.recalibration is not None
-    fresh = rare(300, 9)
-    before, after = scored(trained, fresh), scored(bundle, fresh)  # replays the golden prompts, recalibrated
-    np.testing.assert_allclose(after[0], manifest.recalibration(before[0]), rtol=1e-9)
-    np.testing.assert_array_equal(before[1], after[1])
-    assert loss(after[0], fresh) < loss(before[0], fresh) - 0.02
-    assert after[0].mean() == pytest.approx(0.9, abs=0.06)
-    assert manifest.threshold == pytest.approx(float(manifest.recalibration(trained.manifest.threshold)))
+    check_served(trained, bundle)
     text = json.dumps(bundle.evaluation()) + bundle.card()
     assert not [row["prompt"] for row in mixed(900, 5) if row["prompt"] in text]
     assert str(tmp_path) not in text
-    (record,) = bundle.evaluation()["recalibrations"]
     assert (record["labels"], record["data"]["rows"], record["feedback"]["answers"]) == ("feedback", 300, 900)
     assert record["feedback"]["traffic"]["share"]["value"] == pytest.approx(0.9, abs=0.06)
 
 
 @pytest.mark.long
-def test_a_store_at_a_url_gets_the_new_version_and_a_signature_is_asked_of_the_old_one(
-    tmp_path: Path, trained: Bundle, store: Store
-) -> None:
+def test_a_signed_store_at_a_url(tmp_path: Path, trained: Bundle, store: Store) -> None:
     keys, url, cache = key_pair(tmp_path, "ours"), f"memory://{tmp_path.name}", tmp_path / "cache"
     copy(trained, Store(url, cache=cache), source=store.where)
     there = Store(url, cache=cache, trust=Trust(required_signature(str(keys.public))))
@@ -118,10 +109,8 @@ def test_a_store_at_a_url_gets_the_new_version_and_a_signature_is_asked_of_the_o
     with pytest.raises(SignatureMissing):
         run(there, where)
     there.sign("planted:1", Signing(keys.private))
-    bundle, console = run(there, where)
-    assert bundle is not None, console.lines
-    assert bundle.reference == "planted:2"
-    assert there.load("planted").reference == "planted:1"  # what serves is as it was
+    bundle, *_ = published(there, where)
+    assert (bundle.reference, there.load("planted").reference) == ("planted:2", "planted:1")  # what serves is as it was
     with pytest.raises(SignatureMissing):
         there.load("planted:2")
     assert Store(url, cache=tmp_path / "new").verify("planted:2").manifest == bundle.manifest
@@ -132,74 +121,56 @@ def test_the_card_says_who_was_labelled(tmp_path: Path, store: Store, trained: B
     rows = mixed(900, 5)
     risk, _ = scored(trained, rows)
     low = np.argsort(risk)
-    bundle, console = run(store, kept(tmp_path, trained, [rows[place] for place in low.tolist()], 400))
-    assert bundle is not None, console.lines
-    assert "bundle alias planted production" in console.lines[-1]  # a bare name means this version from now on
-    found, card = bundle.evaluation()["recalibrations"][0]["feedback"], bundle.card()
+    bundle, record, printed = published(store, kept(tmp_path, trained, [rows[place] for place in low.tolist()], 400))
+    assert "bundle alias planted production" in printed.splitlines()[-1]  # a bare name means this version from now on
+    found, card = record["feedback"], bundle.card()
     table = [[0, 0, 0] for _ in range(10)]
     for place, number in enumerate(low.tolist()):
         row = table[min(9, int(risk[number] * 10))]
         row[0] += 1
         row[1] += place < 400
         row[2] += place < 400 and rows[number]["label"] == 0
-    assert found["by_tenth"] == table
-    assert found["by_decision"] == {"continue": [900, 400]}
+    assert (found["by_tenth"], found["by_decision"]) == (table, {"continue": [900, 400]})
     share = sum(labelled for _, labelled, _ in table) / 900
     section = card[card.index("## Recalibration\n") : card.index("## Limits\n")]
     for text in ("### Who was labelled", f"({share:.1%})", "users label what they like", "is extrapolated",
                  f"No label lies at a risk above {found['highest']:.2f}"):  # fmt: skip
         assert text in section, text
-    first = next(place for place, (answers, _, _) in enumerate(table) if answers)
-    answers, labelled, wrong = table[first]
+    first, (answers, labelled, wrong) = next((place, row) for place, row in enumerate(table) if row[0])
     line = f"| {first / 10:.1f} to {(first + 1) / 10:.1f} | {answers} | {labelled} ({labelled / answers:.1%}) |"
     assert f"{line} {wrong} ({wrong / labelled:.1%}) |" in section
-    assert "users label what they like" in "\n".join(console.lines)
+    assert "users label what they like" in printed
 
 
 def test_labels_that_decide_nothing_are_left_out(tmp_path: Path, store: Store, trained: Bundle) -> None:
-    rows = mixed(400, 5)
-    training = [row | {"id": f"t{n}"} for n, row in enumerate(planted_rows(400)[:7])]
-    rows += training
-    said: list[dict[str, Any]] = [
+    rows, training = mixed(400, 5), [row | {"id": f"t{n}"} for n, row in enumerate(planted_rows(400)[:7])]
+    said = [
         {"request_id": row["id"], "label": "factual" if row["label"] == 0 else "hallucinated", "caller": "bob"}
         for row in rows[:5]
     ]
     said += [{"request_id": row["id"], "label": "unclear"} for row in rows[300:303]]
     said += [{"request_id": row["id"], "label": "factual"} for row in training]
-    where = kept(tmp_path, trained, rows, 300, said=said)
+    where = kept(tmp_path, trained, rows + training, 300, said=said)
     kept(tmp_path, trained, mixed(50, 7), 50, decision="abstain")
-    bundle, console = run(store, where)
-    assert bundle is not None, console.lines
-    (record,) = bundle.evaluation()["recalibrations"]
+    _, record, _ = published(store, where)
     assert record["feedback"]["left_out"] == {"callers disagree": 5, "unclear": 3, "no answer of this model": 50,
                                               "among the rows of training": 7}  # fmt: skip
-    assert record["data"]["rows"] == 295
-    assert record["data"]["left_out"] == 65
+    assert (record["data"]["rows"], record["data"]["left_out"]) == (295, 65)
     assert record["feedback"]["by_decision"] == {"abstain": [50, 0], "continue": [407, 295]}
 
 
-def test_feedback_on_a_recalibrated_version_serves_the_one_it_came_from(
-    tmp_path: Path, store: Store, trained: Bundle
-) -> None:  # fmt: skip
+def test_feedback_on_a_recalibrated_version(tmp_path: Path, store: Store, trained: Bundle) -> None:
     """The stored risk is on another scale; the stored signals are not."""
     rows = mixed(900, 5)
-    second, _ = run(store, kept(tmp_path, trained, rows, 300))
-    assert second is not None
+    second, *_ = published(store, kept(tmp_path, trained, rows, 300))
+    data = write_rows(tmp_path / "labelled.jsonl", rows[:300])
+    with pytest.raises(DataError, match="the recalibration of planted:2 has spent"):
+        plan(second, GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run", alpha="0.3"), store)
     where = kept(tmp_path, second, rows, 300, name="second.db")
     with pytest.raises(TrainingError, match="recalibrated already.*planted:1"):
         run(store, where, bundle="planted:2")
-    again, console = run(store, where)
-    assert again is not None, console.lines
+    again, *_ = published(store, where)
     assert again.manifest.recalibration == second.manifest.recalibration
-
-
-def test_rows_that_were_spent_here_cannot_be_calibrated_on(tmp_path: Path, store: Store, trained: Bundle) -> None:
-    rows = mixed(900, 5)
-    bundle, _ = run(store, kept(tmp_path, trained, rows, 300))
-    assert bundle is not None
-    data = write_rows(tmp_path / "labelled.jsonl", rows[:300])
-    with pytest.raises(DataError, match="the recalibration of planted:2 has spent"):
-        plan(store.load("planted:2"), GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "run", alpha="0.3"), store)
 
 
 def test_too_few_labels_are_refused_with_their_number(tmp_path: Path, store: Store, trained: Bundle) -> None:
@@ -208,8 +179,7 @@ def test_too_few_labels_are_refused_with_their_number(tmp_path: Path, store: Sto
     where = kept(tmp_path, trained, right[:19] + [row for row in rows if not row["label"]], 200)
     with pytest.raises(TrainingError, match="19 prompts answered right and 181 hallucinated.*20 of each"):
         run(store, where)
-    again = right[0] | {"id": "again"}  # the same question is no further evidence
-    kept(tmp_path, trained, [again], 1)
+    kept(tmp_path, trained, [right[0] | {"id": "again"}], 1)  # the same question is no further evidence
     with pytest.raises(TrainingError, match="19 prompts"):
         run(store, where)
     kept(tmp_path, trained, right[19:20], 1)
@@ -217,41 +187,35 @@ def test_too_few_labels_are_refused_with_their_number(tmp_path: Path, store: Sto
 
 
 def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Store, trained: Bundle) -> None:
-    where = kept(tmp_path, trained, planted_rows(400, seed=11, per_group=1), 300)
-    bundle, console = run(store, where)
-    assert bundle is None
-    assert "nothing was published" in console.lines[-1]
-    assert store.load("planted").reference == "planted:1"
+    bundle, printed = run(store, kept(tmp_path, trained, planted_rows(400, seed=11, per_group=1), 300))
+    assert (bundle, store.load("planted").reference) == (None, "planted:1")
+    assert "nothing was published" in printed
 
 
 def test_a_dry_run_says_who_was_labelled_and_writes_nothing(tmp_path: Path, store: Store, trained: Bundle) -> None:
     where = kept(tmp_path, trained, mixed(900, 5), 300)
     before = sorted((tmp_path / "store").rglob("*"))
-    bundle, console = run(store, where, dry_run=True)
+    bundle, printed = run(store, where, dry_run=True)
     assert bundle is None
-    assert "900 answers of the probes of planted:1, 300 with a label that is used, of 300 prompts" in console.lines[0]
-    assert "(33.3%)" in "\n".join(console.lines)
+    assert "900 answers of the probes of planted:1, 300 with a label that is used, of 300 prompts" in printed
+    assert "(33.3%)" in printed
     assert sorted((tmp_path / "store").rglob("*")) == before
 
 
-def test_answers_that_prior_shift_does_not_explain_give_no_share(
-    tmp_path: Path, store: Store, trained: Bundle
-) -> None:  # fmt: skip
+def test_answers_that_prior_shift_does_not_explain_give_no_share(tmp_path: Path, store: Store, trained: Bundle) -> None:
     plain = [{"id": f"p{n}", "prompt": f"unheard {n} {'y' * (n % 7)}", "label": n % 2} for n in range(400)]
     where = kept(tmp_path, trained, plain, 300)
-    _, console = run(store, where, dry_run=True)
-    assert "no estimate from unlabelled answers: prior shift alone does not explain them" in "\n".join(console.lines)
-    _, console = run(store, where, dry_run=True, allow_other_shift=True)
-    assert "someone insisted" in "\n".join(console.lines)
+    printed = run(store, where, dry_run=True)[1]
+    assert "no estimate from unlabelled answers: prior shift alone does not explain them" in printed
+    assert "someone insisted" in run(store, where, dry_run=True, allow_other_shift=True)[1]
 
 
 def test_a_bundle_without_recorded_risks_has_labels_alone(tmp_path: Path, store: Store, trained: Bundle) -> None:
     where, evaluation = kept(tmp_path, trained, mixed(900, 5), 300), trained.evaluation()
     del evaluation["out_of_fold"]["risks"]
     store.publish(BundleDraft(trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}))
-    bundle, console = run(store, where, bundle="planted:2")
-    assert bundle is not None, console.lines
-    assert "prior_shift" not in bundle.evaluation()["recalibrations"][0]["candidates"]
+    bundle, record, _ = published(store, where, bundle="planted:2")
+    assert "prior_shift" not in record["candidates"]
     assert "the bundle records no risks" in bundle.card()
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from probes_store.store import Store
-from service.data.forms.registry import FORMS, chosen, is_one_message
-from service.data.forms.spread import in_forms
+from service.data.forms import FORMS, is_one_message
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.errors import DataError, TrainingError
@@ -21,42 +20,57 @@ from service.trainer.new_rows import Marks, check_unspent
 from service.trainer.options import TrainOptions
 from service.trainer.prepare import prepare
 from service.trainer.training_set import group_names
-from tests.data.test_forms import SAID, made
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
-from tests.trainer.test_run import run
+from tests.trainer.made import Rows, run
 
 MIXED: dict[str, Any] = {"labels": "generate", "forms": None, "evaluate": False}
+EVALUATED = MIXED | {"evaluate": True}
 ROOM = 6000  # tokens of this engine are bytes
 
 
-def questions(count: int = 240, seed: int = 0) -> list[dict[str, Any]]:
+class Roomy(PlantedEngine):
+    """With room for every form; interrupted at its call number ``stop`` for readouts."""
+
+    def __init__(self, stop: int | None = None, **options: Any) -> None:
+        super().__init__(max_tokens=ROOM, **options)
+        self.stop = stop
+
+    def extract(self, prompts: Any, sites: Any, *others: Any) -> Extraction:
+        if self.extracts == self.stop:
+            raise KeyboardInterrupt
+        return super().extract(prompts, sites, *others)
+
+
+def questions(count: int = 240, seed: int = 0) -> Rows:
     """Planted rows whose first answers differ, so that one can be the company of another."""
     rows = planted_rows(count, seed=seed)
     return [row | {"answers": [f"Town{seed}{number:03}", "Paris"]} for number, row in enumerate(rows)]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> Rows:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def in_forms(folder: Path, name: str = "train") -> Rows:
+    return lines(folder / "run" / f"{name}-forms.jsonl")
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder of a run with everything by default, and what it printed."""
     folder = tmp_path_factory.mktemp("mixed")
-    test = write_rows(folder / "test.jsonl", questions(100, seed=3))
-    _, console = run(folder, PlantedEngine(max_tokens=ROOM), questions(), test=test, **MIXED | {"evaluate": True})
+    _, console = run(folder, Roomy(), questions(), test=questions(100, seed=3), **EVALUATED)
     return folder, console.lines
 
 
 def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, list[str]]) -> None:
     folder, told = mixed
-    rows = lines(folder / "run" / "train-forms.jsonl")
+    rows = in_forms(folder)
     asking, tasks = [row for row in rows if "answers" in row], [row for row in rows if "answers" not in row]
     assert (len(asking), len(tasks)) == (240, 200)
     assert all(row["form"] == "task" and row["applies"] is False for row in tasks)
     counts = Counter(row["form"] for row in asking)
     assert len(counts) > 20
-    assert counts["turn_own"] > 0
     said = {row["answer"] for row in lines(folder / "run" / "train-said" / "answers.jsonl")}
     own = next(row for row in asking if row["form"] == "turn_own")
     assert own["messages"][1]["content"] in said
@@ -66,12 +80,13 @@ def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, l
     assert data["factual"] + data["hallucinated"] + data["left_out"] == 240
     [line] = [line for line in told if line.startswith("240 rows of rows.jsonl in")]
     assert line.startswith(f"240 rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact")
+    before = {row["id"]: row["group"] for row in questions()}
+    assert all(row["group"] == before[row["id"].partition("+")[0]] for row in asking)  # kept whatever the form
 
 
 def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, list[str]]) -> None:
     folder, _ = mixed
-    rows = lines(folder / "run" / "test-forms.jsonl")
-    assert all("answers" in row for row in rows)
+    assert all("answers" in row for row in in_forms(folder, "test"))
     bundle = Store(folder / "store").load("planted")
     held, data = bundle.evaluation()["held_out"], bundle.evaluation()["data"]
     assert len(held["by_form"]) > 15
@@ -79,119 +94,75 @@ def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, l
     assert set(bundle.evaluation()["cross_validation"]["by_form"]) <= set(data["forms"]) - {"task"}
     # The files that the user named are the ones that are recorded.
     for record, file, name in ((data, "rows.jsonl", "train"), (held, "test.jsonl", "test")):
-        assert record["file"] == file
-        assert record["digest"] == read_dataset(folder / file, "generate", folds=None).digest
-        assert record["digest"] != read_dataset(folder / "run" / f"{name}-forms.jsonl", "generate", folds=None).digest
+        own, made = (read_dataset(folder / one, "generate", folds=None).digest
+                     for one in (file, f"run/{name}-forms.jsonl"))  # fmt: skip
+        assert (record["file"], record["digest"]) == (file, own)
+        assert own != made
     assert bundle.manifest.training.rows == 240
 
 
-def test_a_question_keeps_its_group_whatever_its_form(mixed: tuple[Path, list[str]]) -> None:
-    folder, _ = mixed
-    before = {row["id"]: row["group"] for row in questions()}
-    for row in lines(folder / "run" / "train-forms.jsonl"):
-        if "answers" in row:
-            assert row["group"] == before[row["id"].partition("+")[0]]
-
-
 def test_the_same_run_again_reads_nothing_and_gives_the_same_bundle(mixed: tuple[Path, list[str]]) -> None:
-    folder, _ = mixed
-    engine = PlantedEngine(max_tokens=ROOM)
-    again, _ = run(folder, engine, test=folder / "test.jsonl", **MIXED | {"evaluate": True})
+    engine = Roomy()
+    again, _ = run(mixed[0], engine, test=mixed[0] / "test.jsonl", **EVALUATED)
     assert engine.extracts == engine.generates == 0
     assert again.manifest.version == 1
 
 
-class Stopping(PlantedEngine):
-    """Interrupted at its call number ``stop`` for readouts."""
-
-    def __init__(self, stop: int) -> None:
-        super().__init__(max_tokens=ROOM)
-        self.stop = stop
-
-    def extract(self, prompts: Any, sites: Any, *others: Any) -> Extraction:
-        if self.extracts == self.stop:
-            raise KeyboardInterrupt
-        return super().extract(prompts, sites, *others)
-
-
 def test_a_stopped_run_goes_on_to_the_same_bundle(tmp_path: Path) -> None:
-    digests = []
+    digests, contents = [], []
     for name, stops in (("whole", ()), ("stopped", (2, 3, 4))):  # each time after so many of 12 calls
         for stop in stops:
             with pytest.raises(KeyboardInterrupt):
-                run(tmp_path / name, Stopping(stop), questions(), **MIXED | {"batch_rows": 64})
-        bundle, _ = run(tmp_path / name, Stopping(99), questions(), **MIXED | {"batch_rows": 64})
-        digests.append(bundle.manifest.digest)
+                run(tmp_path / name, Roomy(stop), questions(), **MIXED | {"batch_rows": 64})
+        digests.append(run(tmp_path / name, Roomy(), questions(), **MIXED | {"batch_rows": 64})[0].manifest.digest)
+        contents.append({path.name: path.read_bytes() for path in (tmp_path / name / "run" / "train").iterdir()})
     assert digests[0] == digests[1]
-    contents = [
-        {path.name: path.read_bytes() for path in (tmp_path / name / "run" / "train").iterdir()}
-        for name in ("whole", "stopped")
-    ]
     assert contents[0] == contents[1]
 
 
-def test_what_was_asked_in_a_form_is_spent(mixed: tuple[Path, list[str]]) -> None:
+def test_a_form_is_spent_and_an_id_that_became_a_group_is_not(mixed: tuple[Path, list[str]], tmp_path: Path) -> None:
+    def check(bundle_folder: Path, row: dict[str, Any]) -> None:
+        seen = Store(bundle_folder / "store").load("planted").evaluation()["rows_seen"]["training"]
+        dataset = read_dataset(write_rows(tmp_path / "new.jsonl", [row | {"answers": ["x"]}]), "generate", folds=None)
+        check_unspent(dataset, [("the training rows", Marks.read(seen))])
+
     folder, _ = mixed
-    seen = Store(folder / "store").load("planted").evaluation()["rows_seen"]
-    marks = [("the training rows", Marks.read(seen["training"]))]
-    lone = [{"id": "new", "prompt": questions()[7]["prompt"], "answers": ["Paris"]}]
-    spread = lines(folder / "run" / "train-forms.jsonl")[7]
-    chat = [{"id": "new", "messages": spread["messages"], "answers": ["Paris"]}]
-    for rows in (lone, chat):
+    for row in ({"prompt": questions()[7]["prompt"]}, {"messages": in_forms(folder)[7]["messages"]}):
         with pytest.raises(DataError, match="its prompt is among the training rows"):
-            check_unspent(read_dataset(write_rows(folder / "new.jsonl", rows), "generate", folds=None), marks)
-
-
-def test_an_id_that_became_a_group_is_no_spent_group(tmp_path: Path) -> None:
+            check(folder, row)
     lone = [{key: value for key, value in row.items() if key != "group"} for row in questions()]
-    bundle, _ = run(tmp_path, PlantedEngine(max_tokens=ROOM), lone, **MIXED | {"forms": "wording"})
-    assert {row["group"] for row in lines(tmp_path / "run" / "train-forms.jsonl")} >= {"r0-7"}
-    marks = Marks.read(bundle.evaluation()["rows_seen"]["training"])
-    fresh = [{"prompt": "Which river?", "answers": ["x"], "group": "r0-7"}]
-    dataset = read_dataset(write_rows(tmp_path / "new.jsonl", fresh), "generate", folds=None)
-    check_unspent(dataset, [("the training rows", marks)])
+    run(tmp_path / "lone", Roomy(), lone, **MIXED | {"forms": "wording"})
+    assert {row["group"] for row in in_forms(tmp_path / "lone")} >= {"r0-7"}
+    check(tmp_path / "lone", {"prompt": "Which river?", "group": "r0-7"})
 
 
 def test_near_duplicates_are_one_group_in_forms_too(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": text, "answers": ["x"]}
-        for text in (
-            "What is the capital of France?",
-            "Which river is in Rome?",
-            "Tell me: what's the capital of france",
-        )
-    ]
+    texts = ("What is the capital of France?", "Which river is in Rome?", "Tell me: what's the capital of france")
+    rows: Rows = [{"prompt": text, "answers": ["x"]} for text in texts]
     rows.append({"prompt": "Who wrote Faust?", "answers": ["x"], "group": "1"})  # also the first row's number
-    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)  # fmt: skip
+    dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "generate", folds=None)
     assert group_names(dataset) == ["1", "2", "1", "1+"]
 
 
 def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_others(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "x"}]
-    rows = [*questions(), {"id": "c", "messages": chat, "answers": ["Paris"]},
-            {"id": "t", "prompt": "Write a poem.", "applies": False}]  # fmt: skip
-    run(tmp_path, PlantedEngine(max_tokens=ROOM), rows, **MIXED)
-    found = {row["id"]: row for row in lines(tmp_path / "run" / "train-forms.jsonl")}
+    poem = {"id": "t", "prompt": "Write a poem.", "applies": False}
+    run(tmp_path, Roomy(), [*questions(), {"id": "c", "messages": chat, "answers": ["Paris"]}, poem], **MIXED)
+    found = {row["id"]: row for row in in_forms(tmp_path)}
     assert len(found) == 242
     assert (found["c"]["messages"], found["c"]["form"]) == (chat, "messages")
-    assert found["t"]["form"] == "task"
-    assert found["t"]["prompt"] == "Write a poem."
+    assert (found["t"]["form"], found["t"]["prompt"]) == ("task", "Write a poem.")
 
 
-def test_chosen_forms_alone(tmp_path: Path) -> None:
-    engine = PlantedEngine(max_tokens=ROOM)
-    bundle, _ = run(tmp_path, engine, questions(), **MIXED | {"forms": "wording,greeting"})
+def test_chosen_forms_alone_and_none(tmp_path: Path) -> None:
+    bundle, _ = run(tmp_path / "some", Roomy(), questions(), **MIXED | {"forms": "wording,greeting"})
     forms = bundle.evaluation()["data"]["forms"]
     assert set(forms) == {"polite", "chatter", "lower", "ending", "greeting", "typos"}
     assert sum(forms.values()) == 240
-    assert not (tmp_path / "run" / "train-said").exists()  # nothing of what the model said is needed
-
-
-def test_no_forms_are_the_rows_as_they_are(tmp_path: Path) -> None:
-    bundle, _ = run(tmp_path, PlantedEngine(), questions(), **MIXED | {"forms": "none"})
+    assert not (tmp_path / "some" / "run" / "train-said").exists()  # nothing of what the model said is needed
+    bundle, _ = run(tmp_path / "none", Roomy(), questions(), **MIXED | {"forms": "none"})
     assert "forms" not in bundle.evaluation()["data"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["train"]
-    assert bundle.manifest.training.rows == 240
+    assert [path.name for path in (tmp_path / "none" / "run").iterdir()] == ["train"]
 
 
 @pytest.mark.parametrize("limit", [150, 420])
@@ -201,57 +172,47 @@ def test_what_is_too_long_for_the_model_takes_another_form(tmp_path: Path, limit
     assert not {"context_1k", "context_4k"} & set(forms)
     assert sum(count for name, count in forms.items() if name != "task") == 240
     assert 0 < forms["task"] < 200
-    [line] = [line for line in console.lines if line.startswith("beyond the model's")]
-    assert f"beyond the model's {limit} tokens" in line
+    [line] = [line for line in console.lines if line.startswith(f"beyond the model's {limit} tokens")]
     assert "context_1k" in line
 
 
-def test_where_no_chosen_form_fits_questions_are_asked_alone(tmp_path: Path) -> None:
-    engine = PlantedEngine(max_tokens=420)
-    bundle, console = run(tmp_path, engine, questions(), **MIXED | {"forms": "long"})
+def test_where_no_chosen_form_fits_questions_are_asked_alone_or_refused_by_the_users_line(tmp_path: Path) -> None:
+    bundle, console = run(tmp_path / "a", PlantedEngine(max_tokens=420), questions(), **MIXED | {"forms": "long"})
     assert bundle.evaluation()["data"]["forms"] == {"lone": 240}
     assert "240 rows of rows.jsonl fit none of the forms and are asked alone" in console.lines
-
-
-def test_a_question_too_long_by_itself_is_named_by_the_users_line(tmp_path: Path) -> None:
     rows = [*questions(), {"id": "long", "prompt": "x" * 600, "answers": ["x"]}]
     with pytest.raises(DataError, match=r"rows\.jsonl.*(?s:.)*line 241: 6\d\d tokens"):
-        run(tmp_path, PlantedEngine(), rows, **MIXED)
+        run(tmp_path / "b", PlantedEngine(), rows, **MIXED)
 
 
 @pytest.mark.parametrize("how", ["no template", "text"])
 def test_without_a_template_a_form_is_one_message(tmp_path: Path, how: str) -> None:
-    engine = PlantedEngine(max_tokens=ROOM, chat=how != "no template")
+    engine = Roomy(chat=how != "no template")
     options = MIXED | ({"prompt_format": "text"} if how == "text" else {})
     bundle, console = run(tmp_path, engine, questions(), **options)
-    rows = lines(tmp_path / "run" / "train-forms.jsonl")
+    rows = in_forms(tmp_path)
     assert all("prompt" in row and "messages" not in row for row in rows)
-    assert {row["form"] for row in rows} <= {name for name, form in FORMS.items() if is_one_message(form)}
-    assert len({row["form"] for row in rows}) > 8
+    forms = {row["form"] for row in rows}
+    assert forms <= {name for name, form in FORMS.items() if is_one_message(form)}
+    assert len(forms) > 8
     assert bundle.manifest.prompt_format == "text"
     assert any("forms of a single message only" in line for line in console.lines)
-    with pytest.raises(TrainingError, match="leave out forms of several messages, .*turn_own") as caught:
+    with pytest.raises(TrainingError, match="turn_own") as caught:
         run(tmp_path, engine, **options | {"forms": "lone,turns"})
     assert caught.value.param == "forms"
 
 
 def test_patterns_of_the_judge_are_nothing_to_state(tmp_path: Path) -> None:
     rows = [row | {"answers": [f"(Paris|Town{number})"]} for number, row in enumerate(questions())]
-    run(tmp_path, PlantedEngine(max_tokens=ROOM), rows, **MIXED | {"judge": "regex"})
-    found = [row for row in lines(tmp_path / "run" / "train-forms.jsonl") if row["form"] != "task"]
+    run(tmp_path, Roomy(), rows, **MIXED | {"judge": "regex"})
+    found = [row for row in in_forms(tmp_path) if row["form"] != "task"]
     assert len({row["form"] for row in found}) > 10
     assert not any("Town" in message["content"] for row in found for message in row["messages"])
     assert {row["answers"][0] for row in found} == {row["answers"][0] for row in rows}
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_which_forms_are_one_message(name: str) -> None:
-    found = in_forms(made(), chosen([name]), said=SAID)
-    assert {len(row["messages"]) == 1 for row in found} == {is_one_message(FORMS[name])}
-
-
 def test_sampled_labels_are_asked_in_forms_and_only_where_there_is_an_answer(tmp_path: Path) -> None:
-    bundle, _ = run(tmp_path, PlantedEngine(max_tokens=ROOM), questions(), **MIXED | {"labels": "sample", "samples": 2})
+    bundle, _ = run(tmp_path, Roomy(), questions(), **MIXED | {"labels": "sample", "samples": 2})
     assert bundle.evaluation()["data"]["others"] == 200
     assert len(lines(tmp_path / "run" / "train" / "samples-t1.jsonl")) == 2 * 240
 
@@ -263,16 +224,14 @@ def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> Non
     engine = PlantedEngine()
     data = prepare(engine, dataset, options, "chat", "train", sites=[options.site], folds=2)
     assert data.dataset.others.tolist() == list(range(30))
-    assert set(data.labelled.index.tolist()).isdisjoint(data.dataset.others.tolist())
+    assert set(data.labelled.index.tolist()).isdisjoint(range(30))
     answers = lines(tmp_path / "run" / "train" / "answers.jsonl")
     assert sorted(row["row"] for row in answers) == list(range(30, 90))
-    assert data.counts["others"] == 30
-    assert data.counts["rows"] == 60
-    read = data.readouts_of(data.dataset.others, np.zeros(30, np.int64))
+    assert (data.counts["others"], data.counts["rows"]) == (30, 60)
     rendered = engine.render_chat([{"role": "user", "content": "Write poem 29."}])
     expected = engine.activations(rendered, Site.ATTENTION_HEAD)
-    np.testing.assert_array_equal(read.file.head(2, 1)[read.index[:1]][0], expected[2].reshape(3, -1)[1])
-    assert len(set(dataset.groups[data.dataset.others].tolist())) == 1
+    np.testing.assert_array_equal(data.inputs.readouts.file.head(2, 1)[0], expected[2].reshape(3, -1)[1])
+    assert len(set(dataset.groups[:30].tolist())) == 1
 
 
 def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
@@ -284,31 +243,11 @@ def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "forms"),
-    [(None, ("mixture",)), ("none", ()), ("mixture", ("mixture",)), ("turns, lone", ("turns", "lone"))],
-)
-def test_forms_as_written_on_the_command_line(text: str | None, forms: tuple[str, ...]) -> None:
-    assert TrainOptions(name="x", labels="generate", forms=text).wanted_forms == forms
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
+    ("labels", "text", "forms"),
     [
-        ({"forms": "mixture"}, "given labels belong to the prompts as they are.*--labels generate"),
-        ({"labels": "generate", "forms": "chat"}, "no form is called 'chat'.*mixture alone"),
-        ({"labels": "generate", "forms": "mixture,lone"}, "no form is called 'mixture'"),
-        ({"labels": "generate", "forms": "lone,none"}, "no form is called 'none'"),
+        ("given", None, ()), ("generate", None, ("mixture",)), ("sample", None, ("mixture",)), ("generate", "none", ()),
+        ("generate", "mixture", ("mixture",)), ("generate", "turns, lone", ("turns", "lone")),
     ],
-)
-def test_senseless_forms_are_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
-    with pytest.raises(TrainingError, match=match) as caught:
-        TrainOptions(name="x", **change).check()
-    assert caught.value.param == "forms"
-    with pytest.raises(TrainingError, match="forms is empty"):
-        TrainOptions(name="x", labels="generate", forms=" ,").check()
-
-
-def test_the_default_depends_on_the_labels(tmp_path: Path) -> None:
-    assert TrainOptions(name="x", run_dir=tmp_path).wanted_forms == ()
-    for labels in ("generate", "sample"):
-        assert TrainOptions(name="x", run_dir=tmp_path, labels=labels).wanted_forms == ("mixture",)  # type: ignore[arg-type]
+)  # fmt: skip
+def test_forms_as_written_on_the_command_line(labels: Any, text: str | None, forms: tuple[str, ...]) -> None:
+    assert TrainOptions(name="x", labels=labels, forms=text).wanted_forms == forms

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +11,28 @@ import pytest
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import Store
 from service.errors import DataError, RunMismatch, TrainingError
-from service.scoring import Scorer
 from service.trainer.guarantee import guarantee, plan
 from service.trainer.options import GuaranteeOptions, RecalibrateOptions
 from service.trainer.recalibrate import recalibrate
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.trainer.test_run import run
-
-Rows = list[dict[str, Any]]
+from tests.trainer.made import Never, Rows, run, served, store_of
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = tmp_path_factory.mktemp("trained")
-    return run(folder, rows=planted_rows(400), test=write_rows(folder / "test.jsonl", planted_rows(80, seed=3)))[0]
+    return run(tmp_path_factory.mktemp("trained"), rows=planted_rows(400), test=planted_rows(80, seed=3))[0]
 
 
 @pytest.fixture
 def store(trained: Bundle, tmp_path: Path) -> Store:
-    """With the trained bundle alone."""
-    shutil.copytree(trained.path, tmp_path / "store" / "planted" / "1")
-    return Store(tmp_path / "store")
+    return store_of(trained, tmp_path)
 
 
 def rare(count: int, seed: int) -> Rows:
     """Mostly hallucinated, 9 of 10: training has 4 of 10."""
     rows = planted_rows(6 * count, seed=seed, per_group=1)
     right = [row for row in rows if row["label"]][: count // 10]
-    wrong = [row for row in rows if not row["label"]][: count - count // 10]
-    return right + wrong
+    return right + [row for row in rows if not row["label"]][: count - count // 10]
 
 
 def recalibrated(
@@ -56,47 +47,45 @@ def recalibrated(
     return recalibrate(bundle, RecalibrateOptions(**given), engine, store, console=console), console
 
 
-def published(folder: Path, store: Store, rows: Rows | None = None, **changes: Any) -> Bundle:
+def published(folder: Path, store: Store, rows: Rows | None = None, **changes: Any) -> tuple[Bundle, Any]:
+    """The bundle, and its entry of the ledger."""
     bundle, console = recalibrated(folder, store, rows, **changes)
     assert bundle is not None, console.lines
-    return bundle
+    (record,) = bundle.evaluation()["recalibrations"]
+    return bundle, record
 
 
 def unlabelled(rows: Rows) -> Rows:
     return [{"prompt": row["prompt"], "group": row["group"]} for row in rows]
 
 
-class Never(PlantedEngine):
-    def __init__(self) -> None:
-        raise AssertionError("a model was loaded")
-
-
 def scored(bundle: Bundle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Risks and whether they were flagged, as served."""
-    scorer = Scorer(PlantedEngine(), bundle)  # replays the golden prompts
-    reports = scorer.score([scorer.render(row["prompt"]) for row in rows])
+    reports = served(bundle, rows)
     return np.array([report.risk for report in reports]), np.array([report.verdict.flagged for report in reports])
 
 
-def loss(risk: np.ndarray, rows: Rows) -> float:
-    return float(-np.log(np.where([row["label"] == 0 for row in rows], risk, 1 - risk)).mean())
+def check_served(before: Bundle, after: Bundle) -> None:
+    """Fresh traffic has the recalibrated risks, which hold there, and the decisions that it had."""
+    manifest, fresh = after.manifest, rare(300, 9)
+    assert manifest.recalibration is not None
+    (old, flagged), (new, still) = scored(before, fresh), scored(after, fresh)
+    wrong = [row["label"] == 0 for row in fresh]
+    np.testing.assert_allclose(new, manifest.recalibration(old), rtol=1e-9)
+    np.testing.assert_array_equal(flagged, still)
+    assert 0 < flagged.mean() < 1
+    loss = [float(-np.log(np.where(wrong, risk, 1 - risk)).mean()) for risk in (old, new)]
+    assert loss[1] < loss[0] - 0.02
+    assert new.mean() == pytest.approx(0.9, abs=0.06)  # training's 400 rows are no more exact
+    assert manifest.threshold == pytest.approx(float(manifest.recalibration(before.manifest.threshold)))
 
 
 def test_the_served_risk_is_recalibrated_and_the_decisions_stay(tmp_path: Path, store: Store, trained: Bundle) -> None:
-    bundle = published(tmp_path, store)
-    manifest = bundle.manifest
-    assert (bundle.reference, manifest.format_version) == ("planted:2", 1)
-    assert manifest.recalibration is not None
-    fresh = rare(300, 9)
-    before, after = scored(trained, fresh), scored(bundle, fresh)
-    np.testing.assert_allclose(after[0], manifest.recalibration(before[0]), rtol=1e-9)
-    np.testing.assert_array_equal(before[1], after[1])
-    assert 0 < before[1].mean() < 1
-    assert loss(after[0], fresh) < loss(before[0], fresh) - 0.02
-    assert after[0].mean() == pytest.approx(0.9, abs=0.05)
-    assert manifest.threshold == pytest.approx(float(manifest.recalibration(trained.manifest.threshold)))
+    bundle, _ = published(tmp_path, store)
+    assert (bundle.reference, bundle.manifest.format_version) == ("planted:2", 1)
+    check_served(trained, bundle)
     assert (bundle.path / "probes.safetensors").read_bytes() == (trained.path / "probes.safetensors").read_bytes()
-    assert manifest.classifier == trained.manifest.classifier
+    assert bundle.manifest.classifier == trained.manifest.classifier
 
 
 def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
@@ -104,31 +93,26 @@ def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:
     assert bundle is not None
     (record,) = bundle.evaluation()["recalibrations"]
     chosen = record["candidates"][record["chosen"]]
-    assert (record["from"], record["had_guarantee"], record["prior"]) == (
-        "planted:1",
-        False,
-        pytest.approx(0.4, abs=0.1),
-    )
+    assert (record["from"], record["had_guarantee"]) == ("planted:1", False)
+    assert record["prior"] == pytest.approx(0.4, abs=0.1)
     assert set(record["candidates"]) >= {"identity", "prior_shift", "intercept"}
     assert chosen["gain"]["low"] > 0
     assert chosen["log_loss"]["mean"] < record["candidates"]["identity"]["log_loss"]["mean"]
     for share in (record["traffic"]["share"], record["traffic"]["share_with_labels"]):
         assert share["low"] < share["value"] < share["high"]
-        assert share["value"] == pytest.approx(0.9, abs=0.06)  # training's 400 rows are no more exact
+        assert share["value"] == pytest.approx(0.9, abs=0.06)
     assert record["traffic"]["explained"]
     printed, card = "\n".join(console.lines), bundle.card()
     for text in ("| **", "labelled rows: 90.0% [", "traffic alone: ", "calibration error, debiased", "distance 0."):
         assert text in printed
     assert card.count("## Recalibration\n") == 1
-    assert card.index("## Recalibration\n") < card.index("## Limits\n")
     section = card[card.index("## Recalibration\n") : card.index("## Limits\n")]
     for text in ("planted:1", f"{chosen['log_loss']['mean']:.4f}", "plots/recalibration.png", "carried along",
                  f"{bundle.manifest.threshold:.4f} after", "the risk as it is"):  # fmt: skip
         assert text in section
     picture = (bundle.path / "plots" / "recalibration.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) < 60_000
-    again = published(tmp_path, store, traffic=unlabelled(rare(600, 7)), bundle="planted:1")
+    assert (picture[:4], len(picture) < 60_000) == (b"\x89PNG", True)
+    again, _ = published(tmp_path, store, traffic=unlabelled(rare(600, 7)), bundle="planted:1")
     assert again.manifest.digest == bundle.manifest.digest
 
 
@@ -137,21 +121,17 @@ def test_traffic_of_risks_and_of_prompts_is_the_same(tmp_path: Path, store: Stor
     digest = {"name": "planted", "version": 1, "digest": trained.manifest.digest}
     risks = [{"risk": float(risk), "bundle": digest} | row
              for risk, row in zip(scored(trained, rows)[0], unlabelled(rows), strict=True)]  # fmt: skip
-    found = [
-        published(folder, store, bundle="planted:1", traffic=traffic).evaluation()["recalibrations"][0]["traffic"][
-            "share"
-        ]
-        for folder, traffic in ((tmp_path / "a", unlabelled(rows)), (tmp_path / "b", risks))
-        if folder.mkdir() is None
-    ]
+    found = []
+    for name, traffic in (("a", unlabelled(rows)), ("b", risks)):
+        (tmp_path / name).mkdir()
+        found.append(published(tmp_path / name, store, bundle="planted:1", traffic=traffic)[1]["traffic"]["share"])
     assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 def test_labelled_rows_in_the_traffic_count_once(tmp_path: Path, store: Store) -> None:
     labelled = rare(150, 5)
-    bundle = published(tmp_path, store, labelled, traffic=unlabelled(rare(100, 7) + labelled))
-    traffic = bundle.evaluation()["recalibrations"][0]["traffic"]
-    assert (traffic["rows"], traffic["left_out"]) == (100, 150)
+    _, record = published(tmp_path, store, labelled, traffic=unlabelled(rare(100, 7) + labelled))
+    assert (record["traffic"]["rows"], record["traffic"]["left_out"]) == (100, 150)
     with pytest.raises(TrainingError, match="every row of the traffic"):
         recalibrated(tmp_path, store, labelled, bundle="planted:1", traffic=unlabelled(labelled))
 
@@ -170,87 +150,85 @@ def test_another_shift_is_refused_before_a_label_is_looked_at(tmp_path: Path, st
 def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Store) -> None:
     bundle, console = recalibrated(tmp_path, store, planted_rows(300, seed=11, per_group=1))
     assert bundle is None
-    assert "nothing was published" in console.lines[-1]
-    assert "**the risk as it is**" in "\n".join(console.lines)
+    printed = "\n".join(console.lines)
+    assert "nothing was published" in printed
+    assert "**the risk as it is**" in printed
     assert store.load("planted").reference == "planted:1"
     options = GuaranteeOptions(data=(str(tmp_path / "labelled.jsonl"),), run_dir=tmp_path / "run", alpha="0.3")
     with pytest.raises(RunMismatch, match="recalibrated"):  # the labels were looked at
         guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
 
 
-@pytest.mark.parametrize("by", ["prompt", "group"])
-@pytest.mark.parametrize(("seed", "what"), [(0, "the training rows"), (3, "the held-out rows")])
-def test_rows_that_the_bundle_has_seen_are_refused(tmp_path: Path, store: Store, seed: int, what: str, by: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        *(({by: planted_rows(40, seed=seed)[4][by]}, f"line 8: its {by} is among the {what} rows")
+          for by in ("prompt", "group") for seed, what in ((0, "training"), (3, "held-out"))),
+        ({"prompt": "Write a poem.", "applies": False}, 'line 8: "applies" is false'),
+    ],
+)  # fmt: skip
+def test_seen_and_unfit_rows(tmp_path: Path, store: Store, change: dict[str, Any], match: str) -> None:
     rows = rare(150, 5)
-    rows[7] = rows[7] | {by: planted_rows(40, seed=seed)[4][by]}
-    with pytest.raises(DataError, match=f"line 8: its {by} is among {what}"):
+    rows[7] = change if "applies" in change else rows[7] | change
+    with pytest.raises(DataError, match=match):
         recalibrated(tmp_path, store, rows, Never)
 
 
-def test_rows_that_ask_for_no_fact_have_no_place_here(tmp_path: Path, store: Store) -> None:
-    rows = [*rare(150, 5), {"id": "poem", "prompt": "Write a poem.", "applies": False}]
-    with pytest.raises(DataError, match='line 151: "applies" is false.*leave it out here'):
+def test_too_few_labels_of_a_class_are_said_before_a_model_is_loaded(tmp_path: Path, store: Store) -> None:
+    rows = [row for row in planted_rows(60, seed=5, per_group=1) if not row["label"]]
+    with pytest.raises(DataError, match="factual"):
         recalibrated(tmp_path, store, rows, Never)
 
 
-def test_rows_that_were_spent_here_cannot_be_calibrated_on(tmp_path: Path, store: Store) -> None:
+def test_rows_that_were_spent_here_cannot_be_calibrated_on_nor_the_version_again(tmp_path: Path, store: Store) -> None:
     published(tmp_path, store)
-    options: dict[str, Any] = {
-        "data": (str(tmp_path / "labelled.jsonl"),),
-        "alpha": "0.3",
-        "run_dir": tmp_path / "other",
-    }
+    options = GuaranteeOptions(data=(str(tmp_path / "labelled.jsonl"),), alpha="0.3", run_dir=tmp_path / "other")
     for bundle in ("planted:1", "planted:2"):
         with pytest.raises(DataError, match=r"the recalibration of planted:2 has spent"):
-            plan(store.load(bundle), GuaranteeOptions(**options), store)
+            plan(store.load(bundle), options, store)
+    with pytest.raises(TrainingError, match="recalibrated already.*planted:1"):
+        recalibrated(tmp_path, store, rare(150, 8), Never)
 
 
 def test_a_guarantee_is_dropped_aloud_and_a_new_one_can_be_had(tmp_path: Path, store: Store) -> None:
-    new = write_rows(tmp_path / "new.jsonl", planted_rows(400, seed=21))
-    first = guarantee(store.load("planted"), GuaranteeOptions(data=(str(new),), run_dir=tmp_path / "c", alpha="0.2"),
-                      PlantedEngine, store, console=Quiet())  # fmt: skip
-    assert first is not None
-    assert first.manifest.guarantee is not None
+    def guaranteed(seed: int) -> Bundle:
+        data = write_rows(tmp_path / f"{seed}.jsonl", planted_rows(400, seed=seed))
+        options = GuaranteeOptions(data=(str(data),), run_dir=tmp_path / f"run-{seed}", alpha="0.2")
+        found = guarantee(store.load("planted"), options, PlantedEngine, store, console=Quiet())
+        assert found is not None
+        assert found.manifest.guarantee is not None
+        return found
+
+    first = guaranteed(21)
     bundle, console = recalibrated(tmp_path, store)
     assert bundle is not None
+    moved, lost, card = bundle.manifest.recalibration, first.manifest.guarantee, bundle.card()
+    assert moved is not None
+    assert lost is not None
     assert bundle.manifest.guarantee is None
     assert sum("guarantee" in line for line in console.lines) == 2
-    assert "## Guarantee" not in bundle.card()
-    assert first.manifest.guarantee.statement not in bundle.card()
-    assert "guarantee of planted:2 was not carried over" in bundle.card()
-    assert bundle.manifest.threshold == pytest.approx(
-        float(bundle.manifest.recalibration(first.manifest.threshold))  # type: ignore[misc]
-    )
-    fresh = write_rows(tmp_path / "fresh.jsonl", planted_rows(400, seed=22))
-    again = guarantee(store.load("planted"), GuaranteeOptions(data=(str(fresh),), run_dir=tmp_path / "d", alpha="0.2"),
-                      PlantedEngine, store, console=Quiet())  # fmt: skip
-    assert again is not None
-    assert again.manifest.guarantee is not None
-    assert again.manifest.recalibration == bundle.manifest.recalibration
-    gates = [one.evaluation()["out_of_fold"]["gates"] for one in (first, again)]
-    assert gates[1]["groups"] == gates[0]["groups"]
-    for old, moved in zip(gates[0]["thresholds"], gates[1]["thresholds"], strict=True):
-        assert moved == (1.0 if old == 1 else pytest.approx(float(bundle.manifest.recalibration(old))))  # type: ignore[misc]
+    assert "## Guarantee" not in card
+    assert lost.statement not in card
+    assert "guarantee of planted:2 was not carried over" in card
+    assert bundle.manifest.threshold == pytest.approx(float(moved(first.manifest.threshold)))
+    again = guaranteed(22)
+    assert again.manifest.recalibration == moved
+    before, after = (one.evaluation()["out_of_fold"]["gates"] for one in (first, again))
+    assert after["groups"] == before["groups"]
+    for old, new in zip(before["thresholds"], after["thresholds"], strict=True):
+        assert new == (1.0 if old == 1 else pytest.approx(float(moved(old))))
     assert "## Recalibration" in again.card()
     assert "## Guarantee" in again.card()
 
 
 def test_the_threshold_may_stay_where_it_is(tmp_path: Path, store: Store, trained: Bundle) -> None:
     """A wrong answer costs what it did: on a risk that follows the traffic the same number is right."""
-    bundle = published(tmp_path, store, threshold_rule="keep")
+    bundle, record = published(tmp_path, store, threshold_rule="keep")
     fresh = rare(300, 9)
-    before, after = scored(trained, fresh)[1], scored(bundle, fresh)[1]
     assert bundle.manifest.threshold == trained.manifest.threshold == 0.5
-    assert after.mean() > before.mean()  # more risks lie above the same number
-    thresholds = bundle.evaluation()["recalibrations"][0]["thresholds"]
-    assert thresholds == {"rule": "keep", "before": 0.5, "after": 0.5}
+    assert scored(bundle, fresh)[1].mean() > scored(trained, fresh)[1].mean()  # more risks lie above the same number
+    assert record["thresholds"] == {"rule": "keep", "before": 0.5, "after": 0.5}
     assert "0.5000 before, 0.5000 after: the same number, other decisions" in bundle.card()
-
-
-def test_a_recalibrated_bundle_is_not_recalibrated_again(tmp_path: Path, store: Store) -> None:
-    published(tmp_path, store)
-    with pytest.raises(TrainingError, match="recalibrated already.*planted:1"):
-        recalibrated(tmp_path, store, rare(150, 8), Never)
 
 
 def test_a_dry_run_loads_no_model_and_writes_nothing(tmp_path: Path, store: Store) -> None:
@@ -261,45 +239,24 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(tmp_path: Path, store: Stor
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bundle_without_recorded_risks_needs_its_held_out_file_for_traffic(
-    tmp_path: Path, store: Store, trained: Bundle
-) -> None:
-    train = write_rows(tmp_path / "rows.jsonl", planted_rows(400))
-    test = write_rows(tmp_path / "test.jsonl", planted_rows(80, seed=3))
-    evaluation = trained.evaluation()
+def test_a_bundle_without_recorded_risks(tmp_path: Path, store: Store, trained: Bundle) -> None:
+    train = str(write_rows(tmp_path / "rows.jsonl", planted_rows(400)))
+    test = str(write_rows(tmp_path / "test.jsonl", planted_rows(80, seed=3)))
+    evaluation, traffic = trained.evaluation(), unlabelled(rare(200, 7))
     del evaluation["out_of_fold"]["risks"], evaluation["rows_seen"]
     store.publish(BundleDraft(trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}))
-    traffic = unlabelled(rare(200, 7))
     with pytest.raises(TrainingError, match="name its training file"):
         recalibrated(tmp_path, store, engine=Never)
-    bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(str(train), str(test)))
+    bundle, console = recalibrated(tmp_path, store, traffic=traffic, trained_on=(train, test))
     assert bundle is not None
     assert "against the best mixture" in "\n".join(console.lines)
     del evaluation["held_out"]
     store.publish(BundleDraft(trained.manifest, trained.probes, trained.golden, evaluation, trained.card(), {}))
-    given: dict[str, Any] = {"bundle": "planted:4", "trained_on": (str(train),)}
+    given: dict[str, Any] = {"bundle": "planted:4", "trained_on": (train,)}
     with pytest.raises(TrainingError, match="no risks of its training rows.*--allow-other-shift"):
         recalibrated(tmp_path, store, engine=Never, traffic=traffic, **given)
     bundle, console = recalibrated(tmp_path, store, traffic=traffic, allow_other_shift=True, **given)
     assert "cannot be tested: you insisted" in "\n".join(console.lines)
     assert bundle is not None
     assert "was not tested: someone insisted" in bundle.card()
-    labelled_only = published(tmp_path, store, **given)  # labels alone need no such comparison
-    assert "traffic" not in labelled_only.evaluation()["recalibrations"][0]
-
-
-def test_too_few_labels_of_a_class_are_said_before_a_model_is_loaded(tmp_path: Path, store: Store) -> None:
-    rows = [row for row in planted_rows(60, seed=5, per_group=1) if not row["label"]]
-    with pytest.raises(DataError, match="factual"):
-        recalibrated(tmp_path, store, rows, Never)
-
-
-def test_the_training_run_records_its_risks(trained: Bundle) -> None:
-    recorded = trained.evaluation()["out_of_fold"]["risks"]
-    risks = np.array(recorded["risk"].split(), float)
-    wrong = np.array(recorded["hallucinated"].split(), int)
-    assert len(risks) == len(wrong) == len(recorded["group"].split()) == 400
-    assert wrong.sum() == trained.manifest.training.hallucinated
-    assert risks[wrong == 1].mean() > risks[wrong == 0].mean() + 0.1
-    assert len(set(recorded["group"].split())) == 200
-    assert json.dumps(recorded).count("\n") == 0
+    assert "traffic" not in published(tmp_path, store, **given)[1]  # labels alone need no such comparison

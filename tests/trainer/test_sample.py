@@ -12,30 +12,27 @@ from service.data.training_rows import Dataset, read_dataset
 from service.judging.sample import Sample, sample_of
 from service.trainer.options import TrainOptions
 from service.trainer.training_set import KEPT, SHARE, draw_sample
-from tests.fitting.planted import planted_rows, write_rows
-from tests.trainer.test_run import Quiet, run
+from tests.fitting.planted import Quiet, planted_rows, write_rows
+from tests.trainer.made import Rows, run
 
 
-def dataset(path: Path, rows: list[dict[str, Any]]) -> Dataset:
+def dataset(path: Path, rows: Rows) -> Dataset:
     return read_dataset(write_rows(path, rows), "given", folds=None)
 
 
-def drawn(
-    folder: Path, rows: list[dict[str, Any]], test: list[dict[str, Any]] | None = None, **options: Any
-) -> tuple[Dataset, Sample | None]:
+def drawn(folder: Path, rows: Rows, test: Rows | None = None, **options: Any) -> tuple[Dataset, Sample | None]:
     data = dataset(folder / "rows.jsonl", rows)
     held = None if test is None else dataset(folder / "test.jsonl", test)
-    chosen = TrainOptions(data=(str(data.path),), name="a", run_dir=folder / "run", **options)
-    return draw_sample(chosen, data, held, Quiet())
+    return draw_sample(TrainOptions(data=(str(data.path),), name="a", **options), data, held, Quiet())
 
 
-def test_questions_leave_training_with_their_groups(tmp_path: Path) -> None:
+def test_questions_leave_training_with_their_groups_and_the_seed_alone_decides(tmp_path: Path) -> None:
     rows = planted_rows(1000)
     left, sample = drawn(tmp_path, rows)
     assert sample is not None
-    gone = {row["id"] for row in rows} - {row.id for row in left.rows}
-    assert len(gone) == 50 == SHARE * len(rows)
     by_id = {row["id"]: row for row in rows}
+    gone = by_id.keys() - {row.id for row in left.rows}
+    assert len(gone) == 50 == SHARE * len(rows)
     assert {by_id[name]["group"] for name in gone}.isdisjoint(row.group for row in left.rows)
     asked = [question.prompt for question in sample.questions]
     assert len(asked) == 25 == len({row["group"] for row in rows if row["prompt"] in asked})
@@ -44,6 +41,8 @@ def test_questions_leave_training_with_their_groups(tmp_path: Path) -> None:
     # The file is what the records name; a run on part of it is another run.
     whole = dataset(tmp_path / "rows.jsonl", rows)
     assert (left.file_digest, left.digest != whole.digest) == (whole.digest, True)
+    assert sample == drawn(tmp_path, [row | {"label": 1 - row["label"]} for row in rows])[1]
+    assert sample != drawn(tmp_path, rows, seeds=(7,))[1]
 
 
 def test_kinds_take_turns_and_the_first_ones_are_a_sample_too(tmp_path: Path) -> None:
@@ -54,58 +53,44 @@ def test_kinds_take_turns_and_the_first_ones_are_a_sample_too(tmp_path: Path) ->
     assert Counter(question.kind for question in sample.questions[:10]) == {"rare": 5, "frequent": 5}
 
 
-def test_the_draw_is_of_the_seed_and_of_nothing_else(tmp_path: Path) -> None:
-    rows = planted_rows(1000)
-    first = drawn(tmp_path, rows)[1]
-    assert first == drawn(tmp_path, rows)[1]
-    assert first == drawn(tmp_path, [row | {"label": 1 - row["label"]} for row in rows])[1]
-    assert first != drawn(tmp_path, rows, seeds=(7,))[1]
-
-
 def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
-    rows, test = planted_rows(240), planted_rows(200, seed=3)
-    left, sample = drawn(tmp_path, rows, test)
+    test = planted_rows(200, seed=3)
+    left, sample = drawn(tmp_path, planted_rows(240), test)
     assert sample is not None
     assert (len(left), sample.file, len(sample.questions)) == (240, "test.jsonl", KEPT)
     assert {question.prompt for question in sample.questions} <= {row["prompt"] for row in test}
 
 
+SYSTEM = [{"role": "system", "content": "x"}, {"role": "user", "content": "{}"}]
+OPENAI = {"labels": "generate", "judge": "openai", "judge_url": "http://127.0.0.1:1/v1", "judge_model": "judge"}
+
+
 @pytest.mark.parametrize(
     ("change", "options"),
     [
-        ({}, {"keep_sample": False}),
-        ({}, {"labels": "generate", "judge": "openai", "judge_url": "http://127.0.0.1:1/v1", "judge_model": "judge"}),
-        ({}, {"labels": "generate", "answer_pattern": "A: (.*)"}),
-        ({"answers": None}, {}),
-        ({"answers": ["?!"]}, {}),  # nothing is left of it to compare
-        ({"prompt": None, "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "{}"}]}, {}),
-        ({"prompt": "{}" + "x" * 500}, {}),
+        ({}, {"keep_sample": False}), ({}, OPENAI), ({}, {"labels": "generate", "answer_pattern": "A: (.*)"}),
+        ({"answers": None}, {}), ({"answers": ["?!"]}, {}),  # nothing is left of it to compare
+        ({"prompt": None, "messages": SYSTEM}, {}), ({"prompt": "{}" + "x" * 500}, {}),
     ],
-)
-def test_what_cannot_be_shown_or_judged_stays_in_training(
-    tmp_path: Path, change: dict[str, Any], options: dict[str, Any]
-) -> None:
+)  # fmt: skip
+def test_what_cannot_be_shown(tmp_path: Path, change: dict[str, Any], options: dict[str, Any]) -> None:
     rows = []
     for row in planted_rows(400):
         made = row | change
         if "messages" in made:
             made["messages"] = [one | {"content": one["content"].format(row["prompt"])} for one in made["messages"]]
-        if made["prompt"] and "{}" in made["prompt"]:
+        if made["prompt"]:
             made["prompt"] = made["prompt"].format(row["prompt"])
         rows.append({key: value for key, value in made.items() if value is not None})
     left, sample = drawn(tmp_path, rows, **options)
     assert (len(left), sample) == (400, None)
 
 
-def test_a_small_file_keeps_all_its_rows(tmp_path: Path) -> None:
+def test_few_rows_and_few_groups_of_a_class_stay(tmp_path: Path) -> None:
     left, sample = drawn(tmp_path, planted_rows(140))
     assert (len(left), sample) == (140, None)
-
-
-def test_no_class_falls_below_what_the_folds_need(tmp_path: Path) -> None:
     rows = planted_rows(400, per_group=1)
-    wrong = [row for row in rows if row["label"] == 0][:5]
-    rows = wrong + [row for row in rows if row["label"] == 1]
+    rows = [row for row in rows if row["label"] == 0][:5] + [row for row in rows if row["label"] == 1]
     for seed in range(20):  # some draws take one of the five
         left, _ = drawn(tmp_path, rows, seeds=(seed,))
         assert sum(row.label == 0 for row in left.rows) == 5
@@ -113,18 +98,14 @@ def test_no_class_falls_below_what_the_folds_need(tmp_path: Path) -> None:
 
 def test_a_run_keeps_the_sample_in_the_bundle(tmp_path: Path) -> None:
     bundle, console = run(tmp_path, rows=planted_rows(600), keep_sample=True)
-    sample = sample_of(bundle)
+    sample, data = sample_of(bundle), bundle.evaluation()["data"]
     assert sample is not None
     assert len(sample.questions) == 15
-    data = bundle.evaluation()["data"]
     assert data["rows"] == bundle.manifest.training.rows == 570
-    assert (
-        data["digest"]
-        == bundle.manifest.training.data_digest
-        == dataset(tmp_path / "rows.jsonl", planted_rows(600)).digest
-    )
+    whole = dataset(tmp_path / "rows.jsonl", planted_rows(600)).digest
+    assert data["digest"] == bundle.manifest.training.data_digest == whole
     [line] = [line for line in console.lines if "left out of training" in line]
-    assert line.startswith("15 questions are left out of training")
+    assert line.startswith("15 questions")
     assert "(30 rows;" in line
     again, _ = run(tmp_path, keep_sample=True)  # resumes
     assert sample_of(again) == sample

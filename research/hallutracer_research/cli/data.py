@@ -15,7 +15,7 @@ from hallutracer_research.data import judge_audit, mixture
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from service.cli.options import Json, UsageError
 from service.cli.output import print_json, print_line
-from service.data.forms import registry, spread
+from service.data import forms
 from service.data.forms.tasks import task_rows
 from service.data.options import Seed
 from service.data.training_rows import read_dataset
@@ -105,7 +105,7 @@ def in_forms(
     *,
     form: Annotated[
         tuple[str, ...],
-        option(f"Forms to draw from, repeatable: {', '.join(registry.families())}, one form's own name, or all."),
+        option(f"Forms to draw from, repeatable: {', '.join(forms.families())}, one form's own name, or all."),
     ] = ("all",),
     per_row: Annotated[int, option("In how many forms each question is asked.", limits=Range(1))] = 1,
     said: Annotated[
@@ -124,9 +124,9 @@ def in_forms(
 
       hallutracer data forms questions.jsonl --form turns --form passages --per-row 2 > rows.jsonl
     """
-    wanted, rows = registry.chosen(form), mixture.read_rows(file)
-    own = {} if said is None else spread.read_said(said)
-    made = spread.in_forms(rows, wanted, per_row=per_row, seed=seed, said=own)
+    wanted, rows = forms.chosen(form), mixture.read_rows(file)
+    own = {} if said is None else forms.read_said(said)
+    made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, said=own)
     for row in made:
         print_line(json.dumps(row, ensure_ascii=False))
     counts = Counter(row["form"] for row in made)

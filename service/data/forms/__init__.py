@@ -1,1 +1,409 @@
-"""Forms of conversation in which a question is asked, as rows to train on."""
+"""Forms of conversation: the same question alone, in a chat, under a system prompt, behind a passage, in other wording.
+
+A form makes of a question the messages in which somebody asks it.  What stands around it comes from ``wordings.toml``
+and from the other questions of the file, never from the question's own group.  ``in_forms`` makes rows to train on.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from service.data.judges import split_answers
+from service.data.rows import check_text, objects
+from service.errors import DataError, HalluTracerError
+
+_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+WORDINGS: Mapping[str, list[str]] = _TEXTS
+TURNS: Mapping[str, list[list[str]]] = _TEXTS  # its entries of several texts: what was said, and the answers
+Message = dict[str, str]
+Row = dict[str, Any]
+INSTRUCTION = re.compile(r"\s+Answer [^.?!]*\.$")  # behind a question: "Answer briefly."
+STATED = 8  # other questions with a statement, from which on facts and passages are made of statements alone
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row that asks something by itself.  Texts are "" where they are not known."""
+
+    id: str
+    text: str
+    answer: str  # the first accepted one
+    said: str  # what the model answered when it was asked alone
+    statement: str  # a sentence that gives the answer
+    group: str
+    kind: str
+
+    @property
+    def reply(self) -> str:
+        """Return a right answer, as a sentence where there is one."""
+        return self.statement or self.answer
+
+    @property
+    def note(self) -> str:
+        """Return a sentence or two that give the answer.  Raises Unfit where it is not known."""
+        if not (self.statement or self.answer):
+            raise Unfit
+        return self.statement or f"{INSTRUCTION.sub('', self.text)} {self.answer}."
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What may stand around one question: ``same`` are other questions of its kind, ``other`` those of other kinds."""
+
+    random: random.Random
+    same: Sequence[Question]
+    other: Sequence[Question]
+
+    def draw(self, count: int, *, alike: bool | None = None) -> list[Question]:
+        """Return different questions, of the same kind, of others, or (None) of all.  Raises Unfit for fewer."""
+        pools = {True: self.same, False: self.other, None: [*self.same, *self.other]}
+        pool = pools[alike] or pools[None]
+        if len(pool) < count:
+            raise Unfit
+        return self.random.sample(pool, count)
+
+    def wrong(self, question: Question) -> str:
+        """Return an answer to another question of the kind, not to this one.  Raises Unfit where there is none."""
+        answers = [one.answer for one in self.same or self.other if one.answer not in ("", question.answer)]
+        if not answers:
+            raise Unfit
+        return self.random.choice(answers)
+
+    def facts(self, count: int) -> str:
+        """Return true sentences that have nothing to do with the question."""
+        return " ".join(self.one_of(*WORDINGS["facts"], *(one.note for one in self.noted[:STATED]))
+                        for _ in range(count))  # fmt: skip
+
+    def one_of(self, *texts: Any) -> Any:
+        """Return one of them."""
+        return self.random.choice(texts)
+
+    @property
+    def noted(self) -> list[Question]:
+        """Return other questions to make notes of: those that have a statement, where there are some."""
+        pool = [*self.same, *self.other]
+        stated = [one for one in pool if one.statement]
+        return stated if len(stated) >= STATED else pool
+
+    def notes(self, count: int) -> list[str]:
+        """Return notes of different other questions.  Raises Unfit where there are fewer."""
+        if len(self.noted) < count:
+            raise Unfit
+        return [one.note for one in self.random.sample(self.noted, count)]
+
+
+class Unfit(Exception):  # noqa: N818 - not an error: the question takes another form
+    """The question, or the file around it, lacks what the form needs."""
+
+
+Make = Callable[[Question, Surroundings], list[Message]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """``weight`` is its share in a mixture, beside the others'."""
+
+    name: str
+    family: str
+    weight: float
+    make: Make
+
+
+def families() -> list[str]:
+    """Return what a mixture can be made of, in the order of the registry."""
+    return list(dict.fromkeys(form.family for form in FORMS.values()))
+
+
+def chosen(names: Iterable[str]) -> list[Form]:
+    """Return the forms of these names and families, each once.  Raises HalluTracerError naming those that there are."""
+    found: dict[str, Form] = {}
+    for name in names:
+        own = {form.name: form for form in FORMS.values() if name in (form.name, form.family, "all")}
+        if not own:
+            raise HalluTracerError(
+                f"no form is called {name!r}: all, {', '.join(families())}, or one of {', '.join(FORMS)}"
+            )
+        found |= own
+    return list(found.values())
+
+
+def is_one_message(form: Form) -> bool:
+    """Return whether a form is a single message, which a model without a chat template can be asked, too."""
+    return form.family not in ("system", "turns")
+
+
+def _said(user: str, assistant: str) -> list[Message]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def _ask(text: str, *before: Message) -> list[Message]:
+    """Return what came before, and this as the user's turn."""
+    return [*before, {"role": "user", "content": text}]
+
+
+def _system(question: Question, text: str) -> list[Message]:
+    return _ask(question.text, {"role": "system", "content": text})
+
+
+def _asked(wordings: str, question: Question, around: Surroundings, **texts: str) -> list[Message]:
+    """Return the question in one of the wordings of this name."""
+    return _ask(around.random.choice(WORDINGS[wordings]).format(q=question.text, **texts))
+
+
+def _typos(question: Question, around: Surroundings) -> list[Message]:
+    """Swap two neighbouring letters, or leave one out, in one or two words; names are left as they are."""
+    words = question.text.split(" ")
+    places = [place for place, word in enumerate(words) if len(word) > 3 and word.islower()]
+    if not places:
+        raise Unfit
+    for place in around.random.sample(places, min(len(places), around.random.choice((1, 2)))):
+        word, at = words[place], around.random.randrange(1, len(words[place]) - 1)
+        swapped = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+        words[place] = around.one_of(swapped, word[:at] + word[at + 1 :])
+    return _ask(" ".join(words))
+
+
+def _ending(question: Question, around: Surroundings) -> list[Message]:
+    """Put behind the question what asks for nothing more: "Answer:", three dots, a few letters."""
+    junk = "".join(around.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=around.random.randint(4, 24)))
+    return _asked("endings", question, around, j=junk)
+
+
+def _junk(question: Question, around: Surroundings) -> list[Message]:
+    """Put pieces that make no sense behind the question, seldom before it: markup, symbols, parts of words."""
+    choice, words = around.random.choice, [word for other in around.draw(4) for word in other.text.split()]
+
+    def cut() -> str:
+        word, other = choice(words), choice(words)
+        half = len(word) // 2
+        return choice((word, word.upper(), word.lower(), word[:half], word[half:], word + other.title()))
+
+    pieces = [choice((choice(WORDINGS["marks"]), cut())) for _ in range(around.random.randint(2, 24))]
+    junk = "".join(piece + choice(("", " ", " ")) for piece in pieces).strip()
+    return _asked("junk", question, around, j=junk)
+
+
+def _system_rules(question: Question, around: Surroundings) -> list[Message]:
+    rules = around.random.sample(WORDINGS["rules"], around.random.randint(2, 5))
+    return _system(question, "\n- ".join([around.one_of(*WORDINGS["short_system"]), *rules]))
+
+
+def _system_facts(question: Question, around: Surroundings) -> list[Message]:
+    facts = around.facts(around.random.randint(1, 3))
+    return _system(question, f"{around.one_of(*WORDINGS['short_system'])} {facts}")
+
+
+def _small_talk(question: Question, around: Surroundings) -> list[Message]:
+    pairs = around.random.sample(TURNS["small_talk"], around.random.randint(1, 2))
+    return _ask(question.text, *(message for pair in pairs for message in _said(*pair)))
+
+
+def _turn(question: Question, around: Surroundings, answer: Callable[[Question], str]) -> list[Message]:
+    """Return an earlier question, of the same kind or another, with this answer to it."""
+    [other] = around.draw(1, alike=around.random.random() < 0.5)
+    return _ask(question.text, *_said(other.text, answer(other)))
+
+
+def _turn_right(question: Question, around: Surroundings) -> list[Message]:
+    return _turn(question, around, lambda other: other.reply)
+
+
+def _turn_wrong(question: Question, around: Surroundings) -> list[Message]:
+    [other] = around.draw(1, alike=True)
+    return _ask(question.text, *_said(other.text, around.wrong(other)))
+
+
+def _greeting(question: Question, around: Surroundings) -> list[Message]:
+    return _ask(question.text, *_said(*around.one_of(*TURNS["greetings"])))
+
+
+def _turns_own(question: Question, around: Surroundings, counts: Sequence[int] = (2, 3, 8)) -> list[Message]:
+    """Return earlier questions with what the model answered to each."""
+    count = around.random.choice(counts) if len(counts) > 1 else counts[0]
+    pool = [one for one in (*around.same, *around.other) if one.said]
+    if len(pool) < count:
+        raise Unfit
+    before = around.random.sample(pool, count)
+    return _ask(question.text, *(message for one in before for message in _said(one.text, one.said)))
+
+
+def _turns_mixed(question: Question, around: Surroundings) -> list[Message]:
+    """Return right, wrong and refused ones, in any order."""
+    before: list[Message] = []
+    for other in around.draw(around.random.choice((2, 3, 3, 8))):
+        answers = (other.reply, other.reply, around.wrong(other), around.one_of(*WORDINGS["refusals"]))
+        before += _said(other.text, around.random.choice(answers))
+    return _ask(question.text, *before)
+
+
+def _turns_with_system(question: Question, around: Surroundings) -> list[Message]:
+    system = around.one_of(*WORDINGS["short_system"], *WORDINGS["personas"])
+    return [{"role": "system", "content": system},
+            *around.one_of(_turn_right, _greeting, _small_talk)(question, around)]  # fmt: skip
+
+
+def _few_shot(question: Question, around: Surroundings) -> list[Message]:
+    shots = around.draw(around.random.choice((2, 3, 5)), alike=around.random.random() < 0.7)
+    lead, ask, reply = around.random.choice((("", "Q: ", "A: "), ("Some examples:\n", "Question: ", "Answer: ")))
+    lines = [f"{ask}{one.text}\n{reply}{one.answer}" for one in shots]
+    return _ask(lead + "\n\n".join([*lines, f"{ask}{question.text}\n{reply.strip()}"]))
+
+
+def _passage(question: Question, around: Surroundings, notes: list[str]) -> list[Message]:
+    return _asked("passages", question, around, p=_shuffled(notes, around))
+
+
+def _passage_contradicting(question: Question, around: Surroundings) -> list[Message]:
+    if not question.answer:
+        raise Unfit
+    wrong = around.wrong(question)
+    note = question.note.replace(question.answer, wrong) if question.answer in question.note else f"{wrong}."
+    return _passage(question, around, [note, *around.notes(2)])
+
+
+def _passages_several(question: Question, around: Surroundings) -> list[Message]:
+    """Return two to four, of which one may have the answer."""
+    parts = [around.notes(around.random.randint(2, 4)) for _ in range(around.random.randint(2, 4))]
+    if around.random.random() < 0.5:
+        around.random.choice(parts).append(question.note)
+    numbered = [f"[{number}] {_shuffled(part, around)}" for number, part in enumerate(parts, 1)]
+    return _asked("passages", question, around, p="\n".join(numbered))
+
+
+def _long(question: Question, around: Surroundings, words: int) -> list[Message]:
+    """Return notes of so many words; in half of the cases one has the answer.  A word is about 1.4 tokens."""
+    notes = [question.note] if around.random.random() < 0.5 else []
+    pool = [*WORDINGS["notes"], *WORDINGS["facts"], *(one.note for one in around.noted)]
+    left = words - sum(len(note.split()) for note in notes)
+    while left > 0:
+        notes.append(around.random.choice(pool))
+        left -= len(notes[-1].split())
+    return _passage(question, around, notes)
+
+
+def _shuffled(notes: Sequence[str], around: Surroundings) -> str:
+    return " ".join(around.random.sample(notes, len(notes)))
+
+
+_FORMS: Sequence[tuple[str, str, float, Make]] = (
+    ("lone", "lone", 4.0, lambda q, around: _ask(q.text)),
+    ("polite", "wording", 1.0, lambda q, around: _asked("polite", q, around)),
+    ("chatter", "wording", 1.0, lambda q, around: _asked("chatter", q, around)),
+    ("lower", "wording", 1.0, lambda q, around: _ask(q.text.lower().rstrip("?.! "))),
+    ("typos", "wording", 1.0, _typos),
+    ("ending", "wording", 1.0, _ending),
+    ("junk", "junk", 1.0, _junk),
+    ("format", "formats", 1.0, lambda q, around: _asked("formats", q, around)),
+    ("system_short", "system", 1.0, lambda q, around: _system(q, around.one_of(*WORDINGS["short_system"]))),
+    ("system_persona", "system", 1.0, lambda q, around: _system(q, around.one_of(*WORDINGS["personas"]))),
+    ("system_rules", "system", 1.0, _system_rules),
+    ("system_long", "system", 1.0, lambda q, around: _system(q, around.one_of(*WORDINGS["long_system"]))),
+    ("system_facts", "system", 1.0, _system_facts),
+    ("greeting", "turns", 1.0, _greeting),
+    ("small_talk", "turns", 1.0, _small_talk),
+    ("turn_right", "turns", 1.0, _turn_right),
+    ("turn_wrong", "turns", 1.0, _turn_wrong),
+    ("turn_refused", "turns", 1.0, lambda q, around: _turn(q, around, lambda _: around.one_of(*WORDINGS["refusals"]))),
+    ("turn_own", "turns", 2.0, lambda q, around: _turns_own(q, around, (1,))),
+    ("turns_own", "turns", 1.5, _turns_own),
+    ("turns_mixed", "turns", 1.5, _turns_mixed),
+    ("turns_with_system", "turns", 1.0, _turns_with_system),
+    ("few_shot", "few_shot", 1.0, _few_shot),
+    ("fact_before", "facts", 1.5, lambda q, around: _asked("before", q, around, f=around.facts(1))),
+    ("fact_behind", "facts", 2.5, lambda q, around: _asked("behind", q, around,
+                                                           f=around.facts(around.one_of(1, 1, 1, 2, 3)))),
+    ("passage_right", "passages", 2.0, lambda q, around: _passage(q, around, [q.note, *around.notes(2)])),
+    ("passage_unrelated", "passages", 1.5, lambda q, around: _passage(q, around, around.notes(3))),
+    ("passage_contradicting", "passages", 0.1, _passage_contradicting),
+    ("passages_several", "passages", 1.5, _passages_several),
+    ("context_1k", "long", 0.6, lambda q, around: _long(q, around, 700)),
+    ("context_4k", "long", 0.1, lambda q, around: _long(q, around, 2800)),
+)  # fmt: skip
+FORMS = {name: Form(name, family, weight, make) for name, family, weight, make in _FORMS}
+
+
+def in_forms(
+    rows: Sequence[Row], forms: Sequence[Form], *, per_row: int = 1, seed: int = 0, said: dict[str, str] | None = None,
+    fits: Callable[[Form, list[Message]], bool] | None = None,
+) -> list[Row]:  # fmt: skip
+    """Return each row in ``per_row`` different forms, drawn by their weights; the same seed and rows give the same.
+
+    ``said`` is what the model answered, by id, for the forms with its own earlier answers.  A row that has ``messages``
+    is what it is: it stays, once, and so does one that does not apply.  A row that fits none of the forms is left out;
+    ``fits`` says whether the model can be asked messages of a form, and where not, the row takes another one.
+    """
+    asking = [row for row in rows if "prompt" in row and row.get("applies") is not False]
+    questions = {row["id"]: _question(row, said or {}) for row in asking}
+    by_kind: dict[str, list[Question]] = defaultdict(list)
+    for question in questions.values():
+        by_kind[question.kind].append(question)
+    every = list(questions.values())
+    found: list[Row] = []
+    for row in rows:
+        if row["id"] not in questions:
+            found.append({"form": "messages" if row.get("applies", True) else "task"} | row)
+            continue
+        question = questions[row["id"]]
+        draw = random.Random(f"{seed} {question.id}")
+        same = _others(question, by_kind[question.kind], draw)
+        other = [one for one in _others(question, every, draw) if one.kind != question.kind]
+        found += _rows(row, question, Surroundings(draw, same, other), forms, per_row, fits)
+    return found
+
+
+def read_said(path: Path) -> dict[str, str]:
+    """Return what the model answered, by id, of a run's ``answers.jsonl``.  Raises DataError."""
+    problems: list[str] = []
+    said: dict[str, str] = {}
+    for line, value in objects(path, problems):
+        found = list(check_text(value, "id", required=True))
+        if not isinstance(value.get("answer"), str):
+            found.append("'answer' must be a string: answers.jsonl of a run folder is expected")
+        problems += [f"line {line}: {problem}" for problem in found]
+        if not found:
+            said[value["id"]] = value["answer"]
+    if problems:
+        raise DataError(str(path), problems)
+    return said
+
+
+def _rows(
+    row: Row, question: Question, around: Surroundings, forms: Sequence[Form], per_row: int,
+    fits: Callable[[Form, list[Message]], bool] | None,
+) -> list[Row]:  # fmt: skip
+    found: list[Row] = []
+    left = list(forms)
+    while left and len(found) < per_row:
+        [form] = around.random.choices(left, [one.weight for one in left])
+        left.remove(form)
+        try:
+            messages = form.make(question, around)
+        except Unfit:
+            continue
+        if fits is None or fits(form, messages):
+            kept = {key: value for key, value in row.items() if key != "prompt"}
+            name = {"id": f"{row['id']}+{form.name}", "group": question.group, "form": form.name}
+            found.append(kept | name | {"messages": messages})
+    return found
+
+
+def _others(question: Question, pool: Sequence[Question], draw: random.Random) -> list[Question]:
+    """Return up to 40 of the pool, of other groups and with other answers, which are known."""
+    some = draw.sample(pool, min(len(pool), 60))
+    return [one for one in some if one.group != question.group and one.answer not in ("", question.answer)][:40]
+
+
+def _question(row: Row, said: dict[str, str]) -> Question:
+    accepted, _ = split_answers([str(one) for one in row.get("answers") or ()])  # what else a judge needs is no text
+    return Question(
+        id=str(row["id"]), text=str(row["prompt"]).strip(), answer=accepted[0] if accepted else "",
+        said=said.get(str(row["id"]), "").strip(), statement=str(row.get("statement", "")),
+        group=str(row.get("group") or row["id"]), kind=str(row.get("kind", "")),
+    )  # fmt: skip

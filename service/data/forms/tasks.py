@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from service.data.forms.registry import TURNS, WORDINGS, Form, Message, Question, Surroundings, Unfit, chosen
+from service.data.forms import TURNS, WORDINGS, Message, Question, Surroundings, Unfit, chosen
 
 _SLOTS = {
     "topic": "topics", "place": "places", "person": "people", "matter": "matters", "role": "roles",
@@ -27,15 +27,11 @@ AROUND = ("system", "turns", "few_shot", "facts", "passage_unrelated", "context_
 BEFORE_FOLLOW_UP = ("turn_right", "turn_wrong", "turn_own", "turns_own", "turns_mixed")
 
 # Wordings of questions that suit any request: were they left to the questions, they would give them away.
-_AROUND_QUESTIONS = [
-    one
-    for one in (*WORDINGS["polite"], *WORDINGS["formats"])
-    if not any(word in one for word in ("tell me", "several answers"))
-]
+_AROUND_QUESTIONS = [one for one in (*WORDINGS["polite"], *WORDINGS["formats"])
+                     if not any(word in one for word in ("tell me", "several answers"))]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TaskRequest:
+class TaskRequest(NamedTuple):
     """``topic`` is what requests of one wording, or of one text, have in common."""
 
     text: str
@@ -45,8 +41,7 @@ class TaskRequest:
 Make = Callable[[random.Random], TaskRequest]
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """``follows`` an answer to a question: it makes no sense alone."""
 
     name: str
@@ -71,11 +66,10 @@ def task_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def _new(draw: random.Random, task: Task, seen: set[str]) -> TaskRequest:
     """Return a request that was not made before, unless there is hardly a new one left."""
-    request = task.make(draw)
-    for _ in range(30):
+    for _ in range(31):
+        request = task.make(draw)
         if request.text.lower() not in seen:
             break
-        request = task.make(draw)
     seen.add(request.text.lower())
     return request
 
@@ -87,16 +81,11 @@ def _conversation(draw: random.Random, task: Task, request: TaskRequest) -> list
     asked = Question(id="", text=request.text, answer="", said="", statement="", group="", kind="task")
     pool = draw.sample(TURNS["asked"], len(TURNS["asked"]))
     others = [Question("", text, answer, said, said, text, "fact") for text, answer, said in pool]
-    return _in_form(forms, asked, Surroundings(draw, same=others[::2], other=others[1::2]))
-
-
-def _in_form(forms: Sequence[Form], asked: Question, around: Surroundings) -> list[Message]:
+    around = Surroundings(draw, same=others[::2], other=others[1::2])
     while True:  # a form with a long passage is unfit for half of its draws: the answer, which there is none of
-        [form] = around.random.choices(forms, [one.weight for one in forms])
-        try:
+        [form] = draw.choices(forms, [one.weight for one in forms])
+        with suppress(Unfit):
             return form.make(asked, around)
-        except Unfit:
-            continue
 
 
 def _code_help(draw: random.Random) -> TaskRequest:
@@ -195,28 +184,17 @@ def _of(wordings: str) -> Make:
 
 
 _TASKS: Sequence[tuple[str, float, Make]] = (
-    ("greeting", 1.0, _of("greeting")),
-    ("chat", 1.0, _of("chatting")),
-    ("thanks_and_goodbye", 0.7, _of("leaving")),
-    ("about_you", 0.7, _of("about")),
-    ("writing", 1.5, _of("writing")),
-    ("letter", 1.0, _of("letters")),
+    ("greeting", 1.0, _of("greeting")), ("chat", 1.0, _of("chatting")), ("thanks_and_goodbye", 0.7, _of("leaving")),
+    ("about_you", 0.7, _of("about")), ("writing", 1.5, _of("writing")), ("letter", 1.0, _of("letters")),
     ("rewriting", 1.5, lambda draw: _handed(draw, "rewriting", _one_of(draw, "clumsy", "sentences", "facts"))),
     ("translating", 1.3, lambda draw: _handed(draw, "translating", _one_of(draw, "sentences", "sentences", "facts"))),
-    ("code", 1.2, _of("coding")),
-    ("code_help", 1.0, _code_help),
+    ("code", 1.2, _of("coding")), ("code_help", 1.0, _code_help),
     ("summary", 1.5, lambda draw: _handed(draw, "summary", _text(draw), in_passages=True)),
     ("extracting", 1.0, lambda draw: _handed(draw, "extracting", _text(draw), in_passages=True)),
     ("classifying", 1.0, lambda draw: _handed(draw, "classifying", _reviews(draw))),
-    ("brainstorm", 1.0, _of("brainstorm")),
-    ("advice", 1.0, _of("advice")),
-    ("planning", 0.7, _of("planning")),
-    ("role_play", 1.0, _of("role_play")),
-    ("formatting", 1.0, _formatting),
-    ("constraint", 0.7, _of("creative")),
-    ("opinion", 1.0, _of("opinion")),
-    ("meta", 0.7, _of("meta_requests")),
-    ("follow_up", 1.0, _of("follow_ups")),
+    ("brainstorm", 1.0, _of("brainstorm")), ("advice", 1.0, _of("advice")), ("planning", 0.7, _of("planning")),
+    ("role_play", 1.0, _of("role_play")), ("formatting", 1.0, _formatting), ("constraint", 0.7, _of("creative")),
+    ("opinion", 1.0, _of("opinion")), ("meta", 0.7, _of("meta_requests")), ("follow_up", 1.0, _of("follow_ups")),
     ("nonsense", 0.6, _nonsense),
-)
+)  # fmt: skip
 TASKS = {name: Task(name, weight, name == "follow_up", make) for name, weight, make in _TASKS}

@@ -1,0 +1,57 @@
+"""Quick runs on the planted engine, and what is made of their bundles."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from probes_store.bundle import Bundle
+from probes_store.store import Store
+from service.scoring import RiskReport, Scorer
+from service.trainer.options import TrainOptions
+from service.trainer.run import train
+from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+
+Rows = list[dict[str, Any]]
+FAST: dict[str, Any] = {
+    "folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1, "forms": "none",
+    "keep_sample": False,
+}  # fmt: skip
+ONE: dict[str, Any] = {"folds": 2, "seeds": (0,), "c": 0.3, "evaluate": False}  # the quickest
+FUSED = ("depth_mean", "log_max_prob", "entropy")
+
+
+def run(folder: Path, engine: Any = None, rows: Rows | None = None, **changes: Any) -> tuple[Bundle, Quiet]:
+    """Train in ``folder``; rows that are given as a list for ``test`` or ``calibration`` are written there."""
+    folder.mkdir(exist_ok=True)
+    if not (data := folder / "rows.jsonl").exists():
+        write_rows(data, planted_rows(240) if rows is None else rows)
+    for name in ("test", "calibration"):
+        if isinstance(changes.get(name), list):
+            changes[name] = write_rows(folder / f"{name}.jsonl", changes[name])
+    options: dict[str, Any] = FAST | {"data": (str(data),), "name": "planted", "run_dir": folder / "run"} | changes
+    console, store = Quiet(), Store(folder / "store")
+    return train(TrainOptions(**options), lambda: engine or PlantedEngine(), store, console=console), console
+
+
+class Never(PlantedEngine):
+    def __init__(self) -> None:
+        raise AssertionError("a model was loaded")
+
+
+def store_of(bundle: Bundle, folder: Path) -> Store:
+    """A store with this bundle alone, as planted:1."""
+    shutil.copytree(bundle.path, folder / "store" / "planted" / "1")
+    return Store(folder / "store")
+
+
+def served(bundle: Bundle, rows: Rows, engine: Any = None) -> list[RiskReport]:
+    """As a service answers; it replays the golden prompts first."""
+    scorer = Scorer(engine or PlantedEngine(), bundle)
+    return scorer.score([scorer.render(row["prompt"]) for row in rows])
+
+
+def section(bundle: Bundle, title: str) -> str:
+    """A part of the card, in one line."""
+    return " ".join(bundle.card().partition(f"## {title}\n")[2].partition("\n## ")[0].split())

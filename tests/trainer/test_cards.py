@@ -1,0 +1,370 @@
+"""What a run says of its bundle: the tables, the plots, the threshold's rule in words, and bundles side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from PIL import Image
+
+from probes_store.bundle import Bundle
+from probes_store.store import SHIPPED, Store
+from service.errors import TrainingError
+from service.fitting.nested_cv import NAMES, Evaluation, Inputs
+from service.fitting.scores import at_threshold, auroc_interval, reliability, risk_auroc
+from service.judging.coverage import coverage
+from service.trainer.cards import (
+    better_options,
+    cell,
+    cheaper_and_better,
+    closing_lines,
+    rule_in_words,
+    summary_table,
+    write_card,
+)
+from service.trainer.comparison import compare
+from service.trainer.plots import PlotData, _coverage, _reliability, draw
+from service.trainer.publish import by_form
+from tests.command_line import hallutracer
+from tests.fitting.planted import Quiet, planted_rows
+from tests.trainer.made import run, section
+
+QUICK: dict[str, Any] = {"seeds": (0, 1), "c": 0.3}
+OWN, FUSED = "depth_mean_unit_norm", "fused_unit_norm"
+
+
+class MadeInputs(Inputs):
+    """Labels and groups only."""
+
+    def __init__(self, label: np.ndarray, group: np.ndarray) -> None:
+        object.__setattr__(self, "made", label)
+        object.__setattr__(self, "group", group)
+
+    @property
+    def label(self) -> np.ndarray:
+        return self.made  # type: ignore[attr-defined,no-any-return]
+
+
+def made(noise: dict[str, float]) -> tuple[Inputs, Evaluation]:
+    """Two test sides of 300 rows in groups of 3; a signal's noise decides how well it ranks."""
+    rng = np.random.default_rng(0)
+    group = np.repeat(np.arange(200), 3)
+    label = (rng.normal(size=200)[group] + rng.normal(size=600) > 0).astype(np.int64)
+    sides = np.array_split(np.arange(600), 2)
+    tests, signals = {}, {}
+    for name in NAMES:
+        risk = -label + noise.get(name, 3.0) * rng.normal(size=600)
+        tests[name] = [(side, risk[side]) for side in sides]
+        low, high = auroc_interval(label, group, tests[name])
+        mean = float(np.mean([risk_auroc(label[side], risk[side]) for side in sides]))
+        signals[name] = {"auroc": {"mean": mean, "low": low, "high": high}, "ece": {"mean": 0.02},
+                         "calibration_debiased": {"mean": 0.01}}  # fmt: skip
+    signals[OWN]["auroc_within_kind"] = {"mean": 0.678}
+    return MadeInputs(label, group), Evaluation({"signals": signals}, {}, tests)
+
+
+def test_the_table_has_every_signal_and_marks_ours() -> None:
+    _, nested = made({OWN: 1.0})
+    lines = summary_table(nested.document["signals"], OWN).splitlines()
+    assert len(lines) == 2 + len(NAMES)
+    [ours] = [line for line in lines if "> depth mean, unit norm" in line]
+    assert "0.678" in ours
+    assert f"{nested.document['signals'][OWN]['auroc']['mean']:.3f} [" in ours
+    assert "within kind" in lines[0]
+
+
+CONTEXT, FUSED_CONTEXT = "context_unit_norm", "fused_context_unit_norm"
+EQUAL = dict.fromkeys((OWN, FUSED, "depth_mean_standardized", "fused_standardized"), 1.5)
+
+
+@pytest.mark.parametrize(
+    ("noise", "own", "recommended"),
+    [
+        (EQUAL | {FUSED: 0.8, "fused_standardized": 2.5}, OWN, 1), (EQUAL | {FUSED: 0.8}, FUSED, 0), (EQUAL, OWN, 0),
+        # The flags choose scale and first token only: what they publish reads the context where the bundle does.
+        (dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8}, CONTEXT, 1),
+        (dict.fromkeys(NAMES, 3.0) | {CONTEXT: 1.5, FUSED_CONTEXT: 0.8, FUSED: 0.8, OWN: 0.8}, FUSED_CONTEXT, 0),
+    ],
+)  # fmt: skip
+def test_a_gain_beyond_chance_is_recommended(noise: dict[str, float], own: str, recommended: int) -> None:
+    lines = list(better_options(*made(noise), own))
+    assert len(lines) == recommended
+    assert all(line.startswith("--logit-scale unit_norm --signals depth_mean,first_token gains 0.") for line in lines)
+
+
+def test_a_signal_without_probes_that_ranks_better_is_said_above_the_table() -> None:
+    def signals(**auroc: float) -> dict[str, Any]:
+        keys = ("auroc", "ece", "calibration_debiased")
+        return {name: {key: {"mean": value, "std": 0.1} for key in keys} for name, value in auroc.items()}
+
+    rows = signals(depth_mean_unit_norm=0.844, first_token_entropy=0.904, prompt_length=0.85, best_head=0.95)
+    said = cheaper_and_better(rows, OWN)
+    assert said is not None
+    assert "first-token entropy" in said
+    assert "0.904 against 0.844" in said
+    lines = list(islice(closing_lines({"cross_validation": {"signals": rows}, "signal_of_the_bundle": OWN}), 3))
+    assert lines[0] == said
+    assert "0.904 +/- 0.100" in lines[2]  # without intervals the table is drawn, too
+    assert cheaper_and_better(signals(depth_mean_unit_norm=0.844, first_token_entropy=0.84), OWN) is None
+    assert cell({"mean": 0.5, "std": 0.1, "low": 0.4, "high": 0.6}) == "0.500 [0.400, 0.600]"
+
+
+# Figures: there, small, and a function of the numbers alone.
+
+
+def data(layers: int = 6, count: int = 500, seed: int = 0) -> PlotData:
+    rng = np.random.default_rng(seed)
+    label = rng.integers(0, 2, count)
+    risk = 1 / (1 + np.exp(2.0 * label - 1 + rng.normal(size=count)))
+    mean = np.stack([-np.linspace(0, 1, layers), np.linspace(0, 1, layers)])
+    risks = {"depth mean": risk, "first-token probability": rng.random(count)}
+    aurocs = 0.6 + 0.2 * rng.random((3, layers))
+    group, deep = np.arange(count) // 2, np.array([0.8, 0.81, 0.79])
+    return PlotData(label, group, risks, mean, np.ones_like(mean), aurocs, deep, "a unit", "depth mean", 0.5)
+
+
+def test_the_same_numbers_draw_the_same_bytes() -> None:
+    first = draw(data())
+    assert sorted(first) == ["coverage.png", "layers.png", "precision_recall.png", "reliability.png", "roc.png",
+                             "trajectories.png"]  # fmt: skip
+    assert first == draw(data())
+    other = draw(data(seed=1))
+    assert all(first[name] != other[name] for name in ("layers.png", "roc.png", "reliability.png"))
+    assert list(draw(dataclasses.replace(data(), risk={}))) == ["layers.png", "trajectories.png"]
+
+
+@pytest.mark.parametrize(("layers", "count"), [(2, 20), (96, 20000)])
+def test_figures_are_small_and_carry_no_metadata(layers: int, count: int) -> None:
+    for name, png in draw(data(layers, count)).items():
+        assert len(png) < 60_000, name
+        image = Image.open(io.BytesIO(png))
+        assert image.info.keys() <= {"dpi", "transparency"}
+        assert min(image.size) > 300
+
+
+def test_reliability_shows_the_bins_rows_and_the_bands_of_the_bundles_own_risk() -> None:
+    def shown(given: PlotData) -> tuple[str, np.ndarray]:
+        axes = Figure().add_subplot()
+        _reliability(axes, given)
+        (bars,) = (one for one in axes.collections if isinstance(one, LineCollection))
+        return axes.get_title(), np.array([segment[:, 1] for segment in bars.get_segments()])
+
+    given = data(count=600)
+    title, bands = shown(given)
+    assert "15 bins of 40 rows" in title
+    _, observed, _ = reliability(given.label, given.risk["depth mean"])
+    assert bands.shape == (15, 2)
+    assert np.all((bands[:, 0] <= observed) & (observed <= bands[:, 1]))
+    alone, few = (shown(dataclasses.replace(given, group=np.arange(600) % size))[1] for size in (600, 4))
+    assert np.diff(alone).mean() < np.diff(few).mean()  # rows of few groups tell less
+    rounded = {"depth mean": np.round(given.risk["depth mean"] * 2) / 2}
+    assert "3 bins of " in shown(dataclasses.replace(given, risk=rounded))[0]
+
+
+def test_the_curve_of_coverage_shows_the_chosen_point() -> None:
+    given = data()
+    for threshold in (0.3, 0.5, 0.7, 1e-9):
+        axes = Figure().add_subplot()
+        _coverage(axes, dataclasses.replace(given, threshold=threshold))
+        gate = at_threshold(given.label, given.risk["depth mean"], threshold)
+        found = [line.get_xydata()[0].tolist() for line in axes.lines if line.get_marker() == "o"]  # type: ignore[index]
+        assert found == ([[gate["answered"], gate["wrong_among_answered"]]] if gate["answered"] else [])
+        said = f"the bundle's threshold, {threshold:.3f}" + ("" if found else ", answers nothing")
+        assert said in [str(line.get_label()) for line in axes.lines]
+
+
+# The rule of a threshold through a whole run: manifest, evaluation.json, card, plot and console say the same.
+
+
+@pytest.fixture(scope="module")
+def by_cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Quiet]:
+    return run(tmp_path_factory.mktemp("cost"), test=planted_rows(90, seed=3), **QUICK)
+
+
+@pytest.fixture(scope="module")
+def missed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Quiet]:
+    """Every fifth label is turned, so that some of the surest answers are wrong."""
+    rows = [row | {"label": 1 - row["label"]} if place % 5 == 0 else row for place, row in enumerate(planted_rows(240))]
+    return run(tmp_path_factory.mktemp("missed"), rows=rows, target="wrong<=0.01", **QUICK)
+
+
+def test_by_default_what_is_more_likely_right_than_wrong_is_answered(by_cost: tuple[Bundle, Quiet]) -> None:
+    bundle, console = by_cost
+    found = bundle.evaluation()["threshold"]
+    assert bundle.manifest.threshold == found["threshold"] == 0.5
+    assert (found["rule"], found["wrong_costs"]) == ("wrong_costs", 1.0)
+    for said in (section(bundle, "Threshold"), " ".join(console.lines)):
+        assert "hreshold 0.5000 = 1 / (1 + K) with K = 1" in said
+        assert "answer what is more likely right than wrong" in said
+
+
+def test_another_cost_moves_the_threshold_and_every_figure_at_it(tmp_path: Path, by_cost: tuple[Bundle, Quiet]) -> None:
+    bundle, _ = run(tmp_path, test=planted_rows(90, seed=3), wrong_costs=4.0, **QUICK)
+    careful, plain = bundle.evaluation(), by_cost[0].evaluation()
+    said = section(bundle, "Threshold")
+    assert (bundle.manifest.threshold, "with K = 4" in said, "more likely right" in said) == (0.2, True, False)
+    for part in ("cross_validation", "held_out"):
+        assert careful[part]["at_threshold"]["answered"] < plain[part]["at_threshold"]["answered"]
+    for evaluation, k in ((careful, 4), (plain, 1)):  # the nested figures are those of the chosen threshold
+        crossed = evaluation["cross_validation"]
+        [row] = (row for row in crossed["by_wrong_costs"] if row["wrong_costs"] == k)
+        assert row == {"wrong_costs": k, "threshold": 1 / (1 + k)} | crossed["at_threshold"]
+    own = coverage(bundle).own
+    assert own is not None
+    assert (own.threshold, own.answered) == (0.2, careful["cross_validation"]["at_threshold"]["answered"])
+
+
+def test_the_card_has_a_table_of_costs(by_cost: tuple[Bundle, Quiet]) -> None:
+    card, crossed = by_cost[0].card(), by_cost[0].evaluation()["cross_validation"]
+    rows = re.findall(r"^\| (0\.25|0\.5|1|2|4) \| (0\.\d{3}) \| (.+?) \| (.+?) \| (.+?) \|$", card, re.MULTILINE)
+    assert [(k, at) for k, at, *_ in rows] == [
+        ("0.25", "0.800"), ("0.5", "0.667"), ("1", "0.500"), ("2", "0.333"), ("4", "0.200")
+    ]  # fmt: skip
+    for (*_, answered, wrong, withheld), row in zip(rows, crossed["by_wrong_costs"], strict=True):
+        shown = (f"{row[key]:.1%}" for key in ("answered", "wrong_among_answered", "right_withheld"))
+        assert (answered, wrong, withheld) == tuple(shown)
+    assert "coverage.png" in card
+
+
+@pytest.mark.parametrize("target", ["wrong<=0.2", "answered>=0.5"])
+def test_a_target_that_is_reached(tmp_path: Path, target: str) -> None:
+    bundle, console = run(tmp_path, target=target, **QUICK)
+    found = bundle.evaluation()["threshold"]
+    assert (found["rule"], found["target"], found["reached"]) == ("target", target, True)
+    assert found["threshold"] == bundle.manifest.threshold != 0.5
+    gate = found["out_of_fold"]
+    assert 0.1 < gate["wrong_among_answered"] <= 0.2 if target == "wrong<=0.2" else 0.5 <= gate["answered"] < 0.51
+    for said in (section(bundle, "Threshold"), " ".join(console.lines)):
+        assert f"for the target {target}: it answers {gate['answered']:.1%}" in said
+        assert "out of reach" not in said
+    assert "no guarantee" in section(bundle, "Threshold")
+
+
+def test_a_target_out_of_reach_is_said_so_and_does_not_open_the_gate(missed: tuple[Bundle, Quiet]) -> None:
+    bundle, console = missed
+    found = bundle.evaluation()["threshold"]
+    gate = found["out_of_fold"]
+    assert (found["reached"], found["threshold"]) == (False, bundle.manifest.threshold)
+    assert gate["wrong_among_answered"] > 0.01
+    assert gate["answered"] < 0.5
+    for row in bundle.evaluation()["cross_validation"]["by_wrong_costs"][:3]:
+        assert gate["wrong_among_answered"] < row["wrong_among_answered"]
+    words = (
+        "he target wrong<=0.01 is out of reach. What is reachable is the lowest share of wrong with at least 20 "
+        f"answered rows: threshold {found['threshold']:.4f}, which was published, answers {gate['answered']:.1%} of "
+        f"the training rows by out-of-fold risks, and {gate['wrong_among_answered']:.1%} of these answers are wrong"
+    )
+    assert f"t{words}" in console.lines
+    assert f"**T{words}.**" in section(bundle, "Threshold")
+    gate = {"answered": 0.9, "wrong_among_answered": 0.3, "right_withheld": 0.0}
+    other = {"rule": "target", "target": "answered>=1", "reached": False, "threshold": 1.0, "out_of_fold": gate}
+    assert "What is reachable is the largest share answered" in rule_in_words(other)
+
+
+def test_too_few_rows_for_a_target_publish_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="20 answered rows, and there are 18") as caught:
+        run(tmp_path, rows=planted_rows(18), target="wrong<=0.2", folds=2, seeds=(0,), c=0.3, evaluate=False)
+    assert caught.value.param == "target"
+    assert not (tmp_path / "store" / "planted").exists()
+
+
+def test_a_gate_that_answers_nothing_says_so(missed: tuple[Bundle, Quiet]) -> None:
+    evaluation, manifest = missed[0].evaluation(), missed[0].manifest
+    crossed, nothing = (
+        evaluation["cross_validation"],
+        {"answered": 0.0, "wrong_among_answered": 0.0, "right_withheld": 1.0},
+    )
+    crossed["at_threshold"] = nothing
+    crossed["by_wrong_costs"][-1] |= nothing
+    said = write_card(manifest, evaluation, signal_std=[1.0] * len(manifest.signals), left_out={}, plots=[])
+    assert "**no prompt is answered**" in said
+    assert "| 4 | 0.200 | 0.0% | - | 100.0% |" in said
+
+
+# The table by form of conversation.
+
+LABEL = np.array([0, 0, 1, 1, 0, 0])
+RISK = np.array([[0.9, 0.4, 0.3, 0.6, 0.2, 0.8], [0.7, 0.2, 0.1, 0.4, 0.2, 0.6]])
+FORMS = [{"form": name} for name in ("lone", "lone", "lone", "lone", "turns", "turns")]
+
+
+def test_each_form_has_its_own_row() -> None:
+    found = by_form(LABEL, RISK, FORMS, 0.5)
+    lone, turns = found["lone"], found["turns"]
+    assert list(found) == ["lone", "turns"]
+    assert (lone["rows"], lone["wrong"], lone["mean_risk"]) == (4, 0.5, pytest.approx(0.45))
+    assert lone["auroc"] == pytest.approx(0.75)  # in each seed: 3 of the 4 pairs in their order
+    assert lone["answered"] == pytest.approx(5 / 8)
+    assert lone["wrong_among_answered"] == pytest.approx(2 / 5)  # .4 and .2 of .4 .3 .2 .1 .4
+    assert lone["mean_risk_among_answered"] == pytest.approx(0.28)
+    assert (turns["auroc"], turns["wrong"], turns["answered"]) == (None, 1.0, 0.5)
+    closed = by_form(LABEL, RISK, FORMS, 0.05)["lone"]
+    assert (closed["answered"], closed["wrong_among_answered"]) == (0, None)
+    assert by_form(LABEL, RISK, [*FORMS[:-1], {}], 0.5) == {}  # a row that names no form
+
+
+def test_evaluation_and_card_have_a_table_by_form(tmp_path: Path) -> None:
+    bundle, _ = run(
+        tmp_path, rows=[row | {"form": ("lone", "chat")[at % 2]} for at, row in enumerate(planted_rows(240))]
+    )
+    crossed = bundle.evaluation()["cross_validation"]
+    found = crossed["by_form"]
+    assert {name: row["rows"] for name, row in found.items()} == {"chat": 120, "lone": 120}
+    wrong = bundle.evaluation()["data"]["hallucinated"] / 240
+    assert np.mean([row["wrong"] for row in found.values()]) == pytest.approx(wrong)
+    assert crossed["signals"][OWN]["auroc_within_form"]["mean"] > 0.7
+    assert f"| `lone` | 120 | {found['lone']['wrong']:.3f} | {found['lone']['mean_risk']:.3f} |" in bundle.card()
+    assert "within form" in bundle.card()
+
+
+# Bundles side by side.
+
+
+@dataclasses.dataclass
+class Bare:
+    """A bundle that was trained without an evaluation."""
+
+    manifest: Any
+    reference: str = "bare:1"
+
+    def evaluation(self) -> dict[str, object]:
+        return {"signal_of_the_bundle": OWN}
+
+
+def test_bundles_beside_each_other() -> None:
+    def cells(bundles: list[Any], name: str) -> list[str]:
+        [line] = [line for line in compare(bundles).markdown.splitlines() if line.startswith(f"| {name} |")]
+        return [one.strip() for one in line.strip("|").split("|")][1:]
+
+    store = Store(SHIPPED)
+    demo, demo_fused, plain, fused = (store.load(name) for name in ("demo", "demo-fused", "smollm2", "smollm2-fused"))
+    own = plain.evaluation()
+    auroc = own["cross_validation"]["signals"][own["signal_of_the_bundle"]]["auroc"]
+    shown = cells([plain, fused], "nested CV: AUROC")
+    assert shown[0] == f"{auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}]"
+    assert len(set(cells([plain, fused], "signal"))) == 2
+    assert len(compare([plain, fused]).caveats) == 1
+    held = [one.evaluation()["held_out"]["signals"]["bundle"]["auroc"] for one in (demo, demo_fused)]
+    assert cells([demo, demo_fused], "held out: AUROC") == [f"{auroc:.3f}" for auroc in held]
+    caveats = " ".join(compare([demo, plain]).caveats)
+    assert "different models" in caveats
+    assert "trained on different rows" in caveats
+    bare = cast(Bundle, Bare(dataclasses.replace(plain.manifest, threshold=0.25)))
+    assert cells([bare, plain], "nested CV: AUROC") == ["-", shown[0]]
+    assert cells([bare, bare], "threshold")[0] == "0.2500"
+
+
+def test_the_command_that_compares() -> None:
+    done = hallutracer("bundle", "compare", "demo", "demo-fused")
+    assert done.returncode == 0, done.stderr
+    assert "| demo:1 | demo-fused:1 |" in done.stdout
+    assert "not of the difference" in done.stderr
+    assert hallutracer("bundle", "compare", "demo").returncode == 2
