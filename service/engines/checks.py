@@ -141,11 +141,11 @@ def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
     return [pooling for pooling in Pooling if pooling in poolings and pooling is not Pooling.LAST_1]
 
 
-def check_onset_only(poolings: Sequence[Pooling], engine: str) -> None:
-    """Raise EngineError if an engine that reads only t* is asked for other poolings."""
+def check_onset_only(poolings: Sequence[Pooling]) -> None:
+    """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
         raise EngineError(
-            f"the {engine} engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}: load the "
-            "model with the transformers engine for the readout-position ablation, or ask for last_1",
+            f"the engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}: hallutracer evaluate "
+            "does, with the transformers engine",
             param="poolings",
         )

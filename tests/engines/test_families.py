@@ -45,7 +45,7 @@ def test_heads_put_back_through_the_projection_give_the_attention_output(name: s
     activations = engine.extract([prompt], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD][0]
     heads = located.geometry.by_head(activations, Site.ATTENTION_HEAD)  # [m, K, d]
     assert np.abs(activations).max() > 1e-3
-    for layer, projection in enumerate(located.projections):
+    for layer, projection in enumerate(located.at[Site.ATTENTION_HEAD]):
         weight: Any = projection.weight
         weight = (weight if name == "gpt2" else weight.T).detach().numpy()  # [K d, hidden]
         d = located.geometry.head_dim
@@ -66,7 +66,7 @@ def test_activations_equal_an_independent_capture(name: str):
     prompt = tiny.prompts([13], seed=5)[0]
     activations = engine.extract([prompt], list(Site)).activations
     blocks = capture(model, list(located.blocks), prompt)
-    projected = capture(model, list(located.projections), prompt, inputs=True)
+    projected = capture(model, list(located.at[Site.ATTENTION_HEAD]), prompt, inputs=True)
     with torch.no_grad():
         hidden = model(input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
     for layer in range(located.geometry.num_layers):

@@ -1,8 +1,7 @@
 """Activations from a running forward pass, through hooks that exist for one call, and the results made of them.
 
 A *sink* takes the activations at t* [batch, width], views in the model's dtype that are valid only during the call:
-``TruthLogits`` computes one number per probe from them (Eq. logit), ``ActivationBuffer`` keeps them for training.  A
-*states sink* (``pooling.PooledBuffer``) takes the states of all tokens at the same sites, padding included.
+``TruthLogits`` computes one number per probe from them (Eq. logit), ``ActivationBuffer`` keeps them for training.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from service.engines.base import PrefillResult
 from service.engines.checks import check_probe, first_token_of
-from service.engines.families import ModelModules
+from service.engines.families import SITES, ModelModules
 from service.engines.transformers.batching import Batch
 from service.errors import NonFiniteReadout
 from service.readout import Geometry, Probes, Site
@@ -60,8 +59,8 @@ class ProbeStack:
         shape = geometry.num_layers, 1, 1
         none = np.empty((geometry.num_layers, 1, 0))
         self._bias, self._scale = (  # [m, 1, P] in float64, applied after the transfer from the device
-            np.concatenate([none, *(np.asarray(one, np.float64).reshape(shape) for one in values)], axis=-1)
-            for values in ([probe.bias for probe in probes], [probe.scale for probe in probes])
+            np.concatenate([none, *(getattr(one, name).astype(np.float64).reshape(shape) for one in probes)], axis=-1)
+            for name in ("bias", "scale")
         )
 
     def _weights(self, site: Site, geometry: Geometry, device: torch.device) -> list[Tensor]:
@@ -120,35 +119,23 @@ Sink = TruthLogits | ActivationBuffer
 
 @contextmanager
 def reading(
-    modules: ModelModules,
-    head: torch.nn.Module,
-    sink: Sink,
-    onset: OnsetIndex,
-    *,
-    stop: bool,
-    states_sink: Any = None,
+    modules: ModelModules, head: torch.nn.Module, sink: Sink, onset: OnsetIndex, *, stop: bool
 ) -> Iterator[None]:
-    """Attach the hooks of one forward pass, and remove them in any case.
+    """Attach the hooks of one forward pass at the sink's sites (``families.SITES``), and remove them in any case.
 
-    ``attention_head`` activations are the INPUT of the output projection, ``residual_stream`` ones the block's OUTPUT.
     With ``stop`` the last readout raises LastReadout.  Without it the language-model head gets only the hidden states
     at t*: logits are [batch, 1, vocab] whatever the prompts' lengths, in every family and with its own soft-capping.
-    ``states_sink`` gets all positions wherever ``sink`` gets t*.
     """
-    last = modules.geometry.num_layers - 1
-    stop_at = (Site.RESIDUAL_STREAM if Site.RESIDUAL_STREAM in sink.sites else Site.ATTENTION_HEAD) if stop else None
+    left = set(sink.sites)  # to be read in the last layer
 
     def reader(site: Site, layer: int) -> Any:
-        ends = stop_at is site and layer == last
-
         def hook(_module: torch.nn.Module, *tensors: Tensor | tuple[Tensor, ...]) -> None:
-            given = tensors[-1]  # a block's output, or a projection's inputs
-            states = given[0] if isinstance(given, tuple) else given
-            sink.take(site, layer, onset.of(states))
-            if states_sink is not None:
-                states_sink.take(site, layer, states)
-            if ends:
-                raise LastReadout
+            given = tensors[-1]  # a module's output, or its inputs
+            sink.take(site, layer, onset.of(given[0] if isinstance(given, tuple) else given))
+            if stop and layer == modules.geometry.num_layers - 1:
+                left.remove(site)
+                if not left:
+                    raise LastReadout
 
         return hook
 
@@ -157,12 +144,10 @@ def reading(
 
     handles = []
     try:
-        if Site.ATTENTION_HEAD in sink.sites:
-            for layer, projection in enumerate(modules.projections):
-                handles.append(projection.register_forward_pre_hook(reader(Site.ATTENTION_HEAD, layer)))
-        if Site.RESIDUAL_STREAM in sink.sites:
-            for layer, block in enumerate(modules.blocks):
-                handles.append(block.register_forward_hook(reader(Site.RESIDUAL_STREAM, layer)))
+        for site in sink.sites:
+            for layer, module in enumerate(modules.at[site]):
+                attach = module.register_forward_pre_hook if SITES[site].is_input else module.register_forward_hook
+                handles.append(attach(reader(site, layer)))
         if not stop:
             handles.append(head.register_forward_pre_hook(before_head))
         yield

@@ -168,7 +168,7 @@ class VllmEngine:
         EngineError if the engine was not loaded with ``rows`` and these sites, or for any pooling but last_1: tokens
         found in vLLM's prefix cache are not computed again.
         """
-        check_onset_only(poolings, "vllm")
+        check_onset_only(poolings)
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
             raise EngineError(
                 "this engine was started for scoring; start it for training (rows=True) to extract activations"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from service.engines.base import BatchEngine, Completion, Continuation, Sampling
 from service.engines.transformers.decoding import TextStream, generator_for, pick
 from service.errors import EngineError, NonFiniteReadout, RequestError
-from service.readout import Pooling, Site
+from service.readout import Site
 from tests.engines import tiny
 
 LENGTHS = [3, 20, 7, 30, 1, 11]
@@ -416,17 +416,14 @@ def test_mixed_lengths_equal_single_prompts(name: str):
 def test_readouts_and_answers_come_from_one_prefill(name: str):
     engine = tiny.engine(name, max_batch_tokens=90)
     prompts, sampling = tiny.prompts(MIXED), Sampling(max_tokens=12)
-    sites, poolings = list(Site), (Pooling.MEAN, Pooling.CONTENT_MAX)
-    apart, answers = engine.extract(prompts, sites, poolings), engine.generate(prompts, sampling)
+    apart, answers = engine.extract(prompts, list(Site)), engine.generate(prompts, sampling)
     before = engine.counters.prefills
-    together = engine.extract(prompts, sites, poolings, sampling)
+    together = engine.extract(prompts, list(Site), sampling=sampling)
     assert engine.counters.prefills == before + len(prompts)
     assert list(together.completions) == answers
     assert apart.completions == ()
-    for ours, theirs in ((together.activations, apart.activations), (together.pooled, apart.pooled)):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            np.testing.assert_allclose(ours[key], theirs[key], rtol=0, atol=1e-5)
+    for site in Site:
+        np.testing.assert_allclose(together.activations[site], apart.activations[site], rtol=0, atol=1e-5)
     for here, there in zip(together.first_tokens, apart.first_tokens, strict=True):
         assert here.token == there.token
         assert here.entropy == pytest.approx(there.entropy, abs=1e-5)
