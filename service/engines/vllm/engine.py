@@ -20,21 +20,14 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from service.engines import base, loading
 from service.engines.base import (
-    Completion,
-    EngineGate,
-    EngineOptions,
-    Extraction,
-    PrefillResult,
-    Prompts,
-    Sampling,
-    Update,
-)
+    Completion, EngineGate, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update,
+)  # fmt: skip
 from service.engines.bridge import Outboxes, gather_all, relay, run_on
 from service.engines.checks import check_onset_only, check_prompts, check_sampling, refuse_tracing
 from service.engines.families import text_config
 from service.engines.tokens import Tokens
 from service.engines.vllm import launch
-from service.engines.vllm.client import AnswerBuilder, Client, ProbeLease, Slots, parameters_for, payload_of, times
+from service.engines.vllm.client import Client, ProbeLease, Slots, parameters_for, payload_of, times
 from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
@@ -179,13 +172,11 @@ class VllmEngine:
         payloads = [payload for payload, _ in found if payload is not None]
         if len(payloads) < len(prompts):
             raise base.unfinished()
-        shape = len(prompts), self._plan.geometry.num_layers
-        activations = {
-            site: np.array([payload.activations[site] for payload in payloads], np.float32).reshape(
-                *shape, self._plan.geometry.width(site)
-            )
-            for site in sites
-        }
+        geometry = self._plan.geometry
+        activations = {}
+        for site in sites:
+            rows = np.array([payload.activations[site] for payload in payloads], np.float32)
+            activations[site] = rows.reshape(len(prompts), geometry.num_layers, geometry.width(site))
         first_tokens = tuple(payload.first_token for payload in payloads if payload.first_token is not None)
         completions = () if sampling is None else tuple(completion for _, completion in found)
         return Extraction(activations, first_tokens, completions=completions)
@@ -202,7 +193,7 @@ class VllmEngine:
         self._begin(prompts)
 
         async def complete(prompt: base.TokenIds) -> tuple[Payload | None, Completion]:
-            payload, answer = None, AnswerBuilder()
+            payload, answer = None, _Answer()
             async with aclosing(self._client.outputs(prompt, parameters_for(sampling, directive))) as outputs:
                 async for output in outputs:
                     if directive is not None:
@@ -251,7 +242,7 @@ class VllmEngine:
     ) -> AsyncGenerator[Update, None]:
         """Answer on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
-        answer = AnswerBuilder()
+        answer = _Answer()
         try:
             parameters = parameters_for(sampling, lease.directive)
             async with aclosing(self._client.outputs(prompt, parameters, turn.place)) as outputs:
@@ -307,6 +298,29 @@ class VllmEngine:
         return run_on(self.loop, gather_all(work, at_once=MAX_IN_FLIGHT))
 
 
+class _Answer:
+    """An answer, assembled from a request's outputs."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._text, self._tokens = "", list[int]()
+        self._finish_reason: str | None = None
+
+    def add(self, output: Any) -> tuple[str, int]:
+        """Append an output; return its new text and its number of tokens."""
+        new = output.outputs[0]
+        self.steps += 1
+        self._text += new.text
+        self._tokens += new.token_ids
+        self._finish_reason = new.finish_reason
+        return new.text, len(new.token_ids)
+
+    def completion(self, other: str = "cancelled") -> Completion:
+        """Return the answer so far; ``other``: why it ends, where vLLM has not ended it."""
+        finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else other
+        return Completion(self._text, tuple(self._tokens), finish_reason)
+
+
 def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
     """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode.
 
@@ -318,41 +332,35 @@ def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
     def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
         return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
 
-    generator = np.random.default_rng(0)
-    tolerance = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))]
+    def apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+        return float(np.abs(one - other).max())
+
+    generator, geometry = np.random.default_rng(0), plan.geometry
+    layers = geometry.num_layers
     lengths = [2, 5, 3, 40, 1, 17, 2, 9]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
     prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
     changed_end = [*prompts[3][:-1], (prompts[3][-1] + 1) % vocabulary]
     for site in plan.sites:
-        direction = generator.normal(size=(plan.geometry.num_layers, plan.geometry.dim(site)))
-        direction /= np.linalg.norm(direction, axis=1, keepdims=True)
-        layers = plan.geometry.num_layers
-        probes = Probes(
-            site,
-            generator.integers(0, plan.geometry.heads(site), layers),
-            direction.astype(np.float32),
-            np.zeros(layers, np.float32),
-            np.ones(layers, np.float32),
-        )
+        direction = generator.normal(size=(layers, geometry.dim(site)))
+        direction = (direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(np.float32)
+        head, ones = generator.integers(0, geometry.heads(site), layers), np.ones(layers, np.float32)
+        probes = Probes(site, head, direction, 0 * ones, ones)
         together = trajectories([*prompts, changed_end], probes)
         alone = np.concatenate([trajectories([prompt], probes) for prompt in prompts])
-        mirrored = trajectories(prompts[:2], replace(probes, direction=-probes.direction))
+        mirrored = trajectories(prompts[:2], replace(probes, direction=-direction))
         size = float(np.abs(together).max())
-        apart = float(np.abs(together[:-1] - alone).max())
-        shift = float(np.abs(together[3] - together[-1]).max())
-        ignored = float(np.abs(mirrored + alone[:2]).max())
+        most = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))] * size
+        mixed = apart(together[:-1], alone)
         for holds, problem in (
             (size > 0.0, "is zero everywhere: no probe was written"),
-            (
-                apart <= tolerance * size,
-                f"depends on the other prompts of the batch, by {apart:.2g}: rows are mixed up",
-            ),
-            (shift > tolerance * size / 10, "does not depend on the prompt's last token: it is read one row too early"),
-            (ignored <= tolerance * size, "ignores a change of its probe: clear vLLM's compile cache too"),
-        ):
+            (mixed <= most, f"depends on the other prompts of the batch, by {mixed:.2g}: rows are mixed up"),
+            (apart(together[3], together[-1]) > most / 10,
+             "does not depend on the prompt's last token: it is read one row too early"),
+            (apart(mirrored, -alone[:2]) <= most, "ignores a change of its probe: clear vLLM's compile cache too"),
+        ):  # fmt: skip
             if not holds:
                 raise EngineError(
                     f"self-test: the readout at {site} {problem}; install the supported vLLM version and restart"
                 )
-    for size in DECODED:
-        engine.generate(prompts[:size], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker
+    for count in DECODED:
+        engine.generate(prompts[:count], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker
