@@ -20,8 +20,7 @@ SEGMENT = 65_536  # characters encoded at a time to find out whether a text is f
 def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
     """Raise PromptTooLong for a prompt of at least twice as many tokens as the context holds, at the cost of so many.
 
-    Encoding a text of megabytes takes seconds, and hundreds of megabytes.  A text in pieces can have more tokens than
-    in one, by a few at each seam: a prompt that is refused here could not have fitted.
+    Encoding a text of megabytes takes seconds.  In pieces it has a few more tokens at each seam, not twice as many.
     """
     most = engine.identity.max_tokens
     segment = max(SEGMENT, 4 * most)
@@ -32,11 +31,14 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
         for start in range(0, len(text), segment):
             tokens += len(engine.tokenize(text[start : start + segment]))
             if tokens > 2 * most:
-                raise PromptTooLong(
-                    f"the prompt has more than {tokens} tokens and the model's context holds {most}; shorten the "
-                    "prompt (it is never truncated silently)",
-                    param="prompt",
-                )
+                raise _too_long("the prompt has more than", tokens, most)
+
+
+def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"{what} {tokens} tokens and the model's context holds {most}; shorten the prompt (it is never truncated "
+        "silently)", param="prompt",
+    )  # fmt: skip
 
 
 def check_special_tokens(contents: Sequence[str], engine: LoadedModel) -> None:
@@ -58,11 +60,7 @@ def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None
                 f"prompt {number} has no tokens, so it has no answer onset; send at least one token", param="input_ids"
             )
         if len(prompt) > max_tokens:
-            raise PromptTooLong(
-                f"prompt {number} has {len(prompt)} tokens and the model's context holds {max_tokens}; "
-                "shorten the prompt (it is never truncated silently)",
-                param="prompt",
-            )
+            raise _too_long(f"prompt {number} has", len(prompt), max_tokens)
         try:
             ids = np.asarray(prompt)
         except ValueError:  # nested lists of several lengths
@@ -145,7 +143,6 @@ def check_onset_only(poolings: Sequence[Pooling]) -> None:
     """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
         raise EngineError(
-            f"the engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}: hallutracer evaluate "
-            "does, with the transformers engine",
-            param="poolings",
-        )
+            f"the engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}: hallutracer "
+            "evaluate does, with the transformers engine", param="poolings",
+        )  # fmt: skip

@@ -1,7 +1,7 @@
 """The tables of model families and readout sites: which module of which block both engines read.
 
-To support another family, add one row to ``FAMILIES`` and one config to ``tests/engines/tiny.py``.  To read another site,
-name it in ``readout.Site`` and add one row to ``SITES``: both engines then read it, and every test of all sites runs.
+To support another family, add one row to ``FAMILIES`` and one config to ``tests/engines/tiny.py``.  To read another
+site, name it in ``readout.Site`` and add one row to ``SITES``: both engines then read it.
 """
 
 from __future__ import annotations
@@ -120,16 +120,16 @@ def locate(model: nn.Module) -> ModelModules:
     at = {
         site: tuple(_submodule(block, found.path(family), family) for block in blocks) for site, found in SITES.items()
     }
-    for site in (site for site, found in SITES.items() if found.is_input):
-        for layer, module in enumerate(at[site]):
-            # A Linear's ``in_features``, or the first axis of GPT-2's Conv1D weight.
-            weight: Any = module.weight
-            if (width := int(getattr(module, "in_features", weight.shape[0]))) != shape.width(site):
-                raise EngineError(
-                    f"{family.name}: {family.blocks}.{layer}.{SITES[site].path(family)} takes {width} inputs where "
-                    f"{shape.heads(site)} heads of {shape.dim(site)} make {shape.width(site)}; correct the row in "
-                    "service/engines/families.py or the config"
-                )
+    expected = shape.num_heads * shape.head_dim
+    for layer, projection in enumerate(at[Site.ATTENTION_HEAD]):
+        # A Linear's ``in_features``, or the first axis of GPT-2's Conv1D weight.
+        weight: Any = projection.weight
+        if (width := int(getattr(projection, "in_features", weight.shape[0]))) != expected:
+            raise EngineError(
+                f"{family.name}: {family.blocks}.{layer}.{family.projection} takes {width} inputs where "
+                f"{shape.num_heads} heads of {shape.head_dim} make {expected}; correct the row in "
+                "service/engines/families.py or the config"
+            )
     return ModelModules(shape, blocks, at)
 
 

@@ -154,9 +154,7 @@ def _facts(file: Path) -> _Facts:
     except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
         raise _refused(f"{file} is not a sound GGUF file ({error}); download it again") from error
     if shards > 1:
-        raise _refused(
-            f"{file} is one of {shards} parts; merge them: llama-gguf-split --merge {file.name} whole.gguf"
-        )
+        raise _refused(f"{file} is one of {shards} parts; merge them: llama-gguf-split --merge {file.name} whole.gguf")
     if unknown := sorted(kind.name for kind in types if kind.name not in PLAIN and kind not in _type_traits):
         raise _refused(
             f"{file} holds weights of type {unknown[0]}, which cannot be dequantized here; use another quantization "

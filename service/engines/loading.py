@@ -49,10 +49,9 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
     else:
         # Where the hub cannot be reached, what was downloaded before is read without asking for news of it.
         offline = not places.reachable(options.model, options.revision)
-    arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(local or options.model),
-                                 "local_files_only": offline, "trust_remote_code": options.trust_remote_code}  # fmt: skip
-    if local is None:
-        arguments["revision"] = options.revision
+    arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(local or options.model)}
+    arguments |= {"local_files_only": offline, "trust_remote_code": options.trust_remote_code}
+    arguments |= {"revision": options.revision} if local is None else {}
     config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments))
     family_of(config)
     tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments))

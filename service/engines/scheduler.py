@@ -1,16 +1,12 @@
 """An ``Engine`` on any batch engine: one thread that runs batches of similar lengths and decodes callers in turn.
 
 In each turn it takes a batch from the queue, runs one forward pass for all of its bundles, ends requests whose gate
-closes, and decodes for as long as the forward pass took.  Neither many scores nor a few long answers starve the other.
-
-A batch starts with the first prompt: of one caller's the one that has waited longest, of several callers' in turn
-(``serving/fair_share``).  Prompts of similar length join it while they fit and the padding stays small, so no prompt
-starves and no forward pass is mostly padding.  A step of decoding takes one answer of each caller, then a second of
-each, and so on: two hundred answers of one leave another a token in every step.
+closes, and decodes for as long as the forward pass took.  A batch starts with the first prompt in the order of turns
+(``serving/fair_share``); those of similar length join it while the padding stays small.  A step of decoding takes one
+answer of each caller, then a second of each: two hundred answers of one leave another a token in every step.
 
 The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
-when two threads have run torch, OpenMP counts the threads of both, has too few cores for them and stops spinning, which
-makes a small model's forward pass 2.5 times slower.
+when two threads have run torch, OpenMP has too few cores for both and stops spinning: small models run 2.5 times slower.
 """
 
 from __future__ import annotations
@@ -30,7 +26,16 @@ from itertools import count, islice
 from typing import ParamSpec, TypeVar
 
 from service.engines.base import (
-    FIRST_COME, BatchEngine, Continuation, EngineGate, PrefillResult, Sampling, TokenIds, TorchModel, Turn, Update,
+    FIRST_COME,
+    BatchEngine,
+    Continuation,
+    EngineGate,
+    PrefillResult,
+    Sampling,
+    TokenIds,
+    TorchModel,
+    Turn,
+    Update,
 )  # fmt: skip
 from service.engines.bridge import Outbox, Outboxes, receive
 from service.engines.checks import check_sampling
@@ -163,17 +168,16 @@ class Scheduled:
     scores_overtake_answers = True
 
     def __init__(self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0) -> None:
-        """Own ``batch``.
+        """Own ``batch``; ``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.
 
-        ``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.  ``max_wait_s`` is the
-        batching delay: the longest wait for a batch as large as the last one.
+        ``max_wait_s`` is the batching delay: the longest wait for a batch as large as the last one.
         """
         self.batch = batch
         self.identity, self.counters, self.special_tokens = batch.identity, batch.counters, batch.special_tokens
         self.max_batch_tokens: int = batch.max_batch_tokens
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
         self.check = batch.check
-        # As those of the batch engine; while prompts are being served they run between turns.
+        # While prompts are being served, these run between turns.
         self.score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
         self.generate, self.sample = self._between_turns(batch.generate), self._between_turns(batch.sample)
         self.next_token = self._between_turns(batch.next_token)
@@ -200,15 +204,9 @@ class Scheduled:
         return not (self._closed or self._broken)
 
     async def answer(
-        self,
-        prompt: TokenIds,
-        probes: Sequence[Probes],
-        *,
-        first_token: bool = False,
-        sampling: Sampling | None = None,
-        gate: EngineGate | None = None,
-        turn: Turn = FIRST_COME,
-    ) -> AsyncGenerator[Update, None]:
+        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
+        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,
+    ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield the updates of ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)

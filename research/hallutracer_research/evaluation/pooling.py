@@ -65,7 +65,11 @@ class PoolingEngine:
         return getattr(self._engine, name)
 
     def extract(
-        self, prompts: Prompts, sites: Sequence[Site], poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
+        self,
+        prompts: Prompts,
+        sites: Sequence[Site],
+        poolings: Sequence[Pooling] = (),
+        sampling: Sampling | None = None,
     ) -> Extraction:
         """Extract as the engine does, and pool.  Raises EngineError where its modules are in another process."""
         others = beyond_onset(poolings)

@@ -261,7 +261,7 @@ _implementation: ContextVar[str] = ContextVar("the model's own attention")
 
 def next_logits(model: Any, rows: Sequence[KvContinuation], device: torch.device) -> Tensor:
     """Read each row's last token: float32 logits [rows, vocab].  The caches are extended in place."""
-    tokens, positions = (torch.tensor(one, device=device)[:, None] for one in zip(*(row.last for row in rows)))
+    tokens, positions = torch.tensor([row.last for row in rows], device=device).T[..., None]
     inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
     if len(rows) == 1:
         output = model(past_key_values=rows[0].cache, **inputs)

@@ -269,7 +269,10 @@ class TransformersEngine:
         for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
             states: Sequence[Tensor | None] = [None] * len(group)
             if group[0].is_traced:  # then all are
-                sink, onset = self._buffer([Site.RESIDUAL_STREAM], len(group)), OnsetIndex([0] * len(group), self._device)
+                sink, onset = (
+                    self._buffer([Site.RESIDUAL_STREAM], len(group)),
+                    OnsetIndex([0] * len(group), self._device),
+                )
                 with hooks.reading(self._modules, self._head, sink, onset, stop=False):
                     logits = decoding.next_logits(self._model, group, self._device)
                 states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)

@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle
 from service.engines import base, loading
 from service.engines.base import (
-    Completion, EngineGate, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update,
+    Completion,
+    EngineGate,
+    EngineOptions,
+    Extraction,
+    PrefillResult,
+    Prompts,
+    Sampling,
+    Update,
 )  # fmt: skip
 from service.engines.bridge import Outboxes, gather_all, relay, run_on
 from service.engines.checks import check_onset_only, check_prompts, check_sampling, refuse_tracing
