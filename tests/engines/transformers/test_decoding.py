@@ -399,7 +399,9 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
     stop = tuple({completion.text[4:6] for completion in plain if len(completion.text) > 6})
     assert stop
     sampling, found = Sampling(max_tokens=16, stop=stop), 0
-    for prompt, whole, completion in zip(prompts, plain, engine.generate(prompts, Sampling(16, stop=stop)), strict=True):
+    for prompt, whole, completion in zip(
+        prompts, plain, engine.generate(prompts, Sampling(16, stop=stop)), strict=True
+    ):
         assert decoded(engine.begin([prompt], [])[0], sampling) == completion
         ends = [whole.text.find(end) for end in stop if end in whole.text]
         found += bool(ends)
