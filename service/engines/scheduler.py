@@ -6,7 +6,7 @@ closes, and decodes for as long as the forward pass took.  A batch starts with t
 answer of each caller, then a second of each: two hundred answers of one leave another a token in every step.
 
 The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
-when two threads have run torch, OpenMP has too few cores for both and stops spinning: small models run 2.5 times slower.
+when two threads have run torch, OpenMP has too few cores and stops spinning, which makes small ones 2.5 times slower.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import astuple
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 

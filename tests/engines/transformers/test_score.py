@@ -1,4 +1,4 @@
-"""Trajectories from a batch: independent of the other prompts, without unneeded computation, in padded micro-batches."""
+"""Trajectories from padded micro-batches: independent of the other prompts, without unneeded computation."""
 
 from __future__ import annotations
 
