@@ -237,36 +237,26 @@ def test_weights_beyond_float16_are_kept_in_bfloat16(tmp_path: Path, monkeypatch
 # ---- refused
 
 
-def test_a_damaged_file(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
     for content in (b"", b"GGUF", b"GGUF" + bytes(60), b"no gguf at all"):
         file.write_bytes(content)
         with pytest.raises(ModelLoadError, match="not a sound GGUF file"):
             load(file)
-    whole = write(tmp_path / "whole.gguf", "qwen2").read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
+    whole = write(tmp_path / "whole.gguf", "qwen2")
+    file.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     with pytest.raises(ModelLoadError, match="model.gguf"):
         load(file)
-
-
-def test_a_family_that_is_not_known(tmp_path: Path, cache: Path) -> None:
-    with pytest.raises((UnknownFamily, ModelLoadError), match="starcoder2"):
-        load(write(tmp_path / "model.gguf", "qwen2", architecture="starcoder2"))
-    with pytest.raises(ModelLoadError, match="nothing-known"):
-        load(write(tmp_path / "model.gguf", "qwen2", architecture="nothing-known"))
+    with pytest.raises(ModelLoadError, match="without revisions"):
+        load(whole, revision="main")
+    for family in ("starcoder2", "nothing-known"):
+        with pytest.raises((UnknownFamily, ModelLoadError), match=family):
+            load(write(tmp_path / f"{family}.gguf", "qwen2", architecture=family))
     assert not list(cache.glob("*/*"))
-
-
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 1000))
     with pytest.raises(ModelLoadError, match="HALLUTRACER_CACHE"):
-        load(write(tmp_path / "model.gguf", "qwen2"))
-
-
-def test_a_revision_of_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="without revisions"):
-        load(write(tmp_path / "model.gguf", "qwen2"), revision="main")
+        load(whole)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""vLLM's start from options, and its worker: what is refused, its compile cache's key, the rows of each runner's step."""
+"""vLLM's start from options, and its worker: what is refused, the compile cache's key, the rows of a runner's step."""
 
 from __future__ import annotations
 
@@ -219,8 +219,10 @@ def test_the_plan_follows_additional_config() -> None:
     wanted = {"sites": ["residual_stream"], "slots": 2, "rows": True}
     plan = worker.plan_of(config({KEY: wanted, "others": 1}))
     assert (plan.sites, plan.slots, plan.activations) == ((Site.RESIDUAL_STREAM,), 2, True)
-    for wrong, named in (({"sight": ["residual_stream"]}, "'sight'"), ({"sites": ["mlp"]}, "sites.*mlp"),
-                         ({"sites": []}, "one site"), ({"slots": 0}, "one slot"), ({"slots": "4"}, "one slot")):  # fmt: skip
+    for wrong, named in (
+        ({"sight": ["residual_stream"]}, "'sight'"), ({"sites": ["mlp"]}, "sites.*mlp"), ({"sites": []}, "one site"),
+        ({"slots": 0}, "one slot"), ({"slots": "4"}, "one slot"),
+    ):  # fmt: skip
         with pytest.raises(EngineError, match=named):
             worker.plan_of(config({KEY: wrong}))
 
