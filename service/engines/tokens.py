@@ -45,8 +45,15 @@ class Tokens:
             for field in ("role", "content"):
                 if not isinstance(message, dict) or not isinstance(message.get(field), str):
                     raise _refused(f"message {number} needs {field!r} as a string")
-        hidden: dict[str, str] = {}
-        turns = [{**message, "content": self._hide(message["content"], hidden)} for message in messages]
+        hidden: dict[str, str] = {}  # special token -> the character that stands in for it
+
+        def stand_in(found: re.Match[str]) -> str:
+            mark = hidden.setdefault(found[0], chr(ord(STAND_INS[0]) + len(hidden)))
+            if mark > STAND_INS[1]:
+                raise _refused("the messages spell out too many special tokens")
+            return mark
+
+        turns = [{**message, "content": self._special.sub(stand_in, message["content"])} for message in messages]
         try:
             text = str(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program that can raise anything
@@ -55,16 +62,14 @@ class Tokens:
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Decode ids, special tokens left out."""
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(token_ids), **options))
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the serialisation: equal for every load, different if any token id could change.
+        """The sha256 of the serialisation, without padding and truncation, which are settings of a call.
 
-        It leaves out padding and truncation, which are settings of a call.  A slow tokenizer has no such serialisation:
-        its class, vocabulary and special tokens are used instead.
+        A slow tokenizer has no such serialisation: its class, vocabulary and special tokens are used instead.
         """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
@@ -98,17 +103,6 @@ class Tokens:
     def _special(self) -> re.Pattern[str]:
         """Every special token as it is spelt, and the characters that stand in for them."""
         return re.compile("|".join([*map(re.escape, self.special_tokens), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
-
-    def _hide(self, content: str, hidden: dict[str, str]) -> str:
-        """Replace each special token by a character that stands in for it: ``hidden`` maps the one to the other."""
-
-        def stand_in(found: re.Match[str]) -> str:
-            mark = hidden.setdefault(found[0], chr(ord(STAND_INS[0]) + len(hidden)))
-            if mark > STAND_INS[1]:
-                raise _refused("the messages spell out too many special tokens")
-            return mark
-
-        return self._special.sub(stand_in, content)
 
     def _reveal(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         """Encode ``text``, each stand-in as the tokens of what it stands for.  Raises RequestError if it cannot."""
@@ -145,11 +139,8 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the text cannot be encoded as UTF-8: character {error.start} is the lone surrogate "
-            f"U+{ord(text[error.start]):04X}; send well-formed Unicode",
-            param="prompt",
-        ) from error
+        said = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}; send well-formed Unicode"
+        raise RequestError(f"the text cannot be encoded as UTF-8: {said}", param="prompt") from error
 
 
 def _refused(message: str) -> RequestError:
@@ -157,10 +148,8 @@ def _refused(message: str) -> RequestError:
 
 
 def _spelt_out(special: str) -> RequestError:
-    return _refused(
-        f"a message spells out the special token {special!r}, and this model's tokenizer cannot encode it as text; "
-        "remove it"
-    )
+    said = "and this model's tokenizer cannot encode it as text; remove it"
+    return _refused(f"a message spells out the special token {special!r}, {said}")
 
 
 def _sha256(content: Any) -> str:

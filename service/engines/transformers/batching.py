@@ -131,8 +131,7 @@ def depends_on_longest(config: Any) -> bool:
 def tokens_worth_the_weights(model: Any) -> int:
     """Return how many tokens' keys and values take as many bytes as the model's weights, at most ``MAX_DECODE_TOKENS``.
 
-    A step of decoding reads all weights, whatever the batch, and the cache of every row: up to so many tokens a larger
-    batch costs a step less than twice the time of a single row.
+    A step of decoding reads all weights and the cache of every row: up to so many, a larger batch costs less than twice.
     """
     shape = geometry(model.config)
     kv_heads = getattr(text_config(model.config), "num_key_value_heads", None) or shape.num_heads
@@ -145,9 +144,7 @@ def context_length(config: Any) -> int:
     """Return the longest sequence that the model supports.  Raises ModelLoadError if the config lacks it."""
     length = getattr(text_config(config), "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
-        raise ModelLoadError(
-            "config.json has no max_position_embeddings, which is needed to refuse prompts that are too long; add it"
-        )
+        raise ModelLoadError("config.json has no max_position_embeddings, by which long prompts are refused; add it")
     return length
 
 

@@ -73,17 +73,13 @@ class TransformersEngine:
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
         self.counters = base.Counters()
         self.identity = base.ModelIdentity(
-            model=self._options.model,
-            revision=loading.revision_of(model.config),
-            fingerprint=fingerprint or loading.memory_fingerprint(model),
-            architecture=type(model).__name__,
-            model_type=str(model.config.model_type),
-            tokenizer=tokens.digest,
-            chat_template=tokens.chat_template_digest,
+            model=self._options.model, revision=loading.revision_of(model.config),
+            fingerprint=fingerprint or loading.memory_fingerprint(model), architecture=type(model).__name__,
+            model_type=str(model.config.model_type), tokenizer=tokens.digest,
+            chat_template=tokens.chat_template_digest, geometry=self._modules.geometry,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
-            geometry=self._modules.geometry,
             max_tokens=batching.context_length(model.config),
-        )
+        )  # fmt: skip
         self.max_tokens = self.identity.max_tokens
 
     @classmethod

@@ -48,7 +48,7 @@ class ProbeStack:
     """Several bundles' probes on the device, one weight [m, width, P] per site.
 
     A column holds a probe's direction in the slice of its head and zeros elsewhere, so one small matrix product per
-    layer serves all probes of a site.  Probes on different heads cost the same as probes on one head.
+    layer serves all probes of a site.
     """
 
     def __init__(self, probes: Sequence[Probes], geometry: Geometry, device: torch.device) -> None:

@@ -75,27 +75,20 @@ class VllmEngine:
         config = client.config
         self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
         described = run_on(client.loop, client.describe())
-        self._plan = Plan(
-            Geometry(*described["geometry"]),
-            tuple(Site(name) for name in described["sites"]),
-            int(described["slots"]),
-            bool(described["rows"]),
-        )
+        sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
+        self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
         self._slots = Slots(self._plan, self._client.write)
-        self.identity = base.ModelIdentity(
-            model=files.name,
-            revision=loading.revision_of(files.config),
-            fingerprint=loading.changed_at_load(
-                loading.folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)
-            ),
-            architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
-            model_type=str(files.config.model_type),
-            tokenizer=tokens.digest,
-            chat_template=tokens.chat_template_digest,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            geometry=self._plan.geometry,
-            max_tokens=int(config.model_config.max_model_len),
+        loaded = loading.changed_at_load(
+            loading.folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)
         )
+        self.identity = base.ModelIdentity(
+            model=files.name, revision=loading.revision_of(files.config), fingerprint=loaded,
+            architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
+            model_type=str(files.config.model_type), tokenizer=tokens.digest,
+            chat_template=tokens.chat_template_digest, geometry=self._plan.geometry,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            max_tokens=int(config.model_config.max_model_len),
+        )  # fmt: skip
         launch.say("testing what is read")
         # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
         self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
@@ -114,14 +107,9 @@ class VllmEngine:
 
     @classmethod
     def load(
-        cls,
-        options: EngineOptions,
-        *,
-        sites: Sequence[Site] = tuple(Site),
-        slots: int = SLOTS,
-        rows: bool = False,
+        cls, options: EngineOptions, *, sites: Sequence[Site] = tuple(Site), slots: int = SLOTS, rows: bool = False,
         threads: int | None = None,
-    ) -> VllmEngine:
+    ) -> VllmEngine:  # fmt: skip
         """Start vLLM on a model folder or hub name, on an event loop of its own, and run the self-test.
 
         sites, slots: what is compiled in; a site's slots bound how many probes can be read there at the same time.
@@ -164,9 +152,8 @@ class VllmEngine:
     ) -> Extraction:
         """Return every layer's activations at t*, [n, m, width] float32 per site, and each first-token distribution.
 
-        With ``sampling`` prefill and answer are one request.  Raises as ``score`` and ``check_sampling`` do, and
-        EngineError if the engine was not loaded with ``rows`` and these sites, or for any pooling but last_1: tokens
-        found in vLLM's prefix cache are not computed again.
+        With ``sampling`` prefill and answer are one request.  Raises EngineError unless loaded with ``rows`` and these
+        sites.
         """
         check_onset_only(poolings)
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
@@ -219,15 +206,9 @@ class VllmEngine:
         refuse_tracing("vllm")
 
     async def answer(
-        self,
-        prompt: base.TokenIds,
-        probes: Sequence[Probes],
-        *,
-        first_token: bool = False,
-        sampling: Sampling | None = None,
-        gate: EngineGate | None = None,
-        turn: base.Turn = base.FIRST_COME,
-    ) -> AsyncGenerator[Update, None]:
+        self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
+        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: base.Turn = base.FIRST_COME,
+    ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield ``base.Engine.answer``'s updates of one vLLM request; ``turn`` needs the policy "priority"."""
         if sampling is not None:
             check_sampling(sampling)
@@ -239,14 +220,9 @@ class VllmEngine:
                 yield update
 
     async def _answer(
-        self,
-        prompt: base.TokenIds,
-        probes: Sequence[Probes],
-        first_token: bool,
-        sampling: Sampling | None,
-        gate: EngineGate | None,
-        turn: base.Turn = base.FIRST_COME,
-    ) -> AsyncGenerator[Update, None]:
+        self, prompt: base.TokenIds, probes: Sequence[Probes], first_token: bool, sampling: Sampling | None,
+        gate: EngineGate | None, turn: base.Turn = base.FIRST_COME,
+    ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Answer on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
         answer = _Answer()
@@ -262,18 +238,13 @@ class VllmEngine:
                             return
                         continue
                     result, gated = lease.prefill(output, len(prompt))
-                    continues = sampling is not None and not gated
-                    queue_s, prefill_s = times(output)
+                    if sampling is None or gated:
+                        piece, tokens, ends = "", 0, False
+                    else:
+                        ends = output.finished
                     self.on_prefill(1, len(prompt))
-                    yield Update(
-                        result,
-                        piece if continues else "",
-                        tokens if continues else 0,
-                        answer.completion() if continues and output.finished else None,
-                        cached_tokens=int(output.num_cached_tokens or 0),
-                        queue_s=queue_s,
-                        prefill_s=prefill_s,
-                    )
+                    completion, cached = answer.completion() if ends else None, int(output.num_cached_tokens or 0)
+                    yield Update(result, piece, tokens, completion, cached, *times(output))
         finally:
             lease.release()
 
@@ -282,15 +253,13 @@ class VllmEngine:
     ) -> ProbeLease:
         """Keep the probes in their slots for one request, made here or by vLLM's own server.  Runs on ``loop``."""
         columns = await self._slots.hold(probes)
-        gated = gate is not None and self.end_token is not None
+        gate = gate if self.end_token is not None else None
         directive = Directive(
-            first_token=first_token,
-            slot=columns[0] if columns else 0,
-            gate=gate if gated else None,
-            end_token=self.end_token if gated else None,
+            first_token=first_token, slot=columns[0] if columns else 0, gate=gate,
+            end_token=None if gate is None else self.end_token,
             context=context_terms(None if gate is None else gate.context, columns[1:]),
             probes=self._slots.digests(columns),
-        )
+        )  # fmt: skip
         return ProbeLease(directive, self._plan, columns, self._slots)
 
     def close(self) -> None:
