@@ -131,7 +131,7 @@ def depends_on_longest(config: Any) -> bool:
 def tokens_worth_the_weights(model: Any) -> int:
     """Return how many tokens' keys and values take as many bytes as the model's weights, at most ``MAX_DECODE_TOKENS``.
 
-    A step of decoding reads all weights and the cache of every row: up to so many, a larger batch costs less than twice.
+    A step of decoding reads all weights and every row's cache: up to so many, a larger batch costs less than twice.
     """
     shape = geometry(model.config)
     kv_heads = getattr(text_config(model.config), "num_key_value_heads", None) or shape.num_heads
