@@ -17,7 +17,7 @@ import threading
 import time
 from bisect import insort_right
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -102,17 +102,13 @@ class RequestQueue:
         """Add a request that waits."""
         insort_right(self.waiting, request, key=lambda waiting: waiting.turn.place)
 
-    def discard(self, requests: Iterable[EngineRequest]) -> None:
-        """Remove requests that wait."""
-        if discarded := set(requests):
-            self.waiting = [request for request in self.waiting if request not in discarded]
-
     def next_batch(self) -> list[EngineRequest]:
-        """Remove and return the next batch; empty if no request can start.
+        """Remove and return the next batch, and remove who has left; empty if no request can start.
 
         Requests that may be decoded form batches of their own, whose KV caches together with those of the answers stay
         within the limit.  A request larger than the limit runs alone, when no cache is held.
         """
+        self.waiting = [request for request in self.waiting if not request.cancelled]
         first, *others = [*islice(self._startable(), MAX_CANDIDATES)] or [None]
         if first is None:
             return []
@@ -126,7 +122,8 @@ class RequestQueue:
             if padded > self._max_batch_tokens or padded > max(FREE_PADDING, MAX_PADDING * total):
                 break
             batch.append(request)
-        self.discard(batch)
+        taken = set(batch)
+        self.waiting = [request for request in self.waiting if request not in taken]
         return batch
 
     def _startable(self) -> Iterator[EngineRequest]:
@@ -190,7 +187,6 @@ class Scheduled:
         self._thread: threading.Thread | None = None
         self._calls: list[Callable[[], None]] = []  # synchronous calls, run between turns
         self._closed = self._broken = False
-        self._some_cancelled = False
         self._last_batch = 0
 
     @property
@@ -226,7 +222,7 @@ class Scheduled:
                     yield update
         finally:
             if not request.finished:
-                request.cancelled = self._some_cancelled = True
+                request.cancelled = True
 
     def close(self) -> None:
         """Finish the current forward pass, end the thread and free the model."""
@@ -296,12 +292,6 @@ class Scheduled:
                 self._changed.wait_for(
                     lambda: self._closed or self._calls or len(queue.waiting) >= self._last_batch, self._max_wait_s
                 )
-            if self._some_cancelled:  # searching a long queue in each turn would take longer than a small model's turn
-                self._some_cancelled = False
-                cancelled = [request for request in queue.waiting if request.cancelled]
-                queue.discard(cancelled)
-                for request in cancelled:
-                    request.finish()
             calls, self._calls = self._calls, []
             return calls, [] if self._closed else queue.next_batch()
 
