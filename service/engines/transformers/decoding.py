@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from service.engines.base import Completion, Counters, PrefillResult, Sampling, TracedAnswer
 from service.engines.checks import check_sampling
 from service.engines.families import text_config
-from service.engines.transformers.batching import Batch
+from service.engines.transformers.hooks import Batch
 from service.errors import EngineError, NonFiniteReadout
 
 Tensor = torch.Tensor

@@ -22,13 +22,11 @@ from transformers import DynamicCache
 
 from service.engines import base, loading
 from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
-from service.engines.checks import check_onset_only, check_prompts, check_sampling, first_token_of, summarise
+from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
 from service.engines.families import ModelModules, locate
-from service.engines.tokens import Tokens
-from service.engines.transformers import batching, decoding, hooks
-from service.engines.transformers.batching import Batch
+from service.engines.transformers import decoding, hooks
 from service.engines.transformers.decoding import KvContinuation
-from service.engines.transformers.hooks import ActivationBuffer, OnsetIndex, Prefilled, ProbeStack, TruthLogits
+from service.engines.transformers.hooks import ActivationBuffer, Batch, OnsetIndex, Prefilled, ProbeStack, TruthLogits
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -63,12 +61,12 @@ class TransformersEngine:
         self._filler = padding if padding is not None and 0 <= padding < self._vocabulary else 0
         self._device = embedding.weight.device
         self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
-        self.max_decode_tokens = max(self.max_batch_tokens, batching.tokens_worth_the_weights(model))
-        self.end_tokens = batching.end_tokens(model)
-        self._equal_lengths = batching.depends_on_longest(model.config)
-        windows = batching.has_windows(model.config)
+        self.max_decode_tokens = max(self.max_batch_tokens, hooks.tokens_worth_the_weights(model))
+        self.end_tokens = hooks.end_tokens(model)
+        self._equal_lengths = hooks.depends_on_longest(model.config)
+        windows = hooks.has_windows(model.config)
         shares = self._options.padding_side == "right" and not self._equal_lengths and not windows
-        self._prefix = batching.Prefix(batching.chat_prefix(self.render_chat) if shares else ())
+        self._prefix = hooks.Prefix(hooks.chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
         self.counters = base.Counters()
@@ -78,7 +76,7 @@ class TransformersEngine:
             model_type=str(model.config.model_type), tokenizer=tokens.digest,
             chat_template=tokens.chat_template_digest, geometry=self._modules.geometry,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
-            max_tokens=batching.context_length(model.config),
+            max_tokens=hooks.context_length(model.config),
         )  # fmt: skip
         self.max_tokens = self.identity.max_tokens
 
@@ -240,14 +238,14 @@ class TransformersEngine:
         for prefix in sorted(set(prefixes)):
             rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
-            for group in batching.micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
+            for group in hooks.micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
                 index = [rows[place] for place in group]
-                yield batching.pad(prompts, index, self._options.padding_side, self._filler, self._device, prefix)
+                yield hooks.pad(prompts, index, self._options.padding_side, self._filler, self._device, prefix)
 
     def _answered_together(self, prompts: Prompts, sampling: Sampling, times: int = 1) -> list[list[int]]:
         """Group the prompts whose answers, ``times`` of each, are decoded together."""
         budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
-        return batching.micro_batches(budgets, self.max_decode_tokens // times)
+        return hooks.micro_batches(budgets, self.max_decode_tokens // times)
 
     def _answer(self, begun: Collection[KvContinuation], samplings: Sequence[Sampling]) -> None:
         """Decode to the end of every answer."""

@@ -30,9 +30,8 @@ from service.engines.base import (
     Update,
 )  # fmt: skip
 from service.engines.bridge import Outboxes, gather_all, relay, run_on
-from service.engines.checks import check_onset_only, check_prompts, check_sampling, refuse_tracing
+from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, refuse_tracing
 from service.engines.families import text_config
-from service.engines.tokens import Tokens
 from service.engines.vllm import launch
 from service.engines.vllm.client import Client, ProbeLease, Slots, parameters_for, payload_of, times
 from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.engines.base import BatchEngine, EngineOptions, Sampling
-from service.engines.transformers.batching import Prefix, chat_prefix, micro_batches, pad
 from service.engines.transformers.engine import TransformersEngine
+from service.engines.transformers.hooks import Prefix, chat_prefix, micro_batches, pad
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Site
 from service.risk import truth_logits

@@ -12,8 +12,7 @@ from tokenizers import pre_tokenizers
 
 from hallutracer_research.evaluation.pooling import PoolingEngine, is_content, pool
 from service.engines.base import Sampling
-from service.engines.checks import beyond_onset
-from service.engines.tokens import Tokens
+from service.engines.checks import Tokens, beyond_onset
 from service.engines.vllm.engine import VllmEngine
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Pooling, Site

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from service.demo import MODEL_DIR
-from service.engines.tokens import Tokens
+from service.engines.checks import Tokens
 from service.errors import RequestError
 from tests.engines import tiny
 
