@@ -18,7 +18,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache
 
-from service.engines.base import Completion, Counters, PrefillResult, Sampling, TracedAnswer
+from service.engines.base import BatchEngine, Completion, PrefillResult, Sampling, TracedAnswer
 from service.engines.checks import check_sampling
 from service.engines.families import text_config
 from service.engines.transformers.hooks import Batch
@@ -108,18 +108,11 @@ class TextStream:
         return out
 
 
-class Decoder(Protocol):
+class Decoder(BatchEngine, Protocol):
     """The part of an engine that decoding uses."""
 
-    counters: Counters
     end_tokens: frozenset[int]  # tokens that end an answer
     max_tokens: int  # longest prompt plus answer
-
-    def step_together(self, continuations: Sequence[Any]) -> None:
-        """Run a step as ``base.BatchEngine.step_together``."""
-
-    def detokenize(self, token_ids: Any) -> str:
-        """Decode ids."""
 
 
 class KvContinuation:
@@ -135,7 +128,7 @@ class KvContinuation:
         self.prefill = prefill
         self.cache: Any = cache  # None once it is closed
         self._ahead: Tensor | None = logits  # the next token's, float32 [vocab]; None while they are to be computed
-        self._states = states  # [m, hidden_size] of the token that ``_ahead`` follows
+        self.states = states  # [m, hidden_size] of the token that ``_ahead`` follows; None where it is not traced
         self._sum = None if states is None else torch.zeros_like(states)  # of the answer's own tokens
         self._log_prob: list[float] = []
         self._stream: TextStream | None = None
@@ -185,9 +178,9 @@ class KvContinuation:
                     )
                 token = pick(logits, sampling, generator)
                 self._ids.append(token)
-                if self._states is not None and self._sum is not None:
+                if self.states is not None and self._sum is not None:
                     self._log_prob.append(float(logits[token].double() - logits.double().logsumexp(dim=-1)))
-                    self._sum += self._states if len(self._ids) > 1 else 0.0
+                    self._sum += self.states if len(self._ids) > 1 else 0.0
                 if token in self._decoder.end_tokens:
                     self._finish = "stop"
                     break
@@ -207,9 +200,9 @@ class KvContinuation:
 
     def traced(self) -> TracedAnswer:
         """Return the finished answer and what the model computed for it."""
-        assert self.completion is not None and self._states is not None and self._sum is not None  # noqa: PT018
-        mean = self._sum / (len(self._ids) - 1) if len(self._ids) > 1 else self._states
-        last, means = (part.cpu().numpy() for part in (self._states, mean))
+        assert self.completion is not None and self.states is not None and self._sum is not None  # noqa: PT018
+        mean = self._sum / (len(self._ids) - 1) if len(self._ids) > 1 else self.states
+        last, means = (part.cpu().numpy() for part in (self.states, mean))
         return TracedAnswer(self.completion, np.array(self._log_prob, np.float64), last, means)
 
     @property
@@ -222,14 +215,9 @@ class KvContinuation:
         """The last token and its position."""
         return self._ids[-1], self.prefill.prompt_tokens + len(self._ids) - 1
 
-    @property
-    def is_traced(self) -> bool:
-        """Whether ``go_on`` takes states."""
-        return self._states is not None
-
     def go_on(self, logits: Tensor, states: Tensor | None = None) -> None:
         """Take the next token's logits [vocab] float32 and, where traced, the states that they follow."""
-        self._ahead, self._states = logits, states
+        self._ahead, self.states = logits, states
 
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""

@@ -36,11 +36,10 @@ BATCH_TOKENS = {"cpu": 512}  # measured: larger batches overflow a CPU's caches 
 
 
 class TransformersEngine:
-    """Runs one model.  Implements ``base.BatchEngine``.
+    """Runs one model.  Implements ``base.BatchEngine``; a call during another thread's call raises EngineError.
 
-    Synchronous, for one thread at a time; a call during another thread's call raises EngineError.  Hooks exist only
-    during a call.  A prompt's readout does not depend on the other prompts of its batch: to 1e-5 in float32, and in
-    half types to the rounding of their kernels, which differs with the batch's shape.
+    A prompt's readout does not depend on the other prompts of its batch: to 1e-5 in float32, and in half types to the
+    rounding of their kernels, which differs with the batch's shape.
     """
 
     def __init__(
@@ -101,8 +100,8 @@ class TransformersEngine:
     def score(self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False) -> list[PrefillResult]:
         """Return trajectories [m] (Eq. trajectory) at t*, one per probe and prompt.
 
-        Without ``first_token`` the forward pass ends at the last readout.  With it the language-model head runs on one
-        position per prompt.  Raises EmptyPrompt, PromptTooLong, RequestError and NonFiniteReadout.
+        Without ``first_token`` the forward pass ends at the last readout.  Raises as ``check`` does, and
+        NonFiniteReadout.
         """
         with self._running(prompts):
             stack = self._stack(probes)
@@ -262,7 +261,7 @@ class TransformersEngine:
         waiting = [continuation for continuation in continuations if continuation.waits]
         for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
             states: Sequence[Tensor | None] = [None] * len(group)
-            if group[0].is_traced:  # then all are
+            if group[0].states is not None:  # then all are traced
                 sink, onset = (
                     self._buffer([Site.RESIDUAL_STREAM], len(group)),
                     OnsetIndex([0] * len(group), self._device),
