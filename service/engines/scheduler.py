@@ -109,12 +109,12 @@ class RequestQueue:
         within the limit.  A request larger than the limit runs alone, when no cache is held.
         """
         self.waiting = [request for request in self.waiting if not request.cancelled]
-        first, *others = [*islice(self._startable(), MAX_CANDIDATES)] or [None]
-        if first is None:
+        candidates = list(islice(self._startable(), MAX_CANDIDATES))
+        if not candidates:
             return []
-        batch = [first]
+        first, batch = candidates[0], candidates[:1]
         longest = total = len(first.prompt)
-        similar = [other for other in others if (other.sampling is None) == (first.sampling is None)]
+        similar = [other for other in candidates[1:] if (other.sampling is None) == (first.sampling is None)]
         similar.sort(key=lambda request: abs(len(request.prompt) - len(first.prompt)))  # stable
         for request in similar:
             longest, total = max(longest, len(request.prompt)), total + len(request.prompt)

@@ -110,8 +110,10 @@ class PoolingEngine:
         try:
             for site in sites:
                 for module in locate(model.model).at[site]:
-                    attach = module.register_forward_pre_hook if SITES[site].is_input else module.register_forward_hook
-                    handles.append(attach(reader(site)))
+                    hook, before = reader(site), SITES[site].is_input
+                    handles.append(
+                        module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+                    )
             with torch.inference_mode():
                 model.model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=False)
         finally:

@@ -148,7 +148,8 @@ class TransformersEngine:
                 begun: dict[int, KvContinuation] = {}
                 for batch in self._batches(own):
                     rows = [group[place] for place in batch.index]
-                    sink, caches = self._buffer(sites, len(rows)), []
+                    sink = self._buffer(sites, len(rows))
+                    caches: list[Any] = []
                     if sampling is None:
                         logits = self._logits(batch, sink)
                     else:

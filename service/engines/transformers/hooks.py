@@ -289,8 +289,9 @@ def reading(
     try:
         for site in sink.sites:
             for layer, module in enumerate(modules.at[site]):
-                attach = module.register_forward_pre_hook if SITES[site].is_input else module.register_forward_hook
-                handles.append(attach(reader(site, layer)))
+                hook = reader(site, layer)
+                before = SITES[site].is_input
+                handles.append(module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook))
         if not stop:
             handles.append(head.register_forward_pre_hook(before_head))
         yield
