@@ -20,8 +20,8 @@ from service.cli import reload as reloading
 from service.cli.reload import Stamps, load_again, stamps, watch
 from service.errors import NotFound
 from service.serving.catalogue import Loaded
-from service.serving.lifecycle import Lifecycle
-from service.serving.rollout import RolloutPlan
+from service.serving.service import Lifecycle
+from service.serving.catalogue import RolloutPlan
 from service.serving.service import Service
 from tests.matching import matching_draft
 from tests.probes_store.keys import key_pair

@@ -18,7 +18,7 @@ from service.policies.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.admission import Deadline
 from service.serving.dispatcher import Dispatcher
-from service.serving.request_handle import RequestHandle
+from service.serving.dispatcher import RequestHandle
 from tests.engine_kinds import KINDS, OnOwnLoop, engine_of
 from tests.matching import Held, matching_bundle
 from tests.scripted_engine import ScriptedEngine

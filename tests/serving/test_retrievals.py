@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.serving.retrievals import Retrievals
+from service.serving.judgement import Retrievals
 
 
 def test_each_caller_has_its_own_under_any_prefix() -> None:

@@ -16,7 +16,7 @@ from service.access.callers import ApiKey, Key, Right, Scope, digest_of
 from service.engines.base import Engine
 from service.errors import NonFiniteReadout
 from service.scoring import Scorer
-from service.serving.rollout import Rollout, RolloutPlan
+from service.serving.catalogue import Rollout, RolloutPlan
 from tests.engine_kinds import KINDS
 from tests.matching import matching_bundle
 from tests.running import App
