@@ -216,9 +216,8 @@ class Scorer:
         trajectory, *others = result.trajectories[place : place + len(self.probes)]
         mean, means = float(depth_mean(trajectory)), [float(depth_mean(one)) for one in others]
         context = base.prompt_context(manifest.context, means, result.prompt_tokens)
-        signals = {"depth_mean": mean} | {
-            name: getattr(context, name) for name in ("passage", "stated", "stated_length")
-        }
+        signals = {name: getattr(context, name) for name in ("passage", "stated", "stated_length")}
+        signals["depth_mean"] = mean
         if (first := result.first_token) is not None:
             signals |= {"log_max_prob": first.log_max_prob, "entropy": first.entropy}
         vector = np.array([signals[name] for name in manifest.signals], np.float64)

@@ -223,8 +223,8 @@ class Metrics:
             self._all[name] = made(f"hallutracer_{name}", text, labels, registry=self.collector, **more)
         self._all["build_info"].labels(__version__).set(1)
         for name in ("queue_depth", "running_decodes", "requests_in_flight", "ready", "keys_stale"):
-            self.set(name, 0)  # a shared folder may hold values of an earlier process with this id
-        self.set("last_reload_successful", 1)
+            self.gauge(name, 0)  # a shared folder may hold values of an earlier process with this id
+        self.gauge("last_reload_successful", 1)
         for name, first in _FIRST.items():
             for value in first:
                 self._all[name].labels(value)
@@ -236,7 +236,7 @@ class Metrics:
         """Add to a counter of ``_SERIES``, named without its prefix."""
         self._all[name].labels(*labels).inc(by)
 
-    def set(self, name: str, value: float) -> None:
+    def gauge(self, name: str, value: float) -> None:
         """Set a gauge without labels."""
         self._all[name].set(value)
 
@@ -247,8 +247,8 @@ class Metrics:
 
     def queue(self, waiting: int, decoding: int) -> None:
         """Set the number of prompts that wait, and that decode, at this moment."""
-        self.set("queue_depth", waiting)
-        self.set("running_decodes", decoding)
+        self.gauge("queue_depth", waiting)
+        self.gauge("running_decodes", decoding)
 
     def judged(self, judgement: Judgement, answers: Sequence[AnswerEnd]) -> None:
         """Count the prompts that were scored, with the end of each one's answer."""
@@ -316,7 +316,7 @@ class Metrics:
     def reloaded(self, done: bool) -> None:
         """Count one more reload: the bundles were loaded again, or were not and stay."""
         self.count("reloads_total", "done" if done else "failed")
-        self.set("last_reload_successful", int(done))
+        self.gauge("last_reload_successful", int(done))
 
     def audit_lines(self, fate: AuditFate, count: int) -> None:
         """Count so many lines of the audit log that were written, or were not."""
@@ -343,7 +343,7 @@ class Metrics:
 
     def ready(self, value: bool) -> None:
         """Set whether scores can be served."""
-        self.set("ready", int(value))
+        self.gauge("ready", int(value))
 
     def bundles(self, loaded: Iterable[tuple[str, str, str]]) -> None:
         """List these (model, "name:version", digest) as loaded, and no others: create their series, all 0."""

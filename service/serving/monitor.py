@@ -86,9 +86,8 @@ class Monitor:
         # What has been shown once is not taken back by more labels.
         if self._label_test.broken(labels.wrong, labels.drawn) or "labels" in self.violations:
             text = f"{labels.wrong} of {labels.drawn} answers that were drawn at random are wrong "
-            self._set(
-                "labels", f"{text}({labels.labelled} have a label, the others are taken for right), alpha {alpha:g}"
-            )
+            text += f"({labels.labelled} have a label, the others are taken for right), alpha {alpha:g}"
+            self._set("labels", text)
 
     def golden(self, failure: str | None) -> None:
         """Take what replaying the golden prompts gave; None: the recorded risks."""

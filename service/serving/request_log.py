@@ -66,10 +66,7 @@ class RequestRecord:
             "decisions": [report.decision.value for report in reports],
             "prompt_tokens": sum(report.prompt_tokens for report in reports),
             "completion_tokens": sum(answer.tokens for answer in self.answers),
-            **{
-                f"{phase}_ms": max(getattr(one, phase) for one in times) * 1e3
-                for phase in ("queue", "prefill", "probe")
-            },
+            **{f"{name}_ms": max(getattr(one, name) for one in times) * 1e3 for name in ("queue", "prefill", "probe")},
             "decode_ms": max(decodes) * 1e3 if decodes else None,
         }
 

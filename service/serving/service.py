@@ -105,7 +105,7 @@ class Access:
         if problem is not None and (who != WATCH or problem != self.keys.problem):
             log.error("%s", problem)
         self.keys.problem = problem
-        self.metrics.set("keys_stale", int(problem is not None))
+        self.metrics.gauge("keys_stale", int(problem is not None))
 
 
 @dataclass(eq=False, kw_only=True)
