@@ -1,4 +1,4 @@
-"""A bundle is watched while it serves: when a monitor compares, where each limit lies, and where violations are told."""
+"""A bundle is watched while it serves: when a monitor compares, where each limit lies, where violations are told."""
 
 from __future__ import annotations
 
