@@ -35,8 +35,11 @@ UNSAID = "this program starts a vLLM engine with no gate in front of it"
 
 def vllm(name: str) -> Any:
     """Import what ``vllm.NAME`` is, late: vLLM's import takes ten seconds."""
-    module, _, last = f"vllm.{name}".rpartition(".")
-    return getattr(importlib.import_module(module), last)
+    try:
+        return importlib.import_module(f"vllm.{name}")
+    except ModuleNotFoundError:
+        module, _, last = f"vllm.{name}".rpartition(".")
+        return getattr(importlib.import_module(module), last)
 
 
 class Chosen(Exception):
