@@ -129,7 +129,7 @@ class ScriptedEngine:
         """``answer``, for every prompt."""
         completions = []
         for continuation in self.begin(prompts, ()):
-            assert list(continuation.decode(sampling)) or continuation.completion
+            list(continuation.decode(sampling))
             assert continuation.completion is not None
             completions.append(continuation.completion)
         return completions
@@ -192,10 +192,9 @@ class ScriptedContinuation:
         text, reason, ids = "", "cancelled", list[int]()
         answer, counters = self._engine.answer, self._engine.counters
         limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens)
+        end = min((at for stop in sampling.stop if (at := answer.find(stop)) >= 0), default=len(answer))
         try:
-            for character in answer[
-                : min((at for stop in sampling.stop if (at := answer.find(stop)) >= 0), default=None)
-            ]:
+            for character in answer[:end]:
                 if cancelled() or not self._open:
                     return
                 encoded = character.encode()
