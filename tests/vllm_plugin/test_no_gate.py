@@ -120,8 +120,7 @@ def in_a_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    "start",
-    [offline, offline_with_our_worker, replica, runtime, batch, engine_of_a_ready_configuration, in_a_thread],
+    "start", [offline, offline_with_our_worker, replica, runtime, batch, engine_of_a_ready_configuration, in_a_thread]
 )
 def test_an_engine_without_a_gate_is_not_started(
     engines: list[Any], start: Callable[[], None], caplog: pytest.LogCaptureFixture
