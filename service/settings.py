@@ -74,13 +74,9 @@ def option(
     shown: dict[str, Any] = {"show": True} if everyday else {}  # None would be a value, and win over the command's own
     shown |= {} if group is None else {"group": group}
     return Parameter(
-        name=tuple(f"--{name}" for name in names) or None,
-        help=f"{help} [{limits}]" if limits else help,
-        validator=limits,
-        metavar=SECRET if secret else metavar,
-        show_default=_shown,
-        **shown,
-    )
+        name=tuple(f"--{name}" for name in names) or None, help=f"{help} [{limits}]" if limits else help,
+        validator=limits, metavar=SECRET if secret else metavar, show_default=_shown, **shown,
+    )  # fmt: skip
 
 
 def _shown(default: Any) -> str | None:

@@ -216,13 +216,10 @@ class Dispatcher:
     def _check_space(self, caller: str, prompts: int, seconds: float, *, continues: bool) -> None:
         answers = continues or not self._engine.scores_overtake_answers
         check_space(
-            prompts,
-            waiting=self._queue.waiting,
-            max_waiting=self._queue.most_waiting(caller),
-            ahead=self._queue.tokens_ahead(caller, answers=answers),
-            seconds=seconds,
+            prompts, waiting=self._queue.waiting, max_waiting=self._queue.most_waiting(caller),
+            ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
             tokens_per_second=self._speed.value,
-        )
+        )  # fmt: skip
 
     def _start(self, request: RequestHandle) -> None:
         self._scorer = request.scorer

@@ -158,29 +158,19 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
 )  # fmt: skip
 # Label sets that exist as 0: without a bundle from the first scrape, behind a bundle's own from its loading.
 _FIRST: dict[str, Iterable[str]] = {
-    "errors_total": STATUS_OF,
-    "http_requests_total": [str(status) for status in {200, *STATUS_OF.values()}],
-    "upstream_requests_total": get_args(Outcome),
-    "feedback_answers_total": get_args(Fate),
-    "audit_lines_total": get_args(AuditFate),
-    "reloads_total": ("done", "failed"),
-}
+    "errors_total": STATUS_OF, "http_requests_total": [str(status) for status in {200, *STATUS_OF.values()}],
+    "upstream_requests_total": get_args(Outcome), "feedback_answers_total": get_args(Fate),
+    "audit_lines_total": get_args(AuditFate), "reloads_total": ("done", "failed"),
+}  # fmt: skip
 _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
-    "flagged_total": [()],
-    "outside_training_total": [()],
-    "no_fact_total": [()],
-    "risk": [()],
-    "prompt_tokens_total": [()],
-    "completion_tokens_total": [()],
+    "flagged_total": [()], "outside_training_total": [()], "no_fact_total": [()], "risk": [()],
+    "prompt_tokens_total": [()], "completion_tokens_total": [()],
     "feedback_labels_total": [(label,) for label in LABELS],
-    "feedback_agreement_total": [*product(("yes", "no"), JUDGED)],
-    "prompts_total": [(str(one),) for one in Decision],
-    "route_prompts_total": [*product(COUNTED, ("yes", "no"))],
-    "gated_by_route_total": [(route,) for route in COUNTED],
-    "risk_by_conversation": _SHAPES,
-    "gated_by_conversation_total": _SHAPES,
-}
+    "feedback_agreement_total": [*product(("yes", "no"), JUDGED)], "prompts_total": [(str(one),) for one in Decision],
+    "route_prompts_total": [*product(COUNTED, ("yes", "no"))], "gated_by_route_total": [(route,) for route in COUNTED],
+    "risk_by_conversation": _SHAPES, "gated_by_conversation_total": _SHAPES,
+}  # fmt: skip
 _EXTRA = {"Histogram": "buckets", "Gauge": "multiprocess_mode"}
 
 

@@ -202,16 +202,12 @@ def _told(prompt: JudgedPrompt) -> Attributes:
     """Return what a prompt's gate says of it."""
     report, timings = prompt.report, prompt.timings
     found: Attributes = {
-        "hallutracer.risk": report.risk,
-        "hallutracer.decision": report.decision.value,
-        "hallutracer.threshold": report.verdict.threshold,
-        "hallutracer.flagged": report.verdict.flagged,
-        "hallutracer.queue_s": timings.queue,
-        "hallutracer.prefill_s": timings.prefill,
-        "hallutracer.probe_s": timings.probe,
-        "gen_ai.usage.input_tokens": report.prompt_tokens,
+        "hallutracer.risk": report.risk, "hallutracer.decision": report.decision.value,
+        "hallutracer.threshold": report.verdict.threshold, "hallutracer.flagged": report.verdict.flagged,
+        "hallutracer.queue_s": timings.queue, "hallutracer.prefill_s": timings.prefill,
+        "hallutracer.probe_s": timings.probe, "gen_ai.usage.input_tokens": report.prompt_tokens,
         "hallutracer.outside_training": report.uncertain.outside,
-    }
+    }  # fmt: skip
     return found if report.context.said is None else found | {"hallutracer.applies": report.context.applies}
 
 

@@ -34,13 +34,9 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 STREAMS_FIRST = ("/v1/responses",)  # begins its stream before it generates: a later refusal would cut it off
 RENDERED = ("messages", "tools", "documents", "functions", "chat_template_kwargs")  # what a chat template may write
 AS_TRAINED: dict[str, Any] = {
-    "continue_final_message": False,
-    "add_generation_prompt": True,
-    "chat_template": None,
-    "chat_template_kwargs": {},
-    "add_special_tokens": False,
-    "truncate_prompt_tokens": None,
-}
+    "continue_final_message": False, "add_generation_prompt": True, "chat_template": None, "chat_template_kwargs": {},
+    "add_special_tokens": False, "truncate_prompt_tokens": None,
+}  # fmt: skip
 """Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
 _FLAG = TypeAdapter(bool)
 RETRY_S = 1
