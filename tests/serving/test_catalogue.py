@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from probes_store.bundle import Bundle
-from probes_store.errors import BundleNotFound
 from service.access.callers import ApiKey, Key, Right, Scope, digest_of
-from service.engines.base import Engine
 from service.errors import NonFiniteReadout
 from service.scoring import Scorer
 from service.serving.catalogue import Rollout, RolloutPlan
@@ -220,38 +218,6 @@ def test_what_cannot_be_used_is_left_out_and_told(
         assert left_out["reference"] == reference
         assert reason in left_out["reason"]
         assert judge(app, prompt="a") == "one"
-
-
-def test_a_reload_by_the_api_swaps_or_changes_nothing(tmp_path: Path) -> None:
-    with app_with(tmp_path, PLAN).started() as app:
-        client = app.client = type(app.client)(app.app, client=("127.0.0.1", 5))
-        assert client.post("/v1/admin/reload").status_code == 404
-        since, served = app.state.catalogue.loaded.time, list(app.bundles)
-
-        def load(engine: Engine) -> dict[str, Scorer]:
-            if not served:
-                raise BundleNotFound("bundle three:1 is gone")
-            return {bundle.reference: Scorer(engine, bundle) for bundle in served}
-
-        app.state.lifecycle.load_again = load
-        served.reverse()
-        swapped = client.post("/v1/admin/reload").json()
-        assert [one["name"] for one in swapped["data"]] == ["three", "two", "one"]
-        assert swapped["data"][0]["role"] == "default"
-        assert app.state.catalogue.loaded.time > since
-        served.clear()
-        failed = client.post("/v1/admin/reload")
-        assert (failed.status_code, failed.json()["error"]["code"]) == (409, "reload_failed")
-        listed = client.get("/v1/bundles").json()
-        for said in (failed.text, listed["status"]["reload_error"]):
-            assert "three:1 is gone" in said
-        assert listed["data"] == swapped["data"]
-        metrics = client.get("/metrics").text
-        for outcome in ("done", "failed"):
-            assert f'hallutracer_reloads_total{{outcome="{outcome}"}} 1.0' in metrics
-        served += app.bundles
-        assert client.post("/v1/admin/reload").json()["status"]["reload_error"] is None
-        assert 'bundle="three:1",model_name="scripted",role="default"' not in client.get("/metrics").text
 
 
 def test_only_an_administrator_reloads(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ async def test_a_bundle_that_does_not_match_leaves_the_old_one(tmp_path: Path) -
             await state.lifecycle.reload(load)
         after = (await client.post("/score", json={"prompt": "a"})).json()
         assert (after["bundle"], after["data"]) == (before["bundle"], before["data"])
+        assert 'hallutracer_reloads_total{outcome="failed"} 1.0' in (await client.get("/metrics")).text
 
 
 def test_what_was_sent_to_fetch_a_passage_is_remembered_for_its_caller_for_a_while() -> None:
