@@ -37,6 +37,7 @@ class Bench:
         self.last = (0, 0)  # waiting, decoding
         self.broke: list[BaseException] = []
         self.dispatcher: Dispatcher
+        self.now = 0.0  # where engines may stall
         self.plain = engine_of(self.script)  # never asked to answer: it scores on the caller's thread
 
     def batch(self, prompts: int, tokens: int) -> None:
@@ -49,6 +50,8 @@ class Bench:
     async def open(self, *, max_queue: int = 64, max_kv_tokens: int = 4096, **options: Any) -> AsyncIterator[Bench]:
         self.engine = engine_of(self.script, self.kind, max_kv_tokens=max_kv_tokens, max_wait_s=0.0)
         bundles = [matching_bundle(self.script, self.tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
+        if "stall_s" in options:
+            options["clock"] = lambda: self.now
         self.scorers = [Scorer(self.engine, bundle) for bundle in bundles]
         self.alone = [Scorer(self.plain, bundle) for bundle in bundles]
         self.dispatcher = Dispatcher(self.engine, self, max_queue=max_queue, on_broken=self.broke.append, **options)  # type: ignore[arg-type]
@@ -100,43 +103,49 @@ async def text_of(handle: RequestHandle) -> list[str]:
     return [piece async for pieces in handle.pieces() for piece in pieces]
 
 
+def opened(**options: Any) -> Callable[[Any], Any]:
+    """Have the test's bench opened with these options."""
+    return lambda test: setattr(test, "options", options) or test
+
+
 @pytest.fixture(params=KINDS)
-def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Bench:
-    return Bench(tmp_path, request.param)
+async def bench(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: Patch) -> AsyncIterator[Bench]:
+    options = dict(getattr(request.function, "options", {}))
+    monkeypatch.setattr("service.serving.dispatcher.WATCH_S", options.pop("watch_s", 1.0))
+    async with Bench(tmp_path, request.param).open(**options) as made:
+        yield made
 
 
 async def test_every_prompt_gets_its_own_risk_by_its_own_bundle(bench: Bench) -> None:
-    async with bench.open():
-        held = await bench.hold()
-        handles = [bench.request(f"{n} one", f"{n} two", scorer=n % 2) for n in range(12)]
-        assert bench.last == (25, 0)
-        bench.holding.release.set()
-        await held.answers()
-        for n, handle in enumerate(handles):
-            pair = await handle.answers()
-            assert [one.risk for one in pair] == [bench.report(f"{n} {name}", n % 2).risk for name in ("one", "two")]
-            assert all(one.completion is None for one in pair)
-        assert sum(bench.batches) == 25
+    held = await bench.hold()
+    handles = [bench.request(f"{n} one", f"{n} two", scorer=n % 2) for n in range(12)]
+    assert bench.last == (25, 0)
+    bench.holding.release.set()
+    await held.answers()
+    for n, handle in enumerate(handles):
+        pair = await handle.answers()
+        assert [one.risk for one in pair] == [bench.report(f"{n} {name}", n % 2).risk for name in ("one", "two")]
+        assert all(one.completion is None for one in pair)
+    assert sum(bench.batches) == 25
 
 
 async def test_answers_have_risk_text_and_times(bench: Bench, monkeypatch: Patch) -> None:
-    async with bench.open():
-        answer = bench.engine.answer
+    answer = bench.engine.answer
 
-        async def cached(*arguments: Any, **options: Any) -> AsyncGenerator[Update, None]:
-            async for update in answer(*arguments, **options):
-                yield replace(update, cached_tokens=3)
+    async def cached(*arguments: Any, **options: Any) -> AsyncGenerator[Update, None]:
+        async for update in answer(*arguments, **options):
+            yield replace(update, cached_tokens=3)
 
-        monkeypatch.setattr(bench.engine, "answer", cached)
-        handle = bench.request("a", "b", **ANSWER)
-        reports = await handle.answers()
-        assert [one.completion.text for one in reports if one.completion] == ["It is so."] * 2
-        assert [(one.cached_tokens, one.risk) for one in reports] == [(3, bench.report(text).risk) for text in "ab"]
-        for job in handle.jobs:
-            assert job.tokens == len("It is so.")
-            assert job.decode_s is not None
-            assert job.timings.prefill > 0
-            assert min(job.timings.queue, job.timings.probe, job.decode_s) >= 0
+    monkeypatch.setattr(bench.engine, "answer", cached)
+    handle = bench.request("a", "b", **ANSWER)
+    reports = await handle.answers()
+    assert [one.completion.text for one in reports if one.completion] == ["It is so."] * 2
+    assert [(one.cached_tokens, one.risk) for one in reports] == [(3, bench.report(text).risk) for text in "ab"]
+    for job in handle.jobs:
+        assert job.tokens == len("It is so.")
+        assert job.decode_s is not None
+        assert job.timings.prefill > 0
+        assert min(job.timings.queue, job.timings.probe, job.decode_s) >= 0
 
 
 @pytest.mark.parametrize("policy", [GATE, BLOCK])
@@ -144,64 +153,61 @@ async def test_answers_have_risk_text_and_times(bench: Bench, monkeypatch: Patch
 async def test_a_gated_prompt_gives_no_token(bench: Bench, policy: Policy, honoured: bool, monkeypatch: Patch) -> None:
     if not honoured:
         monkeypatch.setattr(EngineGate, "closes", lambda *_: False)
-    async with bench.open():
-        handle = bench.request("a", sampling=Sampling(), policy=policy.at(0.0), streams=True)
-        (report,) = await handle.answers()
-        assert await text_of(handle) == []
-        assert (report.completion, handle.jobs[0].tokens, handle.jobs[0].decode_s) == (None, 0, None)
-        await until(lambda: bench.script.counters.open_continuations == 0)
-        assert not (honoured and bench.script.counters.decode_steps)
+    handle = bench.request("a", sampling=Sampling(), policy=policy.at(0.0), streams=True)
+    (report,) = await handle.answers()
+    assert await text_of(handle) == []
+    assert (report.completion, handle.jobs[0].tokens, handle.jobs[0].decode_s) == (None, 0, None)
+    await until(lambda: bench.script.counters.open_continuations == 0)
+    assert not (honoured and bench.script.counters.decode_steps)
 
 
 async def test_a_stream_has_the_risk_before_its_pieces(bench: Bench) -> None:
-    async with bench.open():
-        handle = bench.request("a", sampling=Sampling(max_tokens=5), policy=OBSERVE, streams=True)
-        (report,) = await handle.risks()
-        assert (report.risk, report.completion) == (bench.report("a").risk, None)
-        assert await text_of(handle) == list("It is")
-        (answer,) = await handle.answers()
-        assert answer.completion is not None
-        assert (answer.completion.text, answer.completion.finish_reason) == ("It is", "length")
-        bench.script.answer = "é" * 20  # every other token has no text: it counts, and is no piece
-        handle = bench.request("a", sampling=Sampling(max_tokens=40), policy=OBSERVE, streams=True)
-        assert await text_of(handle) == ["é"] * 20
-        assert handle.jobs[0].tokens == 40
+    handle = bench.request("a", sampling=Sampling(max_tokens=5), policy=OBSERVE, streams=True)
+    (report,) = await handle.risks()
+    assert (report.risk, report.completion) == (bench.report("a").risk, None)
+    assert await text_of(handle) == list("It is")
+    (answer,) = await handle.answers()
+    assert answer.completion is not None
+    assert (answer.completion.text, answer.completion.finish_reason) == ("It is", "length")
+    bench.script.answer = "é" * 20  # every other token has no text: it counts, and is no piece
+    handle = bench.request("a", sampling=Sampling(max_tokens=40), policy=OBSERVE, streams=True)
+    assert await text_of(handle) == ["é"] * 20
+    assert handle.jobs[0].tokens == 40
 
 
 async def test_cancelling_frees_the_engine_at_once(bench: Bench) -> None:
     bench.script.answer = "x" * 400
-    async with bench.open():
-        held = await bench.hold()
-        prefills = bench.script.counters.prefills
-        for handle in [bench.request(f"prompt {n}") for n in range(5)]:
-            handle.cancel(NotReady("gone"))
-            with pytest.raises(NotReady):
-                await handle.answers()
-        assert bench.last == (1, 0)
-        bench.holding.release.set()
-        await held.answers()
-        bench.script.sleep_s = 0.02
-        decoding = bench.request("a", **LONG)
-        await decoding.risks()
-        assert bench.last == (0, 1)
-        assert bench.script.counters.prefills == prefills + 2
-        decoding.cancel(NotReady("gone"))
-        assert bench.last == (0, 0)
-        await until(lambda: bench.script.counters.open_continuations == 0)
-        assert bench.script.counters.decode_steps < 300
+    held = await bench.hold()
+    prefills = bench.script.counters.prefills
+    for handle in [bench.request(f"prompt {n}") for n in range(5)]:
+        handle.cancel(NotReady("gone"))
+        with pytest.raises(NotReady):
+            await handle.answers()
+    assert bench.last == (1, 0)
+    bench.holding.release.set()
+    await held.answers()
+    bench.script.sleep_s = 0.02
+    decoding = bench.request("a", **LONG)
+    await decoding.risks()
+    assert bench.last == (0, 1)
+    assert bench.script.counters.prefills == prefills + 2
+    decoding.cancel(NotReady("gone"))
+    assert bench.last == (0, 0)
+    await until(lambda: bench.script.counters.open_continuations == 0)
+    assert bench.script.counters.decode_steps < 300
 
 
+@opened(max_queue=2)
 async def test_a_request_that_ends_before_it_starts_gives_its_places_back(bench: Bench) -> None:
-    async with bench.open(max_queue=2):
-        prefills = bench.script.counters.prefills
-        handle = bench.admit(2)
-        with pytest.raises(Overloaded):
-            bench.request("a")
-        handle.cancel()
-        assert bench.last == (0, 0)
-        handle.start([[1], [2]])  # a request that its client has left while it was tokenized
-        await bench.request("a", "b").answers()
-        assert bench.script.counters.prefills == prefills + 2
+    prefills = bench.script.counters.prefills
+    handle = bench.admit(2)
+    with pytest.raises(Overloaded):
+        bench.request("a")
+    handle.cancel()
+    assert bench.last == (0, 0)
+    handle.start([[1], [2]])  # a request that its client has left while it was tokenized
+    await bench.request("a", "b").answers()
+    assert bench.script.counters.prefills == prefills + 2
 
 
 async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypatch: Patch) -> None:
@@ -212,73 +218,70 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
             raise RuntimeError("poison")
         return activations(prompt, site)
 
-    async with bench.open():
-        held = await bench.hold()
-        monkeypatch.setattr(bench.script, "activations", refusing)
-        handles = [bench.request("a"), bench.request("b", "poison"), bench.request("c")]
-        bench.holding.release.set()
-        await held.answers()
-        with pytest.raises(RuntimeError):
-            await handles[1].answers()
-        for handle, text in ((handles[0], "a"), (handles[2], "c")):
-            assert (await handle.answers())[0].risk == bench.report(text).risk
-        assert bench.dispatcher.alive
+    held = await bench.hold()
+    monkeypatch.setattr(bench.script, "activations", refusing)
+    handles = [bench.request("a"), bench.request("b", "poison"), bench.request("c")]
+    bench.holding.release.set()
+    await held.answers()
+    with pytest.raises(RuntimeError):
+        await handles[1].answers()
+    for handle, text in ((handles[0], "a"), (handles[2], "c")):
+        assert (await handle.answers())[0].risk == bench.report(text).risk
+    assert bench.dispatcher.alive
 
 
 async def test_a_failure_while_decoding_ends_that_answer_only(bench: Bench, monkeypatch: Patch) -> None:
     turns = iter(range(10_000))
-    async with bench.open():
-        monkeypatch.setattr(bench.script, "wait", lambda: 1 // (next(turns) - 4))
-        with pytest.raises(ZeroDivisionError):
-            await text_of(bench.request("a", streams=True, **ANSWER))
-        (report,) = await bench.request("b", **ANSWER).answers()
-        assert report.completion is not None
+    monkeypatch.setattr(bench.script, "wait", lambda: 1 // (next(turns) - 4))
+    with pytest.raises(ZeroDivisionError):
+        await text_of(bench.request("a", streams=True, **ANSWER))
+    (report,) = await bench.request("b", **ANSWER).answers()
+    assert report.completion is not None
 
 
 async def test_a_deadline_that_passes_in_the_queue_costs_no_forward(bench: Bench) -> None:
-    async with bench.open():
-        held = await bench.hold()
-        prefills = bench.script.counters.prefills
-        with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
-            await bench.request("late", seconds=0.05).answers()
-        await asyncio.sleep(0.05)  # on its own loop, the engine learns of it a moment later
-        bench.holding.release.set()
-        await held.answers()
-        await bench.request("next").answers()
-        assert bench.script.counters.prefills == prefills + 2
+    held = await bench.hold()
+    prefills = bench.script.counters.prefills
+    with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+        await bench.request("late", seconds=0.05).answers()
+    await asyncio.sleep(0.05)  # on its own loop, the engine learns of it a moment later
+    bench.holding.release.set()
+    await held.answers()
+    await bench.request("next").answers()
+    assert bench.script.counters.prefills == prefills + 2
 
 
 async def test_a_deadline_that_passes_while_decoding_ends_the_answer(bench: Bench) -> None:
     bench.script.answer = "x" * 400
-    async with bench.open():
-        bench.script.sleep_s = 0.05
-        handle = bench.request("a", streams=True, seconds=3, **LONG)
-        await handle.risks()
-        with pytest.raises(DeadlineExceeded):
-            await text_of(handle)
-        await until(lambda: bench.script.counters.open_continuations == 0)
+    bench.script.sleep_s = 0.05
+    handle = bench.request("a", streams=True, seconds=3, **LONG)
+    await handle.risks()
+    with pytest.raises(DeadlineExceeded):
+        await text_of(handle)
+    await until(lambda: bench.script.counters.open_continuations == 0)
 
 
+@opened(max_queue=4)
 async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
-    async with bench.open(max_queue=4):
-        held = await bench.hold()
-        kept = bench.request("a", "b")
+    held = await bench.hold()
+    kept = bench.request("a", "b")
+    bench.dispatcher.check_not_full("")
+    with pytest.raises(Overloaded, match="3 of at most 4"):
+        bench.request("c", "d")
+    last = bench.request("e")
+    assert bench.last == (4, 0)
+    with pytest.raises(Overloaded):
         bench.dispatcher.check_not_full("")
-        with pytest.raises(Overloaded, match="3 of at most 4"):
-            bench.request("c", "d")
-        last = bench.request("e")
-        assert bench.last == (4, 0)
-        with pytest.raises(Overloaded):
-            bench.dispatcher.check_not_full("")
-        last.cancel()
-        bench.dispatcher.check_not_full("")  # a cancelled request holds no place
-        last = bench.request("f")
-        bench.holding.release.set()
-        for handle in (held, kept, last):
-            await handle.answers()
-        bench.admit(4, 5).cancel()
+    last.cancel()
+    bench.dispatcher.check_not_full("")  # a cancelled request holds no place
+    last = bench.request("f")
+    bench.holding.release.set()
+    for handle in (held, kept, last):
+        await handle.answers()
+    bench.admit(4, 5).cancel()
 
 
+@opened(max_queue=1024)
 async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypatch: Patch) -> None:
     """A newcomer's prompt begins the next batch but one at the latest, although 200 of another caller came before."""
     bench.script.max_batch_tokens = 64
@@ -289,181 +292,172 @@ async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypat
         batches.append(list(prompts))
         return score(prompts, *arguments, **options)
 
-    async with bench.open(max_queue=1024):
-        held = await bench.hold()
-        monkeypatch.setattr(bench.script, "score", recording)
-        busy = [bench.request(*(f"{n} {m}" for m in range(10)), caller="busy") for n in range(20)]
-        other = bench.request("mine", caller="other")
-        await until(lambda: len(bench.engine._queue.waiting) == 201)
-        bench.holding.release.set()
-        for handle in (held, other, *busy):
-            await handle.answers()
+    held = await bench.hold()
+    monkeypatch.setattr(bench.script, "score", recording)
+    busy = [bench.request(*(f"{n} {m}" for m in range(10)), caller="busy") for n in range(20)]
+    other = bench.request("mine", caller="other")
+    await until(lambda: len(bench.engine._queue.waiting) == 201)
+    bench.holding.release.set()
+    for handle in (held, other, *busy):
+        await handle.answers()
     assert bench.script.tokenize("mine") in batches[0] + batches[1]
     assert len(batches) > 10
 
 
+@opened(max_queue=16)
 async def test_the_last_places_are_for_others(bench: Bench) -> None:
-    async with bench.open(max_queue=16):
-        await bench.hold()
-        bench.request(*"abcdefghijklm", caller="busy")
-        with pytest.raises(Overloaded, match="14 of at most 15"):
-            bench.request("n", "o", caller="busy")
-        bench.request("n", "o", caller="other")
+    await bench.hold()
+    bench.request(*"abcdefghijklm", caller="busy")
+    with pytest.raises(Overloaded, match="14 of at most 15"):
+        bench.request("n", "o", caller="busy")
+    bench.request("n", "o", caller="other")
 
 
-async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(bench: Bench, monkeypatch: Patch) -> None:
+@opened(stall_s=20, watch_s=0.001)
+async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(bench: Bench) -> None:
     """Also when the prompts that waited for it have given up; one that is slow, or has nothing to do, is not."""
-    monkeypatch.setattr("service.serving.dispatcher.WATCH_S", 0.001)
-    now = 0.0
 
     async def stalled() -> bool:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.03)
         return bench.dispatcher.stalled
 
-    async with bench.open(stall_s=20, clock=lambda: now):
-        now += 60
-        assert not await stalled()  # nothing waits
-        bench.script.before = bench.holding
-        waiting = bench.request("a", seconds=0.2)
-        now += 20
+    bench.now += 60
+    assert not await stalled()  # nothing waits
+    bench.script.before = bench.holding
+    waiting = bench.request("a", seconds=0.2)
+    bench.now += 20
+    assert not await stalled()
+    bench.now += 1
+    await until(lambda: bench.dispatcher.stalled)
+    with pytest.raises(DeadlineExceeded):
+        await waiting.answers()
+    assert await stalled()
+    bench.holding.release.set()
+    await until(lambda: not bench.dispatcher.stalled)
+    bench.script.answer, bench.script.sleep_s = "x" * 20, 0.005
+    async for _ in bench.request("b", streams=True, **LONG).pieces():
+        bench.now += 19
         assert not await stalled()
-        now += 1
-        await until(lambda: bench.dispatcher.stalled)
-        with pytest.raises(DeadlineExceeded):
-            await waiting.answers()
-        assert await stalled()
-        bench.holding.release.set()
-        await until(lambda: not bench.dispatcher.stalled)
-        bench.script.answer, bench.script.sleep_s = "x" * 20, 0.005
-        async for _ in bench.request("b", streams=True, **LONG).pieces():
-            now += 19
-            assert not await stalled()
 
 
+@opened(max_queue=1)
 async def test_answers_being_decoded_hold_no_place(bench: Bench) -> None:
     bench.script.answer = "x" * 100
-    async with bench.open(max_queue=1):
-        bench.script.sleep_s = 0.01
-        for name in "ab":
-            await bench.request(name, **LONG).risks()
-        assert bench.last == (0, 2)
+    bench.script.sleep_s = 0.01
+    for name in "ab":
+        await bench.request(name, **LONG).risks()
+    assert bench.last == (0, 2)
 
 
+@opened(max_kv_tokens=700)
 async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench: Bench) -> None:
     bench.script.answer = "x" * 300
-    async with bench.open(max_kv_tokens=700):
-        bench.script.sleep_s = 0.002
-        answers = [bench.request(f"answer {n}", sampling=Sampling(max_tokens=300), policy=OBSERVE) for n in range(12)]
-        await answers[0].risks()
-        for n in range(30):
-            bench.admit(1, 0.5).cancel()
-            await bench.request(f"score {n}", seconds=0.5).answers()
+    bench.script.sleep_s = 0.002
+    answers = [bench.request(f"answer {n}", sampling=Sampling(max_tokens=300), policy=OBSERVE) for n in range(12)]
+    await answers[0].risks()
+    for n in range(30):
+        bench.admit(1, 0.5).cancel()
+        await bench.request(f"score {n}", seconds=0.5).answers()
 
 
+@opened(max_queue=1000)
 async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) -> None:
     bench.script.max_batch_tokens = 100
-    async with bench.open(max_queue=1000):
-        bench.script.sleep_s = 0.01
-        # 100 tokens and 10 ms each, 6 s of work: a pause of the machine does not use it up
-        handles = [bench.request("x" * 99) for _ in range(600)]
-        bench.admit(1, 0.5).cancel()  # nothing is known yet
-        for handle in handles[100:500]:  # the speed is known once enough of them have waited
-            await handle.answers()
-            if bench.dispatcher._speed.value is not None:
-                break
-        bench.admit(1, 30).cancel()
-        with pytest.raises(Overloaded, match="s of work is waiting") as refused:
-            bench.request("y", seconds=0.1)
-        assert refused.value.retry_after_s
-        speed = bench.dispatcher._speed.value
-        assert speed is not None
-        assert speed < 15_000  # it is never more than 10,000; what is left is for the clock
-        for handle in handles:
-            handle.cancel()
-        bench.admit(1, 0.1).cancel()
+    bench.script.sleep_s = 0.01
+    # 100 tokens and 10 ms each, 6 s of work: a pause of the machine does not use it up
+    handles = [bench.request("x" * 99) for _ in range(600)]
+    bench.admit(1, 0.5).cancel()  # nothing is known yet
+    for handle in handles[100:500]:  # the speed is known once enough of them have waited
+        await handle.answers()
+        if bench.dispatcher._speed.value is not None:
+            break
+    bench.admit(1, 30).cancel()
+    with pytest.raises(Overloaded, match="s of work is waiting") as refused:
+        bench.request("y", seconds=0.1)
+    assert refused.value.retry_after_s
+    speed = bench.dispatcher._speed.value
+    assert speed is not None
+    assert speed < 15_000  # it is never more than 10,000; what is left is for the clock
+    for handle in handles:
+        handle.cancel()
+    bench.admit(1, 0.1).cancel()
 
 
 async def test_a_single_client_gives_no_measurement_of_speed(bench: Bench) -> None:
-    async with bench.open():
-        bench.script.sleep_s = 0.03
-        for n in range(12):
-            await bench.request(f"prompt {n}").answers()
-        assert bench.dispatcher._speed.value is None
+    bench.script.sleep_s = 0.03
+    for n in range(12):
+        await bench.request(f"prompt {n}").answers()
+    assert bench.dispatcher._speed.value is None
 
 
 async def test_closing_ends_everything_with_not_ready(bench: Bench) -> None:
     bench.script.answer = "x" * 400
-    async with bench.open():
-        bench.script.sleep_s = 0.01
-        decoding = bench.request("a", **LONG)
-        await decoding.risks()
-        handles = [await bench.hold(), bench.request("waits", "and", "waits"), decoding]
-        await asyncio.to_thread(bench.dispatcher.close)
-        for handle in handles:
-            with pytest.raises(NotReady):
-                await handle.answers()
-        assert not bench.dispatcher.alive
+    bench.script.sleep_s = 0.01
+    decoding = bench.request("a", **LONG)
+    await decoding.risks()
+    handles = [await bench.hold(), bench.request("waits", "and", "waits"), decoding]
+    await asyncio.to_thread(bench.dispatcher.close)
+    for handle in handles:
         with pytest.raises(NotReady):
-            bench.request("too late")
+            await handle.answers()
+    assert not bench.dispatcher.alive
+    with pytest.raises(NotReady):
+        bench.request("too late")
 
 
 async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
     monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 4)
-    async with bench.open():
-        innocent = [(RequestError("not its fault"), 9), (NonFiniteReadout("a NaN"), 9), (RuntimeError("no memory"), 3)]
-        for failure, times in innocent:
-            bench.script.fail = failure
-            for n in range(times):
-                with pytest.raises(type(failure)):
-                    await bench.request(f"prompt {n}", **ANSWER).answers()
-        bench.script.fail = None
-        await bench.request("a").answers()
-        assert bench.dispatcher.alive
-        bench.script.fail = RuntimeError("device-side assert")
-        for n in range(4):
-            with pytest.raises(RuntimeError):
-                await bench.request(f"prompt {n}").answers()
-            assert bench.dispatcher.alive == (n < 3)
-        (broke,) = bench.broke
-        assert "4 prompts in a row failed" in str(broke)
+    innocent = [(RequestError("not its fault"), 9), (NonFiniteReadout("a NaN"), 9), (RuntimeError("no memory"), 3)]
+    for failure, times in innocent:
+        bench.script.fail = failure
+        for n in range(times):
+            with pytest.raises(type(failure)):
+                await bench.request(f"prompt {n}", **ANSWER).answers()
+    bench.script.fail = None
+    await bench.request("a").answers()
+    assert bench.dispatcher.alive
+    bench.script.fail = RuntimeError("device-side assert")
+    for n in range(4):
+        with pytest.raises(RuntimeError):
+            await bench.request(f"prompt {n}").answers()
+        assert bench.dispatcher.alive == (n < 3)
+    (broke,) = bench.broke
+    assert "4 prompts in a row failed" in str(broke)
 
 
 async def test_an_engine_whose_thread_fails_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
     def broken(prompts: int, tokens: int) -> None:
         raise MemoryError
 
-    async with bench.open():
-        monkeypatch.setattr(bench.engine, "on_prefill", broken)
-        for handle in [bench.request("a"), bench.request("b", **ANSWER)]:
-            with pytest.raises((EngineError, NotReady)):
-                await handle.answers()
-        await until(lambda: not bench.dispatcher.alive)
-        assert len(bench.broke) == 1
+    monkeypatch.setattr(bench.engine, "on_prefill", broken)
+    for handle in [bench.request("a"), bench.request("b", **ANSWER)]:
+        with pytest.raises((EngineError, NotReady)):
+            await handle.answers()
+    await until(lambda: not bench.dispatcher.alive)
+    assert len(bench.broke) == 1
 
 
 async def test_a_dead_engine_is_given_up_at_its_first_error(bench: Bench) -> None:
     bench.script.answer = "x" * 400
-    async with bench.open():
-        bench.script.sleep_s = 0.01
-        decoding = [bench.request(f"{n}", **LONG) for n in range(3)]
-        for handle in decoding:
-            await handle.risks()
-        await asyncio.to_thread(bench.engine.close)
-        for handle in decoding:
-            with pytest.raises((EngineError, NotReady)):
-                await handle.answers()
-        assert not bench.dispatcher.alive
-        assert len(bench.broke) == 1
+    bench.script.sleep_s = 0.01
+    decoding = [bench.request(f"{n}", **LONG) for n in range(3)]
+    for handle in decoding:
+        await handle.risks()
+    await asyncio.to_thread(bench.engine.close)
+    for handle in decoding:
+        with pytest.raises((EngineError, NotReady)):
+            await handle.answers()
+    assert not bench.dispatcher.alive
+    assert len(bench.broke) == 1
 
 
-async def test_an_engine_that_ends_while_idle_is_noticed(bench: Bench, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("service.serving.dispatcher.WATCH_S", 0.01)
-    async with bench.open():
-        await asyncio.sleep(0.03)
-        assert bench.dispatcher.alive
-        await asyncio.to_thread(bench.engine.close)
-        await until(lambda: bool(bench.broke))
-        assert not bench.dispatcher.alive
+@opened(watch_s=0.01)
+async def test_an_engine_that_ends_while_idle_is_noticed(bench: Bench) -> None:
+    await asyncio.sleep(0.03)
+    assert bench.dispatcher.alive
+    await asyncio.to_thread(bench.engine.close)
+    await until(lambda: bool(bench.broke))
+    assert not bench.dispatcher.alive
 
 
 async def test_an_engine_that_drops_a_request_leaves_no_caller_waiting(bench: Bench, monkeypatch: Patch) -> None:
@@ -478,12 +472,11 @@ async def test_an_engine_that_drops_a_request_leaves_no_caller_waiting(bench: Be
     async def mute(*_: Any, **__: Any) -> AsyncGenerator[Update, None]:
         yield Update(piece="x")
 
-    async with bench.open():
-        for answer in (silent, dropped, mute):
-            monkeypatch.setattr(bench.engine, "answer", answer)
-            with pytest.raises(EngineError):
-                await bench.request("a").answers()
-        assert bench.dispatcher.alive
+    for answer in (silent, dropped, mute):
+        monkeypatch.setattr(bench.engine, "answer", answer)
+        with pytest.raises(EngineError):
+            await bench.request("a").answers()
+    assert bench.dispatcher.alive
 
 
 async def test_an_engines_loop_that_has_closed_fails_its_requests(tmp_path: Path) -> None:
@@ -494,6 +487,7 @@ async def test_an_engines_loop_that_has_closed_fails_its_requests(tmp_path: Path
             await bench.request("a").answers()
 
 
+@opened(max_queue=1000)
 async def test_random_clients_leave_nothing_behind(bench: Bench) -> None:
     """``open`` checks, after the last one, that neither the engine nor the gauges hold anything."""
     luck = random.Random(0)
@@ -519,7 +513,6 @@ async def test_random_clients_leave_nothing_behind(bench: Bench) -> None:
         return "stayed"
 
     bench.script.answer = "x" * 30
-    async with bench.open(max_queue=1000):
-        bench.script.sleep_s = 0.0002
-        assert set(await asyncio.gather(*(visit(n) for n in range(120)))) == {"left", "stayed"}
-        assert bench.last == (0, 0)
+    bench.script.sleep_s = 0.0002
+    assert set(await asyncio.gather(*(visit(n) for n in range(120)))) == {"left", "stayed"}
+    assert bench.last == (0, 0)
