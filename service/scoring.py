@@ -89,10 +89,12 @@ class Scorer:
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
         self.probes = Probes.all_of(Site(bundle.manifest.readout.site), bundle.probes)  # the risk's, then the context's
         self.needs_first_token = bundle.manifest.needs_first_token
-        reports = self.score(bundle.golden.prompts())
-        risks = np.array([report.risk for report in reports])
-        logits = np.stack([report.logits for report in reports])
-        self.golden = check_golden(bundle, logits, risks, dtype=engine.identity.dtype)
+        self.replayed(self.score(bundle.golden.prompts()))
+
+    def replayed(self, reports: Sequence[RiskReport]) -> None:
+        """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises GoldenMismatch."""
+        logits, risks = np.stack([one.logits for one in reports]), np.array([one.risk for one in reports])
+        self.golden = check_golden(self.bundle, logits, risks, dtype=self.engine.identity.dtype)
 
     def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
         """Return token ids, rendered the way this bundle's training prompts were."""

@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import numpy as np
-
-from probes_store.bundle import check_golden
 from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.syntax import PIN
 from service.access.callers import Caller
@@ -210,15 +207,11 @@ class Catalogue:
         for scorer in {self.scorers[0], self.rollout.canary or self.scorers[0]}:
             monitor = self.monitors[scorer.bundle.reference]
             try:
-                reports = [await scorer.last_report(prompt, OBSERVE) for prompt in scorer.bundle.golden.prompts()]
-                trajectories = np.stack([report.logits for report in reports])
-                risks = np.array([report.risk for report in reports])
-                deviation = check_golden(scorer.bundle, trajectories, risks, dtype=scorer.engine.identity.dtype)
+                prompts = scorer.bundle.golden.prompts()
+                scorer.replayed([await scorer.last_report(prompt, OBSERVE) for prompt in prompts])
+                monitor.golden(None)
             except (GoldenMismatch, NonFiniteReadout) as error:
                 monitor.golden(str(error))
-            else:
-                scorer.golden = deviation
-                monitor.golden(None)
 
     def in_force(self) -> list[dict[str, str]]:
         """Return the bundles and what each does, for the audit log."""
