@@ -376,8 +376,8 @@ class Metrics:
                 for labels in every:
                     self._all[name].labels(*bundle, *labels)
 
-    def _list(self, name: str, now: set[tuple[str, ...]]) -> None:
-        gauge = self._all[name]
+    def _list(self, name: str, labels_of: Collection[tuple[str, ...]]) -> None:
+        gauge, now = self._all[name], set(labels_of)
         for gone in self._listed.get(name, set()) - now:
             gauge.labels(*gone).set(0)  # processes that share a folder keep the series
             gauge.remove(*gone)

@@ -47,7 +47,10 @@ class Bench:
         self.last = (waiting, decoding)
 
     @asynccontextmanager
-    async def open(self, *, max_queue: int = 64, max_kv_tokens: int = 4096, **options: Any) -> AsyncIterator[Bench]:
+    async def open(
+        self, *, max_queue: int = 64, max_kv_tokens: int = 4096, max_batch_tokens: int = 8192, **options: Any
+    ) -> AsyncIterator[Bench]:
+        self.script.max_batch_tokens = max_batch_tokens
         self.engine = engine_of(self.script, self.kind, max_kv_tokens=max_kv_tokens, max_wait_s=0.0)
         bundles = [matching_bundle(self.script, self.tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
         if "stall_s" in options:
@@ -281,10 +284,9 @@ async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
     bench.admit(4, 5).cancel()
 
 
-@opened(max_queue=1024)
+@opened(max_queue=1024, max_batch_tokens=64)
 async def test_whoever_sends_much_does_not_delay_another(bench: Bench, monkeypatch: Patch) -> None:
     """A newcomer's prompt begins the next batch but one at the latest, although 200 of another caller came before."""
-    bench.script.max_batch_tokens = 64
     batches: list[list[TokenIds]] = []
     score = bench.script.score
 
@@ -360,9 +362,8 @@ async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench:
         await bench.request(f"score {n}", seconds=0.5).answers()
 
 
-@opened(max_queue=1000)
+@opened(max_queue=1000, max_batch_tokens=100)
 async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) -> None:
-    bench.script.max_batch_tokens = 100
     bench.script.sleep_s = 0.01
     # 100 tokens and 10 ms each, 6 s of work: a pause of the machine does not use it up
     handles = [bench.request("x" * 99) for _ in range(600)]
