@@ -168,7 +168,10 @@ def test_a_watched_alias_brings_a_canary_and_takes_it_back(tmp_path: Path) -> No
         store.set_alias(NAME, "canary", 2)
 
     with ServeProcess(*arguments, "--threads", "1", on_listening=move, HALLUTRACER_STORE=str(tmp_path)) as served:
-        bundles = lambda: httpx.get(f"{served.url}/v1/bundles").json()  # noqa: E731
+
+        def bundles() -> Any:
+            return httpx.get(f"{served.url}/v1/bundles").json()
+
         until(lambda: digest_of(served) == second)
         assert bundles()["status"]["left_out"] == []
         store.set_alias(NAME, "canary", 1)  # what judges already

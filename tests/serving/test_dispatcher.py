@@ -108,7 +108,12 @@ async def text_of(handle: RequestHandle) -> list[str]:
 
 def opened(**options: Any) -> Callable[[Any], Any]:
     """Have the test's bench opened with these options."""
-    return lambda test: setattr(test, "options", options) or test
+
+    def marked(test: Any) -> Any:
+        test.options = options
+        return test
+
+    return marked
 
 
 @pytest.fixture(params=KINDS)
