@@ -53,8 +53,11 @@ class BodyTooLarge(RequestError, status=413, code="body_too_large"):
     """The request body exceeds the configured limit."""
 
 
+class PromptTooLong(RequestError, status=413, code="prompt_too_long"):
+    """Longer than the model's context.  Prompts are never truncated."""
+
+
 EmptyPrompt = _kind(RequestError, 422, "empty_prompt", "A prompt without tokens has no answer onset.")
-PromptTooLong = _kind(RequestError, 413, "prompt_too_long", "Longer than the context.  Prompts are never truncated.")
 BodyTooSlow = _kind(RequestError, 408, "body_too_slow", "The request body did not arrive before the deadline.")
 NotHttp = _kind(RequestError, 400, "invalid_http", "What arrived is not HTTP/1.1.", name="NotHttp")
 HeadersTooSlow = _kind(RequestError, 408, "headers_too_slow", "The request's line and headers did not come in time.")
