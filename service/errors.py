@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -33,60 +33,39 @@ class HalluTracerError(Exception):
             self.retry_after_s = retry_after_s
 
 
+E = TypeVar("E", bound=HalluTracerError)
+
+
+def _kind(
+    parent: type[E], status: int, code: str, why: str, *, name: str = "", retry_after_s: int | None = None
+) -> type[E]:
+    """Return a class for errors that differ from their parent's in these alone; its name is by default the code's."""
+    said: dict[str, int | str] = {} if retry_after_s is None else {"retry_after_s": retry_after_s}
+    name = name or "".join(map(str.title, code.split("_")))
+    return type(name, (parent,), {"__doc__": why}, status=status, code=code, **said)
+
+
 class RequestError(HalluTracerError, status=422, code="invalid_request"):
     """The request is wrong and would fail again unchanged."""
-
-
-class ReloadFailed(HalluTracerError, status=409, code="reload_failed"):
-    """Keys or bundles that were to be read again cannot be used; those in force stay."""
-
-
-class EmptyPrompt(RequestError, status=422, code="empty_prompt"):
-    """A prompt without tokens has no answer onset."""
-
-
-class PromptTooLong(RequestError, status=413, code="prompt_too_long"):
-    """Longer than the model's context.  Prompts are never truncated."""
 
 
 class BodyTooLarge(RequestError, status=413, code="body_too_large"):
     """The request body exceeds the configured limit."""
 
 
-class BodyTooSlow(RequestError, status=408, code="body_too_slow"):
-    """The request body did not arrive before the deadline."""
+class PromptTooLong(RequestError, status=413, code="prompt_too_long"):
+    """Longer than the model's context.  Prompts are never truncated."""
 
 
-class NotHttp(RequestError, status=400, code="invalid_http"):
-    """What arrived is not HTTP/1.1."""
-
-
-class HeadersTooSlow(RequestError, status=408, code="headers_too_slow"):
-    """The request's line and headers did not arrive in time."""
-
-
-class HeadersTooLarge(RequestError, status=431, code="headers_too_large"):
-    """Headers or trailers exceed their limits."""
-
-
-class WrongHost(HalluTracerError, status=421, code="wrong_host"):
-    """The request is addressed to a name that is not this service's."""
+EmptyPrompt = _kind(RequestError, 422, "empty_prompt", "A prompt without tokens has no answer onset.")
+BodyTooSlow = _kind(RequestError, 408, "body_too_slow", "The request body did not arrive before the deadline.")
+NotHttp = _kind(RequestError, 400, "invalid_http", "What arrived is not HTTP/1.1.", name="NotHttp")
+HeadersTooSlow = _kind(RequestError, 408, "headers_too_slow", "The request's line and headers did not come in time.")
+HeadersTooLarge = _kind(RequestError, 431, "headers_too_large", "Headers or trailers exceed their limits.")
 
 
 class Unauthorized(HalluTracerError, status=401, code="unauthorized"):
     """The bearer key is missing or unknown."""
-
-
-class KeyExpired(Unauthorized, status=401, code="key_expired"):
-    """The bearer key was valid until a while ago."""
-
-
-class KeyRevoked(Unauthorized, status=401, code="key_revoked"):
-    """The operator has taken the bearer key back."""
-
-
-class MissingScope(HalluTracerError, status=403, code="missing_scope"):
-    """The bearer key does not open this route."""
 
 
 class NotAllowed(HalluTracerError, status=403, code="not_allowed"):
@@ -97,24 +76,8 @@ class NotAllowed(HalluTracerError, status=403, code="not_allowed"):
         super().__init__(f"{message}; {cure}", param=param)
 
 
-class NotFound(HalluTracerError, status=404, code="not_found"):
-    """The bundle or model is not loaded."""
-
-
-class Overloaded(HalluTracerError, status=429, code="overloaded", retry_after_s=1):
-    """The queue is full."""
-
-
-class ClientGone(HalluTracerError, status=499, code="client_closed_request"):
-    """The client closed its connection before the answer; in logs and metrics only."""
-
-
 class NotReady(HalluTracerError, status=503, code="not_ready", retry_after_s=1):
     """The service is still loading, or shutting down."""
-
-
-class BodiesFull(HalluTracerError, status=503, code="bodies_full", retry_after_s=1):
-    """The bodies of other requests, this caller's among them, take the memory that there is for bodies."""
 
 
 class FeedbackUnavailable(HalluTracerError, status=503, code="feedback_unavailable", retry_after_s=5):
@@ -125,16 +88,17 @@ class AuditUnavailable(HalluTracerError, status=503, code="audit_unavailable", r
     """The audit log cannot be written: what has to be in it is not done."""
 
 
-class UpstreamFailed(HalluTracerError, status=502, code="upstream_failed"):
-    """The server that a policy falls back on gave no answer; this service is well."""
-
-
-class DeadlineExceeded(HalluTracerError, status=504, code="deadline_exceeded"):
-    """The request's deadline passed before the answer."""
-
-
-class UnknownFamily(HalluTracerError, status=500, code="unknown_family"):
-    """The model's type has no entry in ``engines/families.py``."""
+KeyExpired = _kind(Unauthorized, 401, "key_expired", "The bearer key was valid until a while ago.")
+KeyRevoked = _kind(Unauthorized, 401, "key_revoked", "The operator has taken the bearer key back.")
+MissingScope = _kind(HalluTracerError, 403, "missing_scope", "The bearer key does not open this route.")
+NotFound = _kind(HalluTracerError, 404, "not_found", "The bundle or model is not loaded.")
+ReloadFailed = _kind(HalluTracerError, 409, "reload_failed", "What was to be read again cannot be; all in force stays.")
+WrongHost = _kind(HalluTracerError, 421, "wrong_host", "The request is addressed to a name that is not this service's.")
+Overloaded = _kind(HalluTracerError, 429, "overloaded", "The queue is full.", retry_after_s=1)
+ClientGone = _kind(HalluTracerError, 499, "client_closed_request", "In logs and metrics only.", name="ClientGone")
+UpstreamFailed = _kind(HalluTracerError, 502, "upstream_failed", "The server that a policy falls back on is unwell.")
+BodiesFull = _kind(HalluTracerError, 503, "bodies_full", "All bodies together take their memory.", retry_after_s=1)
+DeadlineExceeded = _kind(HalluTracerError, 504, "deadline_exceeded", "The deadline passed before the answer.")
 
 
 class EngineError(HalluTracerError, status=500, code="engine_error"):
@@ -145,16 +109,23 @@ class ModelLoadError(EngineError, status=500, code="model_load_error"):
     """The model could not be loaded."""
 
 
-class NonFiniteReadout(EngineError, status=500, code="non_finite_readout"):
-    """A NaN or infinity came out of the forward pass."""
-
-
-class ProbeReplaced(EngineError, status=503, code="probe_replaced", retry_after_s=1):
-    """Another server of the same vLLM has put its own probe into this one's slot; the next request writes it again."""
+UnknownFamily = _kind(HalluTracerError, 500, "unknown_family", "The type has no entry in ``engines/families.py``.")
+NonFiniteReadout = _kind(EngineError, 500, "non_finite_readout", "A NaN or infinity came out of the forward pass.")
+# The next request writes it again.
+ProbeReplaced = _kind(EngineError, 503, "probe_replaced", "Another server has put its probe into this slot of vLLM's.",
+                      retry_after_s=1)  # fmt: skip
 
 
 class TrainingError(HalluTracerError, status=500, code="training_error"):
     """A training run cannot go on."""
+
+
+class NoDirection(TrainingError, status=500, code="no_direction"):
+    """All coefficients of every probe of a layer are zero."""
+
+
+RunMismatch = _kind(TrainingError, 500, "run_mismatch", "The run folder is of another model, data or set of options.")
+NoThreshold = _kind(TrainingError, 500, "no_threshold", "No threshold keeps a calibration's promise at its alphas.")
 
 
 class DataError(TrainingError, status=500, code="bad_data"):
@@ -169,11 +140,8 @@ class DataError(TrainingError, status=500, code="bad_data"):
         self.problems = list(problems)
 
 
-_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-
-
 def _grouped(problems: Sequence[str]) -> list[str]:
-    """Each kind of problem once: its first line, and on how many more lines it is.
+    """Return each kind of problem once: its first line, and on how many more lines it is.
 
     Problems are of one kind where they differ in numbers and quoted words at most: ``line 3 and 597 more lines: 'label'
     must be the number 1 or 0, found "yes" (the others are like it)``.
@@ -181,27 +149,15 @@ def _grouped(problems: Sequence[str]) -> list[str]:
     kinds: dict[str, list[tuple[str, str]]] = {}
     for problem in problems:
         place, _, what = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
-        kinds.setdefault(_VARIES.sub("", what) if place else what, []).append((place, what))
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "", what) if place else what
+        kinds.setdefault(kind, []).append((place, what))
     grouped = []
-    for found in kinds.values():
-        place, what = found[0]
-        lines = len({place for place, _ in found}) - 1
+    for (place, what), *others in kinds.values():
+        lines = len({other for other, _ in others} - {place})
         more = f" and {lines} more line{'' if lines == 1 else 's'}" if lines else ""
-        like = " (the others are like it)" if lines and any(other != what for _, other in found) else ""
+        like = " (the others are like it)" if lines and any(other != what for _, other in others) else ""
         grouped.append(f"{place}{more}: {what}{like}" if place else what)
     return grouped
-
-
-class RunMismatch(TrainingError, status=500, code="run_mismatch"):
-    """The run folder belongs to another model, data file or set of options."""
-
-
-class NoDirection(TrainingError, status=500, code="no_direction"):
-    """All coefficients of every probe of a layer are zero."""
-
-
-class NoThreshold(TrainingError, status=500, code="no_threshold"):
-    """No threshold keeps the promise of a calibration at any of its alphas; nothing was published."""
 
 
 def first_problem(error: ValidationError, model: type[BaseModel]) -> str:

@@ -35,9 +35,7 @@ from service.settings import DATABASE, NEVER_EMPTY, NO_OPTIONS, PREFIX, SECRET, 
 
 T = TypeVar("T")
 Command = tuple[str, ...]  # ("bundle", "list")
-LIKE: Mapping[Command, Command] = {
-    ("doctor",): ("serve",)
-}  # command -> another whose table holds for it, after its own
+LIKE: Mapping[Command, Command] = {("doctor",): ("serve",)}  # command -> another whose table holds, after its own
 COMMON = ("--config", "--print-config")  # said on the command line or, the first, by a variable; never in the file
 
 
@@ -83,7 +81,12 @@ class Sources(Env):
             self._from_file(path, self.root)
 
     def _from_file(self, path: str, root: App) -> None:
-        document = _read(path)
+        try:
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CycloptsError(msg=f"Cannot read the configuration file {path}: {error.strerror or error}.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise CycloptsError(msg=f"{path} is not TOML: {error}.") from None
         _check(document, path, dict(commands_of(root)))
         # A name may be both: [bundle.list] is a table, bundle = ["a"] an option.
         given = {key: (key, value) for key, value in document.items() if not isinstance(value, dict)}
@@ -103,9 +106,7 @@ class Sources(Env):
         """Return a warning for each ``HALLUTRACER_`` variable that no command reads, or that is an older name."""
         own = {env(argument.name): argument for argument in options_of(self.arguments)}
         others = sorted(name for name in self.environment if name.startswith(PREFIX) and name not in own)
-        if not others:
-            return ()
-        every = [arguments for _, arguments in commands_of(self.root)] if self.root else []
+        every = [arguments for _, arguments in commands_of(self.root)] if others and self.root else []
         known = {*own, *NO_OPTIONS, *(env(argument.name) for arguments in every for argument in options_of(arguments))}
         older = {env(old): name for name, argument in own.items() for old in list(argument.parameter.name or ())[1:]}
         warnings = []
@@ -193,15 +194,6 @@ def _fill(argument: Argument, texts: Iterable[str], keyword: str, source: str) -
         argument.append(Token(keyword=keyword, value=text, source=source, index=index))
 
 
-def _read(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CycloptsError(msg=f"Cannot read the configuration file {path}: {error.strerror or error}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CycloptsError(msg=f"{path} is not TOML: {error}.") from None
-
-
 def _check(
     document: Mapping[str, Any], path: str, commands: Mapping[Command, ArgumentCollection], table: Command = ()
 ) -> None:
@@ -224,7 +216,7 @@ def _check(
 
 
 def _misfit(value: Any, hint: Any) -> str | None:
-    """What is wrong with a value's type, by pydantic's strict JSON mode; ranges are checked where it is converted."""
+    """Return what is wrong with a value's type, by pydantic's strict JSON mode; ranges are checked when converted."""
     from pydantic import TypeAdapter, ValidationError
 
     try:

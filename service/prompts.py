@@ -18,31 +18,28 @@ Message = dict[str, str]
 
 
 def default_prompt_format(engine: Engine) -> PromptFormat:
-    """``chat`` if the tokenizer has a chat template, else ``text``."""
+    """Return ``chat`` if the tokenizer has a chat template, else ``text``."""
     return "chat" if engine.identity.chat_template is not None else "text"
 
 
 def as_prompt_format(value: str) -> PromptFormat:
-    """Check a manifest's or an option's string.  Raises ValueError."""
+    """Return a manifest's or an option's string, checked.  Raises ValueError."""
     if value not in ("chat", "text"):
         raise ValueError(f"prompt format must be 'chat' or 'text', not {value!r}")
     return cast(PromptFormat, value)
 
 
 def chat_ending(engine: Engine) -> tuple[int, ...]:
-    """The last token ids, two at most, that the chat template puts behind every question, whatever it is."""
+    """Return the last token ids, two at most, that the chat template puts behind every question, whatever it is."""
     one, other = (engine.render_chat([{"role": "user", "content": text}]) for text in ("a", "1"))
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
     return tuple(token for token, _ in islice(pairs, 2))[::-1]
 
 
 def render(
-    engine: Engine,
-    prompt: str | None,
-    messages: Sequence[Message] | None,
-    prompt_format: PromptFormat,
+    engine: Engine, prompt: str | None, messages: Sequence[Message] | None, prompt_format: PromptFormat
 ) -> list[int]:
-    """Token ids of one prompt, ending at t*.
+    """Return token ids of one prompt, ending at t*.
 
     Under ``chat``, ``prompt`` is rendered as one user turn by the chat template; under ``text`` it is plain text.
     ``messages`` are always rendered by the template, with its generation prompt.
@@ -57,8 +54,7 @@ def render(
         if not messages:
             raise EmptyPrompt("'messages' is empty: at least one message is needed", param="messages")
         return engine.render_chat(messages)
-    assert prompt is not None
-    if not prompt.strip():
+    if not (prompt := prompt or "").strip():
         raise EmptyPrompt("the prompt is empty", param="prompt")
     if prompt_format == "chat":
         return engine.render_chat([{"role": "user", "content": prompt}])

@@ -52,15 +52,15 @@ class Geometry:
     hidden_size: int
 
     def width(self, site: Site) -> int:
-        """Length of an activation."""
+        """Return the length of an activation."""
         return self.num_heads * self.head_dim if site is Site.ATTENTION_HEAD else self.hidden_size
 
     def heads(self, site: Site) -> int:
-        """Readouts per activation: K at the attention site, 1 at the residual stream."""
+        """Return the readouts per activation: K at the attention site, 1 at the residual stream."""
         return self.num_heads if site is Site.ATTENTION_HEAD else 1
 
     def dim(self, site: Site) -> int:
-        """d, the length of one readout."""
+        """Return d, the length of one readout."""
         return self.width(site) // self.heads(site)
 
     def by_head(self, activations: NDArray[np.floating], site: Site) -> NDArray[np.floating]:
@@ -88,12 +88,12 @@ class Probes:
 
     @classmethod
     def of(cls, site: Site, stored: ProbeTensors) -> Probes:
-        """The stored probes of the risk."""
+        """Return the stored probes of the risk."""
         return cls(site, stored.head, stored.direction, stored.bias, stored.scale)
 
     @classmethod
     def all_of(cls, site: Site, stored: ProbeTensors) -> tuple[Probes, ...]:
-        """The stored probes of the risk, and behind them the A context probes."""
+        """Return the stored probes of the risk, and behind them the A context probes."""
         arrays = (stored.context_head, stored.context_direction, stored.context_bias, stored.context_scale)
         context = [] if arrays[0] is None else [cls(site, *of_probe) for of_probe in zip(*arrays, strict=True)]  # type: ignore[arg-type]
         return (cls.of(site, stored), *context)

@@ -19,22 +19,16 @@ from numpy.typing import NDArray
 from probes_store.bundle import Bundle, check_golden
 from probes_store.manifest import SIGNALS, check_identity
 from probes_store.records import least_reaching
+from service.engines import base
 from service.engines.base import (
-    FIRST_COME,
-    UNKNOWN,
     Completion,
     Engine,
     EngineGate,
-    FirstToken,
     PrefillResult,
     PromptContext,
     Sampling,
     TokenIds,
-    Turn,
     Update,
-    prefill_of,
-    prompt_context,
-    unfinished,
 )
 from service.engines.bridge import gather_all, wait_for
 from service.engines.checks import check_sampling
@@ -72,8 +66,8 @@ class RiskReport:
     verdict: Verdict
     prompt_tokens: int
     signals: tuple[float, ...] = ()  # what the classifier read, in the manifest's order
-    uncertain: Uncertain | None = None  # if the bundle has an uncertainty record
-    context: PromptContext = UNKNOWN
+    uncertain: Uncertain = Uncertain(0.0, None)
+    context: PromptContext = base.UNKNOWN
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
@@ -85,45 +79,30 @@ class RiskReport:
         return self.verdict.decision
 
 
-def signal_vector(
-    mean: float, first_token: FirstToken | None, context: PromptContext, signals: Sequence[str]
-) -> NDArray[np.float64]:
-    """The classifier's input [k] in the manifest's order; ``mean`` is the depth mean."""
-    values = {
-        "depth_mean": mean,
-        "passage": context.passage,
-        "stated": context.stated,
-        "stated_length": context.stated_length,
-    }
-    if first_token is not None:
-        values |= {"log_max_prob": first_token.log_max_prob, "entropy": first_token.entropy}
-    return np.array([values[name] for name in signals], np.float64)
-
-
 class Scorer:
     """One engine and one bundle that belong together."""
 
     def __init__(self, engine: Engine, bundle: Bundle) -> None:
         """Check the bundle against the model and replay its golden prompts.  Raises a subclass of BundleRefused."""
         check_identity(bundle.manifest, engine.identity)
-        self.engine = engine
-        self.bundle = bundle
+        self.engine, self.bundle = engine, bundle
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
         self.probes = Probes.all_of(Site(bundle.manifest.readout.site), bundle.probes)  # the risk's, then the context's
-        self._signals = bundle.manifest.signals
         self.needs_first_token = bundle.manifest.needs_first_token
-        reports = self.score(bundle.golden.prompts())
-        risks = np.array([report.risk for report in reports])
-        logits = np.stack([report.logits for report in reports])
-        self.golden = check_golden(bundle, logits, risks, dtype=engine.identity.dtype)
+        self.replayed(self.score(bundle.golden.prompts()))
+
+    def replayed(self, reports: Sequence[RiskReport]) -> None:
+        """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises GoldenMismatch."""
+        logits, risks = np.stack([one.logits for one in reports]), np.array([one.risk for one in reports])
+        self.golden = check_golden(self.bundle, logits, risks, dtype=self.engine.identity.dtype)
 
     def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
-        """Token ids, rendered the way this bundle's training prompts were."""
+        """Return token ids, rendered the way this bundle's training prompts were."""
         return render(self.engine, prompt, messages, self.prompt_format)
 
     @cached_property
     def chat_ending(self) -> tuple[int, ...]:
-        """How every question ends that the chat template renders."""
+        """Return how every question ends that the chat template renders."""
         return chat_ending(self.engine)
 
     def score(self, prompts: Sequence[TokenIds], policy: Policy = GATE) -> list[RiskReport]:
@@ -146,22 +125,17 @@ class Scorer:
         return wait_for(reports())
 
     async def last_report(self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None) -> RiskReport:
-        """The last report of ``run``, with the completion where there is one.  Raises what ``run`` raises."""
+        """Return the last report of ``run``, with the completion where there is one.  Raises what ``run`` raises."""
         async with aclosing(self.run(prompt, policy, sampling)) as steps:
             async for report, _ in steps:
                 last = report
         return last
 
     async def run(
-        self,
-        prompt: TokenIds,
-        policy: Policy,
-        sampling: Sampling | None = None,
-        *,
-        turn: Turn = FIRST_COME,
+        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, turn: base.Turn = base.FIRST_COME,
         shadows: Sequence[Scorer] = (),
-    ) -> AsyncGenerator[tuple[RiskReport, Update], None]:
-        """One prompt: its report with each of the engine's updates; the last report has the completion, if any.
+    ) -> AsyncGenerator[tuple[RiskReport, Update], None]:  # fmt: skip
+        """Yield one prompt's report with each of the engine's updates; the last report has the completion, if any.
 
         ``turn`` is its place in the order of service, as ``Engine.answer`` takes it; ``shadows`` read the same forward.
 
@@ -170,8 +144,8 @@ class Scorer:
         """
         updates = self.engine.answer(
             prompt,
-            [*self.probes, *(probes for shadow in shadows for probes in shadow.probes)],
-            first_token=self.needs_first_token or any(shadow.needs_first_token for shadow in shadows),
+            [probes for scorer in (self, *shadows) for probes in scorer.probes],
+            first_token=any(scorer.needs_first_token for scorer in (self, *shadows)),
             sampling=sampling,
             turn=turn,
             gate=None if sampling is None else self.gate(policy),
@@ -180,12 +154,11 @@ class Scorer:
         async with aclosing(updates):
             async for update in updates:
                 if report is None:
-                    prefill = prefill_of(update)
+                    prefill = base.prefill_of(update)
                     report = self.judge(prefill, policy, cached_tokens=update.cached_tokens)
-                    if shadows:
-                        places = accumulate((len(shadow.probes) for shadow in shadows), initial=len(self.probes))
-                        seen = [shadow.shadowed(prefill, policy, place) for shadow, place in zip(shadows, places)]  # noqa: B905 - one place more
-                        report = replace(report, shadows=tuple(seen))
+                    places = accumulate((len(one.probes) for one in shadows), initial=len(self.probes))
+                    seen = [shadow.shadowed(prefill, policy, place) for shadow, place in zip(shadows, places)]  # noqa: B905 - one place more
+                    report = replace(report, shadows=tuple(seen)) if shadows else report
                     if sampling is None:
                         yield report, update
                         return
@@ -196,14 +169,14 @@ class Scorer:
                     yield replace(report, completion=update.completion), update
                     return
                 yield report, update
-        raise unfinished()
+        raise base.unfinished()
 
     def threshold(self, policy: Policy) -> float:
-        """The risk from which on ``policy`` flags a prompt of this bundle."""
+        """Return the risk from which on ``policy`` flags a prompt of this bundle."""
         return self.bundle.manifest.threshold if policy.threshold is None else policy.threshold
 
     def withholds_outside(self, policy: Policy) -> bool:
-        """Whether ``policy`` treats prompts outside training as flagged ones.
+        """Return whether ``policy`` treats prompts outside training as flagged ones.
 
         Where it does not say, it does if it withholds and the bundle ``tells_outside``.
         """
@@ -212,7 +185,7 @@ class Scorer:
         return policy.action.withholds and self.bundle.manifest.tells_outside
 
     def gate(self, policy: Policy) -> EngineGate | None:
-        """When an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
+        """Return when an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
 
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
         that was rounded to 1 reaches it.
@@ -222,15 +195,14 @@ class Scorer:
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if not policy.action.withholds or threshold >= 1.0:
             return None
-        given: dict[str, float] = dict(zip(self._signals, manifest.classifier.weight, strict=True))
-        weight = tuple(given.get(name, 0.0) for name in SIGNALS)
-        context = manifest.context
+        given: dict[str, float] = dict(zip(manifest.signals, manifest.classifier.weight, strict=True))
+        weight, context = tuple(given.get(name, 0.0) for name in SIGNALS), manifest.context
         if context is not None and policy.withhold_no_fact:
             context = replace(context, applicability=None)
         return EngineGate(weight, manifest.classifier.intercept, threshold, context)
 
     def shadowed(self, result: PrefillResult, policy: Policy, place: int) -> ShadowRisk:
-        """What this bundle would have said; nothing that is wrong with it is the request's fault."""
+        """Return what this bundle would have said; nothing that is wrong with it is the request's fault."""
         try:
             report = self.judge(result, policy, place=place)
         except NonFiniteReadout:
@@ -238,32 +210,27 @@ class Scorer:
         return ShadowRisk(self.bundle.reference, report.risk, report.verdict.flagged)
 
     def judge(self, result: PrefillResult, policy: Policy, *, cached_tokens: int = 0, place: int = 0) -> RiskReport:
-        """The one place where a risk becomes a decision.  ``place``: of this bundle's first trajectory in the result.
+        """Return the report: the one place where a risk becomes a decision.
 
-        Raises NonFiniteReadout rather than report a NaN.
+        ``place``: of this bundle's first trajectory in the result.  Raises NonFiniteReadout rather than report a NaN.
         """
-        started = time.perf_counter()
+        started, manifest = time.perf_counter(), self.bundle.manifest
         trajectory, *others = result.trajectories[place : place + len(self.probes)]
-        mean = float(depth_mean(trajectory))
-        means = [float(depth_mean(one)) for one in others]
-        context = prompt_context(self.bundle.manifest.context, means, result.prompt_tokens)
-        vector = signal_vector(mean, result.first_token, context, self._signals)
-        value = float(served_risk(vector, self.bundle.manifest))
-        logits = np.concatenate([trajectory, *others])
+        mean, means = float(depth_mean(trajectory)), [float(depth_mean(one)) for one in others]
+        context = base.prompt_context(manifest.context, means, result.prompt_tokens)
+        signals = {name: getattr(context, name) for name in ("passage", "stated", "stated_length")}
+        signals["depth_mean"] = mean
+        if (first := result.first_token) is not None:
+            signals |= {"log_max_prob": first.log_max_prob, "entropy": first.entropy}
+        vector = np.array([signals[name] for name in manifest.signals], np.float64)
+        value, logits = float(served_risk(vector, manifest)), np.concatenate([trajectory, *others])
         if not np.isfinite(value) or not np.isfinite(logits).all():
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         known = uncertain(self.bundle, logits, vector)
-        outside = (known is None or known.outside) and self.withholds_outside(policy)
+        outside = known.outside and self.withholds_outside(policy)
+        verdict = judge(value, policy, manifest.threshold, outside=outside, applies=context.applies)
         return RiskReport(
-            risk=value,
-            depth_mean=mean,
-            trajectory=trajectory,
-            logits=logits,
-            verdict=judge(value, policy, self.bundle.manifest.threshold, outside=outside, applies=context.applies),
-            signals=tuple(vector.tolist()),
-            uncertain=known,
-            context=context,
-            prompt_tokens=result.prompt_tokens,
-            cached_tokens=cached_tokens,
-            judge_s=time.perf_counter() - started,
-        )
+            risk=value, depth_mean=mean, trajectory=trajectory, logits=logits, verdict=verdict,
+            signals=tuple(vector.tolist()), uncertain=known, context=context, prompt_tokens=result.prompt_tokens,
+            cached_tokens=cached_tokens, judge_s=time.perf_counter() - started,
+        )  # fmt: skip

@@ -74,13 +74,9 @@ def option(
     shown: dict[str, Any] = {"show": True} if everyday else {}  # None would be a value, and win over the command's own
     shown |= {} if group is None else {"group": group}
     return Parameter(
-        name=tuple(f"--{name}" for name in names) or None,
-        help=f"{help} [{limits}]" if limits else help,
-        validator=limits,
-        metavar=SECRET if secret else metavar,
-        show_default=_shown,
-        **shown,
-    )
+        name=tuple(f"--{name}" for name in names) or None, help=f"{help} [{limits}]" if limits else help,
+        validator=limits, metavar=SECRET if secret else metavar, show_default=_shown, **shown,
+    )  # fmt: skip
 
 
 def _shown(default: Any) -> str | None:
@@ -98,66 +94,47 @@ AT_LEAST_1 = Range(1)
 
 MaxQueue = Annotated[int, option("Prompts that may wait; further ones get 429.", limits=AT_LEAST_1)]
 DeadlineS = Annotated[float, option("Longest time of one request; then 504.", limits=Range(positive=True))]
-Threshold = Annotated[
-    float | None,
-    option("Flag a prompt at or above this risk.  Default: the bundle's own.", limits=Range(0, 1), everyday=True),
-]
-PolicyName = Annotated[
-    str,
-    option("What becomes of a flagged prompt where a request names no policy: observe answers and tells the risk, gate "
-           "says the abstain message, block gives an error; or a name in --policies.", everyday=True),
-]  # fmt: skip
-CallersMay = Annotated[
-    tuple[Loosened, ...],
-    option("What a request may choose although it lets more through than a service that withholds would, repeatable: "
-           "an observing policy, a higher threshold, another bundle; rendering: in vLLM's server, fields such as "
-           "continue_final_message.  feedback: it may label other callers' answers.  "
-           "Default: policy and threshold for programs and pages of this machine where a service on loopback asks for "
-           "no key, else none (which can be said); stricter is always taken."),
-]  # fmt: skip
+Threshold = Annotated[float | None, option(
+    "Flag a prompt at or above this risk.  Default: the bundle's own.",
+    limits=Range(0, 1), everyday=True)]  # fmt: skip
+PolicyName = Annotated[str, option(
+    "What becomes of a flagged prompt where a request names no policy: observe answers and tells the risk, gate says "
+    "the abstain message, block gives an error; or a name in --policies.", everyday=True)]  # fmt: skip
+CallersMay = Annotated[tuple[Loosened, ...], option(
+    "What a request may choose although it lets more through than a service that withholds would, repeatable: an "
+    "observing policy, a higher threshold, another bundle; rendering: in vLLM's server, fields such as "
+    "continue_final_message.  feedback: it may label other callers' answers.  Default: policy and threshold for "
+    "programs and pages of this machine where a service on loopback asks for no key, else none (which can be said); "
+    "stricter is always taken.")]  # fmt: skip
 
-KeysFile = Annotated[
-    Path | None,
-    option("TOML file of named keys with scopes and an end; it holds no secrets.  'hallutracer keys make' prints the "
-           "lines of a key; a running service reads the file again when it changes.", everyday=True),
-]  # fmt: skip
-AuditLogFile = Annotated[
-    Path | None,
-    option("Append who did what, and what was decided, to this file: JSON lines, never a prompt.  'hallutracer audit "
-           "verify' reads it.  Default: none."),
-]  # fmt: skip
+KeysFile = Annotated[Path | None, option(
+    "TOML file of named keys with scopes and an end; it holds no secrets.  'hallutracer keys make' prints the lines "
+    "of a key; a running service reads the file again when it changes.", everyday=True)]  # fmt: skip
+AuditLogFile = Annotated[Path | None, option(
+    "Append who did what, and what was decided, to this file: JSON lines, never a prompt.  'hallutracer audit "
+    "verify' reads it.  Default: none.")]  # fmt: skip
 AuditRequired = Annotated[
     bool, option("Answer 503 where a decision cannot be written to --audit-log, instead of counting it as missed.")
 ]
 
-BundleNames = Annotated[
-    tuple[str, ...],
-    option("Bundle that reads the model, as name, name@alias or name:version, with @sha256:DIGEST to pin it; "
-           "repeatable to serve several, the first is the default.", "bundle", everyday=True),
-]  # fmt: skip
-StorePlace = Annotated[
-    str,
-    option("Folder or URL (s3://BUCKET/PREFIX, gs://, az://, hf://OWNER/NAME) of published bundles; those shipped with "
-           "the package are found as well.", everyday=True),
-]  # fmt: skip
-StoreCache = Annotated[
-    Path | None,
-    option("Folder for copies of bundles from a URL, which are used where it gives no answer.  Default: "
-           "~/.cache/hallutracer/stores."),
-]  # fmt: skip
-RequireSignature = Annotated[
-    str | None,
-    option("Load only bundles of the store that are signed ('hallutracer bundle sign') by this public key or under "
-           "these certificates, a PEM file, or by sigstore:IDENTITY@ISSUER.", metavar="FILE|IDENTITY"),
-]  # fmt: skip
+BundleNames = Annotated[tuple[str, ...], option(
+    "Bundle that reads the model, as name, name@alias or name:version, with @sha256:DIGEST to pin it; repeatable to "
+    "serve several, the first is the default.", "bundle", everyday=True)]  # fmt: skip
+StorePlace = Annotated[str, option(
+    "Folder or URL (s3://BUCKET/PREFIX, gs://, az://, hf://OWNER/NAME) of published bundles; those shipped with the "
+    "package are found as well.", everyday=True)]  # fmt: skip
+StoreCache = Annotated[Path | None, option(
+    "Folder for copies of bundles from a URL, which are used where it gives no answer.  Default: "
+    "~/.cache/hallutracer/stores.")]  # fmt: skip
+RequireSignature = Annotated[str | None, option(
+    "Load only bundles of the store that are signed ('hallutracer bundle sign') by this public key or under these "
+    "certificates, a PEM file, or by sigstore:IDENTITY@ISSUER.", metavar="FILE|IDENTITY")]  # fmt: skip
 AllowOpenStore = Annotated[
     bool, option("Read bundles from a folder that anyone on this machine can write to."), Parameter(negative="")
 ]
-PoliciesFile = Annotated[
-    Path | None,
-    option("TOML file of named policies: [name] action = observe|annotate|abstain|block|retrieve|fallback, threshold, "
-           "message.", everyday=True),
-]  # fmt: skip
+PoliciesFile = Annotated[Path | None, option(
+    "TOML file of named policies: [name] action = observe|annotate|abstain|block|retrieve|fallback, threshold, "
+    "message.", everyday=True)]  # fmt: skip
 AbstainMessage = Annotated[str, option("What an abstaining policy says instead of an answer.")]
 MessageInContent = Annotated[
     bool, option("Say the abstain message as the answer's text, too, for clients that show nothing else.")
@@ -176,28 +153,22 @@ class ServiceSettings:
         float, option("Batching delay: how long a batch may wait for further prompts.", limits=Range(0, 1000))
     ] = 2.0
     deadline_s: DeadlineS = 30.0  # a request's own deadline_ms included
-    stall_s: Annotated[
-        float,
-        option("Not ready while prompts wait and the engine has given nothing for so long.",
-               limits=Range(positive=True)),
-    ] = 20.0  # a forward pass over a long prompt gives nothing until it ends  # fmt: skip
+    stall_s: Annotated[float, option(
+        "Not ready while prompts wait and the engine has given nothing for so long.",
+        limits=Range(positive=True))] = 20.0  # a forward pass over a long prompt gives nothing meanwhile  # fmt: skip
     drain_s: Annotated[
         float, option("How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))
     ] = 30.0
     max_prompts: Annotated[int, option("Prompts in one request.", limits=Range(1, 4096))] = 256
-    max_new_tokens: Annotated[
-        int,
-        option("Upper limit of a request's generate.max_tokens.", "max-completion-tokens", "max-new-tokens",
-               limits=AT_LEAST_1),
-    ] = 1024  # fmt: skip
+    max_new_tokens: Annotated[int, option(
+        "Upper limit of a request's generate.max_tokens.",
+        "max-completion-tokens", "max-new-tokens", limits=AT_LEAST_1)] = 1024  # fmt: skip
     max_kv_tokens: Annotated[
         int, option("Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)
     ] = KV_TOKENS
-    max_connections: Annotated[
-        int,
-        option("Open connections; a further one takes the place of the one that idles longest.",
-               limits=Range(LEAST_CONNECTIONS)),
-    ] = 4096  # fmt: skip
+    max_connections: Annotated[int, option(
+        "Open connections; a further one takes the place of the one that idles longest.",
+        limits=Range(LEAST_CONNECTIONS))] = 4096  # fmt: skip
     max_body_bytes: Annotated[int, option("Largest request body.", limits=Range(1024))] = 4 * 1024 * 1024
     refuse_special_tokens: Annotated[
         bool, option("Refuse messages that spell out special tokens of the model, instead of reading them as text.")
@@ -208,18 +179,15 @@ class ServiceSettings:
     playground: Annotated[
         bool, option("Serve the playground at /, a page to ask questions and look at their risks; else / is a 404.")
     ] = True
-    model_names: Annotated[
-        tuple[str, ...],
-        option("Name that requests may give the model beside its own, repeatable; *: any.", "served-model-name"),
-    ] = ()
+    model_names: Annotated[tuple[str, ...], option(
+        "Name that requests may give the model beside its own, repeatable; *: any.",
+        "served-model-name")] = ()  # fmt: skip
     message_in_content: MessageInContent = False
     cors_origins: Annotated[
         tuple[str, ...], option("Origin whose pages may call the service, repeatable.  Default: none.", "cors-origin")
     ] = ()  # none: no cross-origin page may read an answer
-    allowed_hosts: Annotated[
-        tuple[str, ...],
-        option("Host name, without a port, that requests may be addressed to beside IP addresses, repeatable; *: any.  "
-               "Default: localhost, beyond loopback this machine's name too; any where keys are asked for there.",
-               "allowed-host"),
-    ] = ()  # none: any; serve puts its default here  # fmt: skip
+    allowed_hosts: Annotated[tuple[str, ...], option(
+        "Host name, without a port, that requests may be addressed to beside IP addresses, repeatable; *: any.  "
+        "Default: localhost, beyond loopback this machine's name too; any where keys are asked for there.",
+        "allowed-host")] = ()  # none: any; serve puts its default here  # fmt: skip
     callers_may: CallersMay = ()

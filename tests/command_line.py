@@ -23,11 +23,8 @@ def hallutracer(*arguments: str, stdin: str = "", **variables: str) -> Completed
     with (
         patch.dict(os.environ, kept | {"HALLUTRACER_MODEL": "demo"} | variables, clear=True),
         patch("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")),
-        patch("sys.argv", ["hallutracer", *arguments]),
-        chdir(ROOT),
-        redirect_stdout(out),
-        redirect_stderr(err),
-    ):
+        patch("sys.argv", ["hallutracer", *arguments]), chdir(ROOT), redirect_stdout(out), redirect_stderr(err),
+    ):  # fmt: skip
         try:
             main()
         except SystemExit as ended:

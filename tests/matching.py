@@ -24,6 +24,7 @@ from tests.scripted_engine import ScriptedEngine
 
 GOLDEN = [[256, 65, 66], [256, 67]]
 WEIGHT, INTERCEPT = 2.0, 0.1
+PROBES: tuple[ContextName, ...] = ("asks", "passage", "stated")
 
 
 def matching_draft(
@@ -32,19 +33,13 @@ def matching_draft(
     """Random probes for ``engine``, with golden ``prompts`` recorded through ``engine.score``."""
     identity = engine.identity
     draft = make_draft(
-        seed,
-        name=name,
-        model=model_record(identity),
-        tokenizer=identity.tokenizer,
-        chat_template=identity.chat_template,
-        dtype=identity.dtype,
-        **{"classifier": Classifier((WEIGHT,), INTERCEPT)} | changes,
-    )
-    tensors = draft.probes
-    probes = Probes(Site.ATTENTION_HEAD, tensors.head, tensors.direction, tensors.bias, tensors.scale)
+        seed, name=name, model=model_record(identity), tokenizer=identity.tokenizer, dtype=identity.dtype,
+        chat_template=identity.chat_template, **{"classifier": Classifier((WEIGHT,), INTERCEPT)} | changes,
+    )  # fmt: skip
+    probes = Probes.of(Site.ATTENTION_HEAD, draft.probes)
     trajectory = np.stack([onset.trajectories[0] for onset in engine.score(prompts, [probes])])
-    risks = risk(depth_mean(trajectory)[:, None], np.array([WEIGHT]), INTERCEPT)
     if "golden" not in changes:
+        risks = risk(depth_mean(trajectory)[:, None], np.array([WEIGHT]), INTERCEPT)
         draft.golden = Golden.record(prompts, trajectory, risks, None)
     return draft
 
@@ -54,25 +49,17 @@ def matching_bundle(engine: LoadedModel, folder: Path, name: str = "tiny", seed:
     return write_bundle(matching_draft(engine, name, seed, **changes), folder / name)
 
 
-def scripted(tmp_path: Path, **options: object) -> tuple[ScriptedEngine, Bundle]:
+def scripted(tmp_path: Path, **options: Any) -> tuple[ScriptedEngine, Bundle]:
     """A script and a bundle of its own; ``Scheduled`` makes an engine of the script."""
-    script = ScriptedEngine(**options)  # type: ignore[arg-type]
+    script = ScriptedEngine(**options)
     return script, matching_bundle(script, tmp_path)
 
 
-PROBES: tuple[ContextName, ...] = ("asks", "passage", "stated")
-
-
 def with_context(
-    draft: BundleDraft,
-    engine: LoadedModel,
-    names: Sequence[ContextName] = PROBES,
-    *,
-    applies_from: float = 0.5,
-    reach: float | None = None,
-    signals: Mapping[str, float] = MappingProxyType({"depth_mean": WEIGHT}),
+    draft: BundleDraft, engine: LoadedModel, names: Sequence[ContextName] = PROBES, *, applies_from: float = 0.5,
+    reach: float | None = None, signals: Mapping[str, float] = MappingProxyType({"depth_mean": WEIGHT}),
     prompts: list[list[int]] = GOLDEN,
-) -> BundleDraft:
+) -> BundleDraft:  # fmt: skip
     """The draft with random context probes; ``signals``: the classifier's weights.
 
     ``reach``: with a reference that ends at this distance from 0, and no guarantee of its own; else far away.
@@ -83,58 +70,42 @@ def with_context(
         ContextProbe(name, 3.0, 0.05 * place, rows=90, positive=40, auroc=0.9) for place, name in enumerate(names)
     )
     asks = Applicability(applies_from, 0.01, 0.02, "What it means.") if "asks" in names else None
-    draft.manifest = replace(
-        draft.manifest,
-        context=Context(probes, asks),
-        signals=tuple(signals),
-        classifier=Classifier(tuple(signals.values()), INTERCEPT),
+    classifier = Classifier(tuple(signals.values()), INTERCEPT)
+    changes: dict[str, Any] = {} if reach is None else {"uncertainty": UNCERTAINTY}
+    manifest = draft.manifest = replace(
+        draft.manifest, context=Context(probes, asks), signals=tuple(signals), classifier=classifier, **changes
     )
-    layers = draft.manifest.logits
     draft.probes = replace(
         draft.probes,
-        context_head=generator.integers(0, draft.manifest.probe_heads, drawn.shape[:2]).astype(np.int32),
+        context_head=generator.integers(0, manifest.probe_heads, drawn.shape[:2]).astype(np.int32),
         context_direction=(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)).astype(np.float32),
         context_bias=generator.standard_normal(drawn.shape[:2]).astype(np.float32) / 4,
         context_scale=np.ones(drawn.shape[:2], np.float32),
+        reference_mean=np.zeros(manifest.logits, np.float32),
+        reference_whitening=np.eye(manifest.logits, dtype=np.float32) / (reach or 1e3),
     )
-    if reach is not None:
-        draft.manifest = replace(draft.manifest, uncertainty=UNCERTAINTY)
-    draft.probes = replace(
-        draft.probes,
-        reference_mean=np.zeros(layers, np.float32),
-        reference_whitening=np.eye(layers, dtype=np.float32) / (reach or 1e3),
-    )
-    read = Probes.all_of(Site(draft.manifest.readout.site), draft.probes)
-    results = engine.score(prompts, read, first_token=True)
+    results = engine.score(prompts, Probes.all_of(Site(manifest.readout.site), draft.probes), first_token=True)
     means = np.array([[depth_mean(one) for one in result.trajectories] for result in results])
-    chance = {
-        probe.name: 1 / (1 + np.exp(-probe.weight * means[:, place] - probe.intercept))
-        for place, probe in enumerate(probes, 1)
-    }
-    columns = {"depth_mean": means[:, 0], "passage": chance.get("passage")}
-    if "stated" in chance:
-        columns["stated"] = chance["passage"] * chance["stated"]
+    columns = {"depth_mean": means[:, 0]}
+    for place, probe in enumerate(probes, 1):
+        columns[probe.name] = 1 / (1 + np.exp(-probe.weight * means[:, place] - probe.intercept))
+    if "stated" in columns:
+        columns["stated"] *= columns["passage"]
         columns["stated_length"] = columns["stated"] * np.log([len(prompt) for prompt in prompts])
-    read_by = np.stack([columns[name] for name in signals], axis=1)
-    risks = risk(read_by, np.array(list(signals.values())), INTERCEPT)
-    recalibration = draft.manifest.recalibration
+    read = np.stack([columns[name] for name in signals], axis=1)
+    risks = risk(read, np.array(list(signals.values())), INTERCEPT)
     draft.golden = Golden.record(
         prompts,
         np.stack([np.concatenate(result.trajectories) for result in results]),
-        risks if recalibration is None else recalibration(risks),
+        risks if manifest.recalibration is None else manifest.recalibration(risks),
     )
     return draft
 
 
 def contextual_bundle(
-    engine: LoadedModel,
-    folder: Path,
-    name: str = "context",
-    seed: int = 0,
-    *,
-    manifest: Mapping[str, Any] = MappingProxyType({}),
-    **options: Any,
-) -> Bundle:
+    engine: LoadedModel, folder: Path, name: str = "context", seed: int = 0, *,
+    manifest: Mapping[str, Any] = MappingProxyType({}), **options: Any,
+) -> Bundle:  # fmt: skip
     """A bundle that tells of a prompt what it is; ``manifest``: fields to replace, ``options`` of ``with_context``."""
     draft = matching_draft(engine, name, seed)
     draft.manifest = replace(draft.manifest, **manifest)

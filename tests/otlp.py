@@ -34,14 +34,13 @@ class Span:
 
 @dataclass
 class Collector:
-    """``status`` is its answer to what comes; while ``held`` is set it gives none."""
+    """``status`` is its answer to what comes; while ``free`` is not set it gives none."""
 
     address: str = ""
     status: int = 200
     spans: list[Span] = field(default_factory=list)
     calls: int = 0
     headers: list[dict[str, str]] = field(default_factory=list)
-    paths: set[str] = field(default_factory=set)
     free: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -50,17 +49,16 @@ class Collector:
 
     def receive(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         self.calls += 1
-        self.paths.add(request.path)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.free.wait()
-        if self.status == 200:
+        if self.status == 200 and request.path == "/v1/traces":
             assert request.headers["Content-Type"] == "application/x-protobuf"
             self.spans += spans_of(body)
         answer(request, self.status, b"", "application/x-protobuf")
 
-    def trace(self, trace_id: str, root: str = "server") -> dict[str, Span]:
+    def trace(self, trace_id: str) -> dict[str, Span]:
         """A trace's spans by name, once the one that ends last, the request's, is there."""
-        until(lambda: any(one.kind == root for one in self.of(trace_id)))
+        until(lambda: any(one.kind == "server" for one in self.of(trace_id)))
         found = self.of(trace_id)
         assert len({one.name for one in found}) == len(found)
         return {one.name: one for one in found}
@@ -83,22 +81,14 @@ def collector() -> Iterator[Collector]:
 
 def spans_of(body: bytes) -> Iterator[Span]:
     for part in ExportTraceServiceRequest.FromString(body).resource_spans:
-        resource = _attributes(part.resource.attributes)
         for scope in part.scope_spans:
             for span in scope.spans:
                 yield Span(
-                    span.name,
-                    KINDS[span.kind],
-                    span.trace_id.hex(),
-                    span.span_id.hex(),
-                    span.parent_span_id.hex(),
-                    span.start_time_unix_nano,
-                    span.end_time_unix_nano,
-                    span.status.code == 2,
-                    _attributes(span.attributes),
-                    resource,
+                    span.name, KINDS[span.kind], span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(),
+                    span.start_time_unix_nano, span.end_time_unix_nano, span.status.code == 2,
+                    _attributes(span.attributes), _attributes(part.resource.attributes),
                     f"{span}{part.resource}{scope.scope}",
-                )
+                )  # fmt: skip
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:

@@ -38,23 +38,15 @@ class App:
     """The app on a scripted engine; ``kind`` is one of ``KINDS``, ``names`` its bundles, ``add`` makes further ones."""
 
     def __init__(
-        self,
-        tmp_path: Path,
-        kind: str = KINDS[0],
-        *,
-        names: Sequence[str] = ("one", "two"),
+        self, tmp_path: Path, kind: str = KINDS[0], *, names: Sequence[str] = ("one", "two"),
         policies: Mapping[str, Policy] = MappingProxyType({}),
         aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {},
-        add: Sequence[Callable[[ScriptedEngine, Path], Bundle]] = (),
-        max_kv_tokens: int = 16_384,
-        api_keys: Sequence[str | ApiKey | Key] = (),
-        keys_file: Path | None = None,
-        callers_may: Sequence[Right] = get_args(Right),
-        tracing: Tracing | None = None,
-        feedback: Callable[[Metrics], Feedback] | None = None,
-        audit: Callable[[Metrics], Auditor] | None = None,
+        add: Sequence[Callable[[ScriptedEngine, Path], Bundle]] = (), max_kv_tokens: int = 16_384,
+        api_keys: Sequence[str | ApiKey | Key] = (), keys_file: Path | None = None,
+        callers_may: Sequence[Right] = get_args(Right), tracing: Tracing | None = None,
+        feedback: Callable[[Metrics], Feedback] | None = None, audit: Callable[[Metrics], Auditor] | None = None,
         **settings: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         named = [ApiKey(key, f"key-{n}") if isinstance(key, str) else key for n, key in enumerate(api_keys, 1)]
         keys = [key.hashed() if isinstance(key, ApiKey) else key for key in named]
         self.engine = ScriptedEngine()
@@ -64,15 +56,11 @@ class App:
         metrics, named_policies = Metrics(), built_in() | policies
         self.state = Service.of(
             lambda: {bundle.reference: Scorer(self.served, bundle) for bundle in self.bundles},
-            aliases_of=aliases_of,
+            aliases_of=aliases_of, policies=Policies(named_policies), keys=KeyRing(keys, keys_file, named_policies),
             settings=ServiceSettings(callers_may=tuple(callers_may), **{"policy": "gate"} | settings),
-            policies=Policies(named_policies),
-            keys=KeyRing(keys, keys_file, named_policies),
-            metrics=metrics,
-            feedback=None if feedback is None else feedback(metrics),
-            audit=None if audit is None else audit(metrics),
-            tracing=tracing,
-        )
+            metrics=metrics, feedback=None if feedback is None else feedback(metrics),
+            audit=None if audit is None else audit(metrics), tracing=tracing,
+        )  # fmt: skip
         self.app = create_app(self.state)
         self.client = TestClient(self.app, raise_server_exceptions=False)
 

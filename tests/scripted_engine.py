@@ -23,7 +23,7 @@ from service.engines.base import (
     Sampling,
     TokenIds,
     TracedAnswer,
-)
+)  # fmt: skip
 from service.engines.checks import check_onset_only, check_prompts, refuse_tracing
 from service.errors import EngineError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
@@ -42,37 +42,21 @@ class ScriptedEngine:
     """
 
     def __init__(
-        self,
-        geometry: Geometry | None = None,
-        *,
-        model: str = "scripted",
-        answer: str = "It is so.",
-        max_tokens: int = 512,
-        chat: bool = True,
-    ) -> None:
-        self.answer = answer
-        self.sleep_s = 0.0
+        self, geometry: Geometry | None = None, *, model: str = "scripted", answer: str = "It is so.",
+        max_tokens: int = 512, chat: bool = True,
+    ) -> None:  # fmt: skip
+        self.answer, self.sleep_s, self.closed, self._chat = answer, 0.0, False, chat
         self.fail: Exception | None = None
         self.nan_layer: int | None = None
         self.before: Callable[[str], None] | None = None
-        self.closed = False
-        self._chat = chat
-        self.counters = Counters()
-        self.max_batch_tokens = 8192
-        self.torch_model = None
+        self.counters, self.max_batch_tokens, self.torch_model = Counters(), 8192, None
         self.special_tokens = ("<|end|>",)
         self.identity = ModelIdentity(
-            model=model,
-            revision="local",
-            fingerprint=hashlib.sha256(b"scripted").hexdigest(),
-            architecture="ScriptedForCausalLM",
-            model_type="scripted",
-            tokenizer=hashlib.sha256(b"utf-8").hexdigest(),
-            chat_template=hashlib.sha256(b"role: content").hexdigest() if chat else None,
-            dtype="float32",
+            model=model, revision="local", fingerprint=_sha("scripted"), architecture="ScriptedForCausalLM",
+            model_type="scripted", tokenizer=_sha("utf-8"), chat_template=_sha("role: content") if chat else None,
+            dtype="float32", max_tokens=max_tokens,
             geometry=geometry or Geometry(num_layers=4, num_heads=2, head_dim=8, hidden_size=16),
-            max_tokens=max_tokens,
-        )
+        )  # fmt: skip
 
     def tokenize(self, text: str) -> list[int]:
         """BOS and the UTF-8 bytes.  Raises RequestError on lone surrogates."""
@@ -80,10 +64,9 @@ class ScriptedEngine:
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """``role: content`` lines and a generation prompt.  Raises RequestError without messages or a template."""
-        if not self._chat:
-            raise RequestError("this model's tokenizer has no chat template", param="messages")
-        if not messages:
-            raise RequestError("messages is empty; send at least one message", param="messages")
+        if not self._chat or not messages:
+            said = "'messages' is empty" if self._chat else "this model's tokenizer has no chat template"
+            raise RequestError(said, param="messages")
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return [BOS, *_utf8(text), CHAT]
 
@@ -94,9 +77,9 @@ class ScriptedEngine:
     def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
         """A prompt's activations [m, width], so that a test can compute the expected numbers."""
         seed = hashlib.sha256(repr((str(site), [int(token) for token in prompt])).encode()).digest()
-        geometry = self.identity.geometry
+        shape = self.identity.geometry.num_layers, self.identity.geometry.width(site)
         generator = np.random.default_rng(int.from_bytes(seed[:16], "big"))
-        activations = generator.standard_normal((geometry.num_layers, geometry.width(site)), dtype=np.float32)
+        activations = generator.standard_normal(shape, dtype=np.float32)
         if self.nan_layer is not None:
             activations[self.nan_layer] = np.nan
         return activations
@@ -129,21 +112,16 @@ class ScriptedEngine:
         """Each runs by itself."""
 
     def extract(
-        self,
-        prompts: Sequence[TokenIds],
-        sites: Sequence[Site],
-        poolings: Sequence[Pooling] = (Pooling.LAST_1,),
+        self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,),
         sampling: Sampling | None = None,
-    ) -> Extraction:
+    ) -> Extraction:  # fmt: skip
         """Activations [n, m, width], and answers.  Raises EngineError for any pooling but last_1."""
         check_onset_only(poolings)
         self._forward("extract", prompts)
-        geometry = self.identity.geometry
-        activations = {}
+        geometry, activations = self.identity.geometry, {}
         for site in sites:
-            shape = len(prompts), geometry.num_layers, geometry.width(site)
-            rows = [self.activations(prompt, site) for prompt in prompts]
-            activations[site] = np.array(rows, np.float32).reshape(shape)
+            rows = np.array([self.activations(prompt, site) for prompt in prompts], np.float32)
+            activations[site] = rows.reshape(len(prompts), geometry.num_layers, geometry.width(site))
         completions = () if sampling is None else tuple(self.generate(prompts, sampling))
         return Extraction(activations, tuple(map(self.first_token, prompts)), completions=completions)
 
@@ -151,8 +129,7 @@ class ScriptedEngine:
         """``answer``, for every prompt."""
         completions = []
         for continuation in self.begin(prompts, ()):
-            for _ in continuation.decode(sampling):
-                pass
+            list(continuation.decode(sampling))
             assert continuation.completion is not None
             completions.append(continuation.completion)
         return completions
@@ -189,11 +166,10 @@ class ScriptedEngine:
         self.counters.forward_tokens += sum(len(prompt) for prompt in prompts)
 
     def _read(self, prompt: TokenIds, probes: Sequence[Probes], first_token: bool) -> PrefillResult:
-        geometry = self.identity.geometry
         trajectories = []
-        for probe in probes:
-            readout = geometry.select(self.activations(prompt, probe.site), probe.head, probe.site)
-            trajectories.append(truth_logits(readout, probe.direction, probe.bias, probe.scale))
+        for one in probes:
+            readout = self.identity.geometry.select(self.activations(prompt, one.site), one.head, one.site)
+            trajectories.append(truth_logits(readout, one.direction, one.bias, one.scale))
         return PrefillResult(tuple(trajectories), self.first_token(prompt) if first_token else None, len(prompt))
 
 
@@ -201,30 +177,24 @@ class ScriptedContinuation:
     """Yields the engine's ``answer`` by character.  Implements ``base.Continuation``."""
 
     def __init__(self, engine: ScriptedEngine, prefill: PrefillResult) -> None:
-        self._engine = engine
-        self.prefill = prefill
+        self._engine, self.prefill, self._open = engine, prefill, True
         self.completion: Completion | None = None  # the answer so far; None before ``decode``
-        self._open = True
         engine.counters.open_continuations += 1
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Yield the answer's characters; each of a character's UTF-8 bytes counts as a token."""
-        if not self._open:
-            raise EngineError("this continuation is closed; call begin again")
-        if self.completion is not None:
-            raise EngineError("this continuation is already being decoded; call begin again for another answer")
+        if not self._open or self.completion is not None:
+            raise EngineError("this continuation is closed or being decoded; call begin again for another answer")
         self.completion = Completion("", (), "cancelled")
         return self._decode(sampling, cancelled)
 
     def _decode(self, sampling: Sampling, cancelled: Callable[[], bool]) -> Iterator[str]:
-        text, reason = "", "cancelled"
-        ids: list[int] = []
-        answer = self._engine.answer
-        ends = [at for stop in sampling.stop if (at := answer.find(stop)) >= 0]
-        text_to_yield = answer[: min(ends)] if ends else answer
+        text, reason, ids = "", "cancelled", list[int]()
+        answer, counters = self._engine.answer, self._engine.counters
         limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens)
+        end = min((at for stop in sampling.stop if (at := answer.find(stop)) >= 0), default=len(answer))
         try:
-            for character in text_to_yield:
+            for character in answer[:end]:
                 if cancelled() or not self._open:
                     return
                 encoded = character.encode()
@@ -233,8 +203,8 @@ class ScriptedContinuation:
                     return
                 if ids:
                     self._engine.wait()
-                    self._engine.counters.decode_steps += len(encoded)
-                    self._engine.counters.forward_tokens += len(encoded)
+                    counters.decode_steps += len(encoded)
+                    counters.forward_tokens += len(encoded)
                 yield from [""] * (len(encoded) - 1)
                 ids += encoded
                 text += character
@@ -247,9 +217,12 @@ class ScriptedContinuation:
 
     def close(self) -> None:
         """Safe to call twice."""
-        if self._open:
-            self._engine.counters.open_continuations -= 1
+        self._engine.counters.open_continuations -= self._open
         self._open = False
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _utf8(text: str) -> bytes:

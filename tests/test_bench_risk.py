@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -44,6 +44,8 @@ def form_rows(form: str, wrong: int, right: int, risk_wrong: float, risk_right: 
 
 
 class Fake:
+    """Answers that ``ask`` makes, counted, and how often the service would have been started."""
+
     def __init__(self, ask: Ask) -> None:
         self.starts, self.asked, self._ask = 0, 0, ask
 
@@ -56,6 +58,12 @@ class Fake:
         return self._ask(body)
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[AppendLog]:
+    with closing(AppendLog(tmp_path / "record.jsonl")) as made:
+        yield made
+
+
 def measured(lines: list[Line], **options: bool) -> forms.Worth:
     found = worth(lines, **options)
     assert found is not None
@@ -65,9 +73,7 @@ def measured(lines: list[Line], **options: bool) -> forms.Worth:
 def test_the_figures_of_a_form_by_hand_where_an_abstention_is_left_out_or_wrong() -> None:
     found = measured([*form_rows("lone", 2, 2, 0.8, 0.3), row("lone", "abstained", 0.9, "z", outside=True)])
     assert (found.rows, found.left_out, found.wrong, found.answered) == (4, 1, 0.5, 2)
-    assert found.risk == pytest.approx(0.55)
-    assert found.off == pytest.approx(0.05)
-    assert found.answered_off == pytest.approx(0.3)
+    assert (found.risk, found.off, found.answered_off) == pytest.approx((0.55, 0.05, 0.3))
     assert (found.auroc, found.low, found.high, found.outside) == (1.0, 1.0, 1.0, 0.0)
     lines = [*form_rows("lone", 1, 1, 0.8, 0.3), row("lone", "abstained", 0.9, "z"), row("lone", "empty", 0.9, "y")]
     left_out, counted = measured(lines), measured(lines, abstained_wrong=True)
@@ -141,48 +147,43 @@ def test_the_same_questions_are_asked_in_every_form() -> None:
 
 
 def test_a_killed_run_goes_on_and_a_whole_record_starts_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    jobs = plan(ROWS, chosen(["lone"]), 10, 0)
+    path, jobs = tmp_path / "record.jsonl", plan(ROWS, chosen(["lone"]), 10, 0)
+
+    def run(fake: Fake, at_once: int = 3) -> list[Line]:
+        with closing(AppendLog(path)) as log:
+            return together(Answers(fake.start, log), jobs, "forms", at_once)
 
     def dies(body: Body) -> Line:
         if first.asked >= 4:
             raise RuntimeError("killed")
         return scored(0.2, "It is A3.")
 
-    first = Fake(dies)
-    with closing(AppendLog(path)) as log, pytest.raises(RuntimeError, match="killed"):
-        together(Answers(first.start, log), jobs, "forms", 1)
+    first, second = Fake(dies), Fake(lambda body: scored(0.2, "It is A3."))
+    with pytest.raises(RuntimeError, match="killed"):
+        run(first, 1)
     with path.open("a") as file:
         file.write('{"id": "torn')
-    second = Fake(lambda body: scored(0.2, "It is A3."))
-    with closing(AppendLog(path)) as log:
-        lines = together(Answers(second.start, log), jobs, "forms", 3)
+    lines = run(second)
     assert (second.starts, second.asked) == (1, 7)
     assert [line["id"] for line in lines] == [job.id for job in jobs]
     assert sorted(line["verdict"] for line in lines) == ["factual"] + ["hallucinated"] * 9
     third = Fake(lambda body: scored(0.9))
-    with closing(AppendLog(path)) as log:
-        assert together(Answers(third.start, log), jobs, "forms", 3) == lines
-    assert third.starts == 0
+    assert (run(third), third.starts) == (lines, 0)
 
 
-def test_a_record_of_other_requests_or_of_another_bundle_is_refused(tmp_path: Path) -> None:
-    fake = Fake(lambda body: scored(0.2) | {"bundle": body["bundle"]})
-    with closing(AppendLog(tmp_path / "record.jsonl")) as log:
-        ask = Answers(fake.start, log)
-        ask(Job("one", {"prompt": "?", "bundle": "a"}))
-        with pytest.raises(RunMismatch, match="another request"):
-            ask(Job("one", {"prompt": "!", "bundle": "a"}))
-        with pytest.raises(RunMismatch, match="of bundle a, not of b"):
-            ask(Job("two", {"prompt": "?", "bundle": "b"}))
+def test_a_record_of_other_requests_or_of_another_bundle_is_refused(log: AppendLog) -> None:
+    ask = Answers(Fake(lambda body: scored(0.2) | {"bundle": body["bundle"]}).start, log)
+    ask(Job("one", {"prompt": "?", "bundle": "a"}))
+    for name, body, why in (("one", {"prompt": "!", "bundle": "a"}, "another request"),
+                            ("two", {"prompt": "?", "bundle": "b"}, "of bundle a, not of b")):  # fmt: skip
+        with pytest.raises(RunMismatch, match=why):
+            ask(Job(name, body))
 
 
-def test_verdicts_are_trainings(tmp_path: Path) -> None:
+def test_verdicts_are_trainings(log: AppendLog) -> None:
     said = iter(["It is A1.", "Something.", "I don\u2019t know.", " "])
-    fake = Fake(lambda body: scored(0.2, next(said)))
-    with closing(AppendLog(tmp_path / "record.jsonl")) as log:
-        ask = Answers(fake.start, log)
-        verdicts = [ask(Job(str(number), {}, ["A1"]))["verdict"] for number in range(4)]
+    ask = Answers(Fake(lambda body: scored(0.2, next(said))).start, log)
+    verdicts = [ask(Job(str(number), {}, ["A1"]))["verdict"] for number in range(4)]
     assert verdicts == ["factual", "hallucinated", "abstained", "empty"]
 
 
@@ -227,10 +228,9 @@ def words(body: Body) -> str:
     return str(body["messages"][-1]["content"])
 
 
-def test_withheld_questions_in_order_until_there_are_enough(tmp_path: Path) -> None:
+def test_withheld_questions_in_order_until_there_are_enough(log: AppendLog) -> None:
     fake = Fake(lambda body: scored(0.9 if int(words(body).split()[-1][:-1]) % 2 else 0.1))
-    with closing(AppendLog(tmp_path / "record.jsonl")) as log:
-        found = withheld(Answers(fake.start, log), ROWS, 2, "gate", 1)
+    found = withheld(Answers(fake.start, log), ROWS, 2, "gate", 1)
     assert [(one["id"], risk) for one, risk in found] == [("q1", 0.9), ("q3", 0.9)]
     assert fake.asked == 4
 
@@ -240,11 +240,9 @@ def searched(risk_of: Callable[[str], float]) -> list[Line]:
 
 
 def test_the_search_keeps_and_extends_what_lowers_the_risk() -> None:
-    lines = searched(lambda text: 0.9 - 0.1 * text.count("an"))
-    assert lines[-1]["decision"] == "continue"
-    assert all(line["decision"] != "continue" for line in lines[:-1])
-    kept = ""
-    lowest = 0.9
+    *before, last = lines = searched(lambda text: 0.9 - 0.1 * text.count("an"))
+    assert [line["decision"] == "continue" for line in lines] == [False] * len(before) + [True]
+    kept, lowest = "", 0.9
     for line in lines:
         assert line["suffix"].startswith(kept)
         if line["risk"] < lowest:

@@ -61,14 +61,10 @@ def mixed(number: int) -> Mixed:
     draw = Random(number)
     stream = draw.random() < 0.5
     return Mixed(
-        chat=draw.random() < 0.6,
-        question=draw.choice(ASKED),
-        tokens=draw.randint(1, MOST),
-        greedy=draw.random() < 0.8,
-        policy=draw.choice(["gate", "gate", "block", "observe"]),
-        stream=stream,
+        chat=draw.random() < 0.6, question=draw.choice(ASKED), tokens=draw.randint(1, MOST), greedy=draw.random() < 0.8,
+        policy=draw.choice(["gate", "gate", "block", "observe"]), stream=stream,
         leaves=stream and draw.random() < 0.2,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +73,16 @@ def alone() -> dict[tuple[bool, str], list[str]]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
     found = {}
-    for chat in (True, False):
-        for question in ASKED:
-            if chat:
-                messages = [{"role": "user", "content": question}]
-                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            else:
-                ids = tokenizer(question)["input_ids"]
-            prompt = torch.tensor([ids])
-            with torch.inference_mode():
-                made = model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=MOST, do_sample=False
-                )
-            answer = made[0, prompt.shape[1] :]
-            texts = [tokenizer.decode(answer[:count], skip_special_tokens=True) for count in range(1, MOST + 1)]
-            found[chat, question] = texts
+    for chat, question in ((chat, question) for chat in (True, False) for question in ASKED):
+        turn = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) if chat else None
+        prompt = torch.tensor([tokenizer(question)["input_ids"] if ids is None else ids])
+        with torch.inference_mode():
+            mask = torch.ones_like(prompt)
+            made = model.generate(prompt, attention_mask=mask, max_new_tokens=MOST, do_sample=False)
+        answer = made[0, prompt.shape[1] :]
+        texts = [tokenizer.decode(answer[:count], skip_special_tokens=True) for count in range(1, MOST + 1)]
+        found[chat, question] = texts
     return found
 
 
@@ -99,9 +90,8 @@ def alone() -> dict[tuple[bool, str], list[str]]:
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "vllm":
         vllm_or_skip()
-    with serve(
-        *(VLLM if request.param == "vllm" else ()), "--max-queue", "4096", "--deadline-s", "120", **MAY_CHOOSE
-    ) as served:
+    engine = VLLM if request.param == "vllm" else ()
+    with serve(*engine, "--max-queue", "4096", "--deadline-s", "120", **MAY_CHOOSE) as served:
         yield served.url
 
 
@@ -109,7 +99,6 @@ def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
     url: str, alone: dict[tuple[bool, str], list[str]]
 ) -> None:
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    outcomes: Counter[str] = Counter()
 
     def send(number: int) -> str:
         one = mixed(number)
@@ -120,54 +109,44 @@ def test_no_token_of_a_withheld_answer_and_every_byte_of_the_others(
         closed = row["flagged"] or (not one.chat and row["outside_training"])
         assert withheld == (one.policy != "observe" and closed), (one, row)
         if withheld:
-            assert text == "", (one, text)
-            assert reason == "content_filter", (one, reason)
+            assert (text, reason) == ("", "content_filter"), (one, text, reason)
             assert not one.chat or message == ("I am not sure." if one.policy == "gate" else None), (one, message)
             return "withheld"
+        own = alone[one.chat, one.question]
         if one.leaves:
-            assert alone[one.chat, one.question][-1].startswith(text) or not one.greedy, (one, text)
+            assert own[-1].startswith(text) or not one.greedy, (one, text)
             return "left"
         if one.greedy:
-            assert text == alone[one.chat, one.question][one.tokens - 1], (one, text)
+            assert text == own[one.tokens - 1], (one, text)
             return f"equal, {one.policy}"
         return "sampled"
 
     # The server closes what was idle for 5 s, and httpx would use it as long: on a busy machine the two would meet.
     limits = httpx.Limits(max_connections=CLIENTS, keepalive_expiry=2)
-    with httpx.Client(timeout=120, limits=limits) as client:
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            outcomes.update(pool.map(send, range(REQUESTS)))
-        print(dict(outcomes))
-        assert (
-            min(outcomes[name] for name in ("withheld", "left", "sampled", "equal, gate", "equal, observe"))
-            > REQUESTS // 50
-        )
-        decoding = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if "running_decodes " in line]
-        assert [float(line.split()[-1]) for line in decoding if not line.startswith("#")] == [0.0]
+    with httpx.Client(timeout=120, limits=limits) as client, ThreadPoolExecutor(CLIENTS) as pool:
+        outcomes = Counter(pool.map(send, range(REQUESTS)))
+    print(dict(outcomes))
+    kinds = ("withheld", "left", "sampled", "equal, gate", "equal, observe")
+    assert min(outcomes[name] for name in kinds) > REQUESTS // 50
+    decoding = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if "running_decodes " in line]
+    assert [float(line.split()[-1]) for line in decoding if not line.startswith("#")] == [0.0]
 
 
 def ask(
     client: httpx.Client, address: str, one: Mixed, model: str
 ) -> tuple[str, str | None, dict[str, Any], str | None]:
     """Text, finish reason, note and refusal."""
-    if not one.stream:
-        answer = client.post(address, json=one.body(model))
-        assert answer.status_code == 200, answer.text
-        content = answer.json()
-        choice = content["choices"][0]
-        said = choice["message"] if one.chat else {"content": choice["text"]}
-        return said["content"] or "", choice["finish_reason"], content["hallutracer"], said.get("refusal")
     text, reason, note, message = "", None, {}, None
     with client.stream("POST", address, json=one.body(model)) as answer:
         assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
+        for line in answer.iter_lines() if one.stream else [answer.read().decode()]:
             data = line.removeprefix("data: ")
             if not data or data == "[DONE]":
                 continue
             content = json.loads(data)
             note = note or content["hallutracer"]
             for choice in content["choices"]:
-                said = choice["delta"] if one.chat else {"content": choice["text"]}
+                said = choice["delta" if one.stream else "message"] if one.chat else {"content": choice["text"]}
                 text += said.get("content") or ""
                 message = said.get("refusal", message)
                 reason = choice["finish_reason"] or reason

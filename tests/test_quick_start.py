@@ -1,8 +1,9 @@
-"""The quick start, for real: the shipped model, both shipped bundles, the command line and a listening service."""
+"""The quick start, for real: shipped models and bundles, the command line, a listening service, and its SIGHUP."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -12,18 +13,23 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.fleet import NAME, two_versions
 from hallutracer_research.demo.build import KNOWN, UNKNOWN
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling
+from service.engines.places import PACKAGED
 from service.engines.transformers.engine import TransformersEngine
+from service.library.default_model import SHIPPED, SMOLLM2
 from tests import command_line
+from tests.running import until
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 
 
-def hallutracer(store: Path, *arguments: str, fails: str = "", stdin: str = "") -> str:
+def hallutracer(store: Path, *arguments: str, fails: str = "", stdin: str = "", **variables: str) -> str:
     """What a command printed; ``fails``: a word of its error instead."""
-    done = command_line.hallutracer(*arguments, stdin=stdin, HALLUTRACER_STORE=str(store), HALLUTRACER_THREADS="1")
+    variables = {"HALLUTRACER_STORE": str(store), "HALLUTRACER_THREADS": "1"} | variables
+    done = command_line.hallutracer(*arguments, stdin=stdin, **variables)
     assert done.returncode == (1 if fails else 0), done.stderr
     assert fails in done.stderr
     return done.stdout
@@ -42,18 +48,15 @@ def test_score_prints_risk_decision_and_plot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bundle", ["demo", "demo-fused"])
 def test_a_shipped_bundle_verifies_and_tells_a_known_fact_from_an_obscure_one(tmp_path: Path, bundle: str) -> None:
-    assert "golden prompts gave the recorded risks" in hallutracer(tmp_path, "bundle", "verify", bundle)
+    for dtype in ("auto", "bfloat16") if bundle == "demo" else ("auto",):  # half precision passes the golden replay
+        verified = hallutracer(tmp_path, "bundle", "verify", bundle, "--dtype", dtype)
+        assert "golden prompts gave the recorded risks" in verified
     assert hallutracer(tmp_path, "bundle", "show", bundle).startswith("---\n")
     arguments = ("score", "--input", "-", "--bundle", bundle, "--trajectory")
     known, unknown = map(json.loads, hallutracer(tmp_path, *arguments, stdin=rows(KNOWN, UNKNOWN)).splitlines())
-    assert (known["n"], unknown["n"]) == (0, 1)
+    assert (known["n"], unknown["n"], len(known["trajectory"])) == (0, 1, 8)
     assert known["risk"] < known["threshold"] <= unknown["risk"]
     assert (known["decision"], unknown["decision"]) == ("continue", "abstain")
-    assert len(known["trajectory"]) == 8
-
-
-def test_half_precision_passes_the_golden_replay(tmp_path: Path) -> None:
-    hallutracer(tmp_path, "bundle", "verify", "demo", "--dtype", "bfloat16")
 
 
 def test_an_output_is_whole_or_absent(tmp_path: Path) -> None:
@@ -97,6 +100,10 @@ def test_curl_answers(served: ServeProcess) -> None:
     assert "completion" not in unknown
     assert body["model"] == "hallutracer-demo"
     assert post(served, prompt="why " * 2000)["error"]["code"] == "prompt_too_long"
+    prompts = [KNOWN, UNKNOWN, "What is the chemical symbol of gold?", "Which country is Aba in, I wonder?"]
+    together = [row["risk"] for row in post(served, prompt=prompts)["data"]]
+    alone = [post(served, prompt=prompt)["data"][0]["risk"] for prompt in prompts]
+    assert together == pytest.approx(alone, abs=1e-5)
 
 
 def test_streams_and_answers_equal_the_engines_own_greedy_ones(served: ServeProcess) -> None:
@@ -113,22 +120,88 @@ def test_streams_and_answers_equal_the_engines_own_greedy_ones(served: ServeProc
         *lines, done = [line.removeprefix("data: ") for line in streamed.split("\n\n") if line]
         assert done == "[DONE]"
         first, *rest = map(json.loads, lines)
-        pieces = "".join(event["delta"]["text"] for event in rest)
         withheld = first["data"][0]["decision"] != "continue"
-        assert pieces.encode() == (b"" if withheld else answer.encode())
+        assert "".join(event["delta"]["text"] for event in rest) == ("" if withheld else answer)
         gated += withheld
     assert 0 < gated < len(texts)
 
 
-def test_a_list_gives_the_risks_of_single_prompts(served: ServeProcess) -> None:
-    prompts = [KNOWN, UNKNOWN, "What is the chemical symbol of gold?", "Which country is Aba in, I wonder?"]
-    together = [row["risk"] for row in post(served, prompt=prompts)["data"]]
-    alone = [post(served, prompt=prompt)["data"][0]["risk"] for prompt in prompts]
-    assert together == pytest.approx(alone, abs=1e-5)
-
-
 def test_ctrl_c_ends_it_cleanly(served: ServeProcess) -> None:
-    # Last in the file: it ends the module's service.
+    """The last test with this service: it ends it."""
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(60) in (0, 130, -signal.SIGINT)
     assert "Traceback" not in served.log()
+
+
+def digest_of(served: ServeProcess, **body: str) -> str:
+    return str(post(served, **{"prompt": UNKNOWN} | body)["bundle"]["digest"])
+
+
+def test_a_moved_alias_takes_effect_at_a_hangup_even_one_while_loading(tmp_path: Path) -> None:
+    """And neither before nor halfway."""
+    store, (first, second) = two_versions(tmp_path)
+    production = f"{NAME}@production"
+
+    def move(process: int) -> None:
+        store.set_alias(NAME, "production", 2)
+        os.kill(process, signal.SIGHUP)
+
+    arguments = ("--bundle", production, "--threads", "1")
+    with ServeProcess(*arguments, on_listening=move, HALLUTRACER_STORE=str(tmp_path)) as served:
+        until(lambda: digest_of(served, bundle=production) == second)  # the one that came while the model was loading
+        store.set_alias(NAME, "production", 1)
+        assert digest_of(served, bundle=production) == second  # an alias means what it meant when it was loaded
+        os.kill(served.process.pid, signal.SIGHUP)
+        until(lambda: digest_of(served, bundle=production) == first)
+        (tmp_path / NAME / "aliases.json").write_text("{")
+        assert digest_of(served, bundle=production) == first
+        os.kill(served.process.pid, signal.SIGHUP)
+        until(lambda: "not swapped" in served.log())
+        assert digest_of(served, bundle=production) == first
+    assert served.process.returncode == 0
+
+
+def test_a_watched_alias_brings_a_canary_and_takes_it_back(tmp_path: Path) -> None:
+    store, (first, second) = two_versions(tmp_path)
+    arguments = ("--bundle", f"{NAME}@production", "--canary", f"{NAME}@canary", "--canary-share", "1", "--watch-s=0.2")
+
+    def move(process: int) -> None:  # while the model loads, and after the bundles were read
+        store.set_alias(NAME, "canary", 2)
+
+    with ServeProcess(*arguments, "--threads", "1", on_listening=move, HALLUTRACER_STORE=str(tmp_path)) as served:
+
+        def bundles() -> Any:
+            return httpx.get(f"{served.url}/v1/bundles").json()
+
+        until(lambda: digest_of(served) == second)
+        assert bundles()["status"]["left_out"] == []
+        store.set_alias(NAME, "canary", 1)  # what judges already
+        until(lambda: digest_of(served) == first)
+        assert "judges already" in bundles()["status"]["left_out"][0]["reason"]
+        store.set_alias(NAME, "production", 2)  # promoted, with the old one as canary
+        until(lambda: [one["role"] for one in bundles()["data"]] == ["default", "canary"])
+        assert digest_of(served) == first
+    assert served.process.returncode == 0
+
+
+smollm2 = pytest.mark.skipif(not PACKAGED[SMOLLM2].is_installed, reason=f"needs {PACKAGED[SMOLLM2].install}")
+CAPITAL, CONFABULATED = "Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"
+
+
+@smollm2
+def test_smollm2s_bundles_verify_pass_a_known_fact_and_withhold_a_confabulated_one(tmp_path: Path) -> None:
+    name = Path(PACKAGED[SMOLLM2].file).stem
+    with serve(HALLUTRACER_STORE=str(tmp_path), HALLUTRACER_MODEL="", **MAY_CHOOSE) as service:  # as ``make run`` does
+        for bundle in SHIPPED[SMOLLM2]:
+            verified = hallutracer(tmp_path, "bundle", "verify", bundle, HALLUTRACER_MODEL="")
+            assert f"golden prompts gave the recorded risks on {name}" in verified
+            answer = post(service, prompt=[CAPITAL, CONFABULATED], generate={"max_tokens": 16}, bundle=bundle)
+            known, confabulated = answer["data"]
+            assert answer["model"] == name
+            assert known["risk"] < known["threshold"] <= confabulated["risk"]
+            assert "Sana'a" in known["completion"]["text"]
+            assert "completion" not in confabulated
+    arguments = ("score", CONFABULATED, "--json", "--generate", "16", "--threshold", "1")
+    (risk,) = json.loads(hallutracer(tmp_path, *arguments, HALLUTRACER_MODEL=SMOLLM2))["data"]
+    assert risk["completion"]["text"].strip()
+    assert "Pago" not in risk["completion"]["text"]  # the model would have confabulated

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from probes_store.bundle import Bundle
 from probes_store.errors import GoldenMismatch, WrongModel
 from probes_store.manifest import Classifier
 from probes_store.records import ContextName, Recalibration
@@ -30,6 +29,8 @@ from tests.matching import GOLDEN, INTERCEPT, WEIGHT, contextual_bundle, matchin
 from tests.probes_store.factory import write_bundle
 from tests.scripted_engine import ScriptedEngine
 
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture
 def script() -> ScriptedEngine:
@@ -42,6 +43,21 @@ def scorer(tmp_path: Path, script: ScriptedEngine, request: pytest.FixtureReques
     yield Scorer(engine, matching_bundle(script, tmp_path))
     engine.close()
     assert script.counters.open_continuations == 0
+
+
+def asked(scorer: Scorer, count: int = 60) -> list[list[int]]:
+    return [scorer.render(prompt=f"prompt {n}") for n in range(count)]
+
+
+def check_gated(scorer: Scorer, count: int = 20) -> list[RiskReport]:
+    """Half of the prompts are answered, by the risks that they have alone; return these."""
+    alone = scorer.score(ids := asked(scorer, count))
+    middle = sorted(report.risk for report in alone)[count // 2]
+    reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
+    assert [report.risk for report in reports] == [report.risk for report in alone]
+    assert [report.completion is None for report in reports] == [report.risk >= middle for report in alone]
+    assert {report.completion.text for report in reports if report.completion} == {"It is so."}
+    return alone
 
 
 def test_risk_is_the_papers_rule_on_the_engines_rows(scorer: Scorer, script: ScriptedEngine) -> None:
@@ -57,22 +73,14 @@ def test_risk_is_the_papers_rule_on_the_engines_rows(scorer: Scorer, script: Scr
 
 
 @pytest.mark.parametrize("honoured", [True, False])
-def test_gate_and_continue(
-    scorer: Scorer, script: ScriptedEngine, honoured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gate_and_continue(scorer: Scorer, honoured: bool, monkeypatch: Patch) -> None:
     if not honoured:
         monkeypatch.setattr(EngineGate, "closes", lambda *_: False)
-    ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
-    alone = scorer.score(ids)
-    middle = sorted(report.risk for report in alone)[10]
-    reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
-    assert [report.risk for report in reports] == [report.risk for report in alone]
-    assert [report.completion is None for report in reports] == [report.risk >= middle for report in alone]
-    assert {report.completion.text for report in reports if report.completion} == {script.answer}
+    check_gated(scorer)
 
 
 def test_what_is_gated_impossible_or_nothing_costs_no_work(scorer: Scorer, script: ScriptedEngine) -> None:
-    gated = scorer.score_or_continue([scorer.render(prompt=text) for text in "abc"], Sampling(), GATE.at(0.0))
+    gated = scorer.score_or_continue(asked(scorer, 3), Sampling(), GATE.at(0.0))
     assert all(report.decision is Decision.ABSTAIN and report.completion is None for report in gated)
     assert script.counters.decode_steps == 0
     before = scorer.engine.counters.prefills
@@ -85,40 +93,39 @@ def test_what_is_gated_impossible_or_nothing_costs_no_work(scorer: Scorer, scrip
     assert scorer.engine.counters.prefills == before
 
 
-def test_one_failure_ends_them_all(scorer: Scorer, script: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_failure_ends_them_all(scorer: Scorer, script: ScriptedEngine, monkeypatch: Patch) -> None:
     monkeypatch.setattr(script, "wait", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         scorer.score_or_continue([[256, 65]] * 3, Sampling(), GATE.at(1.0))
 
 
-def test_an_answer_that_the_engine_alone_gated_is_an_error(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_the_engine_alone_gated_is_an_error(scorer: Scorer, monkeypatch: Patch) -> None:
     monkeypatch.setattr(EngineGate, "closes", lambda *_: True)
     with pytest.raises(EngineError, match="complete"):
         scorer.score_or_continue([[256, 65]], Sampling(), GATE.at(0.999999))
 
 
 def test_another_model_or_other_golden_risks_are_refused(tmp_path: Path, script: ScriptedEngine) -> None:
-    bundle = matching_bundle(script, tmp_path)
-
-    class Renamed(ScriptedEngine):
-        """Says that it is another architecture."""
-
-    other = Renamed()
-    object.__setattr__(other.identity, "architecture", "OtherForCausalLM")
+    bundle, other = matching_bundle(script, tmp_path), ScriptedEngine()
+    other.identity = replace(other.identity, architecture="OtherForCausalLM")
     with pytest.raises(WrongModel):
         Scorer(Scheduled(other), bundle)
-    wrong = matching_bundle(script, tmp_path / "two")
+    context = contextual_bundle(script, tmp_path)
+    for place, name in enumerate(("asks", "passage", "stated")):
+        bias = np.array(context.probes.context_bias)
+        bias[place, 1] += 0.1
+        with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {name}"):
+            Scorer(Scheduled(script), replace(context, probes=replace(context.probes, context_bias=bias)))
     script.activations = lambda prompt, site: np.ones((4, 16), np.float32)  # type: ignore[method-assign]
     with pytest.raises(GoldenMismatch):
-        Scorer(Scheduled(script), wrong)
+        Scorer(Scheduled(script), bundle)
 
 
 def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
     for policy in (GATE, BLOCK.at(0.3), GATE.at(0.0)):
         gate = scorer.gate(policy)
         assert gate is not None
-        assert gate.weight == (WEIGHT, 0.0, 0.0, 0.0, 0.0, 0.0)
-        assert gate.intercept == INTERCEPT
+        assert (gate.weight, gate.intercept) == ((WEIGHT, 0.0, 0.0, 0.0, 0.0, 0.0), INTERCEPT)
         for depth in np.linspace(-3, 3, 61):
             value = float(risk(np.array([depth, -0.5, 0.7, 0.0, 0.0, 0.0]), np.array(gate.weight), gate.intercept))
             verdict = judge(value, policy, scorer.bundle.manifest.threshold)
@@ -128,29 +135,21 @@ def test_the_gate_closes_where_the_verdict_says_so(scorer: Scorer) -> None:
 
 
 def test_weights_go_to_their_signals(tmp_path: Path, script: ScriptedEngine) -> None:
-    plain = matching_bundle(script, tmp_path, "plain")
-    weight = np.array([WEIGHT, 0.5, -0.25])
+    plain, weights = matching_bundle(script, tmp_path, "plain"), (2.0, 0.5, -0.25)
     results = script.score(GOLDEN, [Probes.of(Site.ATTENTION_HEAD, plain.probes)], first_token=True)
-    tokens = [one.first_token for one in results if one.first_token]
     trajectories = np.stack([one.trajectories[0] for one in results])
-    signals: Any = np.array(
-        [(depth_mean(row), one.entropy, one.log_max_prob) for row, one in zip(trajectories, tokens, strict=True)]
-    )
+    tokens = [(one.first_token.entropy, one.first_token.log_max_prob) for one in results if one.first_token]
+    signals = np.column_stack([depth_mean(trajectories), np.array(tokens)])
     bundle = matching_bundle(
-        script, tmp_path, signals=("depth_mean", "entropy", "log_max_prob"),
-        classifier=Classifier((2.0, 0.5, -0.25), INTERCEPT),
-        golden=Golden.record(GOLDEN, trajectories, risk(signals, weight, INTERCEPT), signals[:, [2, 1]]),
+        script, tmp_path, signals=("depth_mean", "entropy", "log_max_prob"), classifier=Classifier(weights, INTERCEPT),
+        golden=Golden.record(GOLDEN, trajectories, risk(signals, np.array(weights), INTERCEPT), signals[:, [2, 1]]),
     )  # fmt: skip
-    engine = Scheduled(script)
-    scorer = Scorer(engine, bundle)
+    scorer = Scorer(Scheduled(script), bundle)
     gate = scorer.gate(GATE)
     assert gate is not None
     assert gate.weight == (2.0, -0.25, 0.5, 0.0, 0.0, 0.0)
-    ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
-    middle = sorted(report.risk for report in scorer.score(ids))[10]
-    reports = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
-    assert sum(report.completion is None for report in reports) == 10
-    engine.close()
+    check_gated(scorer)
+    scorer.engine.close()
 
 
 RECALIBRATIONS = (
@@ -160,34 +159,25 @@ RECALIBRATIONS = (
 )
 
 
-def recalibrated_bundle(script: ScriptedEngine, folder: Path, recalibration: Recalibration) -> Bundle:
-    draft = matching_draft(script, "tiny", 0)
-    draft.manifest = replace(draft.manifest, recalibration=recalibration)
-    draft.golden = replace(draft.golden, risk=recalibration(draft.golden.risk))
-    return write_bundle(draft, folder / "mapped")
-
-
 @pytest.mark.parametrize("recalibration", RECALIBRATIONS, ids=lambda one: str(one.method))
 def test_a_recalibrated_risk_is_served_gated_and_replayed(
     tmp_path: Path, script: ScriptedEngine, recalibration: Recalibration
 ) -> None:
+    draft = matching_draft(script, "tiny", 0)
+    draft.manifest = replace(draft.manifest, recalibration=recalibration)
+    draft.golden = replace(draft.golden, risk=recalibration(draft.golden.risk))
     plain = Scorer(Scheduled(script), matching_bundle(script, tmp_path))
-    scorer = Scorer(Scheduled(script), recalibrated_bundle(script, tmp_path, recalibration))
-    ids = [scorer.render(prompt=f"prompt {n}") for n in range(20)]
-    raw, served = plain.score(ids), scorer.score(ids)
+    scorer = Scorer(Scheduled(script), write_bundle(draft, tmp_path / "mapped"))
+    raw, served = plain.score(asked(plain, 20)), check_gated(scorer)
     expected = [float(recalibration(report.risk)) for report in raw]
     assert [report.risk for report in served] == pytest.approx(expected, rel=1e-12)
     assert [report.depth_mean for report in served] == [report.depth_mean for report in raw]
-    middle = sorted(report.risk for report in served)[10]
-    answered = scorer.score_or_continue(ids, Sampling(), GATE.at(middle))
-    assert [report.completion is None for report in answered] == [report.risk >= middle for report in served]
     for threshold in (0.12, 0.5, 0.66):  # the engine's gate is on the classifier's own scale
         gate = scorer.gate(GATE.at(threshold))
         assert gate is not None
         assert float(recalibration(gate.threshold)) == pytest.approx(threshold, rel=1e-6)
         assert recalibration(gate.threshold) >= threshold
-    never = scorer.gate(GATE.at(0.95))
-    assert never is None if recalibration.knots else never is not None
+    assert (scorer.gate(GATE.at(0.95)) is None) == bool(recalibration.knots)
     wrong = replace(scorer.bundle, manifest=replace(scorer.bundle.manifest, recalibration=None))
     with pytest.raises(GoldenMismatch):
         Scorer(Scheduled(script), wrong)
@@ -195,10 +185,6 @@ def test_a_recalibrated_risk_is_served_gated_and_replayed(
     for one in (plain, scorer):
         with pytest.raises(NonFiniteReadout):
             one.score([[256, 65]])
-
-
-def asked(scorer: Scorer, count: int = 60) -> list[list[int]]:
-    return [scorer.render(prompt=f"prompt {n}") for n in range(count)]
 
 
 CONTEXT_SIGNALS = {"depth_mean": WEIGHT, "stated": 1.5, "passage": -1.0, "stated_length": 0.25}
@@ -211,8 +197,7 @@ def test_context_probes_are_read_with_the_risks(
     signals = CONTEXT_SIGNALS if "stated" in names else {"depth_mean": WEIGHT}
     bundle = contextual_bundle(script, tmp_path, names=names, signals=signals)
     scorer, layers = Scorer(Scheduled(script), bundle), script.identity.geometry.num_layers
-    context = bundle.manifest.context
-    assert context is not None
+    assert (context := bundle.manifest.context) is not None
     assert len(scorer.probes) == 1 + len(names)
     ids, before = asked(scorer), script.counters.prefills
     reports = scorer.score(ids)
@@ -222,12 +207,12 @@ def test_context_probes_are_read_with_the_risks(
         np.testing.assert_allclose(report.logits, np.concatenate(result.trajectories), atol=1e-6)
         np.testing.assert_array_equal(report.trajectory, report.logits[:layers])
         means = [float(one.mean()) for one in result.trajectories]
-        chance = {
+        chance: dict[str, Any] = {
             probe.name: 1 / (1 + np.exp(-probe.weight * mean - probe.intercept))
             for probe, mean in zip(context.probes, means[1:], strict=True)
         }
         passage = chance.get("passage")
-        stated = chance["passage"] * chance["stated"] if "stated" in names else None
+        stated = passage * chance["stated"] if "stated" in names else None
         told = report.context
         found = {"asks": told.asks, "passage": told.passage, "stated": told.stated}
         assert found == pytest.approx({"asks": chance["asks"], "passage": passage, "stated": stated}, abs=1e-6)
@@ -236,37 +221,27 @@ def test_context_probes_are_read_with_the_risks(
         z = sum(weight * values[name] for name, weight in signals.items()) + INTERCEPT
         assert report.risk == pytest.approx(1 / (1 + np.exp(z)), abs=1e-6)
         assert report.context.applies is bool(chance["asks"] >= 0.5)
-
-
-def test_a_nan_of_a_context_probe_is_never_told(tmp_path: Path, script: ScriptedEngine) -> None:
-    scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path))
-    (result,) = script.score(GOLDEN[:1], scorer.probes)
     risks, asks, *others = result.trajectories
-    broken = replace(result, trajectories=(risks, asks * np.nan, *others))
-    with pytest.raises(NonFiniteReadout):
-        scorer.judge(broken, GATE)
+    with pytest.raises(NonFiniteReadout):  # a NaN of a context probe is never told
+        scorer.judge(replace(result, trajectories=(risks, asks * np.nan, *others)), GATE)
 
 
 def test_shadows_read_their_own_places_behind_context_probes(tmp_path: Path, script: ScriptedEngine) -> None:
     engine = Scheduled(script)
-    own = Scorer(engine, contextual_bundle(script, tmp_path, "own"))
-    plain = Scorer(engine, matching_bundle(script, tmp_path, "plain", 1))
-    shadows = [
-        plain,
-        Scorer(engine, contextual_bundle(script, tmp_path, "asking", 2, names=("asks",))),
-        Scorer(engine, matching_bundle(script, tmp_path, "last", 3)),
-        Scorer(engine, contextual_bundle(script, tmp_path, "reading", 4, names=("passage", "stated"),
-                                         signals=CONTEXT_SIGNALS)),
-    ]  # fmt: skip
+    own, asking, reading = (
+        Scorer(engine, contextual_bundle(script, tmp_path, name, seed, **options))
+        for seed, (name, options) in enumerate(
+            {"own": {}, "asking": {"names": ("asks",)},
+             "reading": {"names": ("passage", "stated"), "signals": CONTEXT_SIGNALS}}.items()
+        )
+    )  # fmt: skip
+    plain, last = (Scorer(engine, matching_bundle(script, tmp_path, name, seed)) for seed, name in ((3, "p"), (4, "l")))
 
     async def read(scorer: Scorer, prompt: list[int], others: list[Scorer]) -> RiskReport:
         async with aclosing(scorer.run(prompt, GATE, shadows=others)) as steps:
-            async for report, _ in steps:
-                return report
-        raise AssertionError
+            return (await anext(steps))[0]
 
-    for scorer in (own, plain):
-        others = [own, *shadows] if scorer is plain else shadows
+    for scorer, others in ((own, [plain, asking, last, reading]), (plain, [own, plain, asking, last, reading])):
         for prompt in asked(scorer, 5):
             report = asyncio.run(read(scorer, prompt, others))
             assert report.risk == pytest.approx(scorer.score([prompt])[0].risk, abs=1e-9)
@@ -282,15 +257,13 @@ def test_gate_and_verdict_agree_on_every_kind_of_prompt(
     tmp_path: Path, script: ScriptedEngine, recalibration: Recalibration | None, no_fact: bool
 ) -> None:
     manifest = {"recalibration": recalibration}
-    bundle = contextual_bundle(script, tmp_path, signals=CONTEXT_SIGNALS, manifest=manifest)
-    scorer = Scorer(Scheduled(script), bundle)
+    scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path, signals=CONTEXT_SIGNALS, manifest=manifest))
     ids = asked(scorer)
     middle = sorted(report.risk for report in scorer.score(ids))[30]
     policy = replace(GATE, threshold=middle, withhold_no_fact=no_fact)
     gate, seen = scorer.gate(policy), set()
     assert gate is not None
-    reports = scorer.score_or_continue(ids, Sampling(), policy)
-    for prompt, report in zip(ids, reports, strict=True):
+    for prompt, report in zip(ids, scorer.score_or_continue(ids, Sampling(), policy), strict=True):
         (result,) = script.score([prompt], scorer.probes)
         high, applies = report.risk >= middle, (report.context.asks or 0.0) >= 0.5
         assert report.context.applies is applies
@@ -316,40 +289,20 @@ def test_a_prompt_that_asks_for_no_fact_decodes_behind_a_gate_for_all(tmp_path: 
         assert (report.decision, report.completion, report.context.applies) == (Decision.ABSTAIN, None, False)
 
 
-ANNOTATE = Policy("annotate", Action.ANNOTATE)
-
-
 def test_who_withholds_what_lies_outside_training(tmp_path: Path, script: ScriptedEngine) -> None:
-    for context in (True, False):
-        name = str(context).lower()
-        bundle = contextual_bundle(script, tmp_path, name, reach=1e-3, applies_from=0.01)  # everything lies outside
+    annotate = Policy("annotate", Action.ANNOTATE)
+    for reach, outside, context in ((1e-3, True, True), (1e3, False, True), (1e-3, True, False)):
+        folder, applies = tmp_path / f"{reach}{context}", 0.01  # of all that ask
+        bundle = contextual_bundle(script, folder, reach=reach, applies_from=applies)
+        scorer = Scorer(Scheduled(script), bundle)
         if not context:
-            bundle = replace(bundle, manifest=replace(bundle.manifest, context=None))
-        scorer = object.__new__(Scorer)
-        scorer.bundle = bundle
-        for policy, said in product((GATE, BLOCK, OBSERVE, ANNOTATE), (None, True, False)):
-            expected = said if said is not None else policy.action.withholds and context
-            assert scorer.withholds_outside(replace(policy, withhold_outside=said)) is expected, (policy, said)
-
-
-@pytest.mark.parametrize("said", [None, True, False])
-def test_what_lies_outside_is_withheld_by_default_where_the_bundle_can_tell(
-    tmp_path: Path, script: ScriptedEngine, said: bool | None
-) -> None:
-    policy = replace(GATE, threshold=1.0, withhold_outside=said)
-    for reach, outside in ((1e-3, True), (1e3, False)):
-        scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path / str(reach), reach=reach))
-        for report in scorer.score(asked(scorer, 8), policy):
-            assert report.uncertain is not None
-            assert report.uncertain.outside is outside
-            withheld = outside and said is not False
-            assert (report.decision is Decision.ABSTAIN, report.verdict.flagged) == (withheld, False)
-
-
-def test_the_replay_finds_a_wrong_context_probe(tmp_path: Path, script: ScriptedEngine) -> None:
-    bundle = contextual_bundle(script, tmp_path)
-    for place, name in enumerate(("asks", "passage", "stated")):
-        bias = np.array(bundle.probes.context_bias)
-        bias[place, 1] += 0.1
-        with pytest.raises(GoldenMismatch, match=f"layer 1 of context probe {name}"):
-            Scorer(Scheduled(script), replace(bundle, probes=replace(bundle.probes, context_bias=bias)))
+            scorer.bundle = replace(bundle, manifest=replace(bundle.manifest, context=None))
+        for policy, said in product((GATE, BLOCK, OBSERVE, annotate), (None, True, False)):
+            withholds = said if said is not None else policy.action.withholds and context
+            chosen = replace(policy, threshold=1.0, withhold_outside=said)
+            assert scorer.withholds_outside(chosen) is withholds, (policy, said)
+            if policy is GATE and context:
+                for report in scorer.score(asked(scorer, 8), chosen):
+                    assert report.uncertain.outside is outside
+                    found = report.decision is Decision.ABSTAIN, report.verdict.flagged
+                    assert found == (outside and withholds, False)

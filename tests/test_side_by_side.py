@@ -35,45 +35,39 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(pool.apply(find_spec, ["service"]).origin)
 """
+VERSION = "import hallutracer; print(hallutracer.__version__)"
 
 
 class Side:
     """An environment with the package in it, and the folder of an app."""
 
     def __init__(self, folder: Path, form: str) -> None:
-        self.form, self.app, self.venv = form, folder / "app", folder / "venv"
-        source = folder / "checkout"
+        self.app, venv, source = folder / "app", folder / "venv", folder / "checkout"
+        self.python, self.command = venv / "bin" / "python", venv / "bin" / "hallutracer"
         source.mkdir()
         for name in ("pyproject.toml", "README.md", "LICENSE", "hallutracer_start.py"):
             shutil.copy(ROOT / name, source)
         for name in ("hallutracer", "service", "probes_store"):
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.venv], check=True)
-        (self.packages / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+        (packages,) = (venv / "lib").glob("python3*/site-packages")
+        (packages / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps"]
         kind = ["--editable"] if form == "editable" else []
         done = subprocess.run([*pip, "--no-build-isolation", *kind, source], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        self.home = source if form == "editable" else self.packages
+        self.home = source if form == "editable" else packages
         (self.app / "service").mkdir(parents=True)
         (self.app / "service" / "__init__.py").write_text("OWNER = 'the app'\n")
         (self.app / "main.py").write_text("import service\nimport service.model\nprint(service.OWNER)\n")
         (self.app / "service" / "model.py").touch()
 
-    @property
-    def python(self) -> Path:
-        return self.venv / "bin" / "python"
-
-    @property
-    def packages(self) -> Path:
-        (found,) = (self.venv / "lib").glob("python3*/site-packages")
-        return found
-
     def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """In the app's folder, without variables of ours or of this test run."""
+        """In the app's folder, by its Python where no program is given, without variables of ours or of this run."""
         environment = inherited() | {"HALLUTRACER_STORE": str(self.app / "none")} | variables
         if "PYTHONPATH" not in variables:
             environment.pop("PYTHONPATH", None)
+        command = command if isinstance(command[0], Path) else (self.python, *command)
         return subprocess.run(command, cwd=self.app, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -83,52 +77,45 @@ def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_app_keeps_its_own(side: Side) -> None:
-    done = side.run(side.python, "main.py")
-    assert (done.returncode, done.stdout) == (0, "the app\n"), done.stderr
-    done = side.run(side.python, "-c", "import hallutracer_start, probes_store, service; print(service.OWNER)")
-    assert (done.returncode, done.stdout) == (0, "the app\n"), done.stderr
+    ours = "import hallutracer_start, probes_store, service; print(service.OWNER)"
+    for command in (("main.py",), ("-c", ours)):
+        done = side.run(*command)
+        assert (done.returncode, done.stdout) == (0, "the app\n"), done.stderr
 
 
 @pytest.mark.parametrize("path", ["", ".", "app"])
 def test_the_command_finds_ours(side: Side, path: str) -> None:
     given = str(side.app) if path == "app" else path
-    for command in ([side.venv / "bin" / "hallutracer"], [side.python, "-m", "hallutracer_start"]):
+    for command in ((side.command,), ("-m", "hallutracer_start")):
         done = side.run(*command, "bundle", "list", "--json", PYTHONPATH=given)
         assert done.returncode == 0, done.stderr
         assert "demo-fused" in done.stdout
 
 
 def test_processes_that_it_starts_find_ours_too(side: Side) -> None:
-    script = side.app / "children.py"
-    script.write_text(CHILDREN)
-    done = side.run(side.python, script, PYTHONPATH=str(side.app))
+    (side.app / "children.py").write_text(CHILDREN)
+    done = side.run("children.py", PYTHONPATH=str(side.app))
     assert done.stdout.strip() == str(side.home / "service" / "__init__.py"), done.stderr
 
 
 def test_what_vllm_loads_leaves_an_app_alone_and_never_fails_open(side: Side) -> None:
-    done = side.run(side.python, "-c", HOOKS)
+    done = side.run("-c", HOOKS)
     general, endpoint, owner = done.stdout.splitlines()
-    assert general == "vllm.general_plugins None", done.stderr
-    assert owner == "the app"
-    asked = side.run(side.python, "-c", HOOKS, HALLUTRACER_BUNDLE="demo").stdout.splitlines()
+    assert (general, owner) == ("vllm.general_plugins None", "the app"), done.stderr
+    asked = side.run("-c", HOOKS, HALLUTRACER_BUNDLE="demo").stdout.splitlines()
     for said in (endpoint, *asked[:2]):
-        assert "ends: hallutracer:" in said
-        assert f"leads to {side.app / 'service'}" in said
-        assert "environment of its own" in said
+        for words in ("ends: hallutracer:", f"leads to {side.app / 'service'}", "environment of its own"):
+            assert words in said
 
 
-def test_the_python_api_names_it(side: Side) -> None:
-    done = side.run(side.python, "-c", "import hallutracer")
+def test_the_python_api_names_it_also_where_another_one_is_imported_already(side: Side) -> None:
+    done = side.run("-c", "import hallutracer")
     assert f"ImportError: 'import service' leads to {side.app / 'service'}" in done.stderr
-    there = side.run(side.python, "-c", "import hallutracer; print(hallutracer.__version__)", PYTHONPATH=str(side.home))
-    assert done.returncode == 1
-    assert there.returncode == 1  # the folder that Python was started in still comes first
-    elsewhere = side.run(side.python, "-P", "-c", "import hallutracer; print(hallutracer.__version__)")
+    there = side.run("-c", VERSION, PYTHONPATH=str(side.home))
+    assert (done.returncode, there.returncode) == (1, 1)  # the folder that Python was started in still comes first
+    elsewhere = side.run("-P", "-c", VERSION)
     assert (elsewhere.returncode, bool(elsewhere.stdout.strip())) == (0, True), elsewhere.stderr
-
-
-def test_another_one_that_is_imported_already_is_named(side: Side) -> None:
-    done = side.run(side.python, "-c", "import service, hallutracer_start; hallutracer_start.main()")
+    done = side.run("-c", "import service, hallutracer_start; hallutracer_start.main()")
     assert done.returncode == 1
     assert f"leads to {side.app / 'service'}, not to HalluTracer's package in {side.home}" in done.stderr
     assert "Traceback" not in done.stderr
@@ -139,10 +126,10 @@ def test_a_package_installed_over_ours_is_named(side: Side) -> None:
     kept = init.read_text()
     init.write_text("OWNER = 'another distribution'\n")
     try:
-        done = side.run(side.venv / "bin" / "hallutracer", "--version")
+        done = side.run(side.command, "--version")
     finally:
         init.write_text(kept)
         os.utime(init)
     assert done.returncode == 1
     assert f"{init.parent} is not HalluTracer's any more" in done.stderr
-    assert side.run(side.venv / "bin" / "hallutracer", "--version").stdout.startswith("hallutracer ")
+    assert side.run(side.command, "--version").stdout.startswith("hallutracer ")

@@ -39,7 +39,7 @@ from service.judging.coverage import coverage
 from service.judging.form_table import form_table
 from service.judging.sample import sample_of
 from service.scoring import Scorer
-from service.serving.rollout import Comparison
+from service.serving.metrics import Comparison
 from service.serving.service import Service
 
 router = APIRouter(tags=["catalogue"])

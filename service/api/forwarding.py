@@ -89,7 +89,7 @@ class Forwarder:
             outcome, code = "failed", error.code
             raise
         finally:
-            self._metrics.upstream(outcome)
+            self._metrics.count("upstream_requests_total", outcome)
             if call is not None:
                 call.end(code)
 

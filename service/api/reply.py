@@ -32,8 +32,8 @@ from service.policies.guard import Decision
 from service.risk import running_means
 from service.scoring import RiskReport, Scorer
 from service.serving import observers
+from service.serving.dispatcher import RequestHandle
 from service.serving.judgement import Judgement
-from service.serving.request_handle import RequestHandle
 from service.serving.request_log import RequestRecord
 from service.serving.service import Service
 

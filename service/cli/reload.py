@@ -48,7 +48,7 @@ def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds:
     it is tried again, ever less often, for each time is in the audit log.
     """
     from service.audit.events import Who
-    from service.serving.lifecycle import in_own_thread
+    from service.serving.service import in_own_thread
 
     async def again() -> None:
         seen, wait, again_at = before, seconds, 0.0

@@ -31,7 +31,7 @@ from service.settings import (
 if TYPE_CHECKING:
     from service.access.keys import KeyRing
     from service.feedback.databases import Location
-    from service.serving.rollout import RolloutPlan
+    from service.serving.catalogue import RolloutPlan
     from service.serving.tracing import Tracing
 
 log = logging.getLogger("hallutracer")
@@ -106,7 +106,7 @@ class RolloutOptions:
     @property
     def plan(self) -> RolloutPlan:
         """Return what the service is told."""
-        from service.serving.rollout import RolloutPlan
+        from service.serving.catalogue import RolloutPlan
 
         return RolloutPlan(self.canary, self.canary_share, self.shadow)
 

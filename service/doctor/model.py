@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from probes_store.store import Store
     from service.engines.base import EngineOptions
     from service.scoring import Scorer
-    from service.serving.rollout import RolloutPlan
+    from service.serving.catalogue import RolloutPlan
 
 HUB_ADVICE = "huggingface.co is asked at the start; HF_HUB_OFFLINE=1 reads the cache alone"
 
@@ -159,7 +159,7 @@ def folders(store: Store, feedback: Path | None) -> dict[str, Path]:
 def check_rollout(plan: RolloutPlan, loaded: Mapping[str, Bundle], watch_s: float) -> Iterator[Finding]:
     """Check the canary and the shadows against the default bundle, the first of ``loaded``."""
     from service.prompts import as_prompt_format
-    from service.serving.rollout import rolled_out
+    from service.serving.catalogue import rolled_out
 
     scorers = {  # what a rollout looks at in a scorer, without the model
         name: cast("Scorer", SimpleNamespace(bundle=one, prompt_format=as_prompt_format(one.manifest.prompt_format)))

@@ -30,8 +30,7 @@ class Deadline:
     """How long a request may take, from its arrival to its last token: ``seconds`` from now, on the monotonic clock."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._at = time.monotonic() + seconds
+        self.seconds, self._at = seconds, time.monotonic() + seconds
 
     @property
     def nearly(self) -> float:
@@ -56,17 +55,6 @@ class Deadline:
             ) from None
 
 
-class _Lane:
-    """One thread and the number of its pending requests."""
-
-    def __init__(self, name: str, max_pending: int) -> None:
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self.max_pending, self.pending = max_pending, 0
-
-    def leave(self) -> None:
-        self.pending -= 1
-
-
 class Tokenizing:
     """Text to token ids: short texts on the event loop, others in two lanes, so that none waits for a long one.
 
@@ -75,24 +63,30 @@ class Tokenizing:
 
     def __init__(self, max_pending: int) -> None:
         """``max_pending`` requests may wait for the fast lane."""
-        self._short, self._long = _Lane("tokenize", max_pending), _Lane("tokenize-long", MAX_LONG)
+        self._most = {"tokenize": max_pending, "tokenize-long": MAX_LONG}
+        self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in self._most}
+        self._pending: Counter[str] = Counter()
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or Overloaded."""
         if size <= INLINE:
             return work()
-        lane, loop = self._long if size >= LONG else self._short, asyncio.get_running_loop()
-        if lane.pending >= lane.max_pending:
-            raise Overloaded(f"{lane.pending} requests are waiting to be tokenized; try again in 1 s")
-        lane.pending += 1
-        done = lane.thread.submit(work)
-        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(lane.leave))
+        lane, loop = "tokenize-long" if size >= LONG else "tokenize", asyncio.get_running_loop()
+        if self._pending[lane] >= self._most[lane]:
+            raise Overloaded(f"{self._pending[lane]} requests are waiting to be tokenized; try again in 1 s")
+        self._pending[lane] += 1
+
+        def leave() -> None:
+            self._pending[lane] -= 1
+
+        done = self._threads[lane].submit(work)
+        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(leave))
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         """Drop requests that have not begun."""
-        for lane in (self._short, self._long):
-            lane.thread.shutdown(wait=True, cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=True, cancel_futures=True)
 
 
 class FairShare:
@@ -171,16 +165,13 @@ def check_space(
     """
     wait = ahead / tokens_per_second if tokens_per_second else 0.0
     retry = min(MAX_RETRY_S, max(1, math.ceil(wait)))
+    why = None
     if waiting + prompts > max_waiting:
-        raise Overloaded(
-            f"the queue holds {waiting} of at most {max_waiting} prompts; try again in {retry} s", retry_after_s=retry
-        )
-    if wait > HEADROOM * seconds:
-        raise Overloaded(
-            f"about {wait:.1f} s of work is waiting, too much for the {seconds:.1f} s that this request has left; "
-            f"try again in {retry} s",
-            retry_after_s=retry,
-        )
+        why = f"the queue holds {waiting} of at most {max_waiting} prompts"
+    elif wait > HEADROOM * seconds:
+        why = f"about {wait:.1f} s of work is waiting, too much for the {seconds:.1f} s that this request has left"
+    if why is not None:
+        raise Overloaded(f"{why}; try again in {retry} s", retry_after_s=retry)
 
 
 class Speed:
@@ -191,11 +182,8 @@ class Speed:
 
     def __init__(self, min_span_s: float = 0.0) -> None:
         """A measurement spans at least ``min_span_s`` seconds, because prompts leave an engine in bursts."""
-        self._mean = 0.0
-        self._measurements = 0
-        self._min_span_s = min_span_s
+        self._mean, self._measurements, self._tokens, self._min_span_s = 0.0, 0, 0, min_span_s
         self._since: float | None = None
-        self._tokens = 0
 
     @property
     def value(self) -> float | None:

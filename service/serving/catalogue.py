@@ -1,15 +1,17 @@
-"""The catalogue: the loaded bundles, which of them judges a request, and under which policy."""
+"""The catalogue: the loaded bundles, which of them judges a request, and under which policy.
+
+A new version of the probes can stand beside the one that serves: a canary judges a share of requests, a shadow watches.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-import numpy as np
-
-from probes_store.bundle import check_golden
 from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.syntax import PIN
 from service.access.callers import Caller
@@ -22,11 +24,85 @@ from service.scoring import Scorer
 from service.serving.feedback import Feedback
 from service.serving.metrics import Metrics
 from service.serving.monitor import Monitor
-from service.serving.rollout import Rollout, RolloutPlan, rolled_out
-from service.settings import DEFAULT_MESSAGE, ServiceSettings
+from service.settings import DEFAULT_MESSAGE, DEFAULT_SHARE, ServiceSettings
 
 log = logging.getLogger("hallutracer")
 Scorers = Mapping[str, Scorer]  # by the reference that each was loaded by; the first is the default
+Role = Literal["default", "canary", "shadow", "none"]
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """What the operator asked for, by reference."""
+
+    canary: str | None = None
+    share: float = DEFAULT_SHARE  # of the requests that name no bundle
+    shadows: tuple[str, ...] = ()
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Return those loaded beside the bundles that requests may name; one that cannot be used is left out."""
+        return tuple(dict.fromkeys((*((self.canary,) if self.canary is not None else ()), *self.shadows)))
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """The plan's loaded scorers."""
+
+    canary: Scorer | None = None
+    share: float = 0.0
+    shadows: tuple[Scorer, ...] = ()
+
+    def chosen(self, default: Scorer, key: Callable[[], str]) -> Scorer:
+        """Return the canary for its share of keys, else the default.
+
+        The canary's digest is hashed too, so that it is not the same callers who meet each new version first.
+        """
+        if self.canary is None or not self.share:
+            return default
+        text = f"{self.canary.bundle.manifest.digest}\n{key()}"
+        drawn = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+        return self.canary if drawn < self.share * 2**64 else default
+
+    def role(self, scorer: Scorer, default: Scorer) -> Role:
+        """Return what a loaded scorer does for requests that name no bundle."""
+        if scorer is default:
+            return "default"
+        return "canary" if scorer is self.canary else "shadow" if scorer in self.shadows else "none"
+
+    def watching(self, scorer: Scorer) -> tuple[Scorer, ...]:
+        """Return the shadows of a request that ``scorer`` judges: other bundles, which read the same token ids."""
+        own, prompt_format = scorer.bundle.manifest.digest, scorer.prompt_format  # two aliases may mean one bundle
+        others = (one for one in self.shadows if one.bundle.manifest.digest != own)
+        return tuple(one for one in others if one.prompt_format == prompt_format)
+
+    def shadowed(self, digest: str) -> bool:
+        """Return whether the bundle is read as a shadow, beside what else it does: a canary may be one, too."""
+        return any(one.bundle.manifest.digest == digest for one in self.shadows)
+
+
+def rolled_out(plan: RolloutPlan, loaded: Scorers) -> tuple[Rollout, dict[str, str]]:
+    """Return the rollout of what was loaded, and why some of it is not used, by reference."""
+    default = next(iter(loaded.values()))
+    left_out: dict[str, str] = {}
+
+    def usable(reference: str, *, judges: bool) -> list[Scorer]:
+        if (scorer := loaded.get(reference)) is None:
+            return []  # the loading has said why
+        if not judges and scorer.prompt_format != default.prompt_format:
+            left_out[reference] = (
+                f"it was trained on {scorer.prompt_format} prompts and {default.bundle.reference} on "
+                f"{default.prompt_format} ones: they do not read the same token ids"
+            )
+        elif scorer.bundle.manifest.digest == default.bundle.manifest.digest:
+            left_out[reference] = f"it is {default.bundle.reference}, which judges already"
+        else:
+            return [scorer]
+        return []
+
+    canary = [] if plan.canary is None else usable(plan.canary, judges=True)
+    shadows = [scorer for name in plan.shadows for scorer in usable(name, judges=False)]
+    return Rollout(canary[0] if canary else None, plan.share, tuple(shadows)), left_out
 
 
 @dataclass(frozen=True)
@@ -66,10 +142,7 @@ class Catalogue:
         return self.loaded.rollout
 
     def checked(self, found: Scorers, left_out: Mapping[str, str]) -> Loaded:
-        """Return what can be served of ``found``; slow.  Where aliases cannot be read, those that were known stay.
-
-        Raises RequestError where the default cannot do what the service's own policies ask.
-        """
+        """Return what can be served of ``found``; slow.  Where aliases cannot be read, those that were known stay."""
         scorers = tuple(found.values())
         rollout, unused = rolled_out(self.plan, found)
         served = scorers[0].engine.identity.model
@@ -88,41 +161,35 @@ class Catalogue:
         aliases |= {name: scorer.bundle.reference for name, scorer in found.items()}
         for reference, reason in unused.items():
             log.error("bundle %s is left out: %s", reference, reason)
-        return Loaded(scorers, aliases, rollout, {**left_out, **unused}, self._tallies(scorers))
-
-    def _tallies(self, scorers: Sequence[Scorer]) -> dict[str, Tally]:
-        """A new process knows the labels that earlier ones took."""
-        found = dict[str, Tally]()
+        tallies: dict[str, Tally] = {}  # a new process knows the labels that earlier ones took
         for manifest in (scorer.bundle.manifest for scorer in scorers):
             try:
                 if self.feedback is not None and manifest.guarantee is not None:
-                    found[manifest.digest] = self.feedback.tally(manifest.digest)
+                    tallies[manifest.digest] = self.feedback.tally(manifest.digest)
             except FeedbackUnavailable as error:
                 log.error("the labels of %s are not known before the next one comes: %s", manifest.digest, error)
-        return found
+        return Loaded(scorers, aliases, rollout, {**left_out, **unused}, tallies)
 
     def serve(self, loaded: Loaded) -> None:
         """Have ``loaded`` judge every request from now on."""
         self.loaded, scorers = loaded, loaded.scorers
         monitors = {}
         for scorer in scorers:
-            manifest, before = scorer.bundle.manifest, self.monitors.get(scorer.bundle.reference)
-            if before is None or before.scorer.bundle.manifest.digest != manifest.digest:
-                monitors[manifest.reference] = new = Monitor(scorer, self.limits, self._report)
+            manifest = scorer.bundle.manifest
+            monitor = self.monitors.get(manifest.reference)
+            if monitor is None or monitor.scorer.bundle.manifest.digest != manifest.digest:
+                monitor = Monitor(scorer, self.limits, self._report)
                 if (tally := loaded.tallies.get(manifest.digest)) is not None:
-                    new.count(tally)
+                    monitor.count(tally)
             else:  # it goes on with what it has seen
-                before.scorer = scorer
-                before.golden(None)  # they were replayed just now
-                monitors[manifest.reference] = before
+                monitor.scorer = scorer
+                monitor.golden(None)  # they were replayed just now
+            monitors[manifest.reference] = monitor
         self.monitors = monitors
         model, rollout = scorers[0].engine.identity.model, loaded.rollout
-        self.metrics.rollout(
-            model,
-            scorers[0].bundle.reference,
-            None if rollout.canary is None else rollout.canary.bundle.reference,
-            [shadow.bundle.reference for shadow in rollout.shadows],
-        )
+        canary = None if rollout.canary is None else rollout.canary.bundle.reference
+        shadows = [shadow.bundle.reference for shadow in rollout.shadows]
+        self.metrics.rollout(model, scorers[0].bundle.reference, canary, shadows)
         self.metrics.bundles((model, one.bundle.reference, one.bundle.manifest.digest) for one in scorers)
         self.metrics.guarantees(
             (model, one.bundle.reference, guarantee.alpha, guarantee.delta)
@@ -140,38 +207,27 @@ class Catalogue:
         for scorer in {self.scorers[0], self.rollout.canary or self.scorers[0]}:
             monitor = self.monitors[scorer.bundle.reference]
             try:
-                reports = [await scorer.last_report(prompt, OBSERVE) for prompt in scorer.bundle.golden.prompts()]
-                trajectories = np.stack([report.logits for report in reports])
-                risks = np.array([report.risk for report in reports])
-                deviation = check_golden(scorer.bundle, trajectories, risks, dtype=scorer.engine.identity.dtype)
+                prompts = scorer.bundle.golden.prompts()
+                scorer.replayed([await scorer.last_report(prompt, OBSERVE) for prompt in prompts])
+                monitor.golden(None)
             except (GoldenMismatch, NonFiniteReadout) as error:
                 monitor.golden(str(error))
-            else:
-                scorer.golden = deviation
-                monitor.golden(None)
 
     def in_force(self) -> list[dict[str, str]]:
         """Return the bundles and what each does, for the audit log."""
-        return [
-            {
-                "bundle": scorer.bundle.reference,
-                "digest": scorer.bundle.manifest.digest,
-                "role": self.rollout.role(scorer, self.scorers[0]),
-            }
-            for scorer in self.scorers
-        ]
+        roles = [(one.bundle, self.rollout.role(one, self.scorers[0])) for one in self.scorers]
+        return [{"bundle": bundle.reference, "digest": bundle.manifest.digest, "role": role} for bundle, role in roles]
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """Return the loaded scorer that a request names; the first one where it names none.
 
         An alias means what it meant when its bundle was loaded.  Raises NotFound.
         """
-        identity = self.scorers[0].engine.identity
-        if model is not None and not {model, "*"} & {identity.model, *self.settings.model_names}:
-            names = ", ".join(map(repr, (identity.model, *self.settings.model_names)))
-            raise NotFound(
-                f"model {model!r} is not loaded; ask for {names} (--served-model-name adds names)", param="model"
-            )
+        names = (self.scorers[0].engine.identity.model, *self.settings.model_names)
+        if model is not None and not {model, "*"} & {*names}:
+            listed = ", ".join(map(repr, names))
+            said = f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)"
+            raise NotFound(said, param="model")
         if bundle is None:
             return self.scorers[0]
         name, pin, digest = bundle.partition(PIN)
@@ -187,16 +243,9 @@ class Catalogue:
         raise NotFound(f"bundle {bundle!r} is not loaded; loaded: {loaded}", param="bundle")
 
     def choose(
-        self,
-        caller: Caller,
-        route: str,
-        *,
-        bundle: str | None,
-        model: str | None,
-        policy: str | None,
-        threshold: float | None,
-        session: Callable[[], str] = str,
-    ) -> tuple[Scorer, Policy]:
+        self, caller: Caller, route: str, *, bundle: str | None, model: str | None, policy: str | None,
+        threshold: float | None, session: Callable[[], str] = str,
+    ) -> tuple[Scorer, Policy]:  # fmt: skip
         """Return the scorer and the policy of a request; those of one ``session`` have the canary, or have it not.
 
         Raises NotFound, NotAllowed and RequestError.
@@ -249,26 +298,24 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
         raise NotAllowed(message, param="policy", cure="name one of these, or have the operator change the keys file")
     if own.action is Action.OBSERVE:
         return
+
+    def refuse(param: Literal["policy", "threshold", "bundle"], message: str, *, looser: bool) -> None:
+        if looser and param not in caller.may:
+            raise NotAllowed(message, param=param)
+
+    named, other = f"policy {policy.name!r}", own_scorer.bundle.reference
     looser = policy.action.strictness < own.action.strictness
-    if looser and "policy" not in caller.may:
-        raise NotAllowed(
-            f"policy {policy.name!r} is less strict than this service's own, {own.name!r}",
-            param="policy",
-        )
-    if scorer is not own_scorer and "bundle" not in caller.may:
-        raise NotAllowed(
-            f"requests here are judged by {own_scorer.bundle.reference}, and another bundle may let more through",
-            param="bundle",
-        )
+    refuse("policy", f"{named} is less strict than this service's own, {own.name!r}", looser=looser)
+    judged = f"requests here are judged by {other}, and another bundle may let more through"
+    refuse("bundle", judged, looser=scorer is not own_scorer)
     if looser:
         return
-    if _outside(scorer, policy) < _outside(scorer, own) and "policy" not in caller.may:
-        raise NotAllowed(f"policy {policy.name!r} lets prompts outside training through", param="policy")
-    if policy.withhold_no_fact < own.withhold_no_fact and "policy" not in caller.may:
-        raise NotAllowed(f"policy {policy.name!r} lets prompts that ask for no fact through", param="policy")
-    highest, wanted = scorer.threshold(own), scorer.threshold(policy)
-    if wanted > highest and "threshold" not in caller.may:
-        raise NotAllowed(f"the threshold may be at most {highest:g} here, not {wanted:g}", param="threshold")
+    outside = _outside(scorer, policy) < _outside(scorer, own)
+    refuse("policy", f"{named} lets prompts outside training through", looser=outside)
+    no_fact = policy.withhold_no_fact < own.withhold_no_fact
+    refuse("policy", f"{named} lets prompts that ask for no fact through", looser=no_fact)
+    most, wanted = scorer.threshold(own), scorer.threshold(policy)
+    refuse("threshold", f"the threshold may be at most {most:g} here, not {wanted:g}", looser=wanted > most)
 
 
 def _outside(scorer: Scorer, policy: Policy) -> int:

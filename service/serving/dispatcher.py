@@ -1,4 +1,4 @@
-"""Between the API and an engine: admission, one task for each prompt, cancellation, and giving up a broken engine.
+"""Between the API and an engine: a request's handle, admission, a task for each prompt, and giving up a broken engine.
 
 Which prompts run together and in what order is the engine's matter.  Runs on the event loop of the API.
 """
@@ -9,57 +9,166 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from service.engines.base import Engine, Sampling, Turn, Update, unfinished
-from service.errors import EngineError, NonFiniteReadout, NotReady, ProbeReplaced, RequestError
+from service.engines.base import FIRST_COME, Engine, Sampling, TokenIds, Turn, Update, unfinished
+from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, ProbeReplaced, RequestError
 from service.policies.guard import OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space
-from service.serving.judgement import PromptTimings
+from service.serving.judgement import AnswerEnd, PromptTimings
 from service.serving.metrics import Metrics
-from service.serving.request_handle import Job, RequestHandle
 
 log = logging.getLogger("hallutracer")
+MAX_PIECES = 64  # pieces of text handed on together
 MAX_FAILURES = 32  # prompts in a row that fail through no fault of theirs, before the engine is given up
 SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement spans several
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
 
 
+@dataclass(eq=False, slots=True)
+class Job:
+    """One prompt of a request."""
+
+    token_ids: TokenIds
+    report: RiskReport | None = None  # None until it is scored
+    tokens: int = 0  # decoded so far
+    timings: PromptTimings = PromptTimings()
+    decode_s: float | None = None  # from the verdict to the last token, other requests' turns included
+    task: asyncio.Task[None] | None = None
+    turn: Turn = FIRST_COME
+    submitted_ns: int = field(default_factory=time.time_ns)  # since 1970, for traces
+    state: Literal["waiting", "decoding", "over"] = "waiting"
+
+    def result(self) -> RiskReport:
+        """Return the report of a prompt that was scored."""
+        assert self.report is not None
+        return self.report
+
+    def end(self) -> AnswerEnd:
+        """Return how its answer has ended, or how far it had come."""
+        completion = None if self.report is None else self.report.completion
+        return AnswerEnd(len(completion.token_ids) if completion else self.tokens, self.decode_s, completion)
+
+
+@dataclass(eq=False)
+class RequestHandle:
+    """One admitted request.  ``Dispatcher.admit`` makes it; ``start`` begins the work."""
+
+    dispatcher: Dispatcher
+    prompts: int
+    scorer: Scorer
+    policy: Policy
+    sampling: Sampling | None  # None: scores only
+    deadline: Deadline
+    streams: bool  # the answer's text comes piece by piece
+    caller: str  # whom it counts for
+    shadows: Sequence[Scorer] = ()  # read on the same forward; they decide nothing
+    jobs: list[Job] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.unscored = self.unfinished = self.prompts
+        self.scored, self.done = asyncio.Event(), asyncio.Event()
+        self.text: asyncio.Queue[str | None] = asyncio.Queue()  # of a streaming request; None: no more
+        self._error: BaseException | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Return whether nothing more will come."""
+        return self.done.is_set()
+
+    def start(self, prompts: Sequence[TokenIds]) -> None:
+        """Have the prompts scored, as many as were admitted; nothing happens once the request has ended."""
+        assert len(prompts) == self.prompts
+        if not self.finished:
+            self.jobs = [Job(token_ids) for token_ids in prompts]
+            self.dispatcher._start(self)
+
+    async def risks(self) -> list[RiskReport]:
+        """Return all reports, without answers, once all are scored; raise the first error, or DeadlineExceeded."""
+        await self._until(self.scored)
+        # A short answer may be complete by now, but a stream sends the risk before any of it.
+        return [replace(job.result(), completion=None) for job in self.jobs]
+
+    async def answers(self) -> list[RiskReport]:
+        """Return each prompt's report with its completion, once nothing more will come; raise as ``risks`` does."""
+        await self._until(self.done)
+        return [job.result() for job in self.jobs]
+
+    async def pieces(self) -> AsyncIterator[list[str]]:
+        """Yield a streaming request's text as it is decoded, all pieces that are there; raise as ``risks`` does."""
+        more = True
+        while more:
+            try:
+                if self.text.empty():
+                    # The deadline guards the waiting alone: around a ``yield`` it would fire in the reader's own code.
+                    async with self.deadline.enforced():
+                        batch = [await self.text.get()]
+                else:
+                    batch = [self.text.get_nowait()]
+            except DeadlineExceeded as late:
+                self.cancel(late)
+                break
+            while batch[-1] is not None and len(batch) < MAX_PIECES and not self.text.empty():
+                batch.append(self.text.get_nowait())
+            if not (more := batch[-1] is not None):
+                self.text.put_nowait(None)  # found again by the next reader
+            if pieces := [piece for piece in batch if piece is not None]:
+                yield pieces
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self, reason: BaseException | None = None) -> None:
+        """End the work; callers that wait get ``reason``.  Does nothing to a request that has ended."""
+        if not self.finished:
+            self.end(reason)
+            self.dispatcher._cancelled(self)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Wake everybody who waits; for the dispatcher."""
+        self._error = self._error or error
+        self.scored.set()
+        self.done.set()
+        self.text.put_nowait(None)
+
+    async def _until(self, event: asyncio.Event) -> None:
+        if not event.is_set():
+            try:
+                async with self.deadline.enforced():
+                    await event.wait()
+            except DeadlineExceeded as late:
+                self.cancel(late)
+        if self._error is not None:
+            raise self._error
+
+
 class Dispatcher:
     """Runs requests on one engine."""
 
     def __init__(
-        self,
-        engine: Engine,
-        metrics: Metrics,
-        *,
-        max_queue: int,
-        stall_s: float = math.inf,
-        on_broken: Callable[[BaseException], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, engine: Engine, metrics: Metrics, *, max_queue: int, stall_s: float = math.inf,
+        on_broken: Callable[[BaseException], None] = lambda _: None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Call on the event loop that admits requests.
 
         ``max_queue`` prompts may wait for their risk; ``stall_s`` seconds without anything from the engine although
-        prompts wait make it ``stalled``.  ``on_broken`` is called once if the dispatcher ends by itself: a
-        bug, or an engine that is gone or fails on every prompt.
+        prompts wait make it ``stalled``.  ``on_broken`` is called once if the dispatcher ends by itself: a bug, or an
+        engine that is gone or fails on every prompt.
         """
-        self._engine, self._clock = engine, clock
-        self._metrics = metrics
-        self._on_broken = on_broken
+        self._engine, self._metrics, self._stall_s = engine, metrics, stall_s
+        self._on_broken, self._clock = on_broken, clock
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._requests: set[RequestHandle] = set()  # admitted and not ended
         self._queue = FairShare(max_queue)  # prompts that are still being tokenized wait, too
-        self._decoding = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._speed = Speed(SPEED_SPAN_S)
-        self._failures = 0  # in a row
-        self._stall_s = stall_s
-        self._progress_at = self._clock()  # of the engine's newest sign of life, or of the first prompt since
+        self._decoding = self._failures = 0  # failures in a row
+        self._progress_at = clock()  # of the engine's newest sign of life, or of the first prompt since
         self._scorer: Scorer | None = None  # of the newest request
         self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
         self.stalled = False
@@ -76,29 +185,18 @@ class Dispatcher:
         self._check_space(caller, 1, math.inf, continues=True)
 
     def admit(
-        self,
-        prompts: int,
-        scorer: Scorer,
-        policy: Policy,
-        *,
-        caller: str = "",
-        sampling: Sampling | None = None,
-        deadline: Deadline,
-        streams: bool = False,
-        shadows: Sequence[Scorer] = (),
-    ) -> RequestHandle:
+        self, prompts: int, scorer: Scorer, policy: Policy, *, caller: str = "", sampling: Sampling | None = None,
+        deadline: Deadline, streams: bool = False, shadows: Sequence[Scorer] = (),
+    ) -> RequestHandle:  # fmt: skip
         """Reserve places for a request's prompts, all or none, before they are tokenized.
 
         ``caller`` names whom the request counts for.  ``sampling`` None scores only; with ``streams`` the answer's text
-        comes piece by piece.
-        Raises Overloaded, or NotReady after ``close``.
+        comes piece by piece.  Raises Overloaded, or NotReady after ``close``.
         """
         if self._closing:
             raise _shutting_down()
         self._check_space(caller, prompts, deadline.left, continues=sampling is not None)
-        request = RequestHandle(
-            prompts, scorer, policy, sampling, deadline, streams, caller, self._start, self._cancelled, shadows
-        )
+        request = RequestHandle(self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows)
         self._requests.add(request)
         self._queue.add(caller, prompts)
         self._report_queue()
@@ -111,28 +209,24 @@ class Dispatcher:
 
     async def _close(self) -> None:
         self._give_up()
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=CLOSING_S)
-            if late:
-                log.warning("the engine still held %d requests %g s after they were ended", len(late), CLOSING_S)
+        late = (await asyncio.wait(self._tasks, timeout=CLOSING_S))[1] if self._tasks else ()
+        if late:
+            log.warning("the engine still held %d requests %g s after they were ended", len(late), CLOSING_S)
 
     def _check_space(self, caller: str, prompts: int, seconds: float, *, continues: bool) -> None:
-        scores_only = self._engine.scores_overtake_answers and not continues
+        answers = continues or not self._engine.scores_overtake_answers
         check_space(
-            prompts,
-            waiting=self._queue.waiting,
-            max_waiting=self._queue.most_waiting(caller),
-            ahead=self._queue.tokens_ahead(caller, answers=not scores_only),
-            seconds=seconds,
+            prompts, waiting=self._queue.waiting, max_waiting=self._queue.most_waiting(caller),
+            ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
             tokens_per_second=self._speed.value,
-        )
+        )  # fmt: skip
 
     def _start(self, request: RequestHandle) -> None:
         self._scorer = request.scorer
         if not self._tasks:
             self._progress_at = self._clock()
+        answers = request.sampling.max_tokens if request.sampling is not None else 0
         for job in request.jobs:
-            answers = request.sampling.max_tokens if request.sampling is not None else 0
             self._queue.add_tokens(request.caller, len(job.token_ids), answers=request.sampling is not None)
             job.turn = Turn(request.caller, self._queue.place(request.caller, len(job.token_ids) + answers))
             job.task = task = self._loop.create_task(self._run(request, job))
@@ -142,10 +236,9 @@ class Dispatcher:
     async def _run(self, request: RequestHandle, job: Job) -> None:
         """See one prompt through."""
         scored_at = 0.0
+        scorer, policy, sampling = request.scorer, request.policy, request.sampling
         try:
-            steps = request.scorer.run(
-                job.token_ids, request.policy, request.sampling, turn=job.turn, shadows=request.shadows
-            )
+            steps = scorer.run(job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows)
             async with aclosing(steps):
                 async for report, update in steps:
                     self._note_progress()
@@ -155,13 +248,13 @@ class Dispatcher:
                     job.report = report
                     job.tokens += update.tokens
                     if request.streams and update.piece:
-                        request.note_piece(update.piece)
+                        request.text.put_nowait(update.piece)
         except asyncio.CancelledError:
             if not request.finished:  # ended by the engine and not by us
-                self._fail(request, job, unfinished())
+                self._fail(request, unfinished())
             raise
         except Exception as error:
-            self._fail(request, job, error)
+            self._fail(request, error)
             return
         if request.finished:
             return
@@ -170,8 +263,9 @@ class Dispatcher:
         if job.state == "decoding":
             self._leave(request, job)
             self._report_queue()
-        request.note_finished()
-        if request.finished:
+        request.unfinished -= 1
+        if not request.unfinished:
+            request.end()
             self._requests.discard(request)
 
     def _note_scored(self, request: RequestHandle, job: Job, report: RiskReport, update: Update) -> None:
@@ -186,9 +280,11 @@ class Dispatcher:
             self._decoding += 1
         self._report_queue()
         job.report = report
-        request.note_scored()
+        request.unscored -= 1
+        if not request.unscored:
+            request.scored.set()
 
-    def _fail(self, request: RequestHandle, job: Job, error: Exception) -> None:
+    def _fail(self, request: RequestHandle, error: Exception) -> None:
         if not self._engine.alive:
             self._break(EngineError(f"the engine is gone: {error}"))
         request.cancel(error)
@@ -198,7 +294,7 @@ class Dispatcher:
             self._break(EngineError(f"{self._failures} prompts in a row failed; the last: {error}"))
 
     def _cancelled(self, request: RequestHandle) -> None:
-        """The request has ended early: end its tasks, and with them its prompts in the engine."""
+        """End the tasks of a request that has ended early, and with them its prompts in the engine."""
         self._requests.discard(request)
         if not request.jobs:
             self._queue.add(request.caller, -request.prompts)
@@ -209,7 +305,7 @@ class Dispatcher:
         self._report_queue()
 
     def _leave(self, request: RequestHandle, job: Job) -> None:
-        """``job`` neither waits nor decodes any more.  Safe to call twice."""
+        """Count ``job`` neither as waiting nor as decoding any more.  Safe to call twice."""
         if job.state == "waiting":
             self._queue.add(request.caller, -1)
             self._queue.add_tokens(request.caller, -len(job.token_ids), answers=request.sampling is not None)
@@ -229,7 +325,7 @@ class Dispatcher:
         self._break(EngineError("the engine has ended by itself; restart the service"))
 
     async def _try(self, scorer: Scorer) -> None:
-        """While it is stalled nothing is admitted, so that nobody else would notice that it goes on."""
+        """Ask a stalled engine: while it is, nothing is admitted, so that nobody else would notice that it goes on."""
         try:
             async with aclosing(scorer.run(scorer.bundle.golden.prompts()[0], OBSERVE)) as steps:
                 async for _ in steps:

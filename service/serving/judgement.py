@@ -1,4 +1,4 @@
-"""The record of what was judged of one request, and of how its answer ended.
+"""The record of what was judged of one request, of how its answer ended, and of the request that it names.
 
 It is made once.  The reply and its stream, the log line, metrics, spans, the audit log, feedback, the drift monitor and
 the Python API read it; ``observers`` is the list of those that are told of it.
@@ -6,7 +6,9 @@ the Python API read it; ``observers`` is the list of those that are told of it.
 
 from __future__ import annotations
 
+import re
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +21,8 @@ from service.judging.guarantee import GuaranteeStatus, guarantee_status
 from service.policies.guard import Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.monitor import Monitor
-from service.serving.retrievals import Retrieval
+
+PREFIX = re.compile(r"^(risk|chatcmpl|cmpl)-")  # of the ids that answers have; behind it is the request's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,11 @@ class PromptTimings:
     queue: float = 0.0  # from submission to the start of its forward pass
     prefill: float = 0.0  # of its batch's forward pass, readouts and truth logits included
     probe: float = 0.0  # from truth logits to a verdict
+
+    @property
+    def total(self) -> float:
+        """Return the time from submission to the verdict."""
+        return self.queue + self.prefill + self.probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,47 @@ class JudgedPrompt:
     submitted_ns: int = 0  # since 1970, for traces
     shape: Shape | None = None  # of its conversation; None: it is not known, as of token ids
     stored: StoredPrompt | None = None  # None: no feedback is kept
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRisk:
+    """What a prompt was judged before retrieval."""
+
+    risk: float
+    digest: str  # of the bundle that said so
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval:
+    """A request that names an earlier one.  ``first`` None: it is not known here, or no longer."""
+
+    of: str
+    first: FirstRisk | None
+
+
+class Retrievals:
+    """The risks of prompts that were sent to fetch a passage, until they are asked again with it.
+
+    Each caller's own: an id of another caller tells nothing.  Used on the event loop only.
+    """
+
+    def __init__(self, most: int = 10_000, seconds: float = 3600.0) -> None:
+        """Remember ``most`` at once, for ``seconds``; the oldest go first."""
+        self._most, self._seconds = most, seconds
+        self._known: OrderedDict[tuple[str, str], FirstRisk] = OrderedDict()
+
+    def record(self, caller: str, request_id: str, risk: float, digest: str) -> None:
+        """Remember a request whose only prompt was sent to fetch a passage."""
+        self._known.pop((caller, request_id), None)
+        self._known[caller, request_id] = FirstRisk(risk, digest, time.monotonic() + self._seconds)
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def recall(self, caller: str, named: str) -> Retrieval:
+        """Return what is known of a request by the ``id`` of its answer."""
+        found = self._known.get((caller, PREFIX.sub("", named, count=1)))
+        return Retrieval(named, found if found is not None and found.until > time.monotonic() else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,21 +15,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    Summary,
-    generate_latest,
-    values,
-)
+import prometheus_client as prometheus
+from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
@@ -42,11 +36,12 @@ from service.feedback.writer import Fate
 from service.judging.conversation import SHAPES, Shape
 from service.judging.drift import Drift
 from service.policies.guard import Decision
+from service.scoring import RiskReport, ShadowRisk
 from service.serving.judgement import AnswerEnd, Judgement
 from service.serving.monitor import CAUSES, Cause
-from service.serving.rollout import Comparison, ShadowVerdict
 
-Outcome = Literal["answered", "failed", "given_up"]
+Outcome = Literal["answered", "failed", "given_up"]  # of a prompt that was sent to an upstream
+ShadowVerdict = Literal["agrees", "stricter", "looser", "failed"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -82,86 +77,119 @@ class _Registry(CollectorRegistry):
             yield family
 
 
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _labels(shape: Shape | None) -> tuple[str, str, str]:
+    return ("unknown",) * 3 if shape is None else (shape.turns, _yes(shape.passage), _yes(shape.system))
+
+
 _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
     # kind, name, buckets or how live processes add up, labels, help; in the order of ``/metrics``
-    ("counter", "prompts_total", None, (*BUNDLE, "decision"), "Prompts scored, by decision."),
-    ("counter", "flagged_total", None, BUNDLE, "Prompts whose risk reached the threshold."),
-    ("counter", "route_prompts_total", None, (*BUNDLE, "route", "flagged"),
+    ("Counter", "prompts_total", None, (*BUNDLE, "decision"), "Prompts scored, by decision."),
+    ("Counter", "flagged_total", None, BUNDLE, "Prompts whose risk reached the threshold."),
+    ("Counter", "route_prompts_total", None, (*BUNDLE, "route", "flagged"),
      "Prompts scored, by the route they came by: did the risk reach the threshold?"),
-    ("counter", "gated_by_route_total", None, (*BUNDLE, "route"),
+    ("Counter", "gated_by_route_total", None, (*BUNDLE, "route"),
      "Prompts that the policy did not let the model answer, by the route they came by."),
-    ("counter", "key_prompts_total", None, ("key", "withheld"),
+    ("Counter", "key_prompts_total", None, ("key", "withheld"),
      "Prompts scored, by the name of the caller's key, where keys are asked for: was the answer withheld?"),
     # A sum and a count: buckets would be ten series more for each of the 17 shapes.
-    ("summary", "risk_by_conversation", None, SHAPE,
+    ("Summary", "risk_by_conversation", None, SHAPE,
      "Risk by a conversation's shape: the assistant's earlier turns, a passage, a system prompt."),
-    ("counter", "gated_by_conversation_total", None, SHAPE,
+    ("Counter", "gated_by_conversation_total", None, SHAPE,
      "Prompts that the policy did not let the model answer, by a conversation's shape."),
-    ("counter", "outside_training_total", None, BUNDLE,
+    ("Counter", "outside_training_total", None, BUNDLE,
      "Prompts outside what training saw; stays 0 where the bundle cannot tell."),
-    ("counter", "no_fact_total", None, BUNDLE,
+    ("Counter", "no_fact_total", None, BUNDLE,
      "Prompts that ask for no fact, whose risk is not counted; stays 0 where the bundle cannot tell."),
-    ("counter", "prompt_tokens_total", None, BUNDLE, "Prompt tokens of scored prompts."),
-    ("counter", "completion_tokens_total", None, BUNDLE, "Answer tokens decoded."),
-    ("counter", "errors_total", None, ("code",), "Requests that ended in an error, by wire code."),
-    ("counter", "http_requests_total", None, ("status",), "Scoring requests, by HTTP status."),
-    ("counter", "upstream_requests_total", None, ("outcome",),
+    ("Counter", "prompt_tokens_total", None, BUNDLE, "Prompt tokens of scored prompts."),
+    ("Counter", "completion_tokens_total", None, BUNDLE, "Answer tokens decoded."),
+    ("Counter", "errors_total", None, ("code",), "Requests that ended in an error, by wire code."),
+    ("Counter", "http_requests_total", None, ("status",), "Scoring requests, by HTTP status."),
+    ("Counter", "upstream_requests_total", None, ("outcome",),
      "Withheld answers sent to a policy's upstream: answered, failed, or given up by us."),
-    ("counter", "feedback_labels_total", None, (*BUNDLE, "label"),
+    ("Counter", "feedback_labels_total", None, (*BUNDLE, "label"),
      "Labels of answers that callers gave, repeats and changes included, by label."),
-    ("counter", "feedback_agreement_total", None, (*BUNDLE, "flagged", "label"),
+    ("Counter", "feedback_agreement_total", None, (*BUNDLE, "flagged", "label"),
      "First labels, factual or hallucinated, of answers that were given: was the prompt flagged?"),
-    ("counter", "feedback_answers_total", None, ("fate",),
+    ("Counter", "feedback_answers_total", None, ("fate",),
      "Scored prompts kept for feedback: stored, or dropped because the database did not keep up."),
-    ("counter", "audit_lines_total", None, ("fate",),
+    ("Counter", "audit_lines_total", None, ("fate",),
      "Lines of the audit log: written, or missed; broken: written after lines that somebody had changed."),
-    ("histogram", "risk", TENTHS, BUNDLE, "Risk of each scored prompt."),
-    ("histogram", "request_seconds", SECONDS, (),
+    ("Histogram", "risk", TENTHS, BUNDLE, "Risk of each scored prompt."),
+    ("Histogram", "request_seconds", SECONDS, (),
      "A whole scoring request that was worked on: answered, failed or late, not refused."),
-    ("histogram", "queue_seconds", SECONDS, (), "A prompt's wait for a forward pass."),
-    ("histogram", "prefill_seconds", SECONDS, (), "The forward pass that a prompt was in."),
-    ("histogram", "probe_seconds", SECONDS, (),
+    ("Histogram", "queue_seconds", SECONDS, (), "A prompt's wait for a forward pass."),
+    ("Histogram", "prefill_seconds", SECONDS, (), "The forward pass that a prompt was in."),
+    ("Histogram", "probe_seconds", SECONDS, (),
      "One prompt's truth logits to a verdict; the readout itself is inside the prefill."),
-    ("histogram", "risk_seconds", SECONDS, (),
+    ("Histogram", "risk_seconds", SECONDS, (),
      "A prompt's arrival in the queue to its verdict: what the guard adds before an answer begins."),
-    ("histogram", "decode_seconds", SECONDS, (), "Decoding one prompt's answer."),
-    ("histogram", "batch_prompts", BATCH_SIZES, (),
+    ("Histogram", "decode_seconds", SECONDS, (), "Decoding one prompt's answer."),
+    ("Histogram", "batch_prompts", BATCH_SIZES, (),
      "Prompts in one forward pass; 1 where the engine makes its own batches."),
-    ("histogram", "batch_tokens", TOKENS, (), "Prompt tokens in one forward pass, or of one prompt."),
-    ("histogram", "prompt_length_tokens", TOKENS, (), "Tokens of one prompt."),
-    ("gauge", "queue_depth", "livesum", (), "Prompts waiting for a forward pass."),
-    ("gauge", "running_decodes", "livesum", (), "Answers being decoded."),
-    ("gauge", "requests_in_flight", "livesum", (), "Scoring requests being served."),
-    ("gauge", "ready", "livemin", (), "1 once scores can be served, else 0."),
-    ("gauge", "keys_stale", "livemax", (),
+    ("Histogram", "batch_tokens", TOKENS, (), "Prompt tokens in one forward pass, or of one prompt."),
+    ("Histogram", "prompt_length_tokens", TOKENS, (), "Tokens of one prompt."),
+    ("Gauge", "queue_depth", "livesum", (), "Prompts waiting for a forward pass."),
+    ("Gauge", "running_decodes", "livesum", (), "Answers being decoded."),
+    ("Gauge", "requests_in_flight", "livesum", (), "Scoring requests being served."),
+    ("Gauge", "ready", "livemin", (), "1 once scores can be served, else 0."),
+    ("Gauge", "keys_stale", "livemax", (),
      "1 while the file of named keys has changed and could not be read again, else 0."),
-    ("gauge", "bundle_info", "livemax", (*BUNDLE, "digest"), "Always 1: a loaded bundle."),
-    ("gauge", "guarantee_info", "livemax", (*BUNDLE, "alpha", "delta"),
+    ("Gauge", "bundle_info", "livemax", (*BUNDLE, "digest"), "Always 1: a loaded bundle."),
+    ("Gauge", "guarantee_info", "livemax", (*BUNDLE, "alpha", "delta"),
      "Always 1: a loaded bundle whose threshold is guaranteed, with alpha and delta."),
-    ("gauge", "build_info", "livemax", ("version",), "Always 1: the version."),
-    ("gauge", "bundle_role_info", "livemax", (*BUNDLE, "role"),
+    ("Gauge", "build_info", "livemax", ("version",), "Always 1: the version."),
+    ("Gauge", "bundle_role_info", "livemax", (*BUNDLE, "role"),
      "Always 1: what a loaded bundle does: default, canary or shadow."),
-    ("gauge", "drift", "livemax", (*BUNDLE, "statistic"),
+    ("Gauge", "drift", "livemax", (*BUNDLE, "statistic"),
      "The newest window of prompts beside training: ks, psi, shift of the mean risk, outside training."),
-    ("gauge", "void", "livemax", (*BUNDLE, "cause"),
+    ("Gauge", "void", "livemax", (*BUNDLE, "cause"),
      "1 where a bundle's promise does not hold, by cause: drift, outside, labels, golden."),
-    ("counter", "reloads_total", None, ("outcome",), "Reloads of the bundles: done, or failed and nothing changed."),
-    ("gauge", "last_reload_successful", "livemin", (),
+    ("Counter", "reloads_total", None, ("outcome",), "Reloads of the bundles: done, or failed and nothing changed."),
+    ("Gauge", "last_reload_successful", "livemin", (),
      "1 where the newest reload of the bundles went well, or none was asked for; 0 where it changed nothing."),
-    ("counter", "shadow_prompts_total", None, (*BUNDLE, "shadow", "verdict"),
+    ("Counter", "shadow_prompts_total", None, (*BUNDLE, "shadow", "verdict"),
      "Prompts that a shadow read too: agrees, stricter (it alone flags), looser (it alone does not), or failed."),
-    ("histogram", "shadow_risk_difference", DIFFERENCES, (*BUNDLE, "shadow"),
+    ("Histogram", "shadow_risk_difference", DIFFERENCES, (*BUNDLE, "shadow"),
      "How far a shadow's risk is from that of the bundle that judged."),
 )  # fmt: skip
-# Label sets without a bundle, which exist as 0 from the first scrape.
+# Label sets that exist as 0: without a bundle from the first scrape, behind a bundle's own from its loading.
 _FIRST: dict[str, Iterable[str]] = {
-    "errors_total": STATUS_OF,
-    "http_requests_total": [str(status) for status in {200, *STATUS_OF.values()}],
-    "upstream_requests_total": get_args(Outcome),
-    "feedback_answers_total": get_args(Fate),
-    "audit_lines_total": get_args(AuditFate),
-    "reloads_total": ("done", "failed"),
-}
+    "errors_total": STATUS_OF, "http_requests_total": [str(status) for status in {200, *STATUS_OF.values()}],
+    "upstream_requests_total": get_args(Outcome), "feedback_answers_total": get_args(Fate),
+    "audit_lines_total": get_args(AuditFate), "reloads_total": ("done", "failed"),
+}  # fmt: skip
+_SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
+_OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
+    "flagged_total": [()], "outside_training_total": [()], "no_fact_total": [()], "risk": [()],
+    "prompt_tokens_total": [()], "completion_tokens_total": [()],
+    "feedback_labels_total": [(label,) for label in LABELS],
+    "feedback_agreement_total": [*product(("yes", "no"), JUDGED)], "prompts_total": [(str(one),) for one in Decision],
+    "route_prompts_total": [*product(COUNTED, ("yes", "no"))], "gated_by_route_total": [(route,) for route in COUNTED],
+    "risk_by_conversation": _SHAPES, "gated_by_conversation_total": _SHAPES,
+}  # fmt: skip
+_EXTRA = {"Histogram": "buckets", "Gauge": "multiprocess_mode"}
+
+
+@dataclass
+class Comparison:
+    """A shadow beside the bundles that judged the same prompts: prompts by verdict, and the risks' difference."""
+
+    by_verdict: dict[ShadowVerdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(ShadowVerdict), 0))
+    difference: float = 0.0  # absolute, summed
+
+    def add(self, shadow: ShadowRisk, report: RiskReport) -> ShadowVerdict:
+        """Count one more prompt and return what it was."""
+        verdict: ShadowVerdict = "failed"
+        if shadow.risk is not None:
+            self.difference += abs(shadow.risk - report.risk)
+            agrees = shadow.flagged == report.verdict.flagged
+            verdict = "agrees" if agrees else "stricter" if shadow.flagged else "looser"
+        self.by_verdict[verdict] += 1
+        return verdict
 
 
 class Metrics:
@@ -178,21 +206,29 @@ class Metrics:
         # Memory, CPU and open files, under every exporter's names.  Apart, because the registry of vLLM, into
         # which its plugin puts ours, has them already and refuses them twice.
         self._process = CollectorRegistry()
-        ProcessCollector(registry=self._process)
-        self._all = {
-            name: _made(self.collector, kind, f"hallutracer_{name}", extra, labels, text)
-            for kind, name, extra, labels, text in _SERIES
-        }
+        prometheus.ProcessCollector(registry=self._process)
+        self._all: dict[str, Any] = {}
+        for kind, name, extra, labels, text in _SERIES:
+            made, more = getattr(prometheus, kind), {_EXTRA[kind]: extra} if kind in _EXTRA else {}
+            self._all[name] = made(f"hallutracer_{name}", text, labels, registry=self.collector, **more)
         self._all["build_info"].labels(__version__).set(1)
         for name in ("queue_depth", "running_decodes", "requests_in_flight", "ready", "keys_stale"):
-            self._all[name].set(0)  # a shared folder may hold values of an earlier process with this id
-        self._all["last_reload_successful"].set(1)
-        for name, values_ in _FIRST.items():
-            for value in values_:
+            self.gauge(name, 0)  # a shared folder may hold values of an earlier process with this id
+        self.gauge("last_reload_successful", 1)
+        for name, first in _FIRST.items():
+            for value in first:
                 self._all[name].labels(value)
         self.compared: dict[str, Comparison] = {}  # by the shadow, "name:version"
         self._listed: dict[str, set[tuple[str, ...]]] = {}  # labels of the gauges that are 1 for what is loaded
-        self._by_bundle: dict[tuple[str, str], _PerBundle] = {}
+        self._known: set[tuple[str, str]] = set()  # bundles whose series exist
+
+    def count(self, name: str, *labels: str, by: float = 1) -> None:
+        """Add to a counter of ``_SERIES``, named without its prefix."""
+        self._all[name].labels(*labels).inc(by)
+
+    def gauge(self, name: str, value: float) -> None:
+        """Set a gauge without labels."""
+        self._all[name].set(value)
 
     def batch(self, prompts: int, tokens: int) -> None:
         """Count one forward pass over ``prompts`` prompts with ``tokens`` tokens in total."""
@@ -201,51 +237,50 @@ class Metrics:
 
     def queue(self, waiting: int, decoding: int) -> None:
         """Set the number of prompts that wait, and that decode, at this moment."""
-        self._all["queue_depth"].set(waiting)
-        self._all["running_decodes"].set(decoding)
+        self.gauge("queue_depth", waiting)
+        self.gauge("running_decodes", decoding)
 
     def judged(self, judgement: Judgement, answers: Sequence[AnswerEnd]) -> None:
         """Count the prompts that were scored, with the end of each one's answer."""
-        model_name, bundle, key = judgement.model, judgement.bundle, judgement.who.key
-        own = self._of(model_name, bundle)
-        place = judgement.route if judgement.route in own.gated_by_route else OTHER
+        model, bundle = judgement.model, judgement.bundle
+        self._create(model, bundle)
+        count, observe = partial(self._of, "inc", model, bundle), partial(self._of, "observe", model, bundle)
+        place = judgement.route if judgement.route in COUNTED else OTHER
         for one, answer in zip(judgement.prompts, answers, strict=True):
-            report, timings = one.report, one.timings
-            own.routes[place, report.verdict.flagged].inc()
-            own.prompts[report.decision.value].inc()
-            if report.verdict.flagged:
-                own.flagged.inc()
-            if report.uncertain is not None and report.uncertain.outside:
-                own.outside.inc()
+            report, timings, shape = one.report, one.timings, _labels(one.shape)
+            withheld = report.decision is not Decision.CONTINUE
+            count("route_prompts_total", place, _yes(report.verdict.flagged))
+            count("prompts_total", report.decision.value)
+            for name, holds in (("flagged_total", report.verdict.flagged),
+                                ("outside_training_total", report.uncertain.outside),
+                                ("no_fact_total", not report.context.applies)):  # fmt: skip
+                if holds:
+                    count(name)
             for shadow in report.shadows:
                 verdict = self.compared.setdefault(shadow.bundle, Comparison()).add(shadow, report)
-                self._all["shadow_prompts_total"].labels(model_name, bundle, shadow.bundle, verdict).inc()
+                count("shadow_prompts_total", shadow.bundle, verdict)
                 if shadow.risk is not None:
-                    apart = self._all["shadow_risk_difference"].labels(model_name, bundle, shadow.bundle)
-                    apart.observe(abs(shadow.risk - report.risk))
+                    observe("shadow_risk_difference", shadow.bundle, by=abs(shadow.risk - report.risk))
             if report.context.applies:
-                own.risk.observe(report.risk)
-                own.by_shape[one.shape].observe(report.risk)
-            else:
-                own.no_fact.inc()
-            if withheld := report.decision is not Decision.CONTINUE:
-                own.gated_by_shape[one.shape].inc()
-                own.gated_by_route[place].inc()
-            if key is not None:
-                self.key(key, withheld=withheld)
-            own.prompt_tokens.inc(report.prompt_tokens)
-            own.completion_tokens.inc(answer.tokens)
+                observe("risk", by=report.risk)
+                observe("risk_by_conversation", *shape, by=report.risk)
+            if withheld:
+                count("gated_by_conversation_total", *shape)
+                count("gated_by_route_total", place)
+            if judgement.who.key is not None:
+                self.key(judgement.who.key, withheld=withheld)
+            count("prompt_tokens_total", by=report.prompt_tokens)
+            count("completion_tokens_total", by=answer.tokens)
             self._all["prompt_length_tokens"].observe(report.prompt_tokens)
-            self._all["queue_seconds"].observe(timings.queue)
-            self._all["prefill_seconds"].observe(timings.prefill)
-            self._all["probe_seconds"].observe(timings.probe)
-            self._all["risk_seconds"].observe(timings.queue + timings.prefill + timings.probe)
+            for phase in ("queue", "prefill", "probe"):
+                self._all[f"{phase}_seconds"].observe(getattr(timings, phase))
+            self._all["risk_seconds"].observe(timings.total)
             if answer.decode_s is not None:
                 self._all["decode_seconds"].observe(answer.decode_s)
 
     def key(self, name: str, *, withheld: bool) -> None:
         """Count one prompt of the key of this name."""
-        self._all["key_prompts_total"].labels(name, _yes(withheld)).inc()
+        self.count("key_prompts_total", name, _yes(withheld))
 
     def rollout(self, model_name: str, default: str, canary: str | None, shadows: Sequence[str]) -> None:
         """Set what each loaded bundle ("name:version") does from now on."""
@@ -255,11 +290,10 @@ class Metrics:
         if {labels for labels in before if labels[2] != "shadow"} != {one for one in now if one[2] != "shadow"}:
             self.compared.clear()  # they were compared with what judged until now
         self._list("bundle_role_info", now)
-        for _, bundle in judging:
-            for shadow in shadows:
-                self._all["shadow_risk_difference"].labels(model_name, bundle, shadow)
-                for name in get_args(ShadowVerdict):
-                    self._all["shadow_prompts_total"].labels(model_name, bundle, shadow, name)
+        for (_, bundle), shadow in product(judging, shadows):
+            self._all["shadow_risk_difference"].labels(model_name, bundle, shadow)
+            for name in get_args(ShadowVerdict):
+                self._all["shadow_prompts_total"].labels(model_name, bundle, shadow, name)
 
     def watched(self, model_name: str, bundle: str, drift: Drift | None, violations: Collection[Cause]) -> None:
         """Set what a loaded bundle's monitor has found."""
@@ -271,30 +305,18 @@ class Metrics:
 
     def reloaded(self, done: bool) -> None:
         """Count one more reload: the bundles were loaded again, or were not and stay."""
-        self._all["reloads_total"].labels("done" if done else "failed").inc()
-        self._all["last_reload_successful"].set(int(done))
-
-    def upstream(self, outcome: Outcome) -> None:
-        """Count a prompt that was sent to a policy's upstream."""
-        self._all["upstream_requests_total"].labels(outcome).inc()
-
-    def feedback_answers(self, fate: Fate, count: int) -> None:
-        """Count so many scored prompts that were kept for feedback, or were not."""
-        self._all["feedback_answers_total"].labels(fate).inc(count)
+        self.count("reloads_total", "done" if done else "failed")
+        self.gauge("last_reload_successful", int(done))
 
     def audit_lines(self, fate: AuditFate, count: int) -> None:
         """Count so many lines of the audit log that were written, or were not."""
-        self._all["audit_lines_total"].labels(fate).inc(count)
-
-    def keys_stale(self, value: bool) -> None:
-        """Set whether the file of named keys is another than the one in force."""
-        self._all["keys_stale"].set(int(value))
+        self.count("audit_lines_total", fate, by=count)
 
     def feedback(self, model_name: str, bundle: str, label: Label, flagged: bool | None) -> None:
         """Count a label on disk; ``flagged`` where it is its caller's first, and about an answer that was given."""
-        self._all["feedback_labels_total"].labels(model_name, bundle, label).inc()
+        self.count("feedback_labels_total", model_name, bundle, label)
         if flagged is not None and label in JUDGED:
-            self._all["feedback_agreement_total"].labels(model_name, bundle, _yes(flagged), label).inc()
+            self.count("feedback_agreement_total", model_name, bundle, _yes(flagged), label)
 
     def request_started(self) -> None:
         """Count a scoring request that arrived; ``request_ended`` must follow in every case."""
@@ -305,45 +327,36 @@ class Metrics:
         self._all["requests_in_flight"].dec()
         if status in TIMED:
             self._all["request_seconds"].observe(seconds)
-        self._all["http_requests_total"].labels(str(status)).inc()
+        self.count("http_requests_total", str(status))
         if code is not None:
-            self._all["errors_total"].labels(code).inc()
+            self.count("errors_total", code)
 
     def ready(self, value: bool) -> None:
         """Set whether scores can be served."""
-        self._all["ready"].set(int(value))
+        self.gauge("ready", int(value))
 
     def bundles(self, loaded: Iterable[tuple[str, str, str]]) -> None:
         """List these (model, "name:version", digest) as loaded, and no others: create their series, all 0."""
         now, void = set(loaded), self._all["void"]
-        for gone in self._listed.get("bundle_info", set()) - now:
-            for cause in CAUSES:
-                void.labels(*gone[:2], cause).set(0)
+        for gone, cause in product(self._listed.get("bundle_info", set()) - now, CAUSES):
+            void.labels(*gone[:2], cause).set(0)
         self._list("bundle_info", now)
         for model_name, bundle, _ in now:
-            self._of(model_name, bundle)
+            self._create(model_name, bundle)
             for cause in CAUSES:
                 void.labels(model_name, bundle, cause)
 
     def guarantees(self, loaded: Iterable[tuple[str, str, float, float]]) -> None:
         """List these (model, "name:version", alpha, delta) as the loaded bundles' guarantees, and no others."""
-        now = {(model_name, bundle, f"{alpha:g}", f"{delta:g}") for model_name, bundle, alpha, delta in loaded}
-        self._list("guarantee_info", now)
-
-    def _list(self, name: str, now: Collection[tuple[str, ...]]) -> None:
-        gauge = self._all[name]
-        for gone in self._listed.get(name, set()) - set(now):
-            gauge.labels(*gone).set(0)  # processes that share a folder keep the series
-            gauge.remove(*gone)
-        for labels in now:
-            gauge.labels(*labels).set(1)
-        self._listed[name] = set(now)
+        self._list("guarantee_info", {(*names, f"{alpha:g}", f"{delta:g}") for *names, alpha, delta in loaded})
 
     def render(self) -> tuple[bytes, str]:
         """Return body and content type of ``GET /metrics``; with a shared folder, over all its processes."""
         if self._folder is None:
             return generate_latest(self.collector) + generate_latest(self._process), CONTENT_TYPE
-        _remove_dead_processes(self._folder)
+        for pid in {path.stem.rpartition("_")[2] for path in self._folder.glob("gauge_live*_*.db")}:
+            if pid.isdigit() and not _alive(int(pid)):  # it ended without ``close``
+                mark_process_dead(int(pid), str(self._folder))  # type: ignore[no-untyped-call]
         all_processes = CollectorRegistry()
         MultiProcessCollector(all_processes, path=str(self._folder))  # type: ignore[no-untyped-call]
         return generate_latest(all_processes), CONTENT_TYPE
@@ -353,58 +366,28 @@ class Metrics:
         if self._folder is not None:
             mark_process_dead(os.getpid(), str(self._folder))  # type: ignore[no-untyped-call]
 
-    def _of(self, model_name: str, bundle: str) -> _PerBundle:
-        if (model_name, bundle) not in self._by_bundle:
-            self._by_bundle[model_name, bundle] = _PerBundle(self._all, model_name, bundle)
-        return self._by_bundle[model_name, bundle]
+    def _of(self, what: str, model: str, bundle: str, name: str, *labels: str, by: float = 1) -> None:
+        getattr(self._all[name].labels(model, bundle, *labels), what)(by)
 
+    def _create(self, *bundle: str) -> None:
+        if bundle not in self._known:
+            self._known.add(bundle)  # type: ignore[arg-type]
+            for name, every in _OF_BUNDLE.items():
+                for labels in every:
+                    self._all[name].labels(*bundle, *labels)
 
-class _PerBundle:
-    """The series of one bundle, looked up once."""
-
-    def __init__(self, every: Mapping[str, Any], *bundle: str) -> None:
-        self.flagged = every["flagged_total"].labels(*bundle)
-        self.outside = every["outside_training_total"].labels(*bundle)
-        self.no_fact = every["no_fact_total"].labels(*bundle)
-        self.risk = every["risk"].labels(*bundle)
-        self.prompt_tokens = every["prompt_tokens_total"].labels(*bundle)
-        self.completion_tokens = every["completion_tokens_total"].labels(*bundle)
-        for label in LABELS:
-            every["feedback_labels_total"].labels(*bundle, label)
-        for flagged, label in product(("yes", "no"), JUDGED):
-            every["feedback_agreement_total"].labels(*bundle, flagged, label)
-        self.prompts = {str(one): every["prompts_total"].labels(*bundle, str(one)) for one in Decision}
-        self.routes = {
-            (route, flagged): every["route_prompts_total"].labels(*bundle, route, _yes(flagged))
-            for route, flagged in product(COUNTED, (True, False))
-        }
-        self.gated_by_route = {route: every["gated_by_route_total"].labels(*bundle, route) for route in COUNTED}
-        shapes = {shape: _shape_labels(shape) for shape in (*SHAPES, None)}
-        self.by_shape = {one: every["risk_by_conversation"].labels(*bundle, *own) for one, own in shapes.items()}
-        gated = every["gated_by_conversation_total"]
-        self.gated_by_shape = {one: gated.labels(*bundle, *own) for one, own in shapes.items()}
-
-
-def _made(registry: CollectorRegistry, kind: str, name: str, extra: Any, labels: tuple[str, ...], text: str) -> Any:
-    if kind == "histogram":
-        return Histogram(name, text, labels, buckets=extra, registry=registry)
-    if kind == "gauge":
-        return Gauge(name, text, labels, multiprocess_mode=extra, registry=registry)
-    return (Counter if kind == "counter" else Summary)(name, text, labels, registry=registry)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _shape_labels(shape: Shape | None) -> tuple[str, str, str]:
-    if shape is None:
-        return ("unknown",) * 3
-    return shape.turns, _yes(shape.passage), _yes(shape.system)
+    def _list(self, name: str, labels_of: Collection[tuple[str, ...]]) -> None:
+        gauge, now = self._all[name], set(labels_of)
+        for gone in self._listed.get(name, set()) - now:
+            gauge.labels(*gone).set(0)  # processes that share a folder keep the series
+            gauge.remove(*gone)
+        for labels in now:
+            gauge.labels(*labels).set(1)
+        self._listed[name] = now
 
 
 def _shared_folder() -> Path | None:
-    """The processes' shared folder, checked by writing to it; None for a single process."""
+    """Return the processes' shared folder, checked by writing to it; None for a single process."""
     name = os.environ.get(FOLDER_VARIABLE)
     # prometheus_client decides between memory and files once, on import.
     if (name is not None) == (values.ValueClass is values.MutexValue):
@@ -421,15 +404,7 @@ def _shared_folder() -> Path | None:
         with tempfile.TemporaryFile(dir=name):
             return Path(name)
     except OSError as error:
-        reason = error.strerror or error
-        raise HalluTracerError(f"{FOLDER_VARIABLE}={name}: cannot write there ({reason}); {cure}") from None
-
-
-def _remove_dead_processes(folder: Path) -> None:
-    """Remove the gauges of processes that ended without ``close``."""
-    for pid in {path.stem.rpartition("_")[2] for path in folder.glob("gauge_live*_*.db")}:
-        if pid.isdigit() and not _alive(int(pid)):
-            mark_process_dead(int(pid), str(folder))  # type: ignore[no-untyped-call]
+        raise HalluTracerError(f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); {cure}") from None
 
 
 def _alive(pid: int) -> bool:

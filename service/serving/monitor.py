@@ -1,4 +1,4 @@
-"""Is a loaded bundle still worth what it promised?  Its traffic, its labels and its golden prompts, while it serves."""
+"""Whether a loaded bundle is still worth what it promised: its traffic, its labels and its golden prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 def digest_of(token_ids: TokenIds) -> bytes:
-    """Tells within this process whether the same prompt came before: what ``Monitor.observe`` wants of a prompt."""
+    """Return what tells within this process whether the same prompt came before, as ``Monitor.observe`` wants it."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8, key=_KEY).digest()
 
 
@@ -40,14 +40,14 @@ class Monitor:
     violations: dict[Cause, str] = field(default_factory=dict)
     drift: Drift | None = None  # of the newest window
     labels: Tally | None = None  # None: the bundle has no guarantee, or no label was looked at yet
+    reference: Reference | None = None  # None: it is not watched for drift
 
     def __post_init__(self) -> None:
         bundle = self.scorer.bundle
         try:
-            self.reference: Reference | None = reference_of(bundle)
+            self.reference = reference_of(bundle)
         except BundleError as error:
             log.error("bundle %s is not watched for drift: %s", bundle.reference, error)
-            self.reference = None
         guarantee = bundle.manifest.guarantee
         self._label_test = None if guarantee is None else LabelTest(guarantee.alpha)
         self._window: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()  # by digest: its newest risk, outside
@@ -59,68 +59,61 @@ class Monitor:
         return tuple(f"{cause}: {text}" for cause, text in self.violations.items())
 
     def observe(self, reports: Sequence[RiskReport], prompts: Sequence[bytes]) -> None:
-        """Prompts that this bundle judged, with the ``digest_of`` each: one that comes again is counted once.
+        """Watch prompts that this bundle judged, with the ``digest_of`` each: one that comes again is counted once.
 
         Those that ask for no fact are none that the bundle's risks were fitted on.
         """
-        reference, limits = self.reference, self.limits
-        if reference is None:
+        if self.reference is None:
             return
         for report, prompt in zip(reports, prompts, strict=True):
             if not report.context.applies:
                 continue
-            self._window[prompt] = (report.risk, report.uncertain is not None and report.uncertain.outside)
+            self._window[prompt] = (report.risk, report.uncertain.outside)
             self._window.move_to_end(prompt)
-            if len(self._window) > limits.window:
+            if len(self._window) > self.limits.window:
                 self._window.popitem(last=False)
-            self._seen, self._new = self._seen + 1, self._new + 1
+            self._seen, self._new, every = self._seen + 1, self._new + 1, self.limits.every
             # Where few different prompts are asked they never fill a window, and are compared as the few they are.
-            if self._seen >= limits.window and self._new >= limits.every and len(self._window) >= limits.every:
+            if self._seen >= self.limits.window and self._new >= every and len(self._window) >= every:
                 self._new = 0
-                self._compare(reference)
+                self._compare(self.reference)
 
     def count(self, labels: Tally) -> None:
-        """What labels say of the answers that were drawn, all of them."""
+        """Take what labels say of the answers that were drawn, all of them."""
         if self._label_test is None:
             return
         self.labels, alpha = labels, self._label_test.alpha
-        text = (
-            f"{labels.wrong} of {labels.drawn} answers that were drawn at random are wrong "
-            f"({labels.labelled} have a label, the others are taken for right), alpha {alpha:g}"
-        )
         # What has been shown once is not taken back by more labels.
         if self._label_test.broken(labels.wrong, labels.drawn) or "labels" in self.violations:
+            text = f"{labels.wrong} of {labels.drawn} answers that were drawn at random are wrong "
+            text += f"({labels.labelled} have a label, the others are taken for right), alpha {alpha:g}"
             self._set("labels", text)
 
     def golden(self, failure: str | None) -> None:
-        """The golden prompts were replayed."""
+        """Take what replaying the golden prompts gave; None: the recorded risks."""
         self._set("golden", failure)
 
     def _compare(self, reference: Reference) -> None:
-        limits, rows, able = self.limits, len(reference.risks), reference.outside is not None
+        limits, rows = self.limits, len(reference.risks)
         risks, away = zip(*self._window.values(), strict=True)
-        outside = np.array(away, np.bool_) if able else None
+        outside = None if reference.outside is None else np.array(away, np.bool_)
         self.drift = found = compare(np.array(risks, np.float64), outside, reference)
 
         def beyond(cause: Cause, value: float, limit: Callable[[float], float]) -> bool:
             # The way back is not widened: prompts that are alike are no sign that a drift has ended.
-            return value > (
-                limits.back * limit(found.prompts) if cause in self.violations else limit(found.independent)
-            )
+            back = cause in self.violations
+            return value > (limits.back * limit(found.prompts) if back else limit(found.independent))
 
-        apart = beyond("drift", found.ks, lambda prompts: limits.of_ks(prompts, rows)) or beyond(
-            "drift", found.psi, lambda prompts: limits.of_psi(prompts, rows)
-        )
-        direction = "higher" if found.shift > 0 else "lower"
+        apart = beyond("drift", found.ks, lambda prompts: limits.of_ks(prompts, rows))
+        apart |= beyond("drift", found.psi, lambda prompts: limits.of_psi(prompts, rows))
         text = (
             f"the last {found.prompts:,} risks are unlike those of training: KS {found.ks:.2f}, PSI {found.psi:.2f}, "
-            f"mean {abs(found.shift):.2f} {direction}"
         )
+        text += f"mean {abs(found.shift):.2f} {'higher' if found.shift > 0 else 'lower'}"
         self._set("drift", text if apart else None)
-        if found.outside is not None and reference.outside is not None:
-            share = found.outside
+        if (share := found.outside) is not None and reference.outside is not None:
             more = beyond("outside", share - reference.outside, lambda prompts: limits.of_outside(prompts, share))
-            text = f"{found.outside:.1%} of the last {found.prompts:,} prompts lie outside training, "
+            text = f"{share:.1%} of the last {found.prompts:,} prompts lie outside training, "
             text += f"as {reference.outside:.1%} of its rows do"
             self._set("outside", text if more else None)
         self.report(self)
@@ -132,6 +125,5 @@ class Monitor:
         else:
             self.violations[cause] = text
         if before is not (text is not None):
-            reference = self.scorer.bundle.reference
-            log.warning("bundle %s: %s: %s", reference, cause, text or "no longer")
+            log.warning("bundle %s: %s: %s", self.scorer.bundle.reference, cause, text or "no longer")
             self.report(self)

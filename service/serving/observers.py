@@ -39,25 +39,18 @@ def ended(
 
 
 async def _audit(service: Service, judgement: Judgement) -> None:
-    if service.audit is not None:
-        await service.audit.decided(
-            decision(
-                judgement.who,
-                request_id=judgement.request_id[:MOST_ID],
-                route=judgement.route,
-                model=judgement.model,
-                bundle=judgement.bundle,
-                digest=judgement.digest,
-                policy=judgement.policy.name,
-                threshold=judgement.threshold,
-                prompts=[
-                    JudgedEvent(
-                        one.index, round(one.report.risk, 6), one.report.decision.value, one.report.verdict.flagged
-                    )
-                    for one in judgement.prompts
-                ],
-            )
-        )
+    if service.audit is None:
+        return
+    prompts = [
+        JudgedEvent(one.index, round(one.report.risk, 6), one.report.decision.value, one.report.verdict.flagged)
+        for one in judgement.prompts
+    ]
+    line = decision(
+        judgement.who, request_id=judgement.request_id[:MOST_ID], route=judgement.route, model=judgement.model,
+        bundle=judgement.bundle, digest=judgement.digest, policy=judgement.policy.name, threshold=judgement.threshold,
+        prompts=prompts,
+    )  # fmt: skip
+    await service.audit.decided(line)
 
 
 async def _store_for_feedback(service: Service, judgement: Judgement) -> None:
@@ -87,9 +80,6 @@ def _log(_: Service, judgement: Judgement, answers: Sequence[AnswerEnd], record:
         record.judgement, record.answers = judgement, answers
 
 
+Ended = Callable[[Service, Judgement, Sequence[AnswerEnd], RequestRecord | None], None]
 JUDGED: tuple[Callable[[Service, Judgement], Awaitable[None]], ...] = (_audit, _store_for_feedback, _record_retrieval)
-ENDED: tuple[Callable[[Service, Judgement, Sequence[AnswerEnd], RequestRecord | None], None], ...] = (
-    _count,
-    _watch_drift,
-    _log,
-)
+ENDED: tuple[Ended, ...] = (_count, _watch_drift, _log)

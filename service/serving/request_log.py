@@ -47,8 +47,9 @@ class RequestRecord:
         """Return what is logged, without what is None or empty."""
         names = ("request_id", "method", "path", "status", "code", "caller")
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.judgement is not None:
-            found |= _judged(self.judgement, self.answers)
+        if (judgement := self.judgement) is not None:
+            found |= {"model": judgement.model, "bundle": judgement.bundle, "digest": judgement.digest}
+            found |= {"policy": judgement.policy.name} | (self._numbers(judgement) if judgement.prompts else {})
         found |= {"total_ms": self.total_ms, "trace_id": None if self.trace is None else self.trace.id}
         return {
             name: round(value, 6) if isinstance(value, float) else value
@@ -56,30 +57,18 @@ class RequestRecord:
             if value is not None and value != []
         }
 
-
-def _judged(judgement: Judgement, answers: Sequence[AnswerEnd]) -> dict[str, Any]:
-    reports = judgement.reports
-    found: dict[str, Any] = {
-        "model": judgement.model,
-        "bundle": judgement.bundle,
-        "digest": judgement.digest,
-        "policy": judgement.policy.name,
-    }
-    if not reports:
-        return found
-    decodes = [answer.decode_s for answer in answers if answer.decode_s is not None]
-    timings = [prompt.timings for prompt in judgement.prompts]
-    return found | {
-        "threshold": judgement.threshold,
-        "risks": [report.risk for report in reports],
-        "decisions": [report.decision.value for report in reports],
-        "prompt_tokens": sum(report.prompt_tokens for report in reports),
-        "completion_tokens": sum(answer.tokens for answer in answers),
-        "queue_ms": max(one.queue for one in timings) * 1e3,
-        "prefill_ms": max(one.prefill for one in timings) * 1e3,
-        "probe_ms": max(one.probe for one in timings) * 1e3,
-        "decode_ms": max(decodes) * 1e3 if decodes else None,
-    }
+    def _numbers(self, judgement: Judgement) -> dict[str, Any]:
+        reports, times = judgement.reports, [prompt.timings for prompt in judgement.prompts]
+        decodes = [answer.decode_s for answer in self.answers if answer.decode_s is not None]
+        return {
+            "threshold": judgement.threshold,
+            "risks": [report.risk for report in reports],
+            "decisions": [report.decision.value for report in reports],
+            "prompt_tokens": sum(report.prompt_tokens for report in reports),
+            "completion_tokens": sum(answer.tokens for answer in self.answers),
+            **{f"{name}_ms": max(getattr(one, name) for one in times) * 1e3 for name in ("queue", "prefill", "probe")},
+            "decode_ms": max(decodes) * 1e3 if decodes else None,
+        }
 
 
 def record_of(request: Request) -> RequestRecord:

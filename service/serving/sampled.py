@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,12 +21,9 @@ from service.scoring import RiskReport, Scorer
 
 TOGETHER = 8  # questions; more would crowd out traffic
 Verdict = Literal["right", "wrong", "abstained"]
-VERDICTS: Mapping[str, Verdict] = {
-    "factual": "right",
-    "hallucinated": "wrong",
-    "abstained": "abstained",
-    "empty": "abstained",
-}
+VERDICTS: dict[str, Verdict] = {
+    "factual": "right", "hallucinated": "wrong", "abstained": "abstained", "empty": "abstained"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,12 +33,7 @@ class Answered:
     question: SampleQuestion
     report: RiskReport
     verdict: Verdict
-
-    @property
-    def answer(self) -> str:
-        """What the model said."""
-        assert self.report.completion is not None
-        return self.report.completion.text.strip()
+    answer: str  # what the model said
 
 
 async def ask(scorer: Scorer, sample: Sample, number: int, threshold: float | None = None) -> Answered:
@@ -50,14 +41,13 @@ async def ask(scorer: Scorer, sample: Sample, number: int, threshold: float | No
 
     ``threshold``: that of the service, where it has one of its own.
     """
-    question = sample.questions[number]
-    sampling = Sampling(max_tokens=sample.max_tokens)
+    question, sampling = sample.questions[number], Sampling(max_tokens=sample.max_tokens)
     report = await scorer.last_report(scorer.render(question.prompt), OBSERVE.at(threshold), sampling)
     assert report.completion is not None
+    text = report.completion.text
     judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
-    abstains = re.compile(sample.abstain_pattern)
-    verdict = verdict_on(report.completion.text, question.prompt, question.answers, judge, abstains)
-    return Answered(question, report, VERDICTS[verdict])
+    verdict = verdict_on(text, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern))
+    return Answered(question, report, VERDICTS[verdict], text.strip())
 
 
 @dataclass
@@ -69,7 +59,7 @@ class Sampled:
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOGETHER))
 
     async def answer(self, scorer: Scorer, sample: Sample, number: int) -> Answered:
-        """As ``ask``, or what it gave before."""
+        """Return what ``ask`` gives, or gave before."""
         key = scorer.bundle.manifest.digest, number
         async with self._turn:
             if key not in self.answers:

@@ -1,30 +1,267 @@
-"""The running service: its catalogue, access and lifecycle, and what its requests share."""
+"""The running service: catalogue, access (the keys in force) and lifecycle, and what its requests share."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from service.access.callers import OWNERS, Caller, Key, on_loopback
 from service.access.keys import KeyRing
-from service.audit.auditor import Auditor
-from service.audit.events import Who
+from service.audit.auditor import Auditor, recorded
+from service.audit.events import SERVICE, Who
+from service.engines.base import Engine
+from service.errors import AuditUnavailable, HalluTracerError, NotReady
 from service.judging.drift import DriftLimits
 from service.policies.policy import Policies, built_in
-from service.serving.access import Access
 from service.serving.admission import Tokenizing
-from service.serving.catalogue import Catalogue
+from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
+from service.serving.dispatcher import Dispatcher
 from service.serving.feedback import Feedback
-from service.serving.lifecycle import Lifecycle, Load, LoadAgain
+from service.serving.judgement import Retrievals
 from service.serving.metrics import Metrics
-from service.serving.retrievals import Retrievals
-from service.serving.rollout import RolloutPlan
 from service.serving.sampled import Sampled
 from service.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from service.serving.tracing import Tracing  # else OpenTelemetry would be imported for all
+
+log = logging.getLogger("hallutracer")
+T = TypeVar("T")
+Load = Callable[[], Scorers]
+LoadAgain = Callable[[Engine], Scorers]
+WATCH_S = 1.0
+WATCH = Who(by="file")
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """Who may call the service, and what each caller may loosen; the keys are read again while the service runs."""
+
+    settings: ServiceSettings
+    keys: KeyRing  # none: open to all that reach the port
+    metrics: Metrics
+    audit: Auditor | None
+
+    @property
+    def owned(self) -> bool:
+        """Return whether this machine's programs and pages may choose what an operator may.
+
+        Only they reach the service, which asks for no key, and the operator has not said what callers may.
+        """
+        return not (self.settings.callers_may or self.keys.closed) and on_loopback(self.settings.host)
+
+    def caller(self, key: Key | None, address: str | None, *, here: bool) -> Caller:
+        """Return the key's owner; without a key, whoever has the address, ``here``: of this machine."""
+        everyone = frozenset(self.settings.callers_may)
+        if key is not None:
+            return Caller(key.name, everyone | key.may, key.policies)
+        return Caller(address or "", OWNERS if self.owned and here else everyone)
+
+    async def watch(self) -> None:
+        """Read the file of named keys again whenever it changes, for as long as the service runs."""
+        refused = False  # by the audit log, which may be written again soon
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not (await asyncio.to_thread(self.keys.changed_on_disk) or refused):
+                continue
+            try:
+                refused = not await self.reload(WATCH)
+            except Exception:  # whatever it is, a key that is revoked later must be heard of
+                log.exception("the keys could not be read again")
+                refused = True
+
+    async def reload(self, who: Who) -> bool:
+        """Put the file's keys in force.  Whatever is wrong with it, those in force stay.
+
+        Returns False where only the audit log is to blame: nothing is then added; what the file takes away is gone all
+        the same.
+        """
+        async with self.keys.reading:
+            try:
+                keys, changes = await asyncio.to_thread(self.keys.read)
+            except HalluTracerError as error:
+                self._note(who, f"the keys in force stay: {error}")
+                return True
+            if any(changes):
+                try:
+                    async with recorded(self.audit, who, "keys.reload", changes._asdict()):
+                        self.keys.use(keys)
+                except AuditUnavailable as error:
+                    self.keys.keep_common(keys)
+                    self._note(who, f"no key was added or changed: {error}")
+                    return False
+                names = (", ".join(names) or "none" for names in changes)
+                log.info("keys: added %s, removed %s, changed %s", *names)
+            self._note(who, None)
+            return True
+
+    def _note(self, who: Who, problem: str | None) -> None:
+        if problem is not None and (who != WATCH or problem != self.keys.problem):
+            log.error("%s", problem)
+        self.keys.problem = problem
+        self.metrics.gauge("keys_stale", int(problem is not None))
+
+
+@dataclass(eq=False, kw_only=True)
+class Lifecycle:
+    """Loading, readiness, reloading on the running engine, draining.
+
+    ``load`` builds the scorers in a thread of its own; ``load_again`` on the running engine, None: it cannot.
+    """
+
+    settings: ServiceSettings
+    metrics: Metrics
+    catalogue: Catalogue
+    load: Load
+    load_again: LoadAgain | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why; written by whoever loads
+    on_broken: Callable[[], None] = lambda: None  # the engine broke: only a new process helps
+    audit: Auditor | None = None
+    stopping: bool = False
+    error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
+    reload_error: str | None = None  # why the newest reload changed nothing
+    failing_since: float | None = None  # when the first of those reloads failed that changed nothing, one after another
+    _dispatcher: Dispatcher | None = None
+    _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def start(self) -> None:
+        """Load in the background: live at once, ready once every bundle has matched its golden prompts."""
+        try:
+            loaded = await self._load(self.load)
+            engine, settings = loaded.scorers[0].engine, self.settings
+            self._dispatcher = Dispatcher(
+                engine, self.metrics, max_queue=settings.max_queue, stall_s=settings.stall_s, on_broken=self._broken
+            )
+        except Exception as error:
+            self.error = error
+            return
+        self.catalogue.serve(loaded)
+
+    async def _load(self, load: Load) -> Loaded:
+        return await asyncio.wrap_future(in_own_thread(lambda: self.catalogue.checked(load(), self.left_out)))
+
+    async def reload(self, load: LoadAgain, who: Who = SERVICE) -> None:
+        """Load other bundles on the running engine; requests under way end with the bundle they began with.
+
+        One reload at a time, and in the audit log before it begins.  Raises AuditUnavailable and what ``load`` raises;
+        the loaded bundles then stay.
+        """
+        async with self._reloading:
+            self._check_loaded()
+            engine = self.catalogue.scorers[0].engine
+            try:
+                before = {"before": self.catalogue.in_force()}
+                async with recorded(self.audit, who, "bundles.reload", before) as outcome:
+                    loaded = await self._load(lambda: load(engine))
+                    self._check_loaded()  # it may have been stopped meanwhile
+                    self.catalogue.serve(loaded)
+                    outcome["after"] = self.catalogue.in_force()
+            except Exception as error:
+                self.reload_error = str(error)
+                self.failing_since = self.failing_since or time.time()
+                self.metrics.reloaded(False)
+                raise
+            self.reload_error = self.failing_since = None
+            self.metrics.reloaded(True)
+
+    async def reload_bundles(self, who: Who) -> Exception | None:
+        """Load the bundles again where there is ``load_again``; return why they were not swapped, None: they were."""
+        assert self.load_again is not None
+        try:
+            await self.reload(self.load_again, who)
+        except Exception as error:  # whatever is wrong with them
+            return error
+        return None
+
+    @property
+    def failure(self) -> str | None:
+        """Return the error that no waiting will mend, in words; None where there was none."""
+        return None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Return where requests are admitted.  Raises NotReady."""
+        return self.check_ready()
+
+    def _broken(self, error: BaseException) -> None:
+        self.error = error
+        self.on_broken()
+
+    def leave(self) -> None:
+        """Refuse new work; what runs goes on."""
+        self.stopping = True
+
+    def stop(self) -> None:
+        """Refuse new work, end what still runs, wait until the engine is idle, free the model."""
+        self.leave()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+        if self.catalogue.scorers:
+            self.catalogue.scorers[0].engine.close()
+        self.catalogue.loaded = Loaded()
+
+    def check_not_full(self, caller: str) -> None:
+        """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
+        if self._dispatcher is not None and self._dispatcher.alive:
+            self._dispatcher.check_not_full(caller)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether scores can be served."""
+        try:
+            self.check_ready()
+        except NotReady:
+            return False
+        return True
+
+    def check_alive(self) -> None:
+        """Raise NotReady where only a new process helps; a service that loads or drains is alive."""
+        if self.failure is not None:
+            self.check_ready()
+
+    def check_ready(self) -> Dispatcher:
+        """Return where requests are admitted.  Raises NotReady with the reason unless scores can be served."""
+        dispatcher = self._check_loaded()
+        for monitor in self.catalogue.monitors.values():
+            if (reason := monitor.violations.get("golden")) is not None:
+                raise NotReady(f"the golden prompts do not give their risks any more: {reason}")
+        if dispatcher.stalled:
+            raise NotReady(f"prompts wait, and the engine has given nothing for {self.settings.stall_s:g} s")
+        return dispatcher
+
+    def _check_loaded(self) -> Dispatcher:
+        if self.stopping:
+            raise NotReady("the service is shutting down")
+        if self.failure is not None:
+            what = "loading failed" if self._dispatcher is None else "the engine broke, restart the service"
+            raise NotReady(f"{what}: {self.failure}")
+        if self._dispatcher is None:
+            raise NotReady("the model and its bundles are still loading")
+        return self._dispatcher
+
+
+def in_own_thread(load: Callable[[], T]) -> Future[T]:
+    """Return what a thread will give that ends with the loading, and does not hold up a process that is to stop.
+
+    While a second thread that has run torch is there, OpenMP counts twice the threads, finds too few cores, stops
+    spinning, and a forward pass of a small model takes 2.5 times as long.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(load())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return done
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,67 +275,39 @@ class Service:
     lifecycle: Lifecycle
     tokenizing: Tokenizing
     sampled: Sampled
-    retrievals: Retrievals
-    feedback: Feedback | None  # None: nothing is stored, and no label taken
-    audit: Auditor | None  # None: nothing is written
-    tracing: Tracing | None  # None: no traces
+    retrievals: Retrievals = field(default_factory=Retrievals)
+    feedback: Feedback | None = None  # None: nothing is stored, and no label taken
+    audit: Auditor | None = None  # None: nothing is written
+    tracing: Tracing | None = None  # None: no traces
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def of(
-        cls,
-        load: Load,
-        *,
-        load_again: LoadAgain | None = None,
-        left_out: Mapping[str, str] | None = None,
-        aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {},
-        settings: ServiceSettings | None = None,
-        policies: Policies | None = None,
-        plan: RolloutPlan | None = None,
-        limits: DriftLimits | None = None,
-        keys: KeyRing | None = None,
-        metrics: Metrics | None = None,
-        feedback: Feedback | None = None,
-        audit: Auditor | None = None,
-        tracing: Tracing | None = None,
-        on_broken: Callable[[], None] = lambda: None,
-    ) -> Service:
+        cls, load: Load, *, load_again: LoadAgain | None = None, left_out: Mapping[str, str] | None = None,
+        aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}, settings: ServiceSettings | None = None,
+        policies: Policies | None = None, plan: RolloutPlan | None = None, limits: DriftLimits | None = None,
+        keys: KeyRing | None = None, metrics: Metrics | None = None, feedback: Feedback | None = None,
+        audit: Auditor | None = None, tracing: Tracing | None = None, on_broken: Callable[[], None] = lambda: None,
+    ) -> Service:  # fmt: skip
         """Return a service that ``load`` has not begun to load; ``lifecycle.start`` does.
 
         ``left_out`` are the references that loading leaves out, and why: ``load`` and ``load_again`` write it.
         """
         settings, metrics = settings or ServiceSettings(), metrics or Metrics()
         catalogue = Catalogue(
-            settings=settings,
-            metrics=metrics,
-            policies=policies or Policies(built_in()),
-            plan=plan or RolloutPlan(),
-            aliases_of=aliases_of,
-            feedback=feedback,
-            limits=limits or DriftLimits(),
-        )
+            settings=settings, metrics=metrics, policies=policies or Policies(built_in()), plan=plan or RolloutPlan(),
+            aliases_of=aliases_of, feedback=feedback, limits=limits or DriftLimits(),
+        )  # fmt: skip
+        lifecycle = Lifecycle(
+            settings=settings, metrics=metrics, catalogue=catalogue, load=load, load_again=load_again,
+            left_out={} if left_out is None else left_out, on_broken=on_broken, audit=audit,
+        )  # fmt: skip
         return cls(
-            settings=settings,
-            metrics=metrics,
-            catalogue=catalogue,
+            settings=settings, metrics=metrics, catalogue=catalogue, lifecycle=lifecycle,
             access=Access(settings, keys or KeyRing(), metrics, audit),
-            lifecycle=Lifecycle(
-                settings=settings,
-                metrics=metrics,
-                catalogue=catalogue,
-                load=load,
-                load_again=load_again,
-                left_out={} if left_out is None else left_out,
-                on_broken=on_broken,
-                audit=audit,
-            ),
             tokenizing=Tokenizing(settings.max_queue),  # as many requests may be tokenized as prompts may wait
-            sampled=Sampled(settings.threshold),
-            retrievals=Retrievals(),
-            feedback=feedback,
-            audit=audit,
-            tracing=tracing,
-        )
+            sampled=Sampled(settings.threshold), feedback=feedback, audit=audit, tracing=tracing,
+        )  # fmt: skip
 
     @property
     def ready(self) -> Catalogue:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,7 +33,6 @@ from opentelemetry.util.types import AttributeValue
 
 from service import __version__
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
-from service.engines.base import Sampling
 from service.errors import ClientGone, HalluTracerError
 from service.policies.guard import Decision
 from service.policies.upstreams import Upstream
@@ -43,7 +43,6 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS
 MOST_PROMPTS = 16  # of one request, with spans of their own
 REASONS = frozenset({"stop", "length", "content_filter", "tool_calls", "function_call"})
 Attributes = dict[str, AttributeValue]
-NO_END = AnswerEnd()
 # Not the baggage: what callers say of themselves is not for the server that a policy falls back on.
 PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -65,10 +64,8 @@ class Tracing:
     def request(self, headers: Mapping[str, str], method: str) -> RequestTrace:
         """Begin a request's span, as the caller's ``traceparent`` says."""
         known = method if method in METHODS else "_OTHER"
-        span = self._tracer.start_span(
-            known, PROPAGATOR.extract(headers, Context()), SpanKind.SERVER, {"http.request.method": known}
-        )
-        return RequestTrace(self._tracer, span, known)
+        parent, attributes = PROPAGATOR.extract(headers, Context()), {"http.request.method": known}
+        return RequestTrace(self._tracer, self._tracer.start_span(known, parent, SpanKind.SERVER, attributes), known)
 
     def close(self) -> None:
         """Send what is left, within ``FLUSH_S``."""
@@ -77,33 +74,27 @@ class Tracing:
         last.join(FLUSH_S)
 
 
-class _Catcher(logging.Handler):
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.found: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record)
-
-
 @contextmanager
 def _faults_raised() -> Iterator[None]:
     """Raise what OpenTelemetry only warns of: it goes on with a default that nobody chose."""
-    catcher, logger = _Catcher(logging.WARNING), logging.getLogger("opentelemetry")
+    catcher, logger = BufferingHandler(1000), logging.getLogger("opentelemetry")
+    catcher.setLevel(logging.WARNING)
     logger.addHandler(catcher)
     before, logger.propagate = logger.propagate, False
     try:
         yield
+        said = [
+            # What cannot be read as a header may be a key.
+            str(one.msg).replace("%s", "...") if one.name == "opentelemetry.util.re" else one.getMessage()
+            for one in catcher.buffer
+        ]
     except (ValueError, OSError, RuntimeError) as error:
-        raise HalluTracerError(f"OpenTelemetry refuses a variable OTEL_*: {error}") from None
+        said = [str(error)]
     finally:
         logger.removeHandler(catcher)
         logger.propagate = before
-    if catcher.found:
-        first = catcher.found[0]
-        # What cannot be read as a header may be a key.
-        told = str(first.msg).replace("%s", "...") if first.name == "opentelemetry.util.re" else first.getMessage()
-        raise HalluTracerError(f"OpenTelemetry refuses a variable OTEL_*: {told}")
+    if said:
+        raise HalluTracerError(f"OpenTelemetry refuses a variable OTEL_*: {said[0]}")
 
 
 class RequestTrace:
@@ -117,8 +108,7 @@ class RequestTrace:
 
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
         """Begin the span of a prompt that is sent on."""
-        operation = "chat" if route == CHAT_ROUTE else "text_completion"
-        parts = urlsplit(upstream.url)
+        operation, parts = "chat" if route == CHAT_ROUTE else "text_completion", urlsplit(upstream.url)
         attributes = _operation(operation, "openai", upstream.model) | {"server.address": parts.hostname or ""}
         if parts.port:
             attributes["server.port"] = parts.port
@@ -126,14 +116,9 @@ class RequestTrace:
         return UpstreamCall(self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes))
 
     def end(
-        self,
-        request_id: str,
-        route: str | None,
-        status: int,
-        code: str | None,
-        judgement: Judgement | None = None,
+        self, request_id: str, route: str | None, status: int, code: str | None, judgement: Judgement | None = None,
         answers: Sequence[AnswerEnd] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """End the request's span with all below it; ``code`` is the error's, ``route`` None where there is none."""
         span = self._span
         if not span.is_recording():
@@ -151,106 +136,79 @@ class RequestTrace:
         self, judgement: Judgement, answers: Sequence[AnswerEnd], route: str | None, code: str | None
     ) -> None:
         scorer, model, sampling = judgement.scorer, judgement.model, judgement.sampling
-        manifest, operation = scorer.bundle.manifest, "score"
+        manifest, operation, now = scorer.bundle.manifest, "score", time.time_ns()
+        rows: list[tuple[int, int, JudgedPrompt | None, AnswerEnd]] = [
+            (one.index, one.submitted_ns, one, answer) for one, answer in zip(judgement.prompts, answers, strict=True)
+        ]
+        rows += [(index, ns, None, AnswerEnd()) for index, ns in judgement.unscored.items()]
+        decoding: Attributes = {}
         if sampling is not None:
             chat = route == CHAT_ROUTE or (route in SCORE_ROUTES and scorer.prompt_format == "chat")
             operation = "chat" if chat else "text_completion"
-        spans = [
-            _PromptSpans(sampling is not None, one.index, one.submitted_ns, one, answer)
-            for one, answer in zip(judgement.prompts, answers, strict=True)
-        ]
-        spans += [_PromptSpans(sampling is not None, index, ns) for index, ns in judgement.unscored.items()]
-        spans.sort(key=lambda one: one.index)
+            for name in ("max_tokens", "temperature", "top_p", "seed"):
+                if (value := getattr(sampling, name)) is not None:
+                    decoding[f"gen_ai.request.{name}"] = value
+            decoding["gen_ai.request.stream"] = judgement.streams
         bundle: Attributes = {
             "hallutracer.bundle.name": manifest.name,
             "hallutracer.bundle.version": manifest.version,
             "hallutracer.bundle.digest": manifest.digest,
             "hallutracer.policy": judgement.policy.name,
         }
-        attributes = _operation(operation, "hallutracer", model) | _decoding(sampling) | bundle
+        attributes = _operation(operation, "hallutracer", model) | decoding | bundle
         attributes |= {
             "gen_ai.usage.input_tokens": sum(report.prompt_tokens for report in judgement.reports),
             "gen_ai.usage.cache_read.input_tokens": sum(report.cached_tokens for report in judgement.reports),
             "gen_ai.usage.output_tokens": sum(answer.tokens for answer in answers),
             "gen_ai.response.model": model,
-            "hallutracer.prompts": len(spans),
+            "hallutracer.prompts": len(rows),
         }
-        if sampling is not None:
-            attributes["gen_ai.request.stream"] = judgement.streams
-        if reasons := [one.finish_reason for one in spans if one.finish_reason is not None]:
-            attributes["gen_ai.response.finish_reasons"] = reasons
-        started = min(one.started for one in spans)
-        span = self._tracer.start_span(
-            f"{operation} {model}", self._context, SpanKind.INTERNAL, attributes, start_time=started
-        )
+        started, name = min(ns for _, ns, _, _ in rows), f"{operation} {model}"
+        span = self._tracer.start_span(name, self._context, SpanKind.INTERNAL, attributes, start_time=started)
         below = set_span_in_context(span, Context())
         if (guarantee := judgement.guarantee) is not None:
-            bundle |= {
-                "hallutracer.guarantee.holds": guarantee.holds,
-                "hallutracer.guarantee.void": guarantee.violations,
-            }
-        for one in spans[:MOST_PROMPTS]:
-            one.write(self._tracer, below, bundle | {"hallutracer.index": one.index}, code)
-        if not all(one.finished for one in spans):  # else what failed came after the model, such as an upstream
-            _fail(span, code)
-        span.end(max(one.ended for one in spans))
+            bundle["hallutracer.guarantee.holds"] = guarantee.holds
+            bundle["hallutracer.guarantee.void"] = guarantee.violations
+        reasons, over, finished = [], started, True
+        for place, (index, ns, prompt, end) in enumerate(sorted(rows, key=lambda row: row[0])):
+            decodes = sampling is not None and prompt is not None and prompt.report.decision is Decision.CONTINUE
+            judged = now if prompt is None else ns + _ns(prompt.timings.total)
+            ended = judged if not decodes else now if end.decode_s is None else judged + _ns(end.decode_s)
+            reason = None if end.completion is None else end.completion.finish_reason
+            if reason is None and prompt is not None and sampling is not None and not decodes:
+                reason = "content_filter"  # as OpenAI's routes say of a withheld answer
+            reasons += [] if reason is None else [reason]
+            finished &= prompt is not None and (end.completion is not None or not decodes)
+            over = max(over, ended)
+            if place >= MOST_PROMPTS:
+                continue
+            own = bundle | {"hallutracer.index": index} | ({} if prompt is None else _told(prompt))
+            gate = self._tracer.start_span("gate", below, SpanKind.INTERNAL, own, start_time=ns)
+            _fail(gate, code if prompt is None else None)
+            gate.end(judged)
+            if decodes:
+                own = {"gen_ai.usage.output_tokens": end.tokens}
+                own |= {} if reason is None else {"gen_ai.response.finish_reasons": [reason]}
+                decode = self._tracer.start_span("decode", below, SpanKind.INTERNAL, own, start_time=judged)
+                _fail(decode, code if reason is None else None)
+                decode.end(ended)
+        if reasons:
+            span.set_attribute("gen_ai.response.finish_reasons", reasons)
+        _fail(span, None if finished else code)  # else what failed came after the model, such as an upstream
+        span.end(over)
 
 
-class _PromptSpans:
-    """One prompt's times, in ns since 1970: gate from ``started`` to ``judged``, decode from there to ``ended``."""
-
-    def __init__(
-        self, answers: bool, index: int, submitted_ns: int, prompt: JudgedPrompt | None = None, end: AnswerEnd = NO_END
-    ) -> None:
-        self.index, self.prompt, self.end, now = index, prompt, end, time.time_ns()
-        self.started = self.judged = submitted_ns
-        self.decodes = answers and prompt is not None and prompt.report.decision is Decision.CONTINUE
-        self.finished = prompt is not None and (end.completion is not None or not self.decodes)
-        if prompt is None:
-            self.judged = now
-        else:
-            self.judged += _ns(prompt.timings.queue + prompt.timings.prefill + prompt.timings.probe)
-        self.ended = self.judged
-        if self.decodes:
-            self.ended = now if end.decode_s is None else self.judged + _ns(end.decode_s)
-        self.finish_reason: str | None = None
-        if end.completion is not None:
-            self.finish_reason = end.completion.finish_reason
-        elif prompt is not None and answers and not self.decodes:
-            self.finish_reason = "content_filter"  # as OpenAI's routes say of a withheld answer
-
-    def write(self, tracer: Tracer, context: Context, attributes: Attributes, code: str | None) -> None:
-        """Write both spans; ``attributes`` are the gate's beside the prompt's own."""
-        gate = tracer.start_span("gate", context, SpanKind.INTERNAL, attributes, start_time=self.started)
-        if self.prompt is None:
-            _fail(gate, code)
-        else:
-            report, timings = self.prompt.report, self.prompt.timings
-            gate.set_attributes(
-                {
-                    "hallutracer.risk": report.risk,
-                    "hallutracer.decision": report.decision.value,
-                    "hallutracer.threshold": report.verdict.threshold,
-                    "hallutracer.flagged": report.verdict.flagged,
-                    "hallutracer.queue_s": timings.queue,
-                    "hallutracer.prefill_s": timings.prefill,
-                    "hallutracer.probe_s": timings.probe,
-                    "gen_ai.usage.input_tokens": report.prompt_tokens,
-                }
-            )
-            if report.uncertain is not None:
-                gate.set_attribute("hallutracer.outside_training", report.uncertain.outside)
-            if report.context.said is not None:
-                gate.set_attribute("hallutracer.applies", report.context.applies)
-        gate.end(self.judged)
-        if self.decodes:
-            decode = tracer.start_span("decode", context, SpanKind.INTERNAL, start_time=self.judged)
-            decode.set_attribute("gen_ai.usage.output_tokens", self.end.tokens)
-            if self.finish_reason is not None:
-                decode.set_attribute("gen_ai.response.finish_reasons", [self.finish_reason])
-            else:
-                _fail(decode, code)
-            decode.end(self.ended)
+def _told(prompt: JudgedPrompt) -> Attributes:
+    """Return what a prompt's gate says of it."""
+    report, timings = prompt.report, prompt.timings
+    found: Attributes = {
+        "hallutracer.risk": report.risk, "hallutracer.decision": report.decision.value,
+        "hallutracer.threshold": report.verdict.threshold, "hallutracer.flagged": report.verdict.flagged,
+        "hallutracer.queue_s": timings.queue, "hallutracer.prefill_s": timings.prefill,
+        "hallutracer.probe_s": timings.probe, "gen_ai.usage.input_tokens": report.prompt_tokens,
+        "hallutracer.outside_training": report.uncertain.outside,
+    }  # fmt: skip
+    return found if report.context.said is None else found | {"hallutracer.applies": report.context.applies}
 
 
 class UpstreamCall:
@@ -275,7 +233,7 @@ class UpstreamCall:
                 self._span.set_attribute(f"gen_ai.usage.{name}_tokens", tokens)
 
     def end(self, code: str | None) -> None:
-        """The call is over; ``code``: why without an answer."""
+        """End the span; ``code``: why without an answer."""
         if self._reasons:
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
         _fail(self._span, code)
@@ -283,22 +241,8 @@ class UpstreamCall:
 
 
 def _operation(operation: str, provider: str, model: str) -> Attributes:
-    return {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": provider,
-        "gen_ai.request.model": model,
-    }
-
-
-def _decoding(sampling: Sampling | None) -> Attributes:
-    if sampling is None:
-        return {}
-    found: Attributes = {
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-    }
-    return found if sampling.seed is None else found | {"gen_ai.request.seed": sampling.seed}
+    names = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+    return dict(zip(names, (operation, provider, model), strict=True))
 
 
 def _fail(span: Span, code: str | None, status: int | None = None) -> None:

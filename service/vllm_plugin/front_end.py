@@ -40,15 +40,12 @@ SERVERS = {  # module and function: what starts the engine of vLLM's own server,
 def check() -> None:
     """Have this process gate vLLM's own server and start no other engine, where a bundle is named."""
     follow_parent()
-    if _asked():
-        _gate_servers()
-        _refuse_others()
-
-
-def _gate_servers() -> None:
+    if not _asked():
+        return
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.abstract import Executor
 
-    create = EngineArgs.create_engine_config
+    create, choose, make = EngineArgs.create_engine_config, Executor.get_class, Executor.__init__
     if getattr(create, "gates", False):
         return
 
@@ -62,18 +59,7 @@ def _gate_servers() -> None:
             read_by_default(self)
         return create(self, *args, **kwargs)
 
-    create_gated.gates = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_gated
-
-
-def _refuse_others() -> None:
-    """An executor's class is chosen in the process that starts an engine, and the executor is made in the engine's."""
-    from vllm.v1.executor.abstract import Executor
-
-    choose, make = Executor.get_class, Executor.__init__
-    if getattr(make, "refuses", False):
-        return
-
+    # An executor's class is chosen in the process that starts an engine, and the executor is made in the engine's.
     @functools.wraps(choose)
     def choose_gated(vllm_config: Any) -> Any:
         _refuse(vllm_config)
@@ -84,7 +70,8 @@ def _refuse_others() -> None:
         _refuse(vllm_config)
         make(self, vllm_config, *args, **kwargs)
 
-    make_gated.refuses = True  # type: ignore[attr-defined]
+    create_gated.gates = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_gated
     Executor.get_class, Executor.__init__ = staticmethod(choose_gated), make_gated
 
 
@@ -105,7 +92,7 @@ def _end(reason: str) -> NoReturn:
 
 
 def in_server(frame: FrameType | None) -> bool:
-    """Whether vLLM's own server is among the callers of ``frame``."""
+    """Return whether vLLM's own server is among the callers of ``frame``."""
     while frame is not None:
         module = getattr(frame.f_globals.get("__spec__"), "name", "")  # also where it runs as a program
         if (module, frame.f_code.co_name) in SERVERS:
@@ -143,7 +130,7 @@ def read_by_default(arguments: Any) -> None:
 
 
 def unguarded(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Why vLLM's own server would answer unguarded; None where it does not."""
+    """Return why vLLM's own server would answer unguarded; None where it does not."""
     if environment.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         return "vLLM's Rust front end has no risks and no gate; unset VLLM_USE_RUST_FRONTEND"
     if NAME not in environment.get("VLLM_PLUGINS", NAME).split(","):
@@ -154,7 +141,7 @@ def unguarded(argv: Sequence[str], environment: Mapping[str, str]) -> str | None
 
 
 def _keys(argv: Sequence[str]) -> Iterator[str]:
-    """The values of ``--api-key``, of which vLLM takes several."""
+    """Yield the values of ``--api-key``, of which vLLM takes several."""
     inside = False
     for word in argv:
         flag, _, value = word.partition("=")
@@ -164,7 +151,7 @@ def _keys(argv: Sequence[str]) -> Iterator[str]:
 
 
 def open_engine(config: Any) -> str | None:
-    """Why the engine of this ``VllmConfig`` would answer unguarded; None where it does not."""
+    """Return why the engine of this ``VllmConfig`` would answer unguarded; None where it does not."""
     additional, worker = config.additional_config, config.parallel_config.worker_cls
     if not isinstance(additional, dict) or additional.get(GATED) is not True:
         return (
@@ -172,14 +159,11 @@ def open_engine(config: Any) -> str | None:
             "with `vllm serve` (without --grpc) or `hallutracer serve --engine vllm`, score with `hallutracer score "
             f"--engine vllm`, or unset {env('bundle')} for this program"
         )
-    if worker != WORKER and not _derived(worker):
-        return f"--worker-cls {worker} does not read the model; leave it out, or derive that class from {WORKER}"
+    if worker != WORKER:
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        from service.engines.vllm.worker import Worker
+
+        if not issubclass(resolve_obj_by_qualname(worker), Worker):
+            return f"--worker-cls {worker} does not read the model; leave it out, or derive that class from {WORKER}"
     return None
-
-
-def _derived(worker: str) -> bool:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from service.engines.vllm.worker import Worker
-
-    return issubclass(resolve_obj_by_qualname(worker), Worker)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import HTTPException
@@ -44,10 +44,14 @@ def judging_generate(generate: Generate, service: Service, engine_of: Callable[[
         if isinstance(parameters, SamplingParams):
             parameters = parameters.clone()
             xargs = _take_xargs(note, parameters)
+
+        def start() -> AsyncGenerator[Any, None]:
+            return generate(prompt, parameters, request_id, *args, **kwargs)
+
         if not note.carries or parameters is sampling_params:
             if xargs or not observes(service, xargs):
                 raise VLLMValidationError(NO_PLACE, parameter="hallutracer_policy")
-            return generate(prompt, parameters, request_id, *args, **kwargs)
+            return start()
         place = note.add()
         try:
             scorer, policy = _resolve(service, xargs)
@@ -55,123 +59,99 @@ def judging_generate(generate: Generate, service: Service, engine_of: Callable[[
             if not observes(service, xargs):
                 raise HTTPException(error.status, str(error)) from error
             note.unread = str(error)
-            return generate(prompt, parameters, request_id, *args, **kwargs)
-        if note.forges is not None and policy.action is not Action.OBSERVE:
+            return start()
+        withholds = policy.action is not Action.OBSERVE
+        if withholds and note.forges is not None:
             said = f"a message spells out the special token {note.forges!r}, which could end its turn; remove it"
             raise VLLMValidationError(said, parameter="messages")
-        if note.moves and policy.action is not Action.OBSERVE and "rendering" not in service.settings.callers_may:
+        if withholds and note.moves and "rendering" not in service.settings.callers_may:
             said = f"{note.moves[0]!r} has the messages rendered otherwise than in training, where no risk is known; "
             said += f"leave it out, or have the operator allow it with {env('callers-may')}=rendering"
             raise VLLMValidationError(said, parameter=note.moves[0])
         if note.beams:
             note.unread = "beam search runs many requests, none of which is the answer: its risk is not measured"
-            if policy.action is not Action.OBSERVE:
+            if withholds:
                 raise VLLMValidationError(note.unread, parameter="use_beam_search")
-            return generate(prompt, parameters, request_id, *args, **kwargs)
-        rendering = _rendering(note, scorer, prompt)
-        if rendering:
+            return start()
+        if rendering := _rendering(note, scorer, prompt):
             policy = untemplated(scorer, policy)
         note.choices = parameters.n
         shapes = shape_violations(scorer.bundle.manifest, [note.shape(place)])
         note.violations = tuple(dict.fromkeys((*note.violations, *_violations(parameters), *rendering, *shapes)))
-        judged = _VllmPrompt(service, engine_of(), scorer, policy, note, place, parameters, request_id)
-        return judged.run(lambda: generate(prompt, parameters, request_id, *args, **kwargs))
+        return _judged(start, service, engine_of(), scorer, policy, note, place, parameters, request_id)
 
     return wrapped
 
 
-@dataclass
-class _VllmPrompt:
-    """One prompt of one request."""
-
-    service: Service
-    engine: VllmEngine
-    scorer: Scorer
-    policy: Policy
-    note: Note
-    place: int
-    parameters: Any
-    request_id: str
+async def _judged(
+    start: Callable[[], AsyncGenerator[Any, None]], service: Service, engine: VllmEngine, scorer: Scorer,
+    policy: Policy, note: Note, place: int, parameters: Any, request_id: str,
+) -> AsyncGenerator[Any, None]:  # fmt: skip
+    """Yield vLLM's outputs of one prompt; of a gated answer one, empty and finished."""
+    lease: ProbeLease | None = None
     judgement: Judgement | None = None
+    tokens = 0
 
-    async def run(self, start: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs; of a gated answer one, empty and finished."""
-        try:
-            lease = await self._prepare()
-        except HalluTracerError as error:
-            self._unread(error)
-            lease = None
-        tokens = 0
-        try:
-            async with aclosing(start()) as outputs:
-                async for output in outputs:
-                    if self.judgement is None and lease is not None:
-                        self._judge(lease, output)
-                        if self.judgement is not None:
-                            await self._tell(self.judgement)
-                            if self.judgement.reports[0].decision is not Decision.CONTINUE:
-                                yield _withheld(output, self.parameters.n, self.engine.end_token)
-                                return
-                    new = sum(len(one.token_ids) for one in output.outputs)
-                    tokens = tokens + new if self.parameters.output_kind is RequestOutputKind.DELTA else new
-                    yield output
-        finally:
-            if lease is not None:
-                lease.release()
-            if self.judgement is not None:
-                observers.ended(self.service, self.judgement, [AnswerEnd(tokens)])
-
-    async def _prepare(self) -> ProbeLease:
-        """Hold the probe in its slot and put the directive into the request."""
-        parameters = self.parameters
-        gate = self.scorer.gate(self.policy)
-        in_engine = gate is not None and _ends_at_an_end_token(parameters)
-        lease = await self.engine.lease(
-            self.scorer.probes,
-            first_token=self.scorer.needs_first_token,
-            gate=gate if in_engine else None,
-        )
-        parameters.extra_args = {**(parameters.extra_args or {}), **lease.directive.encode()}
-        final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
-        if gate is not None and not in_engine and final and parameters.n == 1:
-            parameters.output_kind = RequestOutputKind.CUMULATIVE  # to end it from here, its first token has to be seen
-        return lease
-
-    def _judge(self, lease: ProbeLease, output: Any) -> None:
-        note, token_ids = self.note, output.prompt_token_ids or ()
-        try:
-            result, _ = lease.prefill(output, len(token_ids))
-            report = self.scorer.judge(result, self.policy, cached_tokens=int(output.num_cached_tokens or 0))
-        except HalluTracerError as error:
-            self._unread(error)
-            return
-        monitor = self.service.catalogue.monitors.get(self.scorer.bundle.reference)
-        timings, shape = PromptTimings(*times(output)), note.shape(self.place)
-        prompt = JudgedPrompt(self.place, report, token_ids, timings, shape=shape)
-        note.judgements[self.place] = self.judgement = Judgement(
-            scorer=self.scorer,
-            policy=self.policy,
-            prompts=(prompt,),
-            request_id=self.request_id,
-            route=canonical(note.route),
-            who=note.who,
-            request_violations=note.violations,
-            monitor=monitor,
-            bundle_violations=() if monitor is None else monitor.reasons,
-        )
-
-    async def _tell(self, judgement: Judgement) -> None:
-        """Raise HTTPException where the audit log is required and cannot be written."""
-        try:
-            await observers.judged(self.service, judgement)
-        except AuditUnavailable as error:
-            raise HTTPException(error.status, str(error)) from error
-
-    def _unread(self, error: HalluTracerError) -> None:
+    def unread(error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
-        if self.policy.action is not Action.OBSERVE:
+        if policy.action is not Action.OBSERVE:
             raise error
-        self.note.unread = str(error)
+        note.unread = str(error)
+
+    def judge(lease: ProbeLease, output: Any) -> Judgement:
+        token_ids = output.prompt_token_ids or ()
+        result, _ = lease.prefill(output, len(token_ids))
+        report = scorer.judge(result, policy, cached_tokens=int(output.num_cached_tokens or 0))
+        monitor = service.catalogue.monitors.get(scorer.bundle.reference)
+        prompt = JudgedPrompt(place, report, token_ids, PromptTimings(*times(output)), shape=note.shape(place))
+        return Judgement(
+            scorer=scorer, policy=policy, prompts=(prompt,), request_id=request_id, route=canonical(note.route),
+            who=note.who, request_violations=note.violations, monitor=monitor,
+            bundle_violations=() if monitor is None else monitor.reasons,
+        )  # fmt: skip
+
+    try:
+        lease = await _prepare(engine, scorer, policy, parameters)
+    except HalluTracerError as error:
+        unread(error)
+    try:
+        async with aclosing(start()) as outputs:
+            async for output in outputs:
+                if judgement is None and lease is not None:
+                    try:
+                        note.judgements[place] = judgement = judge(lease, output)
+                    except HalluTracerError as error:
+                        unread(error)
+                    else:
+                        try:
+                            await observers.judged(service, judgement)
+                        except AuditUnavailable as error:  # where the audit log is required
+                            raise HTTPException(error.status, str(error)) from error
+                        if judgement.reports[0].decision is not Decision.CONTINUE:
+                            yield _withheld(output, parameters.n, engine.end_token)
+                            return
+                new = sum(len(one.token_ids) for one in output.outputs)
+                tokens = tokens + new if parameters.output_kind is RequestOutputKind.DELTA else new
+                yield output
+    finally:
+        if lease is not None:
+            lease.release()
+        if judgement is not None:
+            observers.ended(service, judgement, [AnswerEnd(tokens)])
+
+
+async def _prepare(engine: VllmEngine, scorer: Scorer, policy: Policy, parameters: Any) -> ProbeLease:
+    """Hold the probe in its slot and put the directive into the request."""
+    gate = scorer.gate(policy)
+    # Elsewhere an end token as the first token would not end the request, and it is ended from here.
+    ends = not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
+    in_engine = gate if ends else None
+    lease = await engine.lease(scorer.probes, first_token=scorer.needs_first_token, gate=in_engine)
+    parameters.extra_args = {**(parameters.extra_args or {}), **lease.directive.encode()}
+    final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
+    if gate is not None and in_engine is None and final and parameters.n == 1:
+        parameters.output_kind = RequestOutputKind.CUMULATIVE  # to end it from here, its first token has to be seen
+    return lease
 
 
 def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
@@ -184,26 +164,21 @@ def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
     parameters.extra_args = extra or None
     for name in (*extra, *note.misplaced):
         if OURS.match(name):
-            raise VLLMValidationError(
-                f"{name!r} has no effect here: 'vllm_xargs' takes {', '.join(XARGS)}", parameter=name
-            )
+            said = f"{name!r} has no effect here: 'vllm_xargs' takes {', '.join(XARGS)}"
+            raise VLLMValidationError(said, parameter=name)
     return {name: given[name] for name in XARGS if name in given}
 
 
 def _resolve(service: Service, xargs: dict[str, Any]) -> tuple[Scorer, Policy]:
-    """The scorer and policy that apply.  Raises NotReady, and VLLMValidationError naming the argument at fault."""
+    """Return the scorer and policy that apply.  Raises NotReady, and VLLMValidationError naming the argument."""
     bundle, policy, threshold = (xargs.get(name) for name in XARGS)
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
         raise VLLMValidationError(f"{XARGS[2]} must be a number in [0, 1]", parameter=f"vllm_xargs.{XARGS[2]}")
     try:
         return service.ready.choose(
-            Caller(may=frozenset(service.settings.callers_may)),
-            "",
-            bundle=None if bundle is None else str(bundle),
-            model=None,
-            policy=None if policy is None else str(policy),
-            threshold=threshold,
-        )
+            Caller(may=frozenset(service.settings.callers_may)), "", model=None, threshold=threshold,
+            bundle=None if bundle is None else str(bundle), policy=None if policy is None else str(policy),
+        )  # fmt: skip
     except NotReady:
         raise
     except HalluTracerError as error:
@@ -211,7 +186,7 @@ def _resolve(service: Service, xargs: dict[str, Any]) -> tuple[Scorer, Policy]:
 
 
 def observes(service: Service, xargs: dict[str, Any]) -> bool:
-    """Whether the policy only observes: while the service is not ready, any other must not let an answer through."""
+    """Return whether the policy only observes; any other must let nothing through while the service is not ready."""
     own = service.settings.policy
     applied = [own, str(xargs.get(XARGS[1], own))]
     if "policy" in service.settings.callers_may:
@@ -221,7 +196,7 @@ def observes(service: Service, xargs: dict[str, Any]) -> bool:
 
 
 def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
-    """How the prompt departs from what the chat template makes of a question; nothing where training used none."""
+    """Return how the prompt departs from what the chat template makes of a question; nothing without a template."""
     if scorer.prompt_format != "chat":
         return ()
     if not note.templated:
@@ -233,7 +208,7 @@ def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
 
 
 def _violations(parameters: Any) -> tuple[str, ...]:
-    """How the answer departs from a greedy one, on which guarantees are calibrated."""
+    """Return how the answer departs from a greedy one, on which guarantees are calibrated."""
     changed = [f"temperature {parameters.temperature:g}"] if parameters.temperature else []
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
     changed += [name for name, value in neutral.items() if getattr(parameters, name) != value]
@@ -242,13 +217,8 @@ def _violations(parameters: Any) -> tuple[str, ...]:
     return (f"decoding: not plainly greedy ({', '.join(changed)})",) if changed else ()
 
 
-def _ends_at_an_end_token(parameters: Any) -> bool:
-    """Whether an end token as the first token would end the request; otherwise it is ended from here."""
-    return not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
-
-
 def _withheld(output: Any, choices: int, end_token: int | None) -> Any:
-    """The same output without any token of the answer, for each of a request's choices.
+    """Return the same output without any token of the answer, for each of a request's choices.
 
     It holds an end token without text, because vLLM's streams skip an output that has no token at all.
     """
@@ -256,18 +226,10 @@ def _withheld(output: Any, choices: int, end_token: int | None) -> Any:
 
     token, first = end_token or 0, output.outputs[0]
     logprobs = None if first.logprobs is None else [{token: Logprob(0.0, 1, "")}]  # nothing of the first token's
-    output.outputs = [
-        replace(
-            first,
-            index=index,
-            text="",
-            token_ids=[token],
-            logprobs=logprobs,
-            cumulative_logprob=None,
-            finish_reason="stop",
-            stop_reason=None,
-        )
-        for index in range(choices)
-    ]
+    empty = replace(
+        first, text="", token_ids=[token], logprobs=logprobs, cumulative_logprob=None, finish_reason="stop",
+        stop_reason=None,
+    )  # fmt: skip
+    output.outputs = [replace(empty, index=index) for index in range(choices)]
     output.finished = True
     return output

@@ -27,21 +27,16 @@ from service.audit.events import Who
 from service.errors import NotReady
 from service.judging.conversation import Shape, shape_of
 from service.judging.guarantee import chat_violations
-from service.policies.guard import Decision
-from service.scoring import RiskReport
+from service.policies.guard import Decision, Verdict
 from service.serving.judgement import Judgement
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
 STREAMS_FIRST = ("/v1/responses",)  # begins its stream before it generates: a later refusal would cut it off
 RENDERED = ("messages", "tools", "documents", "functions", "chat_template_kwargs")  # what a chat template may write
 AS_TRAINED: dict[str, Any] = {
-    "continue_final_message": False,
-    "add_generation_prompt": True,
-    "chat_template": None,
-    "chat_template_kwargs": {},
-    "add_special_tokens": False,
-    "truncate_prompt_tokens": None,
-}
+    "continue_final_message": False, "add_generation_prompt": True, "chat_template": None, "chat_template_kwargs": {},
+    "add_special_tokens": False, "truncate_prompt_tokens": None,
+}  # fmt: skip
 """Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
 _FLAG = TypeAdapter(bool)
 RETRY_S = 1
@@ -78,23 +73,14 @@ class Note:
         return len(self.judgements) - 1
 
     def shape(self, place: int) -> Shape | None:
-        """Of this prompt's chat; None where it is not known."""
+        """Return the shape of this prompt's chat; None where it is not known."""
         return self.shapes[place] if place < len(self.shapes) else None
 
-    def report(self, place: int) -> RiskReport | None:
-        """Return this prompt's report; None where there is none yet."""
+    def withheld(self, place: int) -> Verdict | None:
+        """Return the verdict that withheld this prompt's answer; None where none did, or not yet."""
         judgement = self.judgements[place] if place < len(self.judgements) else None
-        return None if judgement is None else judgement.reports[0]
-
-    def gated(self, place: int) -> bool:
-        """Return whether this prompt's answer was withheld."""
-        report = self.report(place)
-        return report is not None and report.decision is not Decision.CONTINUE
-
-    def message(self, place: int) -> str | None:
-        """Return what the policy says instead of this prompt's answer."""
-        report = self.report(place)
-        return None if report is None else report.verdict.message
+        verdict = None if judgement is None else judgement.reports[0].verdict
+        return None if verdict is None or verdict.decision is Decision.CONTINUE else verdict
 
     def body(self) -> dict[str, Any] | None:
         """Return what the response says, as ``data`` of ``/v1/risk/score`` with what applies to all; None: nothing yet.
@@ -138,52 +124,51 @@ class RiskNotes:
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in STREAMS_FIRST and self._refuses():
-            await JSONResponse({"error": {"message": NO_PLACE, "type": "BadRequestError", "code": 400}}, 400)(
-                scope, receive, send
-            )
+            error = {"message": NO_PLACE, "type": "BadRequestError", "code": 400}
+            await JSONResponse({"error": error}, 400)(scope, receive, send)
             return
         address = scope["client"][0] if scope.get("client") else None
         note = Note(carries=path in PATHS, who=Who(address=address), route=path)
-        token = CURRENT.set(note)
+        token, special = CURRENT.set(note), self._special_tokens()
+        parts: list[bytes] = []  # the objects that the app keeps as well, until the body is complete
+
+        async def reading() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                parts.append(message.get("body", b""))
+                if not message.get("more_body"):
+                    body = b"".join(parts)
+                    parts.clear()
+                    _read(note, body, special)
+            return message
+
         try:
             writer = _ResponseWriter(note, send, self._message_in_content).send if note.carries else send
-            await self.app(scope, _BodyReader(note, receive, self._special_tokens()).receive, writer)
+            await self.app(scope, reading, writer)
         finally:
             CURRENT.reset(token)
 
 
-class _BodyReader:
-    """Notes what vLLM loses: arguments of ours outside ``vllm_xargs`` and of a beam search, special tokens that a chat
+def _read(note: Note, body: bytes, special_tokens: Sequence[str]) -> None:
+    """Note what vLLM loses: arguments of ours outside ``vllm_xargs`` and of a beam search, special tokens that a chat
     spells out, and how the request has its messages rendered.
     """
-
-    def __init__(self, note: Note, receive: Receive, special_tokens: Sequence[str]) -> None:
-        self._note, self._receive, self._special_tokens = note, receive, special_tokens
-        self._parts: list[bytes] = []  # the objects that the app keeps as well, until the body is complete
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.request":
-            self._parts.append(message.get("body", b""))
-            if not message.get("more_body"):
-                body, self._parts = b"".join(self._parts), []
-                self._read(body)
-        return message
-
-    def _read(self, body: bytes) -> None:
-        note, content = self._note, _parsed(body) or {}
-        texts = [text for name in RENDERED for text in _strings(content.get(name))]
-        note.forges = next((token for token in self._special_tokens if any(token in text for text in texts)), None)
-        note.misplaced = tuple(name for name in content if OURS.match(name))
-        chats = "messages" in content and note.route != PATHS[0]
-        note.templated = chats and not ("prompt" in content and note.route == PATHS[3])  # which may read either
-        note.moves, note.answered = (tuple(_moves(content)), _answered(content["messages"])) if chats else ((), ())
-        # Where its prompts are made of something else than its messages, their shape says nothing.
-        note.shapes = _shapes(content["messages"]) if note.templated and not note.moves else ()
-        note.beams = _truth(content.get("use_beam_search"))
-        xargs = content.get("vllm_xargs")
-        if note.beams and isinstance(xargs, dict):
-            note.xargs = xargs
+    content = _parsed(body) or {}
+    texts = [text for name in RENDERED for text in _strings(content.get(name))]
+    note.forges = next((token for token in special_tokens if any(token in text for text in texts)), None)
+    note.misplaced = tuple(name for name in content if OURS.match(name))
+    chats = "messages" in content and note.route != PATHS[0]
+    note.templated = chats and not ("prompt" in content and note.route == PATHS[3])  # which may read either
+    note.moves, note.answered = (tuple(_moves(content)), _answered(content["messages"])) if chats else ((), ())
+    # Where its prompts are made of something else than its messages, their shape says nothing.
+    note.shapes = _shapes(content["messages"]) if note.templated and not note.moves else ()
+    try:
+        note.beams = _FLAG.validate_python(content.get("use_beam_search"))  # as vLLM reads a flag; it refuses others
+    except ValidationError:
+        note.beams = False
+    xargs = content.get("vllm_xargs")
+    if note.beams and isinstance(xargs, dict):
+        note.xargs = xargs
 
 
 class _ResponseWriter:
@@ -192,8 +177,7 @@ class _ResponseWriter:
     def __init__(self, note: Note, send: Send, message_in_content: bool) -> None:
         self._note, self._send, self._message_in_content = note, send, message_in_content
         self._start: Message | None = None
-        self._streams = False
-        self._held = b""
+        self._streams, self._held = False, b""
         self._annotated: set[int] = set()
 
     async def send(self, message: Message) -> None:
@@ -201,62 +185,43 @@ class _ResponseWriter:
             self._start = message
             kind = MutableHeaders(scope=message).get("content-type", "")
             self._streams = kind.startswith("text/event-stream")
-        elif message["type"] == "http.response.body":
-            await (self._stream(message) if self._streams else self._whole(message))
-        else:
+        elif message["type"] != "http.response.body":
             await self._send(message)
-
-    async def _whole(self, message: Message) -> None:
-        self._held += message.get("body", b"")
-        if message.get("more_body"):
-            return
-        body = self._held
-        content = _parsed(body)
-        if content is not None and "choices" in content:
-            self._annotate(content)
-            body = json.dumps(content, ensure_ascii=False).encode()
-        await self._begin(len(body))
-        await self._send({**message, "body": body, "more_body": False})
-
-    async def _stream(self, message: Message) -> None:
-        self._held += message.get("body", b"")
-        *events, self._held = self._held.split(b"\n\n")
-        out = b"".join(self._event(event) + b"\n\n" for event in events)
-        more = bool(message.get("more_body"))
-        if not more:
-            out, self._held = out + self._held, b""
-        if out or not more:
-            await self._begin(None)
-            await self._send({**message, "body": out, "more_body": more})
+        else:
+            self._held += message.get("body", b"")
+            more = bool(message.get("more_body"))
+            body: bytes | None = None
+            if self._streams:
+                *events, self._held = self._held.split(b"\n\n")
+                body = b"".join(self._event(event) + b"\n\n" for event in events) + (b"" if more else self._held)
+            elif not more:
+                body = self._annotated_body(self._held)
+            if body or not more:
+                await self._begin(None if self._streams else len(body or b""))
+                await self._send({**message, "body": body, "more_body": more})
 
     def _event(self, event: bytes) -> bytes:
-        if not event.startswith(b"data: "):
-            return event
-        content = _parsed(event[6:])
-        if content is None or not isinstance(content.get("choices"), list):
-            return event
-        self._annotate(content)
-        return b"data: " + json.dumps(content, ensure_ascii=False).encode()
+        return b"data: " + self._annotated_body(event[6:]) if event.startswith(b"data: ") else event
 
-    def _annotate(self, content: dict[str, Any]) -> None:
-        """Add each prompt's item once: in the only body, or in the first chunk after its prefill."""
-        note = self._note
+    def _annotated_body(self, body: bytes) -> bytes:
+        """Return the body with each prompt's item, once: in the only body, or in the first chunk after its prefill."""
+        note, content = self._note, _parsed(body)
+        if content is None or not isinstance(content.get("choices"), list):
+            return body
         for choice in content["choices"]:
-            place = int(choice.get("index", 0)) // note.choices
-            if note.gated(place) and choice.get("finish_reason") is not None:
+            verdict = note.withheld(int(choice.get("index", 0)) // note.choices)
+            if verdict is not None and choice.get("finish_reason") is not None:
                 choice["finish_reason"] = WITHHELD
-                self._tell(choice, note.message(place))
+                self._tell(choice, verdict.message)
         self._uncount(content)
-        body = note.body()
-        if body is None or not content["choices"]:
-            return
-        if "data" in body:
-            fresh = [item for item in body["data"] if item["index"] not in self._annotated]
-            self._annotated |= {item["index"] for item in fresh}
-            if not fresh:
-                return
-            body["data"] = fresh
-        content["hallutracer"] = body
+        found = note.body()
+        if found is not None and content["choices"]:
+            if "data" in found:
+                found["data"] = [item for item in found["data"] if item["index"] not in self._annotated]
+                self._annotated |= {item["index"] for item in found["data"]}
+            if found.get("data", True):
+                content["hallutracer"] = found
+        return json.dumps(content, ensure_ascii=False).encode()
 
     def _tell(self, choice: dict[str, Any], message: str | None) -> None:
         """Put the policy's message into a withheld choice: OpenAI's ``refusal``; a text completion has none."""
@@ -275,7 +240,7 @@ class _ResponseWriter:
             return
         whole = not content["choices"] or not self._streams  # else a chunk's own, of its choices alone
         places = range(len(note.judgements)) if whole else {one["index"] // note.choices for one in content["choices"]}
-        counted = sum(map(note.gated, places)) * (note.choices if whole else 1)
+        counted = sum(note.withheld(place) is not None for place in places) * (note.choices if whole else 1)
         usage["completion_tokens"] -= counted
         usage["total_tokens"] -= counted
 
@@ -284,50 +249,41 @@ class _ResponseWriter:
             return
         start, self._start = self._start, None
         headers = MutableHeaders(scope=start)
+        headers.update(self._note.headers())
         if length is not None:
             headers["content-length"] = str(length)
-        for name, value in self._note.headers().items():
-            headers[name] = value
         if start["status"] == NotReady.status:
             headers.setdefault("retry-after", str(RETRY_S))  # vLLM's error handlers drop headers
         await self._send(start)
 
 
 def _moves(content: dict[str, Any]) -> Iterator[str]:
-    """The fields of a chat's body that change how its messages are rendered."""
+    """Yield the fields of a chat's body that change how its messages are rendered."""
     yield from (name for name, same in AS_TRAINED.items() if content.get(name) not in (None, same))
     transfer = content.get("kv_transfer_params")
     if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
         yield "kv_transfer_params.prompt_token_ids"  # taken instead of the messages
 
 
+def _chats(messages: Any) -> list[Any]:
+    """Return a chat's messages as the only one of a batch, or those of a batch."""
+    if not isinstance(messages, list):
+        return []
+    return messages if messages and isinstance(messages[0], list) else [messages]
+
+
 def _answered(messages: Any) -> tuple[str, ...]:
-    """``chat_violations`` of a chat's messages, or of any of a batch's."""
-    if not isinstance(messages, list) or not messages:
-        return ()
-    chats = messages if isinstance(messages[0], list) else [messages]
-    ends = [chat[-1] for chat in chats if isinstance(chat, list) and chat and isinstance(chat[-1], dict)]
+    """Return ``chat_violations`` of a chat's messages, or of any of a batch's."""
+    ends = [chat[-1] for chat in _chats(messages) if isinstance(chat, list) and chat and isinstance(chat[-1], dict)]
     return next(filter(None, (chat_violations([end]) for end in ends)), ())
 
 
 def _shapes(messages: Any) -> tuple[Shape, ...]:
-    """Of a chat, or of each one of a batch."""
-    if not isinstance(messages, list):
-        return ()
-    chats = messages if messages and isinstance(messages[0], list) else [messages]
-    return tuple(shape_of(chat if isinstance(chat, list) else []) for chat in chats)
-
-
-def _truth(value: Any) -> bool:
-    """What vLLM makes of a flag; it refuses what is none."""
-    try:
-        return _FLAG.validate_python(value)
-    except ValidationError:
-        return False
+    return tuple(shape_of(chat if isinstance(chat, list) else []) for chat in _chats(messages))
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value."""
+    """Yield every text in a JSON value."""
     pending = [value]
     while pending:
         one = pending.pop()

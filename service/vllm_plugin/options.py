@@ -12,34 +12,14 @@ from pathlib import Path
 
 from probes_store.bundle import Bundle
 from probes_store.store import Store
+from service import settings
 from service.audit.file import AuditFile
 from service.errors import HalluTracerError
 from service.library.engine import open_store
 from service.options import parse
 from service.policies.guard import Action
 from service.policies.policy import Policies, load_policies
-from service.settings import (
-    DEFAULT_MESSAGE,
-    DEFAULT_STORE,
-    AbstainMessage,
-    AllowOpenStore,
-    AuditLogFile,
-    AuditRequired,
-    BundleNames,
-    CallersMay,
-    DeadlineS,
-    MaxQueue,
-    MessageInContent,
-    PoliciesFile,
-    PolicyName,
-    RequireSignature,
-    ServiceSettings,
-    StoreCache,
-    StorePlace,
-    Threshold,
-    env,
-    section,
-)
+from service.settings import ServiceSettings, env, section
 
 log = logging.getLogger("hallutracer")
 
@@ -49,21 +29,21 @@ log = logging.getLogger("hallutracer")
 class PluginVariables:
     """What the plugin reads; names, types and limits are those of ``hallutracer serve``."""
 
-    bundle: BundleNames = ()
-    store: StorePlace = DEFAULT_STORE
-    store_cache: StoreCache = None
-    require_signature: RequireSignature = None
-    allow_open_store: AllowOpenStore = False
-    policy: PolicyName = "observe"  # a running server answers as before until its operator decides otherwise
-    policies: PoliciesFile = None
-    abstain_message: AbstainMessage = DEFAULT_MESSAGE
-    threshold: Threshold = None
-    callers_may: CallersMay = ()
-    message_in_content: MessageInContent = False
-    audit_log: AuditLogFile = None
-    audit_required: AuditRequired = False
-    deadline_s: DeadlineS = ServiceSettings.deadline_s
-    max_queue: MaxQueue = ServiceSettings.max_queue
+    bundle: settings.BundleNames = ()
+    store: settings.StorePlace = settings.DEFAULT_STORE
+    store_cache: settings.StoreCache = None
+    require_signature: settings.RequireSignature = None
+    allow_open_store: settings.AllowOpenStore = False
+    policy: settings.PolicyName = "observe"  # a running server answers as before until its operator decides otherwise
+    policies: settings.PoliciesFile = None
+    abstain_message: settings.AbstainMessage = settings.DEFAULT_MESSAGE
+    threshold: settings.Threshold = None
+    callers_may: settings.CallersMay = ()
+    message_in_content: settings.MessageInContent = False
+    audit_log: settings.AuditLogFile = None
+    audit_required: settings.AuditRequired = False
+    deadline_s: settings.DeadlineS = ServiceSettings.deadline_s
+    max_queue: settings.MaxQueue = ServiceSettings.max_queue
 
 
 @dataclass(frozen=True)
@@ -79,41 +59,28 @@ class PluginOptions:
 
 
 def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
-    """From ``PluginVariables``; a ``HALLUTRACER_`` variable that is none of them is logged with the nearest name."""
+    """Return what ``PluginVariables`` say; any other ``HALLUTRACER_`` variable is logged with the nearest name."""
     variables, warnings = parse(PluginVariables, environment)
     for warning in warnings:
         log.warning(warning)
     if not variables.bundle:
         raise HalluTracerError(f"set {env('bundle')} to the bundle that reads this model, such as my-probe@production")
     store = open_store(
-        variables.store,
-        cache=variables.store_cache,
-        require_signature=variables.require_signature,
+        variables.store, cache=variables.store_cache, require_signature=variables.require_signature,
         allow_open_store=variables.allow_open_store,
-    )
-    policies = _policies(load_policies(variables.policies, variables.abstain_message, variables.policy))
-    settings = ServiceSettings(
-        policy=variables.policy,
-        threshold=variables.threshold,
-        callers_may=variables.callers_may,
-        deadline_s=variables.deadline_s,
-        max_queue=variables.max_queue,
-        message_in_content=variables.message_in_content,
-    )
+    )  # fmt: skip
+    policies = load_policies(variables.policies, variables.abstain_message, variables.policy)
+    own = "needs HalluTracer's own service (hallutracer serve --engine vllm)"
+    if policies.rules:
+        raise HalluTracerError(f"[[rule]] in the policies file {own}")
+    for policy in policies.named.values():
+        if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
+            raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
+    names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content")
+    served = ServiceSettings(**{name: getattr(variables, name) for name in names})
     bundles = {name: store.load(name) for name in variables.bundle}
     if variables.audit_log is not None:
         AuditFile(variables.audit_log).close()  # said now, and not once vLLM answers
     elif variables.audit_required:
         raise HalluTracerError(f"{env('audit-required')} needs {env('audit-log')}")
-    return PluginOptions(store, bundles, policies, settings, variables.audit_log, variables.audit_required)
-
-
-def _policies(found: Policies) -> Policies:
-    """Raises HalluTracerError for what only our own service can do."""
-    own = "needs HalluTracer's own service (hallutracer serve --engine vllm)"
-    if found.rules:
-        raise HalluTracerError(f"[[rule]] in the policies file {own}")
-    for policy in found.named.values():
-        if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
-            raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
-    return found
+    return PluginOptions(store, bundles, policies, served, variables.audit_log, variables.audit_required)

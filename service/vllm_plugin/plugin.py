@@ -65,13 +65,9 @@ class HalluTracerPlugin:
         if options.audit_log is not None:
             audit = Auditor(options.audit_log, required=options.audit_required, count=metrics.audit_lines)
         self.service = service = Service.of(
-            self._load,
-            aliases_of=options.store.aliases,
-            settings=options.settings,
-            policies=options.policies,
-            metrics=metrics,
-            audit=audit,
-        )
+            self._load, aliases_of=options.store.aliases, settings=options.settings, policies=options.policies,
+            metrics=metrics, audit=audit,
+        )  # fmt: skip
         own = create_app(service)
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))

@@ -23,7 +23,7 @@ from service.audit.events import Who
 from service.cli.reload import Stamps, watch
 from service.engines.base import Engine
 from service.scoring import Scorer
-from service.serving.rollout import RolloutPlan
+from service.serving.catalogue import RolloutPlan
 from tests.key_files import add_key, revoke_key
 from tests.running import App, until
 
@@ -61,7 +61,7 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr("service.serving.access.WATCH_S", 600.0)  # what is told is told by the reload
+    monkeypatch.setattr("service.serving.service.WATCH_S", 600.0)  # what is told is told by the reload
     with serving(tmp_path) as found:
         yield found
 
@@ -241,7 +241,7 @@ def test_a_key_that_is_revoked_while_an_older_file_is_read_stays_revoked(
 
 
 def test_a_reader_that_fails_otherwise_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.serving.access.WATCH_S", 0.02)
+    monkeypatch.setattr("service.serving.service.WATCH_S", 0.02)
     path = tmp_path / "keys.toml"
     add_key(path, "one", {"scopes": ["score"]})
     read, fails = KeyRing.read, [True]

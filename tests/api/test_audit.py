@@ -145,7 +145,7 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
 def test_keys_that_change_are_audited_and_without_the_log_none_is_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.serving.access.WATCH_S", 0.02)
+    monkeypatch.setattr("service.serving.service.WATCH_S", 0.02)
     path = tmp_path / "keys.toml"
     one = add_key(path, "one", {"scopes": ["score"]})
     with audited(tmp_path, keys_file=path) as app:

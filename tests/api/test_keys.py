@@ -178,7 +178,7 @@ def stale(app: App) -> bool:
 def test_a_changed_file_is_in_force_soon_and_a_broken_one_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.serving.access.WATCH_S", 0.02)
+    monkeypatch.setattr("service.serving.service.WATCH_S", 0.02)
     path = tmp_path / "keys.toml"
     one = add_key(path, "one", {"scopes": ["score"]})
     with App(tmp_path, names=["tiny"], keys_file=path).started() as app:

@@ -19,7 +19,7 @@ from probes_store.bucket import Objects
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.scoring import Scorer
-from service.serving.rollout import RolloutPlan
+from service.serving.catalogue import RolloutPlan
 from tests.command_line import ROOT, hallutracer, one_line_says
 from tests.matching import matching_draft
 from tests.probes_store.hub_stand_in import TOKEN, Hub, hub_stand_in

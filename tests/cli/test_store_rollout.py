@@ -19,10 +19,8 @@ from probes_store.trust import Signing, required_signature
 from service.cli import reload as reloading
 from service.cli.reload import Stamps, load_again, stamps, watch
 from service.errors import NotFound
-from service.serving.catalogue import Loaded
-from service.serving.lifecycle import Lifecycle
-from service.serving.rollout import RolloutPlan
-from service.serving.service import Service
+from service.serving.catalogue import Loaded, RolloutPlan
+from service.serving.service import Lifecycle, Service
 from tests.matching import matching_draft
 from tests.probes_store.keys import key_pair
 from tests.running import App

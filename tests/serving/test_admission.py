@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from heapq import heappop, heappush
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -58,20 +60,16 @@ def test_bursts_do_not_look_fast_and_a_short_crowd_says_nothing() -> None:
     assert noted(speed, (10, 0.1), crowded=False) is None
 
 
-def test_a_full_queue_says_when_to_retry() -> None:
-    full = {"waiting": 8, "max_waiting": 10, "ahead": 800, "seconds": 30.0}
-    check_space(2, **full, tokens_per_second=None)
+def test_a_full_queue_says_when_to_retry_and_what_would_end_too_late_is_refused() -> None:
+    full: dict[str, Any] = {"waiting": 8, "max_waiting": 10, "ahead": 800}
+    check_space(2, **full, seconds=30.0, tokens_per_second=None)
     for speed, retry in ((None, 1), (100, 8), (0.001, MAX_RETRY_S)):
         with pytest.raises(Overloaded) as refused:
-            check_space(3, **full, tokens_per_second=speed)
+            check_space(3, **full, seconds=30.0, tokens_per_second=speed)
         assert refused.value.retry_after_s == retry
-
-
-def test_a_request_that_cannot_be_answered_in_time_is_refused() -> None:
-    load = {"waiting": 8, "max_waiting": 1000, "ahead": 800, "tokens_per_second": 100.0}
-    check_space(1, **load, seconds=11)
+    check_space(1, **full, seconds=11, tokens_per_second=100.0)
     with pytest.raises(Overloaded):
-        check_space(1, **load, seconds=10)
+        check_space(1, **full, seconds=10, tokens_per_second=100.0)
 
 
 @given(st.lists(COSTS, min_size=2, max_size=5))
@@ -130,23 +128,24 @@ def test_the_wait_of_one_caller_is_not_that_of_another() -> None:
     assert shares.is_empty
 
 
+@pytest.fixture
+def lanes() -> Iterator[Tokenizing]:
+    yield (made := Tokenizing(4))
+    made.close()
+
+
 @pytest.mark.anyio
-async def test_short_texts_pass_a_long_one_and_results_come_back() -> None:
-    lanes, release = Tokenizing(4), threading.Event()
+async def test_short_texts_pass_a_long_one_and_results_come_back(lanes: Tokenizing) -> None:
+    release = threading.Event()
     long = asyncio.create_task(lanes.run(LONG, lambda: release.wait(20)))
     assert await lanes.run(LONG - 1, lambda: "short") == "short"
     assert not long.done()
     release.set()
     assert await long is True
-    lanes.close()
-
-
-@pytest.mark.anyio
-async def test_only_the_shortest_texts_are_rendered_on_the_loop() -> None:
-    lanes = Tokenizing(4)
-    assert await lanes.run(INLINE, threading.current_thread) is threading.current_thread()
-    assert await lanes.run(INLINE + 1, threading.current_thread) is not threading.current_thread()
-    lanes.close()
+    for size, here in ((INLINE, True), (INLINE + 1, False)):  # only the shortest are rendered on the loop
+        assert (await lanes.run(size, threading.current_thread) is threading.current_thread()) is here
+        with pytest.raises(ZeroDivisionError):  # what a text does wrong is raised
+            await lanes.run(size, lambda: 1 // 0)
 
 
 def test_many_empty_prompts_are_not_short() -> None:
@@ -156,17 +155,8 @@ def test_many_empty_prompts_are_not_short() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("size", [1, INLINE + 1])
-async def test_what_a_text_does_wrong_is_raised(size: int) -> None:
-    lanes = Tokenizing(4)
-    with pytest.raises(ZeroDivisionError):
-        await lanes.run(size, lambda: 1 // 0)
-    lanes.close()
-
-
-@pytest.mark.anyio
-async def test_a_lane_is_bounded_and_those_who_leave_make_room() -> None:
-    lanes, release = Tokenizing(4), threading.Event()
+async def test_a_lane_is_bounded_and_those_who_leave_make_room(lanes: Tokenizing) -> None:
+    release = threading.Event()
     waiting = [asyncio.create_task(lanes.run(LONG, lambda: release.wait(20))) for _ in range(MAX_LONG)]
     await asyncio.sleep(0.05)
     with pytest.raises(Overloaded):
@@ -177,4 +167,3 @@ async def test_a_lane_is_bounded_and_those_who_leave_make_room() -> None:
     release.set()
     assert await last is True
     await asyncio.gather(*waiting[:-1])
-    lanes.close()

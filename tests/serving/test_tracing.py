@@ -1,13 +1,18 @@
-"""Bad variables, requests that end badly, and spans that nobody takes; tests/test_traces.py has the rest."""
+"""Traces as a real OTLP receiver gets them: of the real service on the demo model, and of requests that end badly."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,12 +24,279 @@ from service.serving import tracing
 from service.serving.tracing import Tracing
 from tests.api.test_guarantee import guaranteed
 from tests.api.test_uncertainty import known
-from tests.otlp import collector
+from tests.local_server import answer, listening
+from tests.otlp import Collector, Span, collector
 from tests.running import running, until
-from tests.serve_process import ROOT
+from tests.serve_process import MAY_CHOOSE, ROOT, ServeProcess, serve
 
-NOWHERE = "http://127.0.0.1:9/v1/traces"
-HEADERS = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+ASKED = "What is the capital of the Solomon Islands?"
+CHATS = "/v1/chat/completions"
+CHAT = {"messages": [{"role": "user", "content": ASKED}], "model": "m", "temperature": 0, "max_tokens": 8}
+CALLER = "4bf92f3577b34da6a3ce929d0e0e4736"
+HEADERS = {"traceparent": f"00-{CALLER}-00f067aa0ba902b7-01"}
+KEY = "a-key-of-the-upstream"
+POLICIES = """
+[send]
+action = "fallback"
+threshold = 0.0
+upstream = "http://{address}/v1"
+upstream_model = "theirs"
+upstream_key_env = "UPSTREAM_KEY"
+"""
+
+
+@dataclass
+class Traced:
+    """The service, its collector, and the server that a policy falls back on."""
+
+    collector: Collector
+    service: ServeProcess = field(init=False)
+    calls: int = 0
+    status: int = 200  # of the other server
+    headers: dict[str, str] = field(default_factory=dict)  # that it got
+
+    def say(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        self.headers = {name.lower(): value for name, value in request.headers.items()}
+        choice, usage = {"index": 0, "finish_reason": "length"}, {"prompt_tokens": 12, "completion_tokens": 3}
+        if json.loads(body).get("stream"):
+            chunk = {"choices": [choice | {"delta": {"content": "A secret."}}], "usage": usage}
+            answer(request, 200, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode(), "text/event-stream")
+            return
+        whole = {"choices": [choice | {"message": {"role": "assistant", "content": "A secret."}}], "usage": usage}
+        answer(request, self.status, json.dumps(whole).encode())
+
+    def post(self, path: str = CHATS, policy: str | None = None, **body: Any) -> httpx.Response:
+        xargs = {} if policy is None else {"vllm_xargs": {"hallutracer_policy": policy}}
+        return httpx.post(f"{self.service.url}{path}", json=CHAT | xargs | body, headers=self.header(), timeout=60)
+
+    def header(self, flags: str = "01") -> dict[str, str]:
+        self.calls += 1
+        return {"traceparent": f"00-{self.trace_id}-00f067aa0ba902b7-{flags}", "baggage": "user=alice"}
+
+    @property
+    def trace_id(self) -> str:
+        """Of the newest call."""
+        return f"{CALLER[:-4]}{self.calls:04x}"
+
+    def trace(self) -> dict[str, Span]:
+        return self.collector.trace(self.trace_id)
+
+    def lines(self, **fields: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.service.log().splitlines() if line.startswith("{")]
+        return [line for line in lines if all(line.get(name) == value for name, value in fields.items())]
+
+
+@pytest.fixture(scope="module")
+def _traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    policies = tmp_path_factory.mktemp("traces") / "policies.toml"
+    with collector() as sink, listening((made := Traced(sink)).say) as address:
+        policies.write_text(POLICIES.format(address=address))
+        with serve(
+            "--otlp-traces-endpoint", sink.endpoint, "--policies", str(policies), "--served-model-name", "m",
+            UPSTREAM_KEY=KEY, OTEL_EXPORTER_OTLP_HEADERS="x-tenant=acme", OTEL_RESOURCE_ATTRIBUTES="deployment=test",
+            OTEL_BSP_SCHEDULE_DELAY="20", **MAY_CHOOSE,
+        ) as made.service:  # fmt: skip
+            yield made
+
+
+@pytest.fixture
+def traced(_traced: Traced) -> Traced:
+    _traced.collector.status = _traced.status = 200
+    _traced.collector.free.set()
+    return _traced
+
+
+def test_an_answer(traced: Traced) -> None:
+    found = traced.post(policy="observe")
+    request_id, document, spans = found.headers["x-request-id"], found.json(), traced.trace()
+    names = ("POST /v1/chat/completions", "chat hallutracer-demo", "gate", "decode")
+    root, chat, gate, decode = (spans[name] for name in names)
+    assert set(spans) == set(names)
+    assert root.parent_id == "00f067aa0ba902b7"
+    assert [one.kind for one in (root, chat, gate, decode)] == ["server", "internal", "internal", "internal"]
+    assert (chat.parent_id, gate.parent_id, decode.parent_id) == (root.span_id, chat.span_id, chat.span_id)
+    assert not any(one.failed for one in spans.values())
+    assert root.start_ns <= gate.start_ns == chat.start_ns < gate.end_ns == decode.start_ns < decode.end_ns
+    assert decode.end_ns == chat.end_ns <= root.end_ns
+    assert root.attributes == {
+        "http.request.method": "POST", "http.route": CHATS, "url.path": CHATS, "http.response.status_code": 200,
+        "hallutracer.request_id": request_id,
+    }  # fmt: skip
+    judged, bundle = document["hallutracer"]["data"][0], document["hallutracer"]["bundle"]
+    ours = {f"hallutracer.bundle.{name}": bundle[name] for name in ("name", "version", "digest")}
+    ours["hallutracer.policy"] = "observe"
+    usage, reasons = document["usage"], [document["choices"][0]["finish_reason"]]
+    assert chat.attributes == ours | {
+        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "hallutracer",
+        "gen_ai.request.model": "hallutracer-demo", "gen_ai.response.model": "hallutracer-demo",
+        "gen_ai.request.max_tokens": 8, "gen_ai.request.temperature": 0.0, "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.stream": False, "gen_ai.response.finish_reasons": reasons,
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "hallutracer.prompts": 1,
+    }  # fmt: skip
+    times = {name: gate.attributes[f"hallutracer.{name}_s"] for name in ("queue", "prefill", "probe")}
+    assert all(value > 0 for value in times.values())
+    assert gate.end_ns - gate.start_ns == pytest.approx(sum(times.values()) * 1e9, rel=1e-6)
+    assert gate.attributes == ours | {f"hallutracer.{name}_s": value for name, value in times.items()} | {
+        "hallutracer.index": 0, "hallutracer.risk": pytest.approx(judged["risk"], abs=1e-12),
+        "hallutracer.decision": "continue", "hallutracer.threshold": judged["threshold"],
+        "hallutracer.flagged": judged["flagged"], "hallutracer.outside_training": judged["outside_training"],
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+    }  # fmt: skip
+    told = {"gen_ai.usage.output_tokens": usage["completion_tokens"], "gen_ai.response.finish_reasons": reasons}
+    assert decode.attributes == told
+    assert (root.resource["service.name"], root.resource["deployment"]) == ("hallutracer", "test")
+    assert traced.collector.headers[-1]["x-tenant"] == "acme"
+    (line,) = traced.lines(request_id=request_id)
+    assert line["trace_id"] == traced.trace_id
+
+
+def test_a_withheld_answer(traced: Traced) -> None:
+    found = traced.post(vllm_xargs={"hallutracer_policy": "gate", "hallutracer_threshold": 0.0}).json()
+    spans = traced.trace()
+    assert set(spans) == {"POST /v1/chat/completions", "chat hallutracer-demo", "gate"}
+    chat, gate = spans["chat hallutracer-demo"], spans["gate"]
+    assert found["choices"][0]["finish_reason"] == "content_filter"
+    assert chat.attributes["gen_ai.response.finish_reasons"] == ["content_filter"]
+    assert chat.attributes["gen_ai.usage.output_tokens"] == 0
+    assert (gate.attributes["hallutracer.decision"], gate.attributes["hallutracer.flagged"]) == ("abstain", True)
+    assert gate.end_ns == chat.end_ns
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_a_policy_falls_back_on(traced: Traced, stream: bool) -> None:
+    assert "A secret." in traced.post(policy="send", stream=stream).text
+    spans = traced.trace()
+    root, theirs, chat = spans["POST /v1/chat/completions"], spans["chat theirs"], spans["chat hallutracer-demo"]
+    assert (theirs.kind, theirs.parent_id, theirs.failed) == ("client", root.span_id, False)
+    address = traced.headers["host"].split(":")
+    assert theirs.attributes == {
+        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "openai", "gen_ai.request.model": "theirs",
+        "gen_ai.usage.input_tokens": 12, "gen_ai.usage.output_tokens": 3,
+        "gen_ai.response.finish_reasons": ["length"], "server.address": address[0], "server.port": int(address[1]),
+    }  # fmt: skip
+    assert traced.headers["traceparent"] == f"00-{theirs.trace_id}-{theirs.span_id}-01"
+    assert "baggage" not in traced.headers
+    assert chat.attributes["gen_ai.response.finish_reasons"] == ["content_filter"]
+    assert chat.attributes["gen_ai.request.stream"] is stream
+    assert chat.end_ns <= theirs.start_ns < theirs.end_ns <= root.end_ns
+
+
+def test_an_upstream_that_fails(traced: Traced) -> None:
+    traced.status = 500
+    assert traced.post(policy="send").status_code == 502
+    spans = traced.trace()
+    root, theirs, chat = spans["POST /v1/chat/completions"], spans["chat theirs"], spans["chat hallutracer-demo"]
+    assert root.attributes["error.type"] == theirs.attributes["error.type"] == "upstream_failed"
+    assert root.attributes["http.response.status_code"] == 502
+    assert (root.failed, theirs.failed, chat.failed) == (True, True, False)  # the model did what it should
+    assert "error.type" not in chat.attributes
+
+
+def test_many_prompts(traced: Traced) -> None:
+    response = httpx.post(f"{traced.service.url}/score", json={"prompt": [ASKED] * 20}, headers=traced.header())
+    assert len(response.json()["data"]) == 20
+    until(lambda: any(one.kind == "server" for one in traced.collector.of(traced.trace_id)))
+    spans = traced.collector.of(traced.trace_id)
+    assert sorted(one.attributes["hallutracer.index"] for one in spans if one.name == "gate") == list(range(16))
+    (score,) = (one for one in spans if one.name == "score hallutracer-demo")
+    assert score.attributes["hallutracer.prompts"] == 20
+    told = {name for name in score.attributes if name.startswith(("gen_ai.request.m", "gen_ai.response.f"))}
+    assert told == {"gen_ai.request.model"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "name"),
+    [
+        (CHATS, {"max_tokens": -1}, "invalid_request", "POST /v1/chat/completions"),
+        ("/no/Solomon", {}, "not_found", "POST"),
+    ],
+)
+def test_a_refused_request_is_no_error_of_the_server(
+    traced: Traced, path: str, body: dict[str, Any], code: str, name: str
+) -> None:
+    status = traced.post(path, **body).status_code
+    (root,) = traced.trace().values()
+    assert (root.name, root.failed, root.attributes["error.type"]) == (name, False, code)
+    assert root.attributes["http.response.status_code"] == status
+
+
+def test_what_the_caller_does_not_sample_is_not_sent_and_routine_is_not_traced(traced: Traced) -> None:
+    headers, unsampled = traced.header("00"), traced.trace_id
+    assert httpx.post(f"{traced.service.url}/score", json={"prompt": ASKED}, headers=headers).status_code == 200
+    for path in ("/metrics", "/health/ready"):
+        headers, routine = traced.header(), traced.trace_id
+        assert httpx.get(f"{traced.service.url}{path}", headers=headers).status_code == 200
+        assert not traced.lines(trace_id=routine)
+    traced.post(policy="observe")
+    traced.trace()
+    assert traced.collector.of(unsampled) == traced.collector.of(routine) == []
+    assert traced.lines(trace_id=unsampled)
+
+
+@pytest.mark.parametrize("given", ["", "00-xyz", f"00-{'0' * 32}-00f067aa0ba902b7-01"])
+def test_a_request_without_a_usable_traceparent_begins_a_trace(traced: Traced, given: str) -> None:
+    headers = {"traceparent": given} if given else {}
+    found = httpx.post(f"{traced.service.url}/score", json={"prompt": ASKED}, headers=headers)
+    request_id = found.headers["x-request-id"]
+    until(lambda: bool(traced.lines(request_id=request_id)))
+    (line,) = traced.lines(request_id=request_id)
+    assert traced.collector.trace(line["trace_id"])["POST /score"].parent_id == ""
+
+
+def test_no_prompt_answer_or_key_is_sent(traced: Traced) -> None:
+    traced.post(policy="send")
+    traced.trace()
+    answered = traced.post(policy="observe").json()["choices"][0]["message"]["content"]
+    traced.trace()
+    everything = " ".join(one.raw for one in traced.collector.spans)
+    assert "hallutracer.risk" in everything
+    for private in ("Solomon", "A secret.", KEY, "alice", "acme", answered.strip()):
+        assert private
+        assert private not in everything
+
+
+def test_a_collector_that_fails_or_hangs_costs_no_request(traced: Traced) -> None:
+    sink = traced.collector
+    for status, free in ((503, True), (500, False)):  # the second takes a batch, and says nothing
+        sink.status, calls = status, sink.calls
+        if not free:
+            sink.free.clear()
+        for _ in range(3):
+            assert traced.post(policy="observe").status_code == 200
+        until(lambda: sink.calls > calls)  # noqa: B023
+    assert traced.post(policy="observe").status_code == 200  # while it hangs
+    assert not sink.free.is_set()
+    sink.status = 200
+    sink.free.set()
+    traced.post(policy="observe")
+    assert "gate" in traced.trace()  # well again, and so are the traces
+
+
+def test_the_end_of_the_service_sends_what_is_left(traced: Traced) -> None:
+    """The last test with this service: it ends it."""
+
+    def refused() -> bool:
+        try:
+            httpx.get(f"{traced.service.url}/health/live")
+        except httpx.TransportError as error:  # or it took the connection and is about to close
+            return isinstance(error, httpx.ConnectError)
+        return False
+
+    sink, process = traced.collector, traced.service.process
+    sink.free.clear()
+    calls = sink.calls
+    traced.post(policy="observe")
+    until(lambda: sink.calls > calls)
+    traced.post(policy="observe")  # waits behind the batch that hangs
+    process.terminate()
+    until(refused)
+    assert traced.collector.of(traced.trace_id) == []
+    sink.free.set()
+    assert process.wait(60) == 0
+    assert set(traced.trace()) == {"POST /v1/chat/completions", "chat hallutracer-demo", "gate", "decode"}
 
 
 @pytest.mark.parametrize(
@@ -43,57 +315,42 @@ HEADERS = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-
 def test_a_variable_that_cannot_be_read_is_an_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, word: str
 ) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
-    monkeypatch.setenv(name, value)
+    for given, text in {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.5", name: value}.items():
+        monkeypatch.setenv(given, text)
     with pytest.raises(HalluTracerError, match=word) as caught:
-        Tracing(NOWHERE)
+        Tracing("http://127.0.0.1:9/v1/traces")
     assert "s3cret" not in str(caught.value)
     assert logging.getLogger("opentelemetry").propagate
     assert not logging.getLogger("opentelemetry").handlers
 
 
-def test_the_share_that_is_sampled_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+def end(found: Tracing, headers: dict[str, str], method: str = "GET", route: str | None = "/score") -> str | None:
+    """Trace one request, and close."""
+    request = found.request(headers, method)
+    request.end("id", route, 200, None)
+    found.close()
+    return request.id
+
+
+def test_sampled_away_switched_off_and_an_invented_method(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as sink:
-        found = Tracing(sink.endpoint)
-        found.request(HEADERS, "GET").end("id", "/score", 200, None)
-        found.close()
-        assert sink.calls == 0
-
-
-def test_the_library_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    with collector() as sink:
-        found = Tracing(sink.endpoint)
-        request = found.request({}, "GET")
-        request.end("id", "/score", 200, None)
-        found.close()
-        assert (request.id, sink.calls) == (None, 0)
-
-
-def test_a_method_that_anybody_may_invent_is_no_name() -> None:
-    with collector() as sink:
-        found = Tracing(sink.endpoint)
-        found.request({}, "SECRET").end("id", None, 405, "method_not_allowed")
-        found.close()
+        end(Tracing(sink.endpoint), {}, "SECRET", None)
         assert [(one.name, one.attributes["http.request.method"]) for one in sink.spans] == [("_OTHER", "_OTHER")]
+        sampler = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
+        for variables, headers in ((sampler, HEADERS), ({"OTEL_SDK_DISABLED": "true"}, {})):
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            assert (end(Tracing(sink.endpoint), headers) is not None) is bool(headers)
+        assert sink.calls == 1
 
 
 def test_the_end_does_not_wait_for_a_collector_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "FLUSH_S", 0.2)
     with collector() as sink:
         sink.free.clear()
-        found = Tracing(sink.endpoint)
-        found.request({}, "GET").end("id", "/score", 200, None)
-        found.close()
+        end(Tracing(sink.endpoint), {})
         assert any(thread.name == "traces" for thread in threading.enumerate())  # it hangs, and nobody waits for it
-
-
-def test_a_process_that_ends_at_once_does_not_wait_either() -> None:
-    with collector() as sink:
+    with collector() as sink:  # nor does a process that ends at once
         sink.free.clear()
         code = f"""
 from service.serving.tracing import Tracing
@@ -104,8 +361,7 @@ print("over")
         limits = {"OTEL_BSP_SCHEDULE_DELAY": "600000", "OTEL_EXPORTER_OTLP_TIMEOUT": "300"}
         found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | limits, capture_output=True,
                                text=True, timeout=25)  # fmt: skip
-        assert found.stdout == "over\n", found.stderr
-        assert sink.calls == 0
+        assert (found.stdout, sink.calls) == ("over\n", 0), found.stderr
 
 
 def test_spans_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,17 +385,12 @@ def test_a_collector_that_is_gone_costs_no_request(
     monkeypatch.setattr(tracing, "FLUSH_S", 0.2)
     with collector() as sink:
         endpoint = Tracing(sink.endpoint)
-        gone = sink.address
-        service = running(tmp_path, tracing=endpoint)
-        serving = service.__enter__()
-        assert serving.post(prompt="Why?").status_code == 200
-        until(lambda: bool(sink.spans))
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://{gone}")
-    for _ in range(3):
-        assert serving.post(prompt="Why?").status_code == 200
-    until(lambda: any("opentelemetry" in record.name for record in caplog.records))  # and the log tells
-    service.__exit__(None, None, None)
+        httpx.get(f"http://{sink.address}")
+    with running(tmp_path, tracing=endpoint) as service:
+        for _ in range(3):
+            assert service.post(prompt="Why?").status_code == 200
+        until(lambda: any("opentelemetry" in record.name for record in caplog.records))  # and the log tells
 
 
 def test_a_prompt_that_is_never_judged_has_a_gate_that_failed(tmp_path: Path) -> None:
@@ -170,26 +421,21 @@ def test_a_stream_whose_reader_leaves_ends_its_spans(tmp_path: Path) -> None:
         assert {one.attributes.get("error.type") for one in (root, chat, decode)} == {"client_closed_request"}
         assert "error.type" not in spans["gate"].attributes
         assert not any(one.failed for one in spans.values())  # nobody's fault
-        assert 0 < decode.attributes["gen_ai.usage.output_tokens"] < 400
-        assert decode.attributes["gen_ai.usage.output_tokens"] == chat.attributes["gen_ai.usage.output_tokens"]
+        tokens = [one.attributes["gen_ai.usage.output_tokens"] for one in (decode, chat)]
+        assert 0 < tokens[0] == tokens[1] < 400
         assert not any("gen_ai.response.finish_reasons" in one.attributes for one in spans.values())
 
 
-def test_a_prompt_unlike_training_is_told(tmp_path: Path) -> None:
+def test_what_lies_outside_and_a_guarantee_are_told_as_the_answer_tells_them(tmp_path: Path) -> None:
     with collector() as sink:
-        with running(tmp_path, names=(), add=[known], tracing=Tracing(sink.endpoint)) as service:
-            found = service.post(prompt="Why?").json()["data"][0]["outside_training"]
-        [gate] = [one for one in sink.spans if one.name == "gate"]
-        assert gate.attributes["hallutracer.outside_training"] is found
-
-
-def test_a_guarantee_is_told_as_the_answer_tells_it(tmp_path: Path) -> None:
-    with collector() as sink:
-        with running(tmp_path, names=(), add=[guaranteed], tracing=Tracing(sink.endpoint)) as service:
-            sampled = {"generate": {"max_tokens": 2, "temperature": 1.0}}
-            told = [service.post(prompt="Why?", **more).json()["guarantee"] for more in ({}, sampled)]
-        gates = [one.attributes for one in sink.spans if one.name == "gate"]
-        assert [told[0]["holds"], told[1]["holds"]] == [True, False]
+        options: dict[str, Any] = {"names": (), "add": [known, guaranteed], "tracing": Tracing(sink.endpoint)}
+        with running(tmp_path, **options) as service:
+            outside = service.post(prompt="Why?").json()["data"][0]["outside_training"]
+            sampled = {"bundle": "sure", "generate": {"max_tokens": 2, "temperature": 1.0}}
+            told = [service.post(prompt="Why?", **more).json()["guarantee"] for more in ({"bundle": "sure"}, sampled)]
+        first, *gates = [one.attributes for one in sink.spans if one.name == "gate"]
+        assert first["hallutracer.outside_training"] is outside
+        assert [one["holds"] for one in told] == [True, False]
         for gate, guarantee in zip(gates, told, strict=True):
             assert gate["hallutracer.guarantee.holds"] is guarantee["holds"]
             assert gate["hallutracer.guarantee.void"] == guarantee["void"]
@@ -200,16 +446,9 @@ def test_a_caller_who_leaves_an_upstream_ends_its_span(tmp_path: Path) -> None:
         other.free.clear()
         sends = Policy("send", Action.FALLBACK, 0.0, upstream=Upstream(f"http://{other.address}/v1", "theirs"))
         with running(tmp_path, policies={"send": sends}, tracing=Tracing(sink.endpoint)) as service:
-            body = {"model": "scripted", "messages": [{"role": "user", "content": "Why?"}],
-                    "vllm_xargs": {"hallutracer_policy": "send"}}  # fmt: skip
-            left = threading.Thread(target=_leave, args=(f"{service.url}/v1/chat/completions", body, other))
-            left.start()
-            left.join()
+            body = CHAT | {"model": "scripted", "vllm_xargs": {"hallutracer_policy": "send"}}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{service.url}{CHATS}", json=body, timeout=1.0)
             until(lambda: service.metric("hallutracer_upstream_requests_total") == 1)
-        [theirs] = [one for one in sink.spans if one.name == "chat theirs"]
+        (theirs,) = (one for one in sink.spans if one.name == "chat theirs")
         assert theirs.attributes["error.type"] == "given_up"
-
-
-def _leave(url: str, body: object, other: object) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(url, json=body, timeout=1.0)

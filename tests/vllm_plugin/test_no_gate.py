@@ -11,121 +11,107 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from service.demo import MODEL_DIR
+from service.engines.base import EngineOptions
+from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.launch import WORKER
 from service.engines.vllm.wire import GATED, KEY
+from service.errors import ModelLoadError
 from service.vllm_plugin.front_end import SERVERS, check
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.serve_process import PATHS
+from tests.vllm_plugin.conftest import QUIET
 
 vllm_or_skip()
 
-ENDING_S = 240.0
 SAME: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
+LINE = ["--model", str(MODEL_DIR), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
 UNSAID = "this program starts a vLLM engine with no gate in front of it"
+
+
+def vllm(name: str) -> Any:
+    """Import what ``vllm.NAME`` is, late: vLLM's import takes ten seconds."""
+    try:
+        return importlib.import_module(f"vllm.{name}")
+    except ModuleNotFoundError:
+        module, _, last = f"vllm.{name}".rpartition(".")
+        return getattr(importlib.import_module(module), last)
 
 
 class Chosen(Exception):
     """An executor's class was asked for: the next step would start the engine."""
 
 
-@dataclass
-class Engines:
-    """Configurations whose engines would have started."""
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Configurations whose engines would have started.
 
-    configs: list[Any] = field(default_factory=list)
+    ``check`` has run with a bundle named; vLLM is as before afterwards.
+    """
+    configs: list[Any] = []
+    args, executor = vllm("EngineArgs"), vllm("v1.executor.abstract.Executor")
 
-    def choose(self, config: Any) -> Any:
-        self.configs.append(config)
+    def choose(config: Any) -> Any:
+        configs.append(config)
         raise Chosen
 
-
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
-    """``check`` has run with a bundle named; vLLM is as before afterwards."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.executor.abstract import Executor
-
-    seen = Engines()
     monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo")
     monkeypatch.setenv("VLLM_PLUGINS", "hallutracer")  # put back as it was
     monkeypatch.delenv("VLLM_PLUGINS")
     monkeypatch.setenv("_HALLUTRACER_FOLLOW", "")
-    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    monkeypatch.setattr(Executor, "get_class", staticmethod(seen.choose))
-    monkeypatch.setattr(Executor, "__init__", Executor.__init__)
+    monkeypatch.setattr(args, "create_engine_config", args.create_engine_config)
+    monkeypatch.setattr(executor, "get_class", staticmethod(choose))
+    monkeypatch.setattr(executor, "__init__", executor.__init__)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     check()
-    yield seen
+    yield configs
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def config(**more: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(**SAME, **more).create_engine_config()
-
-
 def served(*more: str) -> Namespace:
     """As ``vllm serve`` parses its command line."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    line = ["--model", str(MODEL_DIR), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64", *more]
-    return make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+    make = vllm("entrypoints.launchers.cli_args.make_arg_parser")
+    found: Namespace = make(vllm("utils.argparse_utils.FlexibleArgumentParser")()).parse_args([*LINE, *more])
+    return found
 
 
 def offline() -> None:
-    from vllm import LLM
-
-    LLM(**SAME)
+    vllm("LLM")(**SAME)
 
 
 def offline_with_our_worker() -> None:
-    from vllm import LLM
-
-    LLM(**SAME, worker_cls=WORKER, additional_config={KEY: {"slots": 1}})
+    vllm("LLM")(**SAME, worker_cls=WORKER, additional_config={KEY: {"slots": 1}})
 
 
 def replica() -> None:
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    AsyncLLM.from_engine_args(AsyncEngineArgs(**SAME))
+    vllm("v1.engine.async_llm.AsyncLLM").from_engine_args(vllm("AsyncEngineArgs")(**SAME))
 
 
 def runtime() -> None:
     """With the function that vLLM's server starts its engine with, but without the server."""
-    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
     async def run() -> None:
-        async with build_async_engine_client(served()):
+        async with vllm("entrypoints.launchers.api_server.entry.build_async_engine_client")(served()):
             pass
 
     asyncio.run(run())
 
 
 def batch() -> None:
-    from vllm.entrypoints.launchers import run_batch
-
-    line = ["-i", "in", "-o", "out", "--model", str(MODEL_DIR), "--dtype", "float32", "--max-model-len", "64"]
+    run_batch = vllm("entrypoints.launchers.run_batch")
     parser = run_batch.make_arg_parser(run_batch.FlexibleArgumentParser())
-    asyncio.run(run_batch.main(parser.parse_args(line)))
+    asyncio.run(run_batch.main(parser.parse_args(["-i", "in", "-o", "out", *LINE])))
 
 
 def engine_of_a_ready_configuration() -> None:
     """Nothing is chosen any more, and the executor is made."""
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    EngineCore(config(), UniProcExecutor, False)
+    config = vllm("EngineArgs")(**SAME).create_engine_config()
+    vllm("v1.engine.core.EngineCore")(config, vllm("v1.executor.uniproc_executor.UniProcExecutor"), False)
 
 
 def in_a_thread() -> None:
@@ -134,72 +120,60 @@ def in_a_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    "start",
-    [offline, offline_with_our_worker, replica, runtime, batch, engine_of_a_ready_configuration, in_a_thread],
+    "start", [offline, offline_with_our_worker, replica, runtime, batch, engine_of_a_ready_configuration, in_a_thread]
 )
 def test_an_engine_without_a_gate_is_not_started(
-    engines: Engines, start: Callable[[], None], caplog: pytest.LogCaptureFixture
+    engines: list[Any], start: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         start()
     assert f"HALLUTRACER_BUNDLE is set, and {UNSAID}" in str(ended.value)
     for cure in ("`vllm serve`", "`hallutracer serve --engine vllm`", "unset HALLUTRACER_BUNDLE"):
         assert cure in str(ended.value)
-    assert not engines.configs
+    assert not engines
     assert (UNSAID in caplog.text) == (start is in_a_thread)  # where SystemExit is silent
 
 
-def test_an_engine_is_left_alone_where_no_bundle_is_named(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_left_alone_where_no_bundle_is_named(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HALLUTRACER_BUNDLE")
     with pytest.raises(Chosen):
         replica()
-    (made,) = engines.configs
+    (made,) = engines
     assert made.parallel_config.worker_cls != WORKER
 
 
 def api_server(*more: str) -> None:
-    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
-
-    asyncio.run(run_server_worker("", None, served(*more)))
+    asyncio.run(vllm("entrypoints.launchers.api_server.entry.run_server_worker")("", None, served(*more)))
 
 
 def api_servers() -> None:
-    from vllm.entrypoints.cli import serve
-
-    serve.run_multi_api_server(served("--api-server-count", "2"))
+    vllm("entrypoints.cli.serve").run_multi_api_server(served("--api-server-count", "2"))
 
 
 def headless() -> None:
-    from vllm.entrypoints.cli import serve
-
-    serve.run_headless(served("--headless", "--api-server-count", "0"))
+    vllm("entrypoints.cli.serve").run_headless(served("--headless", "--api-server-count", "0"))
 
 
 @pytest.mark.parametrize("start", [api_server, api_servers, headless])
 def test_every_way_of_vllms_own_server_reads_and_is_gated(
-    engines: Engines, start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    engines: list[Any], start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.entrypoints.cli import serve
-
+    serve = vllm("entrypoints.cli.serve")
     monkeypatch.setattr(serve, "setup_server", lambda *_args, **_options: ("", None))
     monkeypatch.setattr(serve, "setup_multiprocess_prometheus", lambda: None)
     with pytest.raises(Chosen):
         start()
-    (made,) = engines.configs
+    (made,) = engines
     assert made.additional_config[GATED] is True
     assert made.additional_config[KEY]["sites"]
     assert made.parallel_config.worker_cls == WORKER
     assert "hallutracer" in os.environ["VLLM_PLUGINS"].split(",")
 
 
-def test_our_own_engine_starts_with_a_bundle_named(engines: Engines) -> None:
-    from service.engines.base import EngineOptions
-    from service.engines.vllm.engine import VllmEngine
-    from service.errors import ModelLoadError
-
+def test_our_own_engine_starts_with_a_bundle_named(engines: list[Any]) -> None:
     with pytest.raises(ModelLoadError, match="Chosen"):
         VllmEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32", extra={"max_model_len": "64"}))
-    (made,) = engines.configs
+    (made,) = engines
     assert made.additional_config[GATED] is True
 
 
@@ -207,22 +181,22 @@ def test_our_own_engine_starts_with_a_bundle_named(engines: Engines) -> None:
     ("worker", "starts"),
     [("vllm.v1.worker.cpu_worker.CPUWorker", False), (WORKER, True), ("tests.parity.faulty.RowTooEarly", True)],
 )
-def test_a_server_whose_worker_does_not_read_is_not_started(engines: Engines, worker: str, starts: bool) -> None:
+def test_a_server_whose_worker_does_not_read_is_not_started(engines: list[Any], worker: str, starts: bool) -> None:
     with pytest.raises(Chosen if starts else SystemExit) as ended:
         api_server("--worker-cls", worker)
     if not starts:
         assert f"--worker-cls {worker} does not read the model; leave it out" in str(ended.value)
-    assert len(engines.configs) == starts
+    assert len(engines) == starts
 
 
 @pytest.mark.parametrize(("name", "value"), [("VLLM_USE_RUST_FRONTEND", "1"), ("VLLM_PLUGINS", "other")])
 def test_a_server_without_the_plugins_routes_is_not_started(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=f"HALLUTRACER_BUNDLE is set, and .*{name}"):
         api_server()
-    assert not engines.configs
+    assert not engines
 
 
 def test_vllm_has_the_functions_that_its_server_is_known_by() -> None:
@@ -288,14 +262,8 @@ def test_a_program_with_an_engine_and_no_gate_ends_with_the_reason(
 ) -> None:
     script = tmp_path / name
     script.write_text(program)
-    variables = os.environ | {
-        "PYTHONPATH": PATHS,
-        "HALLUTRACER_BUNDLE": "demo",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    ran = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, timeout=ENDING_S)
+    variables = os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    ran = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, timeout=240)
     said = ran.stdout + ran.stderr
     assert "ANSWERED" not in ran.stdout, said[-3000:]
     assert ran.returncode not in (0, None), said[-3000:]

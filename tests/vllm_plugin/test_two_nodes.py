@@ -17,11 +17,10 @@ import pytest
 import hallutracer as ht
 from service.demo import MODEL_DIR
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.serve_process import PATHS
 
 vllm_or_skip()
 
-from tests.vllm_plugin.server import MODEL, serving  # noqa: E402
+from tests.vllm_plugin.conftest import MODEL, QUIET, serving  # noqa: E402
 
 pytestmark = pytest.mark.long
 QUESTION = "What is the capital of France?"
@@ -38,18 +37,12 @@ if __name__ == "__main__":
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
-
-
 @contextmanager
 def second_node(folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     script = folder / "vllm"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), "serve", str(MODEL_DIR), "--headless", "--node-rank", "1", *arguments]
-    variables = os.environ | {"PYTHONPATH": PATHS, "VLLM_NO_USAGE_STATS": "1", **environment}
+    variables = os.environ | QUIET | environment
     with (folder / "second").open("wb") as log:
         process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -64,12 +57,14 @@ def second_node(folder: Path, *arguments: str, **environment: str) -> Iterator[s
 
 
 def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     same = (
-        "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--tensor-parallel-size", "2",
+        "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--tensor-parallel-size", "2",
         "--dtype", "float32", "--enforce-eager",
     )  # fmt: skip
     one, two = (sorted(os.sched_getaffinity(0)) * 2)[:2]
-    both = {"HALLUTRACER_BUNDLE": "demo", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    both = {"HALLUTRACER_BUNDLE": "demo"}
     first, second = f"{one}|{two}", f"{two}|{one}"  # each node takes the first
     with (
         second_node(tmp_path, *same, **both, VLLM_CPU_OMP_THREADS_BIND=second),

@@ -1,4 +1,4 @@
-"""Bundles reloaded under load on the demo model: no request is lost, and each answer's digest matches its risk."""
+"""Bundles reloaded under load: no request is lost, each digest matches its risk.  What retrievals remember."""
 
 from __future__ import annotations
 
@@ -20,40 +20,33 @@ from service.engines.base import Engine, EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.scoring import Scorer
+from service.serving.judgement import Retrievals
 from service.serving.service import Service
 from service.settings import ServiceSettings
 from tests.engine_kinds import OnOwnLoop
 from tests.matching import matching_bundle
 from tests.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.anyio
 PROMPTS = [f"What is the capital of {name}?" for name in ("Italy", "Chad", "Peru", "Nauru", "Japan", "Mali", "Oman")]
-
-
-def demo_engine() -> Engine:
-    return Scheduled(TransformersEngine.load(EngineOptions(str(MODEL_DIR), dtype="float32")))
-
-
-def demo_bundles(_: Path) -> list[Bundle]:
-    return [Store(SHIPPED).load(name) for name in ("demo", "demo-fused")]
 
 
 def scripted_bundles(tmp_path: Path) -> list[Bundle]:
     return [matching_bundle(ScriptedEngine(), tmp_path, name, seed) for seed, name in enumerate(("one", "two"))]
 
 
-ENGINES = {
-    "transformers": (demo_engine, demo_bundles),
+ENGINES: dict[str, tuple[Callable[[], Engine], Callable[[Path], list[Bundle]]]] = {
+    "transformers": (
+        lambda: Scheduled(TransformersEngine.load(EngineOptions(str(MODEL_DIR), dtype="float32"))),
+        lambda _: [Store(SHIPPED).load(name) for name in ("demo", "demo-fused")],
+    ),
     "own loop": (lambda: OnOwnLoop(ScriptedEngine()), scripted_bundles),
 }
 
 
 @asynccontextmanager
 async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
-    state = Service.of(
-        lambda: {bundle.reference: Scorer(make(), bundle)},
-        settings=ServiceSettings(max_queue=4096, callers_may=("policy",)),
-    )
+    settings = ServiceSettings(max_queue=4096, callers_may=("policy",))
+    state = Service.of(lambda: {bundle.reference: Scorer(make(), bundle)}, settings=settings)
     await state.lifecycle.start()
     assert state.lifecycle.failure is None
     transport = httpx.ASGITransport(app=create_app(state))
@@ -62,11 +55,11 @@ async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[t
     await asyncio.to_thread(state.stop)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("kind", ENGINES)
 async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tmp_path: Path) -> None:
     make, bundles_of = ENGINES[kind]
-    bundles = bundles_of(tmp_path)
-    alone = make()
+    bundles, alone = bundles_of(tmp_path), make()
     expected: dict[tuple[str, str], float] = {}
     for bundle in bundles:
         scorer = Scorer(alone, bundle)
@@ -77,18 +70,18 @@ async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tm
     done = asyncio.Event()
 
     async def client_of(client: httpx.AsyncClient, number: int) -> int:
-        served = 0
+        served, answers = 0, number % 3 == 0
         while not done.is_set():
             prompt = PROMPTS[(number + served) % len(PROMPTS)]
             body: dict[str, Any] = {"prompt": prompt, "deadline_ms": 30_000}
-            if number % 3 == 0:
-                body |= {"generate": {"max_tokens": 8}, "policy": "observe"}
-            response = await client.post("/score", json=body)
+            response = await client.post(
+                "/score", json=body | ({"generate": {"max_tokens": 8}, "policy": "observe"} if answers else {})
+            )
             assert response.status_code == 200, response.text
             answer = response.json()
             (row,) = answer["data"]
             assert row["risk"] == pytest.approx(expected[answer["bundle"]["digest"], prompt], abs=1e-5)
-            assert ("completion" in row) == (number % 3 == 0)
+            assert ("completion" in row) == answers
             digests.append(answer["bundle"]["digest"])
             served += 1
         return served
@@ -96,10 +89,8 @@ async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tm
     async with serving(make, bundles[0]) as (state, client):
         clients = [asyncio.create_task(client_of(client, number)) for number in range(12)]
         for swap in range(1, 9):
-            before = len(digests)
-            await state.lifecycle.reload(
-                lambda engine, bundle=bundles[swap % 2]: {bundle.reference: Scorer(engine, bundle)}
-            )  # type: ignore[misc]
+            before, bundle = len(digests), bundles[swap % 2]
+            await state.lifecycle.reload(lambda engine: {bundle.reference: Scorer(engine, bundle)})  # noqa: B023
             while len(digests) < before + 24:
                 await asyncio.sleep(0.005)
         done.set()
@@ -107,16 +98,14 @@ async def test_no_request_is_lost_and_each_digest_matches_its_risk(kind: str, tm
     assert set(digests) == {bundle.manifest.digest for bundle in bundles}
 
 
+@pytest.mark.anyio
 async def test_a_bundle_that_does_not_match_leaves_the_old_one(tmp_path: Path) -> None:
-    bundles = scripted_bundles(tmp_path)
     script = ScriptedEngine()
-    async with serving(lambda: Scheduled(script), bundles[0]) as (state, client):
+    async with serving(lambda: Scheduled(script), scripted_bundles(tmp_path)[0]) as (state, client):
         before = (await client.post("/score", json={"prompt": "a"})).json()
-        other = matching_bundle(script, tmp_path / "other", "other")
+        other, activations = matching_bundle(script, tmp_path / "other", "other"), script.activations
 
         def load(engine: Engine) -> dict[str, Scorer]:
-            script.nan_layer = None
-            activations = script.activations
             script.activations = lambda prompt, site: activations(prompt, site) + 1  # type: ignore[method-assign]
             try:
                 return {other.reference: Scorer(engine, other)}
@@ -127,3 +116,20 @@ async def test_a_bundle_that_does_not_match_leaves_the_old_one(tmp_path: Path) -
             await state.lifecycle.reload(load)
         after = (await client.post("/score", json={"prompt": "a"})).json()
         assert (after["bundle"], after["data"]) == (before["bundle"], before["data"])
+        assert 'hallutracer_reloads_total{outcome="failed"} 1.0' in (await client.get("/metrics")).text
+
+
+def test_what_was_sent_to_fetch_a_passage_is_remembered_for_its_caller_for_a_while() -> None:
+    known = Retrievals()
+    known.record("a", "1", 0.9, "d")
+    for named in ("1", "risk-1", "chatcmpl-1", "cmpl-1"):
+        found = known.recall("a", named)
+        assert found.first is not None
+        assert (found.of, found.first.risk, found.first.digest) == (named, 0.9, "d")
+    assert known.recall("b", "risk-1").first is known.recall("a", "risk-risk-1").first is None
+    few, short = Retrievals(most=2), Retrievals(seconds=0.0)
+    for name in ("1", "2", "1", "3"):
+        few.record("a", name, 0.5, "d")
+    assert [few.recall("a", name).first is not None for name in ("1", "2", "3")] == [True, False, True]
+    short.record("a", "1", 0.5, "d")
+    assert short.recall("a", "1").first is None

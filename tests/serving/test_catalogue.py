@@ -1,0 +1,238 @@
+"""Canary and shadows: who judges, that shadows cost no forward and decide nothing, and what is told of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from probes_store.bundle import Bundle
+from service.access.callers import ApiKey, Key, Right, Scope, digest_of
+from service.errors import NonFiniteReadout
+from service.scoring import Scorer
+from service.serving.catalogue import Rollout, RolloutPlan
+from tests.engine_kinds import KINDS
+from tests.matching import matching_bundle
+from tests.running import App
+
+PROMPTS = [f"question {number}" for number in range(40)]
+PLAN = RolloutPlan("two:1", 0.3, ("three:1",))
+
+
+def app_with(tmp_path: Path, plan: RolloutPlan, kind: str = KINDS[0], **settings: Any) -> App:
+    app = App(tmp_path, kind, **{"names": ("one", "two", "three"), "callers_may": ()} | settings)
+    app.state.catalogue.plan = plan
+    return app
+
+
+@pytest.fixture
+def app(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[App]:
+    """On one engine; a test where engines could differ asks for both."""
+    with app_with(tmp_path, PLAN, getattr(request, "param", KINDS[0])).started() as app:
+        yield app
+
+
+def alone(app: App, bundle: Bundle, prompt: str) -> float:
+    scorer = Scorer(app.served, bundle)
+    return scorer.score([scorer.render(prompt)])[0].risk
+
+
+def score(app: App, *, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
+    answer = app.client.post("/score", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def judge(app: App, **body: Any) -> str:
+    """The name of the bundle that judges."""
+    return str(score(app, **body)["bundle"]["name"])
+
+
+def card(app: App, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(one for one in app.client.get("/v1/bundles").json()["data"] if one["name"] == name)
+    return found
+
+
+def test_the_canary_has_its_share_and_a_key_stays(app: App) -> None:
+    default, _, other = app.state.catalogue.scorers
+    canary = app.state.catalogue.rollout.canary
+
+    def drawn(scorer: Scorer | None, share: float, count: int = 20_000) -> list[bool]:
+        rollout = Rollout(scorer, share)
+        return [rollout.chosen(default, lambda n=n: str(n)) is scorer for n in range(count)]  # type: ignore[misc]
+
+    first = drawn(canary, 0.3)
+    assert np.mean(first) == pytest.approx(0.3, abs=0.012)  # 3.7 standard errors, and the draw is fixed
+    assert drawn(canary, 0.3, 2_000) == first[:2_000]
+    assert np.mean(np.array(first) & drawn(other, 0.3)) == pytest.approx(0.09, abs=0.01), "another canary, other keys"
+    assert (set(drawn(canary, 0.0, 500)), set(drawn(canary, 1.0, 500))) == ({False}, {True})
+
+
+@pytest.mark.parametrize("app", KINDS, indirect=True)
+def test_each_request_is_judged_by_one_bundle_and_its_risk_is_that_bundle_s(app: App) -> None:
+    by_name, seen = {bundle.manifest.name: bundle for bundle in app.bundles}, set()
+    for prompt in PROMPTS:
+        answer = score(app, prompt=prompt)
+        name = answer["bundle"]["name"]
+        seen.add(name)
+        assert answer["data"][0]["risk"] == pytest.approx(alone(app, by_name[name], prompt), abs=1e-6)
+        assert score(app, prompt=prompt)["bundle"] == answer["bundle"]
+    assert seen == {"one", "two"}
+
+
+def by_session(app: App, number: int) -> set[str]:
+    """The bundles that judge one session, on every route."""
+    headers = {"x-session-id": f"s{number}"}
+    names = {judge(app, prompt=prompt, headers=headers) for prompt in PROMPTS[:4]}
+    for turn in ("a", "b"):
+        body = {"model": "scripted", "messages": [{"role": "user", "content": turn}], "max_tokens": 1}
+        guard = {"input_type": "request", "texts": [turn]}
+        for path, sent in (("/v1/chat/completions", body), ("/beta/litellm_basic_guardrail_api", guard)):
+            told = app.client.post(path, json=sent, headers=headers).json()
+            names.add(told["hallutracer"]["bundle"]["name"])
+        classified = app.client.post("/classify", json={"inputs": turn}, headers=headers)
+        names.add(classified.headers["x-hallutracer-bundle"].partition(":")[0])
+    return names
+
+
+def by_conversation(app: App, number: int) -> set[str]:
+    """The bundles that judge one conversation, without a header."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"question {number}"}]
+    names = set()
+    for _ in range(3):
+        names.add(judge(app, messages=messages))
+        messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And then?"}]
+    return names
+
+
+@pytest.mark.parametrize("judges", [by_session, by_conversation])
+def test_a_session_stays_with_one_bundle(app: App, judges: Callable[[App, int], set[str]]) -> None:
+    found = [judges(app, number) for number in range(12)]
+    assert {len(names) for names in found} == {1}
+    assert set[str]().union(*found) == {"one", "two"}
+
+
+def test_a_named_bundle_is_not_rerouted_and_still_the_operators_to_allow(tmp_path: Path) -> None:
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0)).started() as app:
+        assert judge(app, prompt="a") == "two"
+        assert judge(app, prompt="a", bundle="one") == "one"
+        refused = app.client.post("/score", json={"prompt": "a", "bundle": "two"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "bundle")
+        for threshold, status in ((0.6, 403), (0.4, 200)):
+            assert app.client.post("/score", json={"prompt": "a", "threshold": threshold}).status_code == status
+
+
+@pytest.mark.parametrize("app", KINDS, indirect=True)
+def test_a_shadow_reads_the_same_forward_and_decides_nothing(app: App) -> None:
+    counters, threshold = app.engine.counters, app.bundles[2].manifest.threshold
+    flagged = {
+        (bundle.manifest.name, prompt): alone(app, bundle, prompt) >= threshold
+        for bundle in app.bundles
+        for prompt in PROMPTS
+    }
+    before, expected = counters.prefills, {"stricter": 0, "looser": 0}
+    for prompt in PROMPTS:
+        answer = score(app, prompt=prompt, generate={"max_tokens": 2})
+        row = answer["data"][0]
+        assert row["flagged"] == flagged[answer["bundle"]["name"], prompt]
+        assert "three" not in str(answer)
+        if flagged["three", prompt] != row["flagged"]:
+            expected["stricter" if flagged["three", prompt] else "looser"] += 1
+    assert counters.prefills - before == len(PROMPTS)
+    compared = card(app, "three")["compared"]
+    assert compared["prompts"] == len(PROMPTS)
+    assert {kind: compared[kind] for kind in expected} == expected
+    assert min(expected.values()) > 0
+    assert compared["disagreement"] == pytest.approx(sum(expected.values()) / len(PROMPTS))
+    assert 0 < compared["mean_difference"] < 1
+    metrics = app.client.get("/metrics").text
+    counted = [line for line in metrics.splitlines() if line.startswith("hallutracer_shadow_prompts_total{")]
+    assert sum(float(line.split()[-1]) for line in counted) == len(PROMPTS)
+    assert sum(float(line.split()[-1]) for line in counted if 'verdict="looser"' in line) == expected["looser"]
+
+
+def test_a_shadow_that_a_request_names_is_not_compared_with_itself(tmp_path: Path) -> None:
+    with app_with(tmp_path, PLAN, callers_may=("bundle",)).started() as app:
+        for body, compared in (({"bundle": "three"}, 0), ({}, 1)):
+            score(app, prompt="a", **body)
+            assert card(app, "three")["compared"]["prompts"] == compared
+
+
+@pytest.mark.parametrize("aliases", [1, 2])
+def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aliases: int
+) -> None:
+    with app_with(tmp_path, RolloutPlan("two:1", 0.3, ("two:1",))).started() as app:
+        if aliases == 2:  # each alias is loaded by itself
+            again = Scorer(app.served, next(one for one in app.bundles if one.manifest.name == "two"))
+            rollout = replace(app.state.catalogue.rollout, shadows=(again,))
+            monkeypatch.setattr(type(app.state.catalogue), "rollout", property(lambda _: rollout))
+        names = [judge(app, prompt=text) for text in PROMPTS]
+        assert set(names) == {"one", "two"}
+        assert card(app, "two")["role"] == "canary"
+        assert card(app, "two")["compared"]["prompts"] == names.count("one")
+
+
+def test_a_shadow_that_gives_no_number_costs_no_request(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    judging, shadow = Scorer.judge, app.state.catalogue.rollout.shadows[0]
+
+    def fails(self: Scorer, *given: Any, **more: Any) -> Any:
+        if self is shadow:
+            raise NonFiniteReadout("a NaN")
+        return judging(self, *given, **more)
+
+    monkeypatch.setattr(Scorer, "judge", fails)
+    score(app, prompt="a")
+    compared = card(app, "three")["compared"]
+    assert (compared["failed"], compared["disagreement"], compared["mean_difference"]) == (1, 1.0, None)
+
+
+def test_what_each_bundle_does_is_told(app: App) -> None:
+    metrics = app.client.get("/metrics").text
+    for name, role, share in (("one", "default", 0.7), ("two", "canary", 0.3), ("three", "shadow", None)):
+        found = card(app, name)
+        assert (found["role"], found.get("share")) == (role, share)
+        assert found["golden"]["risk"] <= found["golden"]["risk_tolerance"]
+        assert f'hallutracer_bundle_role_info{{bundle="{name}:1",model_name="scripted",role="{role}"}} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("plan", "reference", "reason"),
+    [
+        (RolloutPlan("one:1"), "one:1", "judges already"),
+        (RolloutPlan(shadows=("one:1",)), "one:1", "judges already"),
+        (RolloutPlan(shadows=("two:1",)), "two:1", "trained on text prompts and one:1 on chat ones"),
+    ],
+)
+def test_what_cannot_be_used_is_left_out_and_told(
+    tmp_path: Path, plan: RolloutPlan, reference: str, reason: str
+) -> None:
+    two = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, prompt_format="text")]
+    with app_with(tmp_path, plan, names=("one",), add=two).started() as app:
+        assert (app.state.catalogue.rollout.shadows, app.state.catalogue.rollout.canary) == ((), None)
+        (left_out,) = app.client.get("/v1/bundles").json()["status"]["left_out"]
+        assert left_out["reference"] == reference
+        assert reason in left_out["reason"]
+        assert judge(app, prompt="a") == "one"
+
+
+def test_only_an_administrator_reloads(tmp_path: Path) -> None:
+    with app_with(tmp_path / "open", PLAN).started() as app:
+        for host in ("10.0.0.7", "testclient", "::ffff:10.0.0.7"):
+            refused = type(app.client)(app.app, client=(host, 5)).post("/v1/admin/reload")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), host
+    loosens = frozenset(get_args(Right))
+    keys = [
+        ApiKey("plain", "user", loosens),
+        Key(name="user-2", digest=digest_of("named"), may=loosens),
+        Key(name="operator", digest=digest_of("operator"), scopes=frozenset({Scope.ADMIN})),
+    ]
+    with app_with(tmp_path / "keys", PLAN, api_keys=keys, callers_may=get_args(Right)).started() as app:
+        client = type(app.client)(app.app, client=("127.0.0.1", 5))
+        for secret, status in (("plain", 403), ("named", 403), ("operator", 404), ("", 401)):
+            headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+            assert client.post("/v1/admin/reload", headers=headers).status_code == status

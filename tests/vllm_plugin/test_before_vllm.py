@@ -1,0 +1,165 @@
+"""What the plugin refuses before vLLM starts, what it has vLLM load, how it reads a request's body; without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from service.errors import HalluTracerError
+from service.judging.conversation import Shape
+from service.vllm_plugin import load
+from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
+from service.vllm_plugin.middleware import CURRENT, Note, RiskNotes
+from service.vllm_plugin.options import read_options
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {"HALLUTRACER_BUNDLE": "demo", **{f"HALLUTRACER_{name}": value for name, value in variables.items()}}
+
+
+FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model = "m"'
+
+
+@pytest.mark.parametrize(
+    ("variables", "policies", "said"),
+    [
+        ({}, '[a]\naction = "annotate"', "action 'annotate' needs HalluTracer's own service"),
+        ({}, '[a]\naction = "retrieve"', "action 'retrieve' needs"),
+        ({}, FALLBACK, "action 'fallback' needs"),
+        ({}, '[[rule]]\npolicy = "gate"', "[[rule]] in the policies file needs"),
+        ({"AUDIT_REQUIRED": "true"}, "", "HALLUTRACER_AUDIT_REQUIRED needs HALLUTRACER_AUDIT_LOG"),
+        ({"AUDIT_LOG": "no/folder/audit.jsonl"}, "", "cannot write the audit log"),
+        ({}, '[a]\naction = "block"', None),
+    ],
+)
+def test_what_only_our_own_service_has_or_cannot_be_kept(
+    tmp_path: Path, variables: dict[str, str], policies: str, said: str | None
+) -> None:
+    (path := tmp_path / "policies.toml").write_text(policies)
+    if said is None:
+        assert "a" in read_options(environment(POLICIES=str(path))).policies.named
+        return
+    with pytest.raises(HalluTracerError) as refused:
+        read_options(environment(POLICIES=str(path), **variables))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv", "cure"),
+    [
+        ({"VLLM_PLUGINS": "other,hallutracer", "VLLM_USE_RUST_FRONTEND": "1"}, "", "unset VLLM_USE_RUST_FRONTEND"),
+        ({"VLLM_PLUGINS": "hallutracer2"}, "", "add hallutracer"),
+        ({"VLLM_PLUGINS": ""}, "", "unset it"),
+        ({"VLLM_API_KEY": "REPLACE-ME-app-one"}, "", "placeholder"),
+        ({}, f"--api-key {'k' * 40} REPLACE-ME-app-one", "placeholder"),
+        ({}, "--api-key=REPLACE-ME-app-one", "placeholder"),
+        ({}, f"--api-key {'k' * 40} --served-model-name change-me", None),
+        ({}, "", None),
+        ({"VLLM_PLUGINS": "other,hallutracer"}, "", None),
+        ({"VLLM_USE_RUST_FRONTEND": "0"}, "", None),
+    ],
+)
+def test_an_unguarded_front_end_is_named_with_its_cure(variables: dict[str, str], argv: str, cure: str | None) -> None:
+    said = unguarded(argv.split(), environment() | variables)
+    assert said is None if cure is None else cure in str(said)
+
+
+def test_naming_the_guard_leaves_no_other_plugin_out() -> None:
+    variables: dict[str, str] = {}
+    name_plugins(variables)
+    named = set(variables["VLLM_PLUGINS"].split(","))
+    assert "hallutracer" in named
+    assert {plugin.name for group in GROUPS for plugin in entry_points(group=f"vllm.{group}_plugins")} <= named
+    name_plugins(chosen := {"VLLM_PLUGINS": "hallutracer"})
+    assert chosen == {"VLLM_PLUGINS": "hallutracer"}
+
+
+def test_a_plugin_that_cannot_be_made_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM logs other exceptions of a plugin and starts without it."""
+    monkeypatch.setitem(sys.modules, "service.vllm_plugin.plugin", None)  # an import that fails
+    with pytest.raises(SystemExit, match="does not start without it"):
+        load()
+
+
+def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) -> Note:
+    """The note of a request whose body comes in ``parts``; ``held``: the memory once the app has read it."""
+
+    async def receive() -> Message:
+        return next(parts)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        if held is not None:
+            held.append(tracemalloc.get_traced_memory()[0])
+        assert (note := CURRENT.get()) is not None
+        found.append(note)
+        await Response()(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        pass
+
+    found: list[Note] = []
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    asyncio.run(RiskNotes(app, refuses=lambda: True)(scope, receive, send))
+    return found[0]
+
+
+def test_a_body_is_kept_once() -> None:
+    part, count, held = 64 * 1024, 128, list[int]()
+
+    def parts() -> Iterator[Message]:
+        first = b'{"vllm_xargs": {"hallutracer_policy": "gate"}, "use_beam_search": true}'
+        for number in range(count):
+            if number == count - 1:
+                held.append(tracemalloc.get_traced_memory()[0])
+            body = (b"" if number else first).ljust(part)
+            yield {"type": "http.request", "body": body, "more_body": number < count - 1}
+
+    tracemalloc.start()
+    try:
+        note = noted("/v1/completions", parts(), held)
+    finally:
+        tracemalloc.stop()
+    assert note.xargs == {"hallutracer_policy": "gate"}
+    assert max(held) < 1.5 * part * count, held
+
+
+ASKED = [{"role": "user", "content": "What is the capital of Nauru?"}]
+AGAIN = [{"role": "system", "content": "Be brief."}, *ASKED, {"role": "assistant", "content": None}, *ASKED]
+CHAT, BATCH, EITHER = "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations"
+FIRST, SECOND = Shape("0", passage=False, system=False), Shape("1", passage=False, system=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shapes"),
+    [
+        (CHAT, {"messages": ASKED}, [FIRST]),
+        (CHAT, {"messages": AGAIN}, [SECOND]),
+        (CHAT, {"messages": ASKED, "chat_template": "{{ messages }}"}, []),
+        (CHAT, {"messages": ASKED, "kv_transfer_params": {"prompt_token_ids": [1]}}, []),
+        (CHAT, {"messages": [3, None]}, [FIRST]),
+        (CHAT, {"messages": []}, [FIRST]),
+        (CHAT, {"messages": "x"}, []),
+        (BATCH, {"messages": [AGAIN, ASKED, None]}, [SECOND, FIRST, FIRST]),
+        (EITHER, {"messages": ASKED}, [FIRST]),
+        (EITHER, {"messages": ASKED, "prompt": "x"}, []),
+        ("/v1/completions", {"prompt": "x"}, []),
+        ("/v1/completions", {"prompt": "x", "messages": ASKED}, []),
+    ],
+)
+def test_a_chats_shape_is_noted_where_its_messages_are_what_is_read(
+    path: str, body: dict[str, Any], shapes: list[Shape]
+) -> None:
+    part: Message = {"type": "http.request", "body": json.dumps(body).encode()}
+    assert list(noted(path, iter([part])).shapes) == shapes
