@@ -27,7 +27,7 @@ def own(files: dict[str, str]) -> list[str]:
 
 def dry_run(command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """What it says; it loads no model."""
-    monkeypatch.setattr("service.cli.new_rows.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("service.cli.train.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
     assert run(*command, "--dry-run") == 0
     said = capsys.readouterr()
     assert said.out == ""

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from probes_store.store import SHIPPED, Store
-from service.cli.card import print_card
+from service.cli.output import print_card
 from tests.command_line import hallutracer
 
 

@@ -11,8 +11,15 @@ import pytest
 from probes_store.errors import BundleError
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_scorers
-from service.cli.options import BundleOptions, EngineChoice, UsageError
+from service.cli.options import (
+    BundleOptions,
+    EngineChoice,
+    LeaveOut,
+    UsageError,
+    bundle_names,
+    load_bundles,
+    load_scorers,
+)
 from service.demo import MODEL_DIR
 from service.engines.places import PACKAGED, PackagedModel
 from service.engines.scheduler import Scheduled

@@ -18,9 +18,9 @@ import pytest
 
 from probes_store.store import SHIPPED, Store
 from service.access.callers import is_placeholder
-from service.cli.greeting import FALLBACK, example
 from service.cli.held_out import SHOWN
 from service.cli.options import UsageError
+from service.cli.running import FALLBACK, example
 from service.cli.serve_options import TraceOptions, load_keys
 from service.engines.bridge import wait_for
 from service.errors import HalluTracerError, NonFiniteReadout

@@ -16,8 +16,8 @@ from probes_store.bucket import Objects
 from probes_store.errors import BundleNotFound, StoreRefused, StoreUnreachable
 from probes_store.store import Store, Trust
 from probes_store.trust import Signing, required_signature
-from service.cli import reload as reloading
-from service.cli.reload import Stamps, load_again, stamps, watch
+from service.cli import running as reloading
+from service.cli.running import Stamps, load_again, stamps, watch
 from service.errors import NotFound
 from service.serving.catalogue import Loaded
 from service.serving.lifecycle import Lifecycle

@@ -19,8 +19,8 @@ import cyclopts
 import pytest
 from packaging.requirements import Requirement
 
-from service.cli.listening import known_hosts
 from service.cli.main import make_app
+from service.cli.running import known_hosts
 from service.options import Sources
 from service.policies.policy import read_policies
 from service.settings import ServiceSettings
