@@ -218,13 +218,7 @@ FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
     (versions, ["--canary", "demo@canary"], "rollout", "warn", "which judges already"),
     (nothing, ["--shadow", "smollm2"], "identity", "warn", "trained on other weights"),
     (nothing, ["--shadow", "demo-fused"], "rollout", "ok", "demo:1 judges; demo-fused:1 watches; aliases"),
-    (
-        nothing,
-        ["--canary", "demo-fused", "--watch-s", "5"],
-        "rollout",
-        "ok",
-        "0.05 of the requests; aliases are",
-    ),
+    (nothing, ["--canary", "demo-fused", "--watch-s", "5"], "rollout", "ok", "0.05 of the requests; aliases are"),
     (forgetful, ["--canary", "demo-fused"], "drift", "warn", "demo-fused:1 keeps none"),
     (nothing, ["--canary", "demo-fused", "--canary-share", "0"], "rollout", "warn", "raise --canary-share"),
     (nothing, ["--canary-share", "0.5"], "rollout", "warn", "give --canary"),
@@ -313,9 +307,7 @@ def test_a_gguf_file_is_not_unpacked(doctor: Doctor, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fail(
-    doctor: Doctor,
-) -> None:
+def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fail(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         there = ("--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces")

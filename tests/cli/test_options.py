@@ -162,26 +162,20 @@ def test_names_that_are_both_option_and_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("prot = 1", ["prot", "port"]),
-        ("[serve]\nprot = 1", ["serve.prot", "port"]),
-        ("[serve]\nmax-queue = 1", ["serve.max-queue", "max_queue"]),
-        ("[serv]\nport = 1", ["serv", "serve"]),
-        ("[train]\nseed = 1", ["train.seed", "seeds"]),
-        ("[bundle.list]\nport = 1", ["bundle.list.port"]),
-        ("config = 'other.toml'", ["config"]),
-        ("[serve]\nport = '9'", ["serve.port", "integer", "'9'"]),
+        ("prot = 1", ["prot", "port"]), ("[serve]\nprot = 1", ["serve.prot", "port"]),
+        ("[serve]\nmax-queue = 1", ["serve.max-queue", "max_queue"]), ("[serv]\nport = 1", ["serv", "serve"]),
+        ("[train]\nseed = 1", ["train.seed", "seeds"]), ("[bundle.list]\nport = 1", ["bundle.list.port"]),
+        ("config = 'other.toml'", ["config"]), ("[serve]\nport = '9'", ["serve.port", "integer", "'9'"]),
         ("[serve]\nport = true", ["serve.port", "integer"]),
         ("[serve]\nport = 70000", ["serve.port", "0 to 65535", "70000"]),
         ("[serve]\nthreshold = nan", ["serve.threshold", "finite"]),
         ("[serve]\ndrain_s = inf", ["serve.drain_s", "finite"]),
         ("[serve]\ndtype = 'float99'", ["serve.dtype", "float32"]),
         ("[serve]\nprotect_metrics = 1", ["serve.protect_metrics", "boolean"]),
-        ("[serve]\nbundle = 'demo'", ["serve.bundle", "array"]),
-        ("[serve]\nbundle = [1]", ["serve.bundle", "string"]),
-        ("serve = 1", ["serve"]),
-        ("port 1", ["not TOML"]),
+        ("[serve]\nbundle = 'demo'", ["serve.bundle", "array"]), ("[serve]\nbundle = [1]", ["serve.bundle", "string"]),
+        ("serve = 1", ["serve"]), ("port 1", ["not TOML"]),
     ],
-)
+)  # fmt: skip
 def test_faults_of_a_file_name_file_key_and_what_is_expected(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "service.toml"
     file.write_text(text)
@@ -205,17 +199,11 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [
-        ("PORT", "tcp://10.0.0.7:8765", "int"),
-        ("PORT", "-1", "0 to 65535"),
-        ("DEADLINE_S", "0", "> 0"),
-        ("DRAIN_S", "inf", "finite"),
-        ("THRESHOLD", "nan", "finite"),
-        ("ENGINE", "jax", "transformers"),
-        ("PROTECT_METRICS", "perhaps", "bool"),
-        ("API_KEY", "", "empty"),
-        ("API_KEY_FILE", "", "empty"),
+        ("PORT", "tcp://10.0.0.7:8765", "int"), ("PORT", "-1", "0 to 65535"), ("DEADLINE_S", "0", "> 0"),
+        ("DRAIN_S", "inf", "finite"), ("THRESHOLD", "nan", "finite"), ("ENGINE", "jax", "transformers"),
+        ("PROTECT_METRICS", "perhaps", "bool"), ("API_KEY", "", "empty"), ("API_KEY_FILE", "", "empty"),
     ],
-)
+)  # fmt: skip
 def test_faults_of_the_environment_name_the_variable(name: str, value: str, word: str) -> None:
     message = refused("serve", **{f"HALLUTRACER_{name}": value})
     assert f"HALLUTRACER_{name}" in message

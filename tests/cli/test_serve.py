@@ -53,26 +53,17 @@ def test_a_line_is_a_key_its_name_and_its_rights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("# nothing\n", "holds no key"),
-        ("short\n", "line 1 of"),
-        (f"{ONE}\nREPLACE-ME-app-one name=app\n", "line 2 of"),
-        ("REPLACE-ME-app-one\n", "secrets.token_urlsafe"),
-        ("REPLACE-ME\n", "placeholder"),
-        ("replace_me_with_a_long_key\n", "placeholder"),
-        ("sk-ChangeMe-0123456789\n", "placeholder"),
-        ("your-api-key-goes-here\n", "placeholder"),
-        ("ключ" * 5 + "\n", "ASCII"),
-        (f"{ONE}\nshort name=a\n", "line 2 of"),
-        (f"{ONE} nam=a\n", "'nam=a'"),
-        (f"{ONE} name=a name=b\n", "'name=b'"),
-        (f"{ONE} {TWO}\n", "a word without '='"),
-        (f"{ONE} may=everything\n", "'everything'"),
-        (f"{ONE} name=\n", "1 to 64"),
-        (f"{ONE}\n{ONE}\n", "given twice"),
+        ("# nothing\n", "holds no key"), ("short\n", "line 1 of"),
+        (f"{ONE}\nREPLACE-ME-app-one name=app\n", "line 2 of"), ("REPLACE-ME-app-one\n", "secrets.token_urlsafe"),
+        ("REPLACE-ME\n", "placeholder"), ("replace_me_with_a_long_key\n", "placeholder"),
+        ("sk-ChangeMe-0123456789\n", "placeholder"), ("your-api-key-goes-here\n", "placeholder"),
+        ("ключ" * 5 + "\n", "ASCII"), (f"{ONE}\nshort name=a\n", "line 2 of"), (f"{ONE} nam=a\n", "'nam=a'"),
+        (f"{ONE} name=a name=b\n", "'name=b'"), (f"{ONE} {TWO}\n", "a word without '='"),
+        (f"{ONE} may=everything\n", "'everything'"), (f"{ONE} name=\n", "1 to 64"), (f"{ONE}\n{ONE}\n", "given twice"),
         (f"{ONE} name=a\n{TWO} name=a\n", "two keys are named 'a'"),
         (f"{ONE} name=key-2\n{TWO}\n", "two keys are named 'key-2'"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_key_is_said_and_opens_nothing(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(HalluTracerError) as refused:
         load_keys((), keys_file(tmp_path, text))
@@ -80,10 +71,7 @@ def test_what_is_wrong_with_a_key_is_said_and_opens_nothing(tmp_path: Path, text
     assert [secret for secret in (ONE, TWO, "app-one") if secret in str(refused.value)] == []
 
 
-@pytest.mark.parametrize(
-    ("file", "pattern"),
-    [("docs/serving.md", r"```text\n((?:\S+  name=.+\n)+)```")],
-)
+@pytest.mark.parametrize(("file", "pattern"), [("docs/serving.md", r"```text\n((?:\S+  name=.+\n)+)```")])
 def test_a_key_that_we_publish_is_no_key_and_no_drawn_one_is_a_placeholder(
     tmp_path: Path, file: str, pattern: str
 ) -> None:
@@ -136,20 +124,14 @@ def opened(endpoint: str) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "word"),
     [
-        ("", "OTLP over HTTP"),
-        ("localhost:4318", "OTLP over HTTP"),
-        ("grpc://localhost:4317", "OTLP over HTTP"),
-        ("http:///v1/traces", "OTLP over HTTP"),
-        ("http://localhost:port/v1/traces", "OTLP over HTTP"),
-        ("http://localhost:0/v1/traces", "OTLP over HTTP"),
-        ("http://local host/v1/traces", "OTLP over HTTP"),
-        ("http://localhost:4318/v1/traces?x=1", "OTLP over HTTP"),
-        ("http://localhost:4318", "path"),
-        ("http://localhost:4318/", "path"),
-        ("http://me:s3cret@localhost:4318/v1/traces", "HEADERS"),
+        ("", "OTLP over HTTP"), ("localhost:4318", "OTLP over HTTP"), ("grpc://localhost:4317", "OTLP over HTTP"),
+        ("http:///v1/traces", "OTLP over HTTP"), ("http://localhost:port/v1/traces", "OTLP over HTTP"),
+        ("http://localhost:0/v1/traces", "OTLP over HTTP"), ("http://local host/v1/traces", "OTLP over HTTP"),
+        ("http://localhost:4318/v1/traces?x=1", "OTLP over HTTP"), ("http://localhost:4318", "path"),
+        ("http://localhost:4318/", "path"), ("http://me:s3cret@localhost:4318/v1/traces", "HEADERS"),
         ("http://me@localhost:4318/v1/traces", "HEADERS"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_address_for_traces(endpoint: str, word: str) -> None:
     with pytest.raises(UsageError, match=word) as caught:
         opened(endpoint)

@@ -138,31 +138,19 @@ def test_the_schema_is_up_to_date_with_the_options_of_serve() -> None:
 
 
 REFUSED = [
-    ("options.max_qeue=3", "'max_qeue' not allowed"),
-    ("options.port=9", "'port' not allowed"),
-    ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"),
-    ("options.threshold=2", "want 1"),
-    ("options.deadline_s=0", "want 0"),
-    ("options.drain_s=null", "drain_s"),
-    ("options.bundle=one", "want array"),
-    ("options.bundle={a b}", "does not match pattern"),
-    ("replica=2", "'replica' not allowed"),
-    ("gpus=two", "want integer"),
-    ("image.digest=0123", "does not match pattern"),
-    ("image.digest=latest", "does not match pattern"),
-    ("options.allowed_host=one", "want array"),
-    ("options.canary_share=1.5", "want 1"),
-    ("options.shadow=one", "want array"),
-    ("options.watch_s=-1", "want 0"),
-    ("prometheusRule.grafanaUrl=https://g.example/", "does not match pattern"),
-    ("resources.limits=", "want object"),
-    ("storage.tmp=lots", "does not match pattern"),
-    ("apiKeys.secret=", "allow_anonymous"),
+    ("options.max_qeue=3", "'max_qeue' not allowed"), ("options.port=9", "'port' not allowed"),
+    ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"), ("options.threshold=2", "want 1"),
+    ("options.deadline_s=0", "want 0"), ("options.drain_s=null", "drain_s"), ("options.bundle=one", "want array"),
+    ("options.bundle={a b}", "does not match pattern"), ("replica=2", "'replica' not allowed"),
+    ("gpus=two", "want integer"), ("image.digest=0123", "does not match pattern"),
+    ("image.digest=latest", "does not match pattern"), ("options.allowed_host=one", "want array"),
+    ("options.canary_share=1.5", "want 1"), ("options.shadow=one", "want array"), ("options.watch_s=-1", "want 0"),
+    ("prometheusRule.grafanaUrl=https://g.example/", "does not match pattern"), ("resources.limits=", "want object"),
+    ("storage.tmp=lots", "does not match pattern"), ("apiKeys.secret=", "allow_anonymous"),
     ("podMonitor.enabled=true,options.protect_metrics=true", "podMonitor.keySecret"),
-    ("autoscaling.cpuUtilization=0", "needs a signal"),
-    ("networkPolicy.clients=null", "clients"),
+    ("autoscaling.cpuUtilization=0", "needs a signal"), ("networkPolicy.clients=null", "clients"),
     ("extraEnv[0].name=HALLUTRACER_HOST,extraEnv[0].value=x", "extraEnv"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("value", "said"), REFUSED, ids=[value for value, _ in REFUSED])

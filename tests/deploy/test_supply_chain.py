@@ -159,13 +159,10 @@ def test_the_cpu_list_is_whole() -> None:
 @pytest.mark.parametrize(
     ("system", "machine", "arguments", "wanted"),
     [
-        ("Linux", "x86_64", [], True),
-        ("Linux", "x86_64", ["VLLM="], False),
-        ("Linux", "x86_64", ["TORCH_INDEX="], False),
-        ("Linux", "aarch64", [], False),
-        ("Darwin", "arm64", [], False),
+        ("Linux", "x86_64", [], True), ("Linux", "x86_64", ["VLLM="], False),
+        ("Linux", "x86_64", ["TORCH_INDEX="], False), ("Linux", "aarch64", [], False), ("Darwin", "arm64", [], False),
     ],
-)
+)  # fmt: skip
 def test_where_make_installs_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, machine: str, arguments: list[str], wanted: bool
 ) -> None:
