@@ -92,3 +92,10 @@ def flags() -> dict[str, dict[str, str]]:
         " ".join(command): {name: env(argument.name) for argument in options_of(arguments) for name in argument.names}
         for command, arguments in commands_of(make_app(Sources()))
     }
+
+
+def served(variables: Document) -> Document:
+    """``serve``'s options as its own parser reads them from these variables alone."""
+    sources = Sources({name: value for name, value in variables.items() if name.startswith("HALLUTRACER_")})
+    make_app(sources).parse_args(["serve"], exit_on_error=False, print_error=False)
+    return sources.values()

@@ -13,8 +13,6 @@ import pytest
 import yaml
 
 from service import __version__
-from service.cli.main import make_app
-from service.options import Sources
 from tests.deploy import packaging as p
 from tests.deploy.prometheus_server import OURS, ROOT, binary, promtool
 from tests.deploy.test_packaging import KUBERNETES, MANIFESTS, schema_errors
@@ -160,7 +158,7 @@ def test_a_wrong_value_is_refused_before_it_reaches_a_cluster(value: str, said: 
     assert said in done.stderr
 
 
-def test_options_become_variables_that_serve_reads_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_become_variables_that_serve_reads_alike(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"  # helm reads a file's numbers as floats, which it would write with an exponent
     file.write_text("options: {max_body_bytes: 8388608}\n")
     values = (
@@ -169,12 +167,7 @@ def test_options_become_variables_that_serve_reads_alike(monkeypatch: pytest.Mon
     )  # fmt: skip
     variables = p.variables(container(rendered(file, values=values)))
     assert variables["HALLUTRACER_MAX_BODY_BYTES"] == "8388608"
-    for name, value in variables.items():
-        if not value.startswith("/etc/"):
-            monkeypatch.setenv(name, value)
-    sources = Sources()
-    make_app(sources).parse_args(["serve"], exit_on_error=False, print_error=False)
-    read = sources.values()
+    read = p.served({name: value for name, value in variables.items() if not value.startswith("/etc/")})
     expected = {
         "max_body_bytes": 8388608, "deadline_s": 12.5, "playground": False, "bundle": ("demo", "demo-fused"),
         "policy": "support", "threshold": 0.0, "drain_s": 30.0, "threads": None,
@@ -207,14 +200,10 @@ def test_an_image_by_digest_wins_over_the_tag() -> None:
     assert container(rendered())["image"] == f"hallutracer:{__version__}"
 
 
-def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods() -> None:
     found = rendered(ROLLOUT)
-    for name, value in p.variables(container(found)).items():
-        if not value.startswith("/etc/"):
-            monkeypatch.setenv(name, value)
-    sources = Sources()
-    make_app(sources).parse_args(["serve"], exit_on_error=False, print_error=False)
-    read = sources.values()
+    variables = p.variables(container(found))
+    read = p.served({name: value for name, value in variables.items() if not value.startswith("/etc/")})
     assert (read["bundle"], read["shadow"], read["canary"]) == (("my-probe",), ("my-probe@shadow",), "my-probe@canary")
     assert (read["canary_share"], read["watch_s"], read["replay_s"]) == (0.05, 10.0, 600.0)
     assert one(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -259,12 +248,17 @@ def test_the_operators_rules_are_the_rules_and_its_job_is_the_alerts() -> None:
     groups = [yaml.safe_load(path.read_text())["groups"] for path in sorted((OURS / "rules").glob("*.yml"))]
     rule = one(found, "PrometheusRule")["spec"]
     assert rule == {"groups": [group for file in groups for group in file]}
+    for path in (OURS / "rules").glob("*.yml"):
+        assert (CHART / "rules" / path.name).read_text() == path.read_text(), f"copy {path} into {CHART / 'rules'}"
     monitor = one(found, "PodMonitor")["spec"]
     pod = one(found, "Deployment")["spec"]["template"]
     assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     assert pod["metadata"]["labels"][monitor["jobLabel"]] == "hallutracer"  # what the rules' job="..." looks for
     [endpoint] = monitor["podMetricsEndpoints"]
     assert endpoint["port"] in {port["name"] for port in container(found)["ports"]}
+    protected = ("podMonitor.enabled=true", "options.protect_metrics=true", "podMonitor.keySecret=scrape")
+    [endpoint] = one(rendered(values=protected), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "key"}}
 
 
 def test_the_operators_rules_pass_promtool_and_lead_to_the_page_that_is_named(tmp_path: Path) -> None:
@@ -282,17 +276,6 @@ def test_the_operators_rules_pass_promtool_and_lead_to_the_page_that_is_named(tm
     }
     addresses = [rule["annotations"]["dashboard_url"] for rule in alerts]
     assert all(address.startswith("https://g.example/grafana/d/hallutracer-") for address in addresses)
-
-
-@pytest.mark.parametrize("path", sorted((OURS / "rules").glob("*.yml")), ids=lambda path: path.name)
-def test_the_charts_copy_of_the_rules_is_the_rules(path: Path) -> None:
-    assert (CHART / "rules" / path.name).read_text() == path.read_text(), f"copy {path} into {CHART / 'rules'}"
-
-
-def test_a_protected_scrape_sends_a_key() -> None:
-    values = ("podMonitor.enabled=true", "options.protect_metrics=true", "podMonitor.keySecret=scrape")
-    [endpoint] = one(rendered(values=values), "PodMonitor")["spec"]["podMetricsEndpoints"]
-    assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "key"}}
 
 
 def test_the_autoscaler_asks_for_the_metric_that_the_adapter_serves() -> None:

@@ -82,13 +82,9 @@ def test_the_known_is_answered_and_the_unknown_is_looked_up(
     assert 0.3 < unknown["risk_after"] <= 1
 
 
-def test_without_its_key_nothing_is_answered(guard: str) -> None:
-    done = cli(KNOWN, HALLUTRACER_URL=guard)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "401 unauthorized" in done.stderr
-
-
-def test_the_command_line_shows_both(guard: str, key_file: str) -> None:
+def test_the_command_line_shows_both_and_nothing_without_its_key(guard: str, key_file: str) -> None:
+    refused = cli(KNOWN, HALLUTRACER_URL=guard)
+    assert (refused.returncode, refused.stdout, "401 unauthorized" in refused.stderr) == (1, "", True)
     done = cli(KNOWN, UNKNOWN, HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "│" in line]
@@ -148,21 +144,16 @@ def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:
     assert "".join(sent) == " It is Rome."
 
 
-def test_without_the_guard_nothing_is_answered(nowhere: str, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_guard_nothing_is_answered_and_passages_are_shown_where_that_was_chosen(
+    nowhere: str, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HALLUTRACER_URL", nowhere)
     with TestClient(example.app) as app:
         response = app.post("/ask", json={"question": KNOWN})
-        assert response.status_code == 503
-        assert "not answered" in response.json()["detail"]
+        assert (response.status_code, "not answered" in response.json()["detail"]) == (503, True)
         assert app.get("/health").json() == {"status": "ok", "guard": False}
     done = cli(KNOWN, HALLUTRACER_URL=nowhere)
-    assert done.returncode == 1
-    assert "cannot connect" in done.stderr
-    assert "Rome" not in done.stdout
-
-
-def test_without_the_guard_passages_may_be_shown(nowhere: str, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HALLUTRACER_URL", nowhere)
+    assert (done.returncode, "cannot connect" in done.stderr, "Rome" in done.stdout) == (1, True, False)
     monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", "passages")
     with TestClient(example.app) as app:
         reply = app.post("/ask", json={"question": UNKNOWN}).json()
@@ -212,24 +203,16 @@ def test_an_answer_from_passages(ask: Any) -> None:
     assert second["content"] == "Honiara is the capital. Rome is old.\n\nWhich capital is it?"
 
 
-def test_nothing_found_is_not_asked_again(ask: Any) -> None:
+def test_nothing_found_is_not_asked_again_and_what_does_not_fit_is_said(ask: Any) -> None:
+    reply = {"answer": None, "source": "passages", "risk_before": 0.9, "risk_after": None}
     response, asked = ask("xyzzy", [scored(0.9, None)])
-    assert response.json() == {
-        "answer": None, "source": "passages", "risk_before": 0.9, "risk_after": None, "passages": [],
-    }  # fmt: skip
-    assert len(asked) == 1
-
-
-def test_passages_that_do_not_fit_are_shown(ask: Any) -> None:
-    response, _ = ask("capital?", [scored(0.9, None), bodies.error(413, "prompt_too_long", "too long")])
-    reply = response.json()
-    assert (reply["source"], reply["risk_before"], reply["risk_after"]) == ("passages", 0.9, None)
-    assert reply["passages"][0]["text"] == "Honiara is the capital."
-
-
-def test_a_question_that_does_not_fit_is_the_askers_fault(ask: Any) -> None:
-    response, _ = ask("capital?", [bodies.error(413, "prompt_too_long", "too long")])
-    assert (response.status_code, response.json()) == (422, {"detail": "too long"})
+    assert (response.json(), len(asked)) == (reply | {"passages": []}, 1)
+    too_long = bodies.error(413, "prompt_too_long", "too long")
+    shown = ask("capital?", [scored(0.9, None), too_long])[0].json()
+    assert shown.pop("passages")[0]["text"] == "Honiara is the capital."
+    assert shown == reply
+    for question, answers in (("capital?", [too_long]), ("", []), ("a" * 2001, [])):  # the asker's fault
+        assert ask(question, answers)[0].status_code == 422
 
 
 @pytest.mark.parametrize(
@@ -245,11 +228,6 @@ def test_what_the_guard_cannot_say_is_not_answered(ask: Any, refusal: httpx.Resp
     for response in (first, second):
         assert response.status_code == 503
         assert set(response.json()) == {"detail"}
-
-
-@pytest.mark.parametrize("question", ["", "a" * 2001])
-def test_a_question_has_a_length(ask: Any, question: str) -> None:
-    assert ask(question, [])[0].status_code == 422
 
 
 def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
