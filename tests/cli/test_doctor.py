@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from probes_store.manifest import manifest_bytes, read_manifest, sealed
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
-from service.doctor.machine import ok, summary
+from service.doctor import machine
+from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from tests.command_line import hallutracer
 from tests.key_files import add_key, revoke_key
 from tests.local_server import answer, listening
@@ -154,24 +157,17 @@ def open_log(store: Path) -> None:
     (store.parent / "audit").chmod(0o666)
 
 
-def unsigned(store: Path) -> None:
-    shutil.copytree(SHIPPED / "demo", store / "demo")
-    key_pair(store.parent, "key")
+def model_without(*names: str) -> Callable[[Path], None]:
+    """The demo model without files, and with another tokenizer."""
 
+    def prepare(store: Path) -> None:
+        shutil.copytree(MODEL_DIR, store.parent / "model", ignore=lambda *_: names)
+        path = store.parent / "model" / "tokenizer.json"
+        document = json.loads(path.read_text())
+        document["added_tokens"][0]["content"] += "x"
+        path.write_text(json.dumps(document))
 
-def weightless(store: Path) -> None:
-    folder = store.parent / "model"
-    shutil.copytree(MODEL_DIR, folder)
-    (folder / "model.safetensors").unlink()
-
-
-def another_tokenizer(store: Path) -> None:
-    folder = store.parent / "model"
-    shutil.copytree(MODEL_DIR, folder)
-    path = folder / "tokenizer.json"
-    document = json.loads(path.read_text())
-    document["added_tokens"][0]["content"] += "x"
-    path.write_text(json.dumps(document))
+    return prepare
 
 
 def no_database(store: Path) -> None:
@@ -188,8 +184,8 @@ FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
     (nothing, ["--bundle", "demo", "--bundle", "nothing"], "bundle", "warn", "left out"),
     (nothing, ["--model", "/no/such/model", "--bundle", "demo"], "bundle", "fail", "no folder or GGUF file"),
     (nothing, ["--model", "unheard-of"], "bundle", "fail", "--bundle"),
-    (weightless, ["--model", "MODEL", "--bundle", "demo"], "model", "fail", "has no weights"),
-    (another_tokenizer, ["--model", "MODEL", "--bundle", "demo"], "identity", "fail", "another tokenizer"),
+    (model_without("model.safetensors"), ["--model", "MODEL", "--bundle", "demo"], "model", "fail", "has no weights"),
+    (model_without(), ["--model", "MODEL", "--bundle", "demo"], "identity", "fail", "another tokenizer"),
     (damaged, [], "store", "warn", "mine:1"),
     (damaged, ["--bundle", "mine"], "bundle", "fail", "the file was changed"),
     (writable_by_all, [], "store", "warn", "chmod o-w"),
@@ -252,7 +248,8 @@ def test_a_fault_is_told_with_its_cure(
 
 
 def test_an_unsigned_bundle_is_named_once_and_no_audit_log_is_made(doctor: Doctor, tmp_path: Path) -> None:
-    unsigned(tmp_path / "store")
+    shutil.copytree(SHIPPED / "demo", tmp_path / "store" / "demo")
+    key_pair(tmp_path, "key")
     log, public = tmp_path / "audit.jsonl", tmp_path / "key.pub"
     code, found = doctor("--bundle", "demo", "--require-signature", str(public), "--audit-log", str(log))
     assert code == 1
@@ -261,13 +258,11 @@ def test_an_unsigned_bundle_is_named_once_and_no_audit_log_is_made(doctor: Docto
     assert not log.exists()
 
 
-def test_a_store_at_a_url_is_named_by_it(doctor: Doctor, tmp_path: Path) -> None:
-    _, found = doctor("--store", "memory://doctor", "--store-cache", str(tmp_path / "copies"))
+def test_a_store_at_a_url_is_named_by_it_and_what_reads_another_model_is_no_shadow(
+    doctor: Doctor, tmp_path: Path
+) -> None:
+    _, found = doctor("--store", "memory://doctor", "--store-cache", str(tmp_path / "copies"), "--shadow", "smollm2")
     assert of(found, "store", "ok").startswith("memory://doctor, ")
-
-
-def test_what_was_trained_on_another_model_is_no_shadow(doctor: Doctor) -> None:
-    _, found = doctor("--bundle", "demo", "--shadow", "smollm2")
     assert "watches" not in of(found, "rollout", "ok")
 
 
@@ -316,3 +311,124 @@ def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fai
     status, found = doctor("--otlp-traces-endpoint", f"http://127.0.0.1:{port}")
     assert status == 1
     assert "the whole address with its path" in of(found, "traces", "fail")
+
+
+# the checks of machine and packages, on machines that this one is not
+
+
+def lines(findings: Iterable[Finding]) -> str:
+    return "\n".join(finding.line() for finding in findings)
+
+
+def test_the_gravest_status_and_a_check_that_breaks() -> None:
+    def broken() -> Iterable[Finding]:
+        yield ok("a", "fine")
+        raise ZeroDivisionError("division by zero")
+
+    found = list(run([("a", broken), ("b", lambda: [warn("b", "hm", "mend it")])]))
+    assert [finding.status for finding in found] == ["ok", "fail", "warn"]
+    assert "ZeroDivisionError" in found[1].found
+    assert (worst([]), worst(found[:1]), worst(found[2:]), worst(found)) == ("ok", "ok", "warn", "fail")
+    assert warn("b", "hm", "mend it").line() == "warn  b         hm -> mend it"
+    assert fail("b", "no").line() == "fail  b         no"
+
+
+def test_missing_and_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "requires", lambda _: [
+        "numpy>=1", "torch<0.1", "no-such-package>=2", 'other; extra == "docs"', "never; sys_platform == 'x'",
+    ])  # fmt: skip
+    found = list(machine.check_packages())
+    assert [finding.status for finding in found] == ["ok", "fail", "fail"]
+    assert "wanted <0.1 -> pip install 'torch<0.1'" in found[1].line()
+    assert "pip install 'no-such-package>=2'" in found[2].cure
+
+
+def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> list[str]:
+        raise machine.PackageNotFoundError
+
+    monkeypatch.setattr(machine, "requires", absent)
+    assert "pip install --editable ." in lines(machine.check_packages())
+
+
+def gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str, torch: str = "2.13.0+cpu") -> None:
+    """An nvidia-smi that lists these, and a torch of this version."""
+    program = folder / "nvidia-smi"
+    rows = "".join(f"echo '{name}, 80000 MiB, 570.1'\n" for name in names)
+    program.write_text(f"#!/bin/sh\n{rows or 'exit 9'}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(machine, "version", lambda _: torch)
+
+
+@pytest.mark.parametrize(
+    ("names", "torch", "device", "ranks", "status"),
+    [
+        ((), "2.13.0+cpu", "auto", 1, "ok"), ((), "2.13.0+cpu", "cuda", 1, "fail"), ((), "2.13.0", "auto", 2, "fail"),
+        ((), "2.13.0+cpu", "auto", 2, "ok"), (("H200",), "2.13.0+cpu", "auto", 1, "warn"),
+        (("H200",), "2.13.0+cpu", "cuda", 1, "fail"), (("H200",), "2.13.0+cpu", "cpu", 1, "ok"),
+        (("H200",), "2.13.0", "auto", 1, "ok"), (("H200",), "2.13.0", "auto", 2, "fail"),
+        (("H200", "H200"), "2.13.0", "auto", 2, "ok"),
+    ],
+)  # fmt: skip
+def test_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], torch: str, device: str, ranks: int,
+    status: str,
+) -> None:  # fmt: skip
+    gpus(tmp_path, monkeypatch, *names, torch=torch)
+    [finding] = machine.check_gpu(device, ranks)
+    assert finding.status == status, finding
+
+
+@pytest.mark.parametrize(("free", "status"), [(10 << 30, "ok"), (500 << 20, "warn"), (50 << 20, "fail")])
+def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    [finding] = machine.check_disk({"bundles": tmp_path / "not" / "yet", "models": tmp_path})
+    assert finding.status == status
+    [finding] = machine.check_disk({machine.TEMPORARY: tmp_path})  # a container's /tmp is small on purpose
+    assert finding.status == ("warn" if free < 60 << 20 else "ok")
+
+
+def test_a_clock_that_is_behind_or_not_set_by_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_unsynchronised", lambda: False)
+    made = "2026-06-01T00:00:00Z"
+    assert "set the clock" in lines(machine.check_clock(made, now=1.6e9))
+    assert lines(machine.check_clock(made, now=1.9e9)).startswith("ok")
+    assert lines(machine.check_clock(None, now=1.6e9)).startswith("ok")
+    monkeypatch.setattr(machine, "_unsynchronised", lambda: True)
+    assert "not synchronised -> run chrony" in lines(machine.check_clock(made, now=1.9e9))
+
+
+def test_a_limit_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("joblib.cpu_count", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "8 threads on 1 CPUs: they would wait for each other -> --threads 1" in lines(machine.check_cpu(8))
+    assert lines(machine.check_cpu(1)).startswith("ok")
+    assert lines(machine.check_cpu(None)).startswith("ok")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert "4 threads on 1 CPUs" in lines(machine.check_cpu(None))
+    assert lines(machine.check_cpu(1)).startswith("ok")
+
+
+def test_memory_and_clock_are_this_machines() -> None:
+    free = machine.memory_free()
+    assert free is None or 1 << 20 < free < 1 << 50
+    assert machine._unsynchronised() in (True, False)
+
+
+def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engines.vllm.launch.check_installed", lambda: None)
+    monkeypatch.setattr(machine, "find_library", lambda _: None)
+    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    found = lines(machine.check_engine("vllm", 2))
+    assert "libnuma1" in found
+    assert "g++" in found
+    assert "--shm-size" in found
+
+
+def test_postgresql_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lines(machine.check_extras(False)) == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "hallutracer[postgres]" in lines(machine.check_extras(True))
