@@ -194,7 +194,7 @@ def slow(handler: BaseHTTPRequestHandler) -> None:
     ("behaviours", "route", "edits", "status", "reached"),
     [
         pytest.param([breaking] * 2, CHAT_ROUTE, [], 502, {1}, id="a POST whose connection broke is not repeated"),
-        pytest.param([breaking] * 2, CHAT_ROUTE, [REPEATS], 502, {2, 3, 4}, id="under another rule it would be"),
+        pytest.param([breaking] * 2, CHAT_ROUTE, [REPEATS], 502, set(range(2, 9)), id="under another rule it would be"),
         pytest.param([slow] * 2, CHAT_ROUTE, [("proxy_read_timeout 60s", "proxy_read_timeout 300ms")], 504, {1},
                      id="one that takes too long is not repeated"),
         *(pytest.param([breaking] * 5, route, [], 502, {4}, id=f"{route} is asked of four and of no fifth")
