@@ -89,157 +89,97 @@ def test_what_failed_is_not_loaded_either(doctor: Doctor) -> None:
     assert not [finding for finding in found if finding["check"] == "load"]
 
 
-def damaged(store: Path) -> None:
-    shutil.copytree(SHIPPED / "demo", store / "mine")
-    probes = store / "mine" / "1" / "probes.safetensors"
-    probes.write_bytes(b"x" * probes.stat().st_size)
+def prepare(fault: str, folder: Path) -> None:
+    """Bring a fault about: in the folder ``store``, in front of the shipped bundles, or in a file beside it."""
+    store, shipped = folder / "store", SHIPPED / "demo"
+    match fault.split(" "):
+        case ["damaged"]:
+            shutil.copytree(shipped, store / "mine")
+            probes = store / "mine" / "1" / "probes.safetensors"
+            probes.write_bytes(b"x" * probes.stat().st_size)
+        case ["writable_by_all"]:
+            store.mkdir()
+            store.chmod(0o777)
+        case ["versions", *more]:  # copies of one another but for their number
+            manifest = read_manifest((shipped / "1" / "bundle.json").read_bytes())
+            for number in (1, 2):
+                shutil.copytree(shipped / "1", store / "demo" / str(number))
+                dated = sealed(manifest, version=number, created=manifest.created)
+                (store / "demo" / str(number) / "bundle.json").write_bytes(manifest_bytes(dated))
+            for alias, number in (("production", 1), ("canary", 2)):
+                Store(store).set_alias("demo", alias, number)
+            if "lost" in more:
+                shutil.rmtree(store / "demo" / "2")
+            if "broken" in more:
+                (store / "demo" / "aliases.json").write_text("[]")
+        case ["forgetful"]:  # keeps no risks of its training rows
+            without_in_evaluation(SHIPPED / "demo-fused" / "1", store / "demo-fused" / "1", "out_of_fold")
+        case ["keys", *more]:  # one in force, one revoked
+            for name in ("app", "old"):
+                add_key(folder / "keys", name, {"scopes": ["score"]})
+            revoke_key(folder / "keys", "old")
+            (folder / "keys").write_text((folder / "keys").read_text() + " ".join(more) + "\n")
+        case ["model", *absent]:  # with another tokenizer
+            shutil.copytree(MODEL_DIR, folder / "model", ignore=lambda *_: absent)
+            path = folder / "model" / "tokenizer.json"
+            document = json.loads(path.read_text())
+            document["added_tokens"][0]["content"] += "x"
+            path.write_text(json.dumps(document))
+        case ["file", name, *words]:
+            (folder / name).write_text(" ".join(words))
+            (folder / name).chmod(0o666)
 
 
-def writable_by_all(store: Path) -> None:
-    store.mkdir()
-    store.chmod(0o777)
+FAULTS = [  # what is wrong, options, check, status, word
+    ("", "--bundle nothing", "bundle", "fail", "Train and publish it there"),
+    ("", "--bundle smollm2", "identity", "fail", "trained on other weights"),
+    ("", "--bundle demo --bundle smollm2", "identity", "warn", "left out"),
+    ("", "--bundle demo --bundle nothing", "bundle", "warn", "left out"),
+    ("", "--model /no/such/model --bundle demo", "bundle", "fail", "no folder or GGUF file"),
+    ("", "--model unheard-of", "bundle", "fail", "--bundle"),
+    ("model model.safetensors", "--model =model --bundle demo", "model", "fail", "has no weights"),
+    ("model", "--model =model --bundle demo", "identity", "fail", "another tokenizer"),
+    ("damaged", "", "store", "warn", "mine:1"), ("damaged", "--bundle mine", "bundle", "fail", "the file was changed"),
+    ("writable_by_all", "", "store", "warn", "chmod o-w"), ("", "--host 0.0.0.0", "keys", "fail", "--api-key-file"),
+    ("", "--host 0.0.0.0 --allow-anonymous", "keys", "warn", "whoever reaches"),
+    ("", "--protect-metrics", "keys", "fail", "--api-key-file"),
+    ("", "--api-key short", "keys", "fail", "16 characters"),
+    ("", "--api-key REPLACE-ME-app-one", "keys", "fail", "placeholder"),
+    ("file keys kkkkkkkkkkkkkkkkkkkk", "--api-key-file =keys", "keys", "fail", "chmod o-w"),
+    ("keys", "--keys =keys --protect-metrics --host 0.0.0.0", "keys", "ok", "2: app, old"),
+    ("keys", "--keys =keys", "keys", "warn", "old is revoked"),
+    ("keys scope = ['x']", "--keys =keys", "keys", "fail", "unknown field 'scope'"),
+    ("keys policies = ['no']", "--keys =keys", "policies", "fail", "no policy 'no' is known here"),
+    ("", "--audit-required", "audit", "fail", "give --audit-log"),
+    ("", "--audit-log =audit", "audit", "ok", "will be made"),
+    ("file audit", "--audit-log =audit", "audit", "fail", "chmod 600"),
+    ("", "--audit-log /no/such/folder/audit.jsonl", "audit", "fail", "make it"),
+    ("file p.toml [support]\nacton = 'abstain'", "--policies =p.toml", "policies", "fail", "unknown field 'acton'"),
+    ("", "--policy support", "policies", "fail", "support"), ("", "--threads 4096", "cpu", "warn", "--threads"),
+    (f"file f.db {'this is not SQLite, although it is long enough to be looked at ' * 20}", "--feedback-db =f.db",
+     "feedback", "fail", "f.db"),
+    ("", "--max-connections 999999999", "files", "warn", "--max-connections"),
+    ("", "--canary demo@canary", "bundle", "warn", "demo@canary is left out: bundle demo has no alias"),
+    ("", "--canary demo:1", "rollout", "warn", "which judges already"),
+    ("versions", "--canary demo@canary", "rollout", "warn", "which judges already"),  # another number, the same probes
+    ("", "--shadow smollm2", "identity", "warn", "trained on other weights"),
+    ("", "--shadow demo-fused", "rollout", "ok", "demo:1 judges; demo-fused:1 watches; aliases"),
+    ("", "--canary demo-fused --watch-s 5", "rollout", "ok", "0.05 of the requests; aliases are"),
+    ("forgetful", "--canary demo-fused", "drift", "warn", "demo-fused:1 keeps none"),
+    ("", "--canary demo-fused --canary-share 0", "rollout", "warn", "raise --canary-share"),
+    ("", "--canary-share 0.5", "rollout", "warn", "give --canary"),
+    ("", "--replay-s 0", "drift", "warn", "--replay-s 600"),
+    ("versions lost", "--bundle demo", "store", "warn", "bundle alias demo canary 1"),
+    ("versions broken", "--bundle demo:1", "store", "warn", "set the aliases of this bundle again"),
+]  # fmt: skip
 
 
-def versions(store: Path) -> None:
-    """Two versions of a bundle that are one another's copies but for their number, and aliases."""
-    published = Store(store)
-    for number in (1, 2):
-        folder = store / "demo" / str(number)
-        shutil.copytree(SHIPPED / "demo" / "1", folder)
-        manifest = read_manifest((SHIPPED / "demo" / "1" / "bundle.json").read_bytes())
-        dated = sealed(manifest, version=number, created=manifest.created)
-        (folder / "bundle.json").write_bytes(manifest_bytes(dated))
-    published.set_alias("demo", "production", 1)
-    published.set_alias("demo", "canary", 2)
-
-
-def lost_alias(store: Path) -> None:
-    versions(store)
-    shutil.rmtree(store / "demo" / "2")
-
-
-def broken_aliases(store: Path) -> None:
-    versions(store)
-    (store / "demo" / "aliases.json").write_text("[]")
-
-
-def forgetful(store: Path) -> None:
-    """A bundle that keeps no risks of its training rows, in front of the shipped one."""
-    without_in_evaluation(SHIPPED / "demo-fused" / "1", store / "demo-fused" / "1", "out_of_fold")
-
-
-def broken_policies(store: Path) -> None:
-    store.mkdir()
-    (store.parent / "p.toml").write_text("[support]\nacton = 'abstain'\n")
-
-
-def loose_keys(store: Path) -> None:
-    path = store.parent / "keys"
-    path.write_text("k" * 20)
-    path.chmod(0o666)
-
-
-def keys_file(*words: str) -> Callable[[Path], None]:
-    """One key in force, one revoked; ``words`` are added to the file."""
-
-    def prepare(store: Path) -> None:
-        path = store.parent / "keys"
-        add_key(path, "app", {"scopes": ["score"]})
-        add_key(path, "old", {"scopes": ["score"]})
-        revoke_key(path, "old")
-        path.write_text(path.read_text() + "".join(words))
-
-    return prepare
-
-
-def open_log(store: Path) -> None:
-    (store.parent / "audit").write_text("")
-    (store.parent / "audit").chmod(0o666)
-
-
-def model_without(*names: str) -> Callable[[Path], None]:
-    """The demo model without files, and with another tokenizer."""
-
-    def prepare(store: Path) -> None:
-        shutil.copytree(MODEL_DIR, store.parent / "model", ignore=lambda *_: names)
-        path = store.parent / "model" / "tokenizer.json"
-        document = json.loads(path.read_text())
-        document["added_tokens"][0]["content"] += "x"
-        path.write_text(json.dumps(document))
-
-    return prepare
-
-
-def no_database(store: Path) -> None:
-    (store.parent / "f.db").write_text("this is not SQLite, although it is long enough to be looked at " * 20)
-
-
-def nothing(_: Path) -> None: ...
-
-
-FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
-    (nothing, ["--bundle", "nothing"], "bundle", "fail", "Train and publish it there"),
-    (nothing, ["--bundle", "smollm2"], "identity", "fail", "trained on other weights"),
-    (nothing, ["--bundle", "demo", "--bundle", "smollm2"], "identity", "warn", "left out"),
-    (nothing, ["--bundle", "demo", "--bundle", "nothing"], "bundle", "warn", "left out"),
-    (nothing, ["--model", "/no/such/model", "--bundle", "demo"], "bundle", "fail", "no folder or GGUF file"),
-    (nothing, ["--model", "unheard-of"], "bundle", "fail", "--bundle"),
-    (model_without("model.safetensors"), ["--model", "MODEL", "--bundle", "demo"], "model", "fail", "has no weights"),
-    (model_without(), ["--model", "MODEL", "--bundle", "demo"], "identity", "fail", "another tokenizer"),
-    (damaged, [], "store", "warn", "mine:1"),
-    (damaged, ["--bundle", "mine"], "bundle", "fail", "the file was changed"),
-    (writable_by_all, [], "store", "warn", "chmod o-w"),
-    (nothing, ["--host", "0.0.0.0"], "keys", "fail", "--api-key-file"),
-    (nothing, ["--host", "0.0.0.0", "--allow-anonymous"], "keys", "warn", "whoever reaches"),
-    (nothing, ["--protect-metrics"], "keys", "fail", "--api-key-file"),
-    (nothing, ["--api-key", "short"], "keys", "fail", "16 characters"),
-    (nothing, ["--api-key", "REPLACE-ME-app-one"], "keys", "fail", "placeholder"),
-    (loose_keys, ["--api-key-file", "KEYS"], "keys", "fail", "chmod o-w"),
-    (keys_file(), ["--keys", "KEYS", "--protect-metrics", "--host", "0.0.0.0"], "keys", "ok", "2: app, old"),
-    (keys_file(), ["--keys", "KEYS"], "keys", "warn", "old is revoked"),
-    (keys_file("scope = ['x']\n"), ["--keys", "KEYS"], "keys", "fail", "unknown field 'scope'"),
-    (keys_file("policies = ['no']\n"), ["--keys", "KEYS"], "policies", "fail", "no policy 'no' is known here"),
-    (nothing, ["--audit-required"], "audit", "fail", "give --audit-log"),
-    (nothing, ["--audit-log", "AUDIT"], "audit", "ok", "will be made"),
-    (open_log, ["--audit-log", "AUDIT"], "audit", "fail", "chmod 600"),
-    (nothing, ["--audit-log", "/no/such/folder/audit.jsonl"], "audit", "fail", "make it"),
-    (broken_policies, ["--policies", "POLICIES"], "policies", "fail", "unknown field 'acton'"),
-    (nothing, ["--policy", "support"], "policies", "fail", "support"),
-    (nothing, ["--threads", "4096"], "cpu", "warn", "--threads"),
-    (no_database, ["--feedback-db", "DATABASE"], "feedback", "fail", "f.db"),
-    (nothing, ["--max-connections", "999999999"], "files", "warn", "--max-connections"),
-    (nothing, ["--canary", "demo@canary"], "bundle", "warn", "demo@canary is left out: bundle demo has no alias"),
-    (nothing, ["--canary", "demo:1"], "rollout", "warn", "which judges already"),
-    # Another number, the same probes:
-    (versions, ["--canary", "demo@canary"], "rollout", "warn", "which judges already"),
-    (nothing, ["--shadow", "smollm2"], "identity", "warn", "trained on other weights"),
-    (nothing, ["--shadow", "demo-fused"], "rollout", "ok", "demo:1 judges; demo-fused:1 watches; aliases"),
-    (nothing, ["--canary", "demo-fused", "--watch-s", "5"], "rollout", "ok", "0.05 of the requests; aliases are"),
-    (forgetful, ["--canary", "demo-fused"], "drift", "warn", "demo-fused:1 keeps none"),
-    (nothing, ["--canary", "demo-fused", "--canary-share", "0"], "rollout", "warn", "raise --canary-share"),
-    (nothing, ["--canary-share", "0.5"], "rollout", "warn", "give --canary"),
-    (nothing, ["--replay-s", "0"], "drift", "warn", "--replay-s 600"),
-    (lost_alias, ["--bundle", "demo"], "store", "warn", "bundle alias demo canary 1"),
-    (broken_aliases, ["--bundle", "demo:1"], "store", "warn", "set the aliases of this bundle again"),
-]
-
-
-@pytest.mark.parametrize(
-    ("prepare", "arguments", "check", "status", "said"), FAULTS, ids=[f"{f[2]}: {f[4]}" for f in FAULTS]
-)
+@pytest.mark.parametrize(("fault", "options", "check", "status", "said"), FAULTS)
 def test_a_fault_is_told_with_its_cure(
-    doctor: Doctor,
-    tmp_path: Path,
-    prepare: Callable[[Path], object],
-    arguments: list[str],
-    check: str,
-    status: str,
-    said: str,
+    doctor: Doctor, tmp_path: Path, fault: str, options: str, check: str, status: str, said: str
 ) -> None:
-    prepare(tmp_path / "store")
-    places = {"MODEL": "model", "KEYS": "keys", "POLICIES": "p.toml", "DATABASE": "f.db", "AUDIT": "audit"}
-    given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
-    code, found = doctor(*given)
+    prepare(fault, tmp_path)
+    code, found = doctor(*options.replace(" =", f" {tmp_path}/").split())
     assert said in of(found, check, status), found
     assert code == (1 if status == "fail" else code)
     assert not any("please report" in finding["cure"] for finding in found), found
