@@ -89,11 +89,15 @@ def test_a_wrong_command_line_is_one_line_and_exit_status_2(command: str, word: 
     one_line_says(tuple(command.split()), 2, word)
 
 
-def test_a_placeholder_in_the_environment_or_the_configuration_is_refused_too(tmp_path: Path) -> None:
-    config = tmp_path / "h.toml"
+def test_a_placeholder_or_a_rule_for_no_key_keeps_the_service_from_starting_wherever_it_stands(tmp_path: Path) -> None:
+    config, policies, keys = (tmp_path / name for name in ("h.toml", "policies.toml", "keys"))
     config.write_text('[serve]\napi_key = ["REPLACE-ME-app-one"]\n')
     one_line_says(("serve", "--config", str(config)), 2, "placeholder")
     assert "placeholder" in hallutracer("serve", HALLUTRACER_API_KEY="REPLACE-ME-app-one").stderr
+    policies.write_text('[[rule]]\nkey = "rga"\npolicy = "observe"')
+    one_line_says(("serve", "--policies", str(policies)), 1, "there are no keys")
+    keys.write_text("0123456789abcdef name=rag\n")
+    one_line_says(("serve", "--policies", str(policies), "--api-key-file", str(keys)), 1, "'rga'")
 
 
 def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +219,6 @@ def test_several_questions_are_scored_together_and_drawn(tmp_path: Path) -> None
     out = hallutracer("score", *questions).stdout
     assert [out.count(f"{question}\n") for question in questions] == [1, 1]
     assert out.count("decision") == 2
-
-
-def test_a_rule_for_a_key_that_is_not_there_keeps_the_service_from_starting(tmp_path: Path) -> None:
-    policies, keys = tmp_path / "policies.toml", tmp_path / "keys"
-    policies.write_text('[[rule]]\nkey = "rga"\npolicy = "observe"')
-    one_line_says(("serve", "--policies", str(policies)), 1, "there are no keys")
-    keys.write_text("0123456789abcdef name=rag\n")
-    one_line_says(("serve", "--policies", str(policies), "--api-key-file", str(keys)), 1, "'rga'")
 
 
 def test_a_store_that_is_not_there_is_said(tmp_path: Path) -> None:

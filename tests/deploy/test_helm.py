@@ -197,7 +197,6 @@ def test_an_image_by_digest_wins_over_the_tag() -> None:
     for found in (rendered(values=values), rendered(GPU, values=(*values, "image.tag=0.1.0-mine"))):
         [ask] = one(found, "Pod")["spec"]["containers"]
         assert container(found)["image"] == ask["image"] == f"r.example/hallutracer@{digest}"
-    assert container(rendered())["image"] == f"hallutracer:{__version__}"
 
 
 def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods() -> None:
@@ -210,19 +209,16 @@ def test_a_rollout_is_what_serve_is_told_and_bundles_outlive_the_pods() -> None:
     assert schema_errors(list(found), KUBERNETES[-1]) == []
 
 
-def notes(*values: str) -> str:
-    chosen = [word for value in values for word in ("--set", value)]
-    done = helm("install", "hallutracer", CHART, "--dry-run=client", "--values", ROLLOUT, *chosen)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.partition("NOTES:")[2]
-
-
 def test_a_rollout_that_cannot_go_on_is_told_at_the_installation() -> None:
-    assert "helm test hallutracer" in notes()
-    assert "options.watch_s" not in notes()
-    assert "storage.probes.claim" not in notes()
-    assert "Set options.watch_s" in notes("options.watch_s=0")
-    assert "without storage.probes.claim" in notes("storage.probes.claim=false")
+    for value, said, unsaid in (
+        ("replicas=2", "helm test hallutracer", ("options.watch_s", "storage.probes.claim")),
+        ("options.watch_s=0", "Set options.watch_s", ()),
+        ("storage.probes.claim=false", "without storage.probes.claim", ()),
+    ):
+        done = helm("install", "hallutracer", CHART, "--dry-run=client", "--values", ROLLOUT, "--set", value)
+        assert done.returncode == 0, done.stderr
+        notes = done.stdout.partition("NOTES:")[2]
+        assert (said in notes, [word for word in unsaid if word in notes]) == (True, [])
 
 
 def test_a_longer_drain_gets_a_longer_grace_and_keys_may_be_left_out_only_in_so_many_words() -> None:
@@ -243,39 +239,34 @@ def test_two_releases_in_one_namespace_do_not_meet() -> None:
         assert selector.get("matchLabels", selector)["app.kubernetes.io/instance"] == "blue"
 
 
-def test_the_operators_rules_are_the_rules_and_its_job_is_the_alerts() -> None:
-    found = rendered(values=MONITORED)
-    groups = [yaml.safe_load(path.read_text())["groups"] for path in sorted((OURS / "rules").glob("*.yml"))]
-    rule = one(found, "PrometheusRule")["spec"]
-    assert rule == {"groups": [group for file in groups for group in file]}
-    for path in (OURS / "rules").glob("*.yml"):
+def test_the_operators_rules_are_the_rules_and_lead_to_the_page_that_is_named(tmp_path: Path) -> None:
+    files = sorted((OURS / "rules").glob("*.yml"))
+    for path in files:
         assert (CHART / "rules" / path.name).read_text() == path.read_text(), f"copy {path} into {CHART / 'rules'}"
+    own = {"groups": [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]}
+    assert one(rendered(values=MONITORED), "PrometheusRule")["spec"] == own
+    url = "https://wiki.example/risk.html"
+    named = (f"prometheusRule.runbookUrl={url}", "prometheusRule.grafanaUrl=https://g.example/grafana")
+    spec = one(rendered(values=(*MONITORED, *named)), "PrometheusRule")["spec"]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(spec))
+    done = promtool("check", "rules", tmp_path / "rules.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rule in (rule for group in spec["groups"] for rule in group["rules"] if "alert" in rule):
+        assert rule["annotations"]["runbook_url"] == f"{url}#{rule['alert'].lower()}"
+        assert rule["annotations"]["dashboard_url"].startswith("https://g.example/grafana/d/hallutracer-")
+
+
+def test_the_operators_scrape_is_under_the_alerts_job_and_sends_a_key_where_one_is_asked_for() -> None:
+    found = rendered(values=MONITORED)
     monitor = one(found, "PodMonitor")["spec"]
-    pod = one(found, "Deployment")["spec"]["template"]
-    assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    assert pod["metadata"]["labels"][monitor["jobLabel"]] == "hallutracer"  # what the rules' job="..." looks for
+    labels = one(found, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[monitor["jobLabel"]] == "hallutracer"  # what the rules' job="..." looks for
     [endpoint] = monitor["podMetricsEndpoints"]
     assert endpoint["port"] in {port["name"] for port in container(found)["ports"]}
     protected = ("podMonitor.enabled=true", "options.protect_metrics=true", "podMonitor.keySecret=scrape")
     [endpoint] = one(rendered(values=protected), "PodMonitor")["spec"]["podMetricsEndpoints"]
     assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "key"}}
-
-
-def test_the_operators_rules_pass_promtool_and_lead_to_the_page_that_is_named(tmp_path: Path) -> None:
-    url = "https://wiki.example/risk.html"
-    found = rendered(
-        values=(*MONITORED, f"prometheusRule.runbookUrl={url}", "prometheusRule.grafanaUrl=https://g.example/grafana")
-    )
-    spec = one(found, "PrometheusRule")["spec"]
-    (tmp_path / "rules.yml").write_text(yaml.safe_dump(spec))
-    done = promtool("check", "rules", tmp_path / "rules.yml")
-    assert done.returncode == 0, done.stdout + done.stderr
-    alerts = [rule for group in spec["groups"] for rule in group["rules"] if "alert" in rule]
-    assert {rule["annotations"]["runbook_url"] for rule in alerts} == {
-        f"{url}#{rule['alert'].lower()}" for rule in alerts
-    }
-    addresses = [rule["annotations"]["dashboard_url"] for rule in alerts]
-    assert all(address.startswith("https://g.example/grafana/d/hallutracer-") for address in addresses)
 
 
 def test_the_autoscaler_asks_for_the_metric_that_the_adapter_serves() -> None:
