@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hallutracer_client import (
     Completion,
@@ -26,7 +24,7 @@ from hallutracer_client import (
 )
 from hallutracer_client.stream import BaseAnswer, EventReader
 from tests.client import bodies
-from tests.client.conftest import BlockingClient, MakeClient, Time
+from tests.client.conftest import MakeClient, Time
 from tests.local_server import answer, listening
 
 # Lines of one event are joined; comments are none; U+2028 ends no line.
@@ -178,26 +176,6 @@ def test_a_plain_json_answer_is_no_stream_and_noise_is_read_over(make_client: Ma
         make_client(lambda _: httpx.Response(200, json=bodies.result())).stream(prompt="a")
     noisy = b": ping\n\nevent: message\nid: 4\nretry: 10\n" + WHOLE.replace(b"\n\n", b"\n\n: ping\n\ndata:\n\n")
     assert make_client(answering(noisy)).stream(prompt="a")[1] == [" It", " is."]
-
-
-@given(
-    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=5),
-    newline=st.sampled_from([b"\n", b"\r\n", b"\r"]),
-    cuts=st.lists(st.integers(0, 4000), max_size=40),
-    kind=st.sampled_from(["sync", "async"]),
-)
-def test_any_cut_of_the_bytes_gives_the_same_text(texts: list[str], newline: bytes, cuts: list[int], kind: str) -> None:
-    sent = bodies.events(bodies.result(), *map(bodies.chunk, texts), bodies.chunk("", "length", len(texts)))
-    sent = sent.replace(b"\n", newline)  # inside the JSON a line break is written \\n
-    at = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
-    pieces = [sent[start:end] for start, end in zip(at, at[1:], strict=False)]
-    client = BlockingClient(kind, answering(Chunks(pieces)))
-    try:
-        answer, got = client.stream(prompt="a")
-    finally:
-        client.close()
-    assert got == texts
-    assert answer.completion == Completion("".join(texts), "length", len(texts))
 
 
 # --- how long a stream may be silent, on a real socket: only there does the limit that was set become a wait ---
