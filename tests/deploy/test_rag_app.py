@@ -28,17 +28,12 @@ FOLDER = ROOT / "deploy" / "sidecar"
 
 
 @pytest.fixture(scope="module")
-def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("keys") / "api-keys"
-    path.write_text("the-key-of-the-app\nthe-key-of-the-figures may=policy\n")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory, key_file: str) -> Iterator[str]:
-    store = str(tmp_path_factory.mktemp("store"))
-    with serve(HALLUTRACER_STORE=store, HALLUTRACER_API_KEY_FILE=key_file) as service:
-        yield service.url
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables of an app before a real service."""
+    folder = tmp_path_factory.mktemp("guard")
+    (keys := folder / "api-keys").write_text("the-key-of-the-app\nthe-key-of-the-figures may=policy\n")
+    with serve(HALLUTRACER_STORE=str(folder / "store"), HALLUTRACER_API_KEY_FILE=str(keys)) as service:
+        yield {"HALLUTRACER_URL": service.url, "HALLUTRACER_API_KEY_FILE": str(keys)}
 
 
 @pytest.fixture
@@ -66,56 +61,51 @@ def cli(*questions: str, script: str = "rag_app.py", **more: str) -> subprocess.
 
 
 def test_the_known_is_answered_and_the_unknown_is_looked_up(
-    guard: str, key_file: str, example: Any, monkeypatch: pytest.MonkeyPatch
+    guard: dict[str, str], example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HALLUTRACER_URL", guard)
-    monkeypatch.setenv("HALLUTRACER_API_KEY_FILE", key_file)
+    for name, value in guard.items():
+        monkeypatch.setenv(name, value)
     with TestClient(example.app) as app:
-        known = app.post("/ask", json={"question": KNOWN}).json()
-        unknown = app.post("/ask", json={"question": UNKNOWN}).json()
+        known, unknown = (app.post("/ask", json={"question": question}).json() for question in (KNOWN, UNKNOWN))
         assert app.get("/health").json() == {"status": "ok", "guard": True}
     assert (known["source"], known["answer"], known["risk_after"]) == ("model", "It is Rome.", None)
-    assert known["passages"] == []
-    assert (unknown["source"], unknown["answer"]) == ("passages", None)
+    assert (unknown["source"], unknown["answer"], known["passages"]) == ("passages", None, [])
     assert unknown["passages"][0]["text"] == "The capital of the Solomon Islands is Honiara."
     assert known["risk_before"] < 0.3 < unknown["risk_before"]
     assert 0.3 < unknown["risk_after"] <= 1
 
 
-def test_the_command_line_shows_both_and_nothing_without_its_key(guard: str, key_file: str) -> None:
-    refused = cli(KNOWN, HALLUTRACER_URL=guard)
+def test_the_command_line_shows_both_and_nothing_without_its_key(guard: dict[str, str]) -> None:
+    refused = cli(KNOWN, HALLUTRACER_URL=guard["HALLUTRACER_URL"])
     assert (refused.returncode, refused.stdout, "401 unauthorized" in refused.stderr) == (1, "", True)
-    done = cli(KNOWN, UNKNOWN, HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file)
+    done = cli(KNOWN, UNKNOWN, **guard)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "│" in line]
-    assert "answered at once" in rows[0]
-    assert "It is Rome." in rows[0]
-    assert "withheld" in rows[1]
-    assert "is Honiara." in rows[1]
+    for row, words in zip(rows[:2], (("answered at once", "It is Rome."), ("withheld", "is Honiara.")), strict=True):
+        assert [word for word in words if word not in row] == []
 
 
-def test_the_figures_come_out(guard: str, key_file: str, tmp_path: Path) -> None:
+def test_the_figures_come_out(guard: dict[str, str], tmp_path: Path) -> None:
     options = ("--split", "dev", "--limit", "12", "--bundle", "demo")
-    done = cli(*options, script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file)
-    assert "403 not_allowed: policy 'observe'" in done.stderr
+    assert "403 not_allowed: policy 'observe'" in cli(*options, script="rag_figures.py", **guard).stderr
     (tmp_path / "key").write_text("the-key-of-the-figures\n")
-    done = cli(*options, script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=str(tmp_path / "key"))
+    done = cli(*options, script="rag_figures.py", **guard | {"HALLUTRACER_API_KEY_FILE": str(tmp_path / "key")})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12 questions of dev")
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
     retrievals = {name: int(count) for name, count, *_ in rows}
+    answered = {name: float(share) for name, _, share, *_ in rows}
     assert len(retrievals) == 8
     assert retrievals["always, no guard"] == retrievals["always, guard"] == 12
     assert retrievals["never, guard"] == 0
     assert retrievals["where the first look withholds, guard"] == retrievals["as often, at random, guard"]
-    answered = {name: float(share) for name, _, share, *_ in rows}
     assert answered["never, no guard"] == answered["always, no guard"] == 1
     assert answered["never, guard"] <= answered["where the first look withholds, guard"] <= 1
 
 
-def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:
+def test_the_readmes_code_runs(guard: dict[str, str], example: Any) -> None:
     pattern, streaming = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
-    pattern = pattern.replace("http://127.0.0.1:8765", guard)
+    pattern = pattern.replace("http://127.0.0.1:8765", guard["HALLUTRACER_URL"])
     indented = "".join(f"    {line}\n" for line in streaming.splitlines())
     streaming = f"async def reply_to(messages, send):\n{indented}"
     found, sent = example.Retriever(example.demo_passages()), []
@@ -127,8 +117,8 @@ def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:
         sent.append(piece)
 
     names: dict[str, Any] = {
-        "key": Path(key_file).read_text().split()[0], "retrieve": retrieve, "with_passages": example.with_passages,
-        "quote": lambda passages: passages[0].text,
+        "key": Path(guard["HALLUTRACER_API_KEY_FILE"]).read_text().split()[0], "retrieve": retrieve,
+        "with_passages": example.with_passages, "quote": lambda passages: passages[0].text,
     }  # fmt: skip
     exec(compile(pattern + streaming, "README.md", "exec"), names)
 
