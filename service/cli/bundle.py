@@ -10,18 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from probes_store.syntax import HUB, PREVIOUS, PRODUCTION, check_url, is_url
-from service.cli.options import (
-    DryRun,
-    EngineChoice,
-    Json,
-    Reference,
-    StoreOptions,
-    UsageError,
-    load_engine,
-    load_scorers,
-    open_store,
-    running_service,
-)
+from service.cli.loading import load_engine, load_scorers, open_store, running_service
+from service.cli.options import DryRun, EngineChoice, Json, Reference, StoreOptions, UsageError
 from service.cli.output import print_card, print_json, print_line, print_table
 from service.errors import HalluTracerError
 from service.options import Common

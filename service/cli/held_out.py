@@ -10,18 +10,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.cli.options import (
-    BundleOptions,
-    EngineChoice,
-    Json,
-    StoreOptions,
-    UsageError,
-    bundle_names,
-    load_engine,
-    load_scorers,
-    open_store,
-    running_service,
-)
+from service.cli.loading import bundle_names, load_engine, load_scorers, open_store, running_service
+from service.cli.options import BundleOptions, EngineChoice, Json, StoreOptions, UsageError
 from service.cli.output import Seen, Tried, draw_sorted, print_json, print_line, progress_bar
 from service.demo import Passage
 from service.errors import HalluTracerError

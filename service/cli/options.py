@@ -1,26 +1,17 @@
-"""Options that several commands share, and what they open: a store, an engine, scorers, a running service.
-
-Heavy imports happen inside, after parsing.
-"""
+"""Options that several commands share, in the groups that ``--help`` shows."""
 
 from __future__ import annotations
 
-import gc
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from service.data.options import DRY_RUN, JudgeOptions
 from service.errors import HalluTracerError, ModelLoadError, TrainingError
-from service.library import engine as library
-from service.library import stores
-from service.library.default_model import SHIPPED, NoDefaultBundle, default_bundles, default_model, model_folder
-from service.progress import Report, note, progress
+from service.library.default_model import SHIPPED, default_model, model_folder
 from service.settings import (
     AT_LEAST_1,
     DATABASE,
@@ -35,13 +26,7 @@ from service.settings import (
 )
 
 if TYPE_CHECKING:
-    from probes_store.bundle import Bundle
-    from probes_store.store import Store
-    from service.engines.base import Engine, EngineOptions
-    from service.scoring import Scorer
-
-log = logging.getLogger("hallutracer")
-T = TypeVar("T")
+    from service.engines.base import EngineOptions
 
 Output = Annotated[Path | None, option("File that the results are written to, as JSON.  Default: standard output.")]
 Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(negative="")]
@@ -167,119 +152,3 @@ class BundleOptions(StoreOptions):
     """Where bundles are, and which are used."""
 
     bundle: BundleNames = ()
-
-
-def open_store(options: StoreOptions) -> Store:
-    """Return the user's store, with the shipped bundles behind it."""
-    return stores.open_store(
-        options.store, cache=options.store_cache, require_signature=options.require_signature,
-        allow_open_store=options.allow_open_store,
-    )  # fmt: skip
-
-
-def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
-    """Return which bundles to load; shipped models have their own, any other must name one.  Raises UsageError."""
-    check_place(model)
-    if options.bundle:
-        return options.bundle
-    try:
-        return default_bundles(model)
-    except NoDefaultBundle as error:
-        raise UsageError(f"--{error.param}", error.message) from None
-
-
-def load_engine(choice: EngineChoice, *, bundles: Sequence[Bundle] = (), **more: Any) -> Engine:
-    """Load the chosen model; none named: that of the shipped bundles.  ``more``: as ``library.engine.load_engine``."""
-    collects = gc.isenabled()
-    gc.disable()  # collections during imports take a second, and find nothing
-    try:
-        if choice.engine == "transformers":
-            _import_engine()
-        chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
-        return library.load_engine(chosen, bundles=bundles, threads=choice.threads, **more)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _import_engine() -> None:
-    """Import the embedded engine without scikit-learn and scipy, which transformers loads for what no command has."""
-    from transformers import utils
-
-    own = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}
-    try:
-        vars(utils).update(dict.fromkeys(own, lambda: False))
-        import service.engines.transformers.engine  # noqa: F401
-    finally:
-        vars(utils).update(own)
-
-
-@dataclass
-class LeaveOut:
-    """The references that are logged and left out where they cannot be used, and in ``reasons`` why they were.
-
-    Not where a store did not ``must_answer``: then nobody knows whether they could be used.
-    """
-
-    may: Collection[str]
-    must_answer: bool = False
-    reasons: dict[str, str] = field(default_factory=dict)
-
-
-def load_bundles(store: Store, names: Sequence[str], leave_out: LeaveOut | None = None) -> dict[str, Bundle]:
-    """Return the bundle of each reference."""
-    return _usable(names, store.load, leave_out)
-
-
-def load_scorers(
-    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, leave_out: LeaveOut | None = None
-) -> dict[str, Scorer]:
-    """Match each bundle with the model and replay its golden prompts."""
-    from service.scoring import Scorer
-
-    with progress("replaying the bundles' golden prompts", report):
-        return _usable(tuple(bundles), lambda name: Scorer(engine, bundles[name]), leave_out)
-
-
-def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut | None) -> dict[str, T]:
-    from probes_store.errors import BundleError, HubError, StoreRefused, StoreUnreachable
-
-    usable: dict[str, T] = {}
-    for name in names:
-        try:
-            usable[name] = load(name)
-        except BundleError as error:
-            if leave_out is None or name not in leave_out.may:
-                raise
-            if leave_out.must_answer and isinstance(error, StoreUnreachable | StoreRefused | HubError):
-                raise
-            leave_out.reasons[name] = str(error)
-            log.error("bundle %s is left out: %s", name, error)
-    return usable
-
-
-@contextmanager
-def running_service(url: str, key: str | None) -> Iterator[Callable[[str], Any]]:
-    """Yield a function that GETs the JSON document at a path of a running service.
-
-    Raises HalluTracerError, with the service's own words where it refuses, and for what is in no such document.
-    """
-    import httpx
-
-    def get(path: str) -> Any:
-        answer = client.get(path)
-        if answer.status_code != 200:
-            try:
-                said = answer.json()["error"]["message"]
-            except (ValueError, LookupError, TypeError):
-                said = answer.text[:200]
-            raise HalluTracerError(f"GET {client.base_url}{path.lstrip('/')} answered {answer.status_code}: {said}")
-        return answer.json()
-
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    try:
-        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
-            yield get
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, StopIteration) as error:
-        why = error or type(error).__name__
-        raise HalluTracerError(f"{url} did not answer as a HalluTracer service of this version: {why}") from error

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from service.access.callers import address_in, on_loopback
 from service.cli.held_out import SHOWN
-from service.cli.options import LeaveOut, UsageError, load_bundles, load_scorers
+from service.cli.loading import LeaveOut, load_bundles, load_scorers
+from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
 from service.policies.guard import OBSERVE, Action

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from service.cli.options import (
-    BundleOptions,
-    EngineChoice,
-    Json,
-    Output,
-    UsageError,
-    bundle_names,
-    load_engine,
-    load_scorers,
-    open_store,
-)
+from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
+from service.cli.options import BundleOptions, EngineChoice, Json, Output, UsageError
 from service.cli.output import draw_report, print_line, progress_bar
 from service.data.rows import check_prompt, objects
 from service.errors import DataError, HalluTracerError, RequestError

@@ -9,17 +9,8 @@ from dataclasses import replace
 
 from service.access.callers import on_loopback
 from service.cli import running
-from service.cli.options import (
-    BundleOptions,
-    EngineChoice,
-    LeaveOut,
-    UsageError,
-    bundle_names,
-    load_bundles,
-    load_engine,
-    load_scorers,
-    open_store,
-)
+from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
+from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.cli.output import print_line
 from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
 from service.options import Common

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check, load_engine, open_store
+from service.cli.loading import load_engine, open_store
+from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check
 from service.cli.output import print_line
 from service.options import Common
 from service.progress import note

@@ -16,15 +16,8 @@ from huggingface_hub import constants
 from probes_store.errors import BundleError, WrongModel
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from service.cli.options import (
-    BundleOptions,
-    EngineChoice,
-    LeaveOut,
-    UsageError,
-    bundle_names,
-    load_bundles,
-    load_scorers,
-)
+from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_scorers
+from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
 from service.engines import places
 from service.engines.base import EngineOptions

@@ -8,17 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from service.cli.options import (
-    BundleOptions,
-    EngineChoice,
-    Out,
-    Threads,
-    bundle_names,
-    load_bundles,
-    load_engine,
-    load_scorers,
-    open_store,
-)
+from service.cli.loading import bundle_names, load_bundles, load_engine, load_scorers, open_store
+from service.cli.options import BundleOptions, EngineChoice, Out, Threads
 from service.cli.output import print_line
 from service.options import Common
 from service.settings import Range, option
