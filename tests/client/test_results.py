@@ -12,22 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hallutracer_client import (
-    APIError,
-    ClientError,
-    DeadlineExceeded,
-    Generate,
-    Guarantee,
-    NotFound,
-    NotReady,
-    Overloaded,
-    RequestRefused,
-    ScoreResult,
-    ServerError,
-    Unauthorized,
-    UnexpectedAnswer,
-    Withheld,
-)
+import hallutracer_client as hc
 from hallutracer_client.results import InvalidBody, parse
 from tests.client import bodies
 from tests.client.conftest import BlockingClient, MakeClient
@@ -57,16 +42,16 @@ def test_one_prompt_and_several() -> None:
 
 @pytest.mark.parametrize("decision", ["abstain", "block", "something of a later version"])
 def test_whatever_is_not_continue_is_gated(decision: str) -> None:
-    result = answered(bodies.result(bodies.row(0.9, decision, message="I am not sure.")), generate=Generate())
+    result = answered(bodies.result(bodies.row(0.9, decision, message="I am not sure.")), generate=hc.Generate())
     assert result.gated
-    with pytest.raises(Withheld, match=r"risk 0\.900") as caught:
+    with pytest.raises(hc.Withheld, match=r"risk 0\.900") as caught:
         _ = result.text
     assert caught.value.risk.message == "I am not sure."
 
 
 def test_a_guarantee_is_read() -> None:
     void = {"alpha": 0.1, "delta": 0.05, "holds": False, "void": ["policy: 'observe' withholds nothing"]}
-    expected = Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
+    expected = hc.Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
     assert answered(bodies.result(guarantee=void)).guarantee == expected
 
 
@@ -95,7 +80,7 @@ def test_a_missing_field_and_a_wrong_value_are_named(path: str, value: Any) -> N
     else:
         holder[last] = value
     with pytest.raises(InvalidBody, match=f"field '{path}"):
-        parse(ScoreResult, json.dumps(body))
+        parse(hc.ScoreResult, json.dumps(body))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +92,7 @@ def test_a_missing_field_and_a_wrong_value_are_named(path: str, value: Any) -> N
 def test_answers_of_others_are_said_to_be_so(make_client: MakeClient, status: int, content: dict[str, Any]) -> None:
     client = make_client(lambda _: httpx.Response(status, **content), max_retries=0)
     for call in (client.score, client.stream):
-        with pytest.raises(UnexpectedAnswer, match="a proxy in between") as caught:
+        with pytest.raises(hc.UnexpectedAnswer, match="a proxy in between") as caught:
             call(prompt="a")
         assert f"http://guard.test/v1/risk/score answered {status}" in str(caught.value)
         assert caught.value.status == status
@@ -115,12 +100,13 @@ def test_answers_of_others_are_said_to_be_so(make_client: MakeClient, status: in
 
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
-    [(400, "invalid_json", RequestRefused), (401, "unauthorized", Unauthorized), (404, "not_found", NotFound),
-     (405, "method_not_allowed", RequestRefused), (413, "prompt_too_long", RequestRefused),
-     (422, "empty_prompt", RequestRefused), (429, "overloaded", Overloaded), (500, "engine_error", ServerError),
-     (503, "not_ready", NotReady), (504, "deadline_exceeded", DeadlineExceeded)],
+    [(400, "invalid_json", hc.RequestRefused), (401, "unauthorized", hc.Unauthorized), (404, "not_found", hc.NotFound),
+     (405, "method_not_allowed", hc.RequestRefused), (413, "prompt_too_long", hc.RequestRefused),
+     (422, "empty_prompt", hc.RequestRefused), (429, "overloaded", hc.Overloaded),
+     (500, "engine_error", hc.ServerError),
+     (503, "not_ready", hc.NotReady), (504, "deadline_exceeded", hc.DeadlineExceeded)],
 )  # fmt: skip
-def test_every_status_has_its_class(make_client: MakeClient, status: int, code: str, kind: type[APIError]) -> None:
+def test_every_status_has_its_class(make_client: MakeClient, status: int, code: str, kind: type[hc.APIError]) -> None:
     client = make_client(lambda _: bodies.error(status, code, "the cause", **{"retry-after": "7"}), max_retries=0)
     with pytest.raises(kind) as caught:
         client.score(prompt="a")
@@ -142,7 +128,7 @@ def _hung_up(_: httpx.Request) -> httpx.Response:
 )  # fmt: skip
 def test_neither_key_nor_prompt_is_ever_shown(make_client: MakeClient, handler: Any) -> None:
     client = make_client(handler, api_key=SECRET, max_retries=0)
-    with pytest.raises(ClientError) as caught:
+    with pytest.raises(hc.ClientError) as caught:
         client.score(prompt=PROMPT)
     shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(client.client)
     source = "client.score(prompt=PROMPT)"

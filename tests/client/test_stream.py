@@ -12,16 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hallutracer_client import (
-    Completion,
-    DeadlineExceeded,
-    RequestRefused,
-    ServerError,
-    TimedOut,
-    TransportError,
-    UnexpectedAnswer,
-    Withheld,
-)
+import hallutracer_client as hc
 from hallutracer_client.stream import BaseAnswer, EventReader
 from tests.client import bodies
 from tests.client.conftest import MakeClient, Time
@@ -91,7 +82,7 @@ def test_the_risk_is_there_before_the_text(make_client: MakeClient) -> None:
     answer, pieces = make_client(answering(WHOLE)).stream(prompt="a", look=look)
     assert seen == [0.1, "continue", False, None, 0]
     assert pieces == [" It", " is."]
-    assert answer.completion == Completion(" It is.", "stop", 2)
+    assert answer.completion == hc.Completion(" It is.", "stop", 2)
     assert answer.usage.total_tokens == 9
     assert answer.score.bundle.reference == "demo:3"
 
@@ -103,7 +94,7 @@ def test_reading_a_withheld_answer_is_an_error(make_client: MakeClient) -> None:
     assert answer.message == "I am not sure."
     assert answer.completion is None
     assert pieces == []
-    with pytest.raises(Withheld):
+    with pytest.raises(hc.Withheld):
         make_client(answering(gated)).stream(prompt="a")
 
 
@@ -128,7 +119,7 @@ def test_a_stream_is_read_inside_its_block(make_client: MakeClient) -> None:
 
 @pytest.mark.parametrize(
     ("code", "kind"),
-    [("deadline_exceeded", DeadlineExceeded), ("engine_error", ServerError), ("unheard_of", ServerError)],
+    [("deadline_exceeded", hc.DeadlineExceeded), ("engine_error", hc.ServerError), ("unheard_of", hc.ServerError)],
 )
 def test_a_failure_under_way_or_instead_of_the_risk_is_raised(
     make_client: MakeClient, code: str, kind: type[Exception]
@@ -139,14 +130,15 @@ def test_a_failure_under_way_or_instead_of_the_risk_is_raised(
         make_client(answering(body)).stream(prompt="a")
     assert caught.value.status is None  # type: ignore[attr-defined]
     assert body.closed
-    with pytest.raises(RequestRefused):
+    with pytest.raises(hc.RequestRefused):
         make_client(answering(bodies.events(bodies.error(422, "empty_prompt").json()))).stream(prompt="a")
 
 
 @pytest.mark.parametrize(
     ("failure", "kind", "says"),
-    [(httpx.ReadError("reset"), TransportError, "broke: reset"), (httpx.ReadTimeout(""), TimedOut, "silent for 30 s"),
-     (httpx.RemoteProtocolError("cut"), TransportError, "cut")],
+    [(httpx.ReadError("reset"), hc.TransportError, "broke: reset"),
+     (httpx.ReadTimeout(""), hc.TimedOut, "silent for 30 s"),
+     (httpx.RemoteProtocolError("cut"), hc.TransportError, "cut")],
 )  # fmt: skip
 def test_a_connection_that_breaks_is_no_end(
     make_client: MakeClient, failure: Exception, kind: type[Exception], says: str
@@ -167,12 +159,12 @@ def test_a_connection_that_breaks_is_no_end(
      (bodies.events(bodies.result(), {"object": "completion.chunk", "index": 0}), "field 'delta'")],
 )  # fmt: skip
 def test_streams_of_others_are_said_to_be_so(make_client: MakeClient, content: bytes, says: str) -> None:
-    with pytest.raises(UnexpectedAnswer, match=says):
+    with pytest.raises(hc.UnexpectedAnswer, match=says):
         make_client(answering(content)).stream(prompt="a")
 
 
 def test_a_plain_json_answer_is_no_stream_and_noise_is_read_over(make_client: MakeClient) -> None:
-    with pytest.raises(UnexpectedAnswer, match="not an event stream"):
+    with pytest.raises(hc.UnexpectedAnswer, match="not an event stream"):
         make_client(lambda _: httpx.Response(200, json=bodies.result())).stream(prompt="a")
     noisy = b": ping\n\nevent: message\nid: 4\nretry: 10\n" + WHOLE.replace(b"\n\n", b"\n\n: ping\n\ndata:\n\n")
     assert make_client(answering(noisy)).stream(prompt="a")[1] == [" It", " is."]
@@ -232,5 +224,5 @@ def test_after_a_retry_a_silence_may_still_last_the_whole_timeout(make_client: M
 def test_a_silence_longer_than_the_timeout_ends_the_stream(
     make_client: MakeClient, pauses: tuple[float, float]
 ) -> None:
-    with serving(silent_for(*pauses)) as url, pytest.raises(TimedOut, match="silent for 1 s"):
+    with serving(silent_for(*pauses)) as url, pytest.raises(hc.TimedOut, match="silent for 1 s"):
         make_client(base_url=url, timeout=1.0).stream(prompt="a")

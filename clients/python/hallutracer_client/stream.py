@@ -9,19 +9,9 @@ from typing import Any, TypeVar
 
 import httpx
 
-from hallutracer_client import wire
+from hallutracer_client import results, wire
 from hallutracer_client.errors import TransportError, Withheld
-from hallutracer_client.results import (
-    Chunk,
-    Completion,
-    ErrorEnvelope,
-    InvalidBody,
-    OfOneRisk,
-    Risk,
-    ScoreResult,
-    Usage,
-    parse,
-)
+from hallutracer_client.results import Chunk, Completion, ErrorEnvelope, InvalidBody, Risk, ScoreResult, Usage, parse
 
 T = TypeVar("T")
 DONE = b"[DONE]"
@@ -72,7 +62,7 @@ class EventReader:
                     yield data
 
 
-class BaseAnswer(OfOneRisk):
+class BaseAnswer(results.OfOneRisk):
     """A streamed answer: check ``gated``, then iterate over pieces of text.  The risk is known from the start.
 
     Iterating a gated answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for an empty answer.
