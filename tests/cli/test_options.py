@@ -121,17 +121,12 @@ def test_flag_variable_and_key_give_the_same_value(tmp_path: Path) -> None:
             assert json.loads(json.dumps(values[0], default=str)) == examples[argument.name][0]
 
 
-def test_every_option_is_explained_and_secrets_are_marked() -> None:
+def test_every_option_is_explained_secrets_are_marked_and_one_variable_has_one_meaning_in_every_command() -> None:
+    meanings: dict[str, set[Any]] = {}
     for command, argument in OPTIONS:
         assert argument.parameter.help, f"{command} {argument.name}"
-        assert (argument.parameter.metavar == SECRET) == argument.name.endswith(("-key", "-password")), (
-            f"{command} {argument.name}"
-        )
-
-
-def test_one_variable_has_one_meaning_in_every_command() -> None:
-    meanings: dict[str, set[Any]] = {}
-    for _, argument in OPTIONS:
+        secret = argument.name.endswith(("-key", "-password"))
+        assert (argument.parameter.metavar == SECRET) == secret, f"{command} {argument.name}"
         declared = (*kinds(argument.hint), argument.parameter.help, argument.parameter.validator)
         meanings.setdefault(env(argument.name), set()).add(declared)
     assert {name: found for name, found in meanings.items() if len(found) > 1} == {}
@@ -183,17 +178,14 @@ def test_faults_of_a_file_name_file_key_and_what_is_expected(tmp_path: Path, tex
     assert all(word in message for word in [str(file), *words]), message
 
 
-def test_a_wrong_type_of_a_secret_is_not_printed(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_and_a_wrong_type_of_a_secret_is_not_printed(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
+    assert "cannot read" in refused("serve", "--config", str(file)).lower()
     file.write_text("[serve]\napi_key = 's3cret'")
     assert "s3cret" not in refused("serve", "--config", str(file))
     file.write_text("[serve]\napi_key = ['s3cret']\n[train]\njudge_key = 's3cret'")
-    assert "s3cret" not in parsed("serve", "--config", str(file)).effective()
-    assert "s3cret" not in parsed("train", "--name", "n", "--config", str(file)).effective()
-
-
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    assert "cannot read" in refused("serve", "--config", str(tmp_path / "no.toml")).lower()
+    for command in (["serve"], ["train", "--name", "n"]):
+        assert "s3cret" not in parsed(*command, "--config", str(file)).effective()
 
 
 @pytest.mark.parametrize(

@@ -228,22 +228,19 @@ def test_the_error_share_counts_every_code_that_is_ours() -> None:
 # --- where the tools come from ---
 
 
-def test_tools_are_found_on_the_path_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_found_on_the_path_first_and_their_absence_is_an_error_where_they_are_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("prometheus", "promtool", "nginx", "helm", "initdb", "postgres", "chromium"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert binary("promtool") == str(tmp_path / "promtool")
     done = subprocess.run([ROOT / "deploy" / "tools.sh"], capture_output=True, text=True, check=True)
     assert done.stdout == "prometheus, promtool, nginx, helm, initdb, postgres and chromium are on PATH\n"
-
-
-def test_tools_that_are_required_and_missing_fail_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(REQUIRE, "1")
-    with pytest.raises(pytest.fail.Exception, match=r"deploy/tools\.sh"):
-        binary("no-such-tool")
-    monkeypatch.delenv(REQUIRE)
-    with pytest.raises(pytest.skip.Exception, match=r"deploy/tools\.sh"):
-        binary("no-such-tool")
+    for required, kind in (("1", pytest.fail.Exception), ("0", pytest.skip.Exception)):
+        monkeypatch.setenv(REQUIRE, required)
+        with pytest.raises(kind, match=r"deploy/tools\.sh"):
+            binary("no-such-tool")
 
 
 # --- everything together ---
