@@ -66,8 +66,8 @@ class GuardedLLM(LLM):
         """That of the wrapped LLM, but for calls of tools, which cannot be scored."""
         return self._llm.metadata.model_copy(update={"is_function_calling_model": False})
 
-    def _withheld(self, given: str | Sequence[ChatMessage]) -> Any:
-        """Return the response that stands for a withheld answer, of the kind that is asked for; None: answer."""
+    def _withheld(self, given: Any) -> Any:
+        """Return what stands for a withheld answer to messages, or to a prompt; None: the model may answer."""
         if isinstance(given, str):
             risk = self._guard.risk(prompt=given, raises=self._raises)
         else:
