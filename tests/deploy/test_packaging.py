@@ -310,24 +310,15 @@ def parsed(tmp_path: Path, variables: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_serve_takes_the_environment(tmp_path: Path, name: str) -> None:
-    options = parsed(tmp_path, ENVIRONMENTS[name])
-    assert options["port"] == 8765
-    assert options["host"] == ("127.0.0.1" if "guard" in name else "0.0.0.0")
-    assert options["store"] == "/var/lib/hallutracer/probes"
-    assert options["drain_s"] == 30
-    keyed = not name.startswith("hallutracer")
-    assert options.get("engine", "transformers") == ("vllm" if "vllm" in name else "transformers")
-    assert (options["api_key_file"] is not None) == keyed
-    if name in ("hallutracer-gpu", "hallutracer-vllm"):  # nothing set in .env: the demo model, on the GPU
-        assert options["model"] is None
-        assert not options["bundle"]
-
-
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_who_is_answered(tmp_path: Path, name: str) -> None:
+def test_serve_takes_the_environment_and_answers_to_its_names(tmp_path: Path, name: str) -> None:
     """Probes and scrapes by address, callers by the Service's name, the health check; and no page of a foreign site."""
     options = parsed(tmp_path, ENVIRONMENTS[name])
+    expected = {"port": 8765, "host": "127.0.0.1" if "guard" in name else "0.0.0.0", "drain_s": 30,
+                "store": "/var/lib/hallutracer/probes", "engine": "vllm" if "vllm" in name else "transformers"}  # fmt: skip
+    assert {key: options[key] for key in expected} == expected
+    assert (options["api_key_file"] is not None) == (not name.startswith("hallutracer"))
+    if name in ("hallutracer-gpu", "hallutracer-vllm"):  # nothing set in .env: the demo model, on the GPU
+        assert (options["model"], options["bundle"]) == (None, ())
     settings = ServiceSettings(host=options["host"], allowed_hosts=options["allowed_host"])
     service = "localhost" if "guard" in name else name if name.startswith("hallutracer") else "hallutracer"
     with App(tmp_path, names=["tiny"], allowed_hosts=known_hosts(settings, keyed=True)).started() as app:
@@ -337,10 +328,7 @@ def test_who_is_answered(tmp_path: Path, name: str) -> None:
         for host in ("evil.example", "evil.example:8765", "hallutracer.evil.example"):
             for path in ("/metrics", "/health/ready"):
                 assert app.client.get(path, headers={"host": host}).status_code == 421, host
-
-
-def test_what_service_links_would_have_done(tmp_path: Path) -> None:
-    with pytest.raises(cyclopts.CoercionError, match="HALLUTRACER_PORT.* int"):
+    with pytest.raises(cyclopts.CoercionError, match="HALLUTRACER_PORT.* int"):  # what service links would have done
         parsed(tmp_path, {"HALLUTRACER_PORT": "tcp://10.0.0.7:8765"})
 
 
