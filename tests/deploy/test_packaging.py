@@ -313,8 +313,10 @@ def parsed(tmp_path: Path, variables: dict[str, str]) -> dict[str, Any]:
 def test_serve_takes_the_environment_and_answers_to_its_names(tmp_path: Path, name: str) -> None:
     """Probes and scrapes by address, callers by the Service's name, the health check; and no page of a foreign site."""
     options = parsed(tmp_path, ENVIRONMENTS[name])
-    expected = {"port": 8765, "host": "127.0.0.1" if "guard" in name else "0.0.0.0", "drain_s": 30,
-                "store": "/var/lib/hallutracer/probes", "engine": "vllm" if "vllm" in name else "transformers"}  # fmt: skip
+    expected = {
+        "port": 8765, "host": "127.0.0.1" if "guard" in name else "0.0.0.0", "drain_s": 30,
+        "store": "/var/lib/hallutracer/probes", "engine": "vllm" if "vllm" in name else "transformers",
+    }  # fmt: skip
     assert {key: options[key] for key in expected} == expected
     assert (options["api_key_file"] is not None) == (not name.startswith("hallutracer"))
     if name in ("hallutracer-gpu", "hallutracer-vllm"):  # nothing set in .env: the demo model, on the GPU
