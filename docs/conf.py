@@ -10,14 +10,9 @@ extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 root_doc = "README"
 include_patterns = [
-    "README.md",
-    "CHANGELOG.md",
-    "docs/*.md",
-    "clients/python/README.md",
-    "deploy/README.md",
-    "deploy/sidecar/README.md",
-    "probes_store/FORMAT.md",
-]
+    "README.md", "CHANGELOG.md", "docs/*.md", "clients/python/README.md", "deploy/README.md",
+    "deploy/sidecar/README.md", "probes_store/FORMAT.md",
+]  # fmt: skip
 # Records, not pages: a generated report and a list of licences.
 exclude_patterns = [".*", "build", "runs", "probes", "evaluation", "docs/smollm2-report.md", "docs/licences.md"]
 

@@ -20,7 +20,7 @@ from service.access.callers import ApiKey, Key, Right
 from service.access.keys import KeyRing
 from service.api.app import create_app
 from service.audit.auditor import Auditor
-from service.cli.listening import make_server
+from service.cli.running import make_server
 from service.policies.guard import Policy
 from service.policies.policy import Policies, built_in
 from service.scoring import Scorer

@@ -15,10 +15,7 @@ llm = ChatOpenAI(
 )
 
 messages = [
-    (
-        "system",
-        "You are a helpful assistant that translates English to French. Translate the user sentence.",
-    ),
+    ("system", "You are a helpful assistant that translates English to French. Translate the user sentence."),
     ("human", "I love programming."),
 ]
 ai_msg = llm.invoke(messages)

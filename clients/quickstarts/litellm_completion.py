@@ -11,12 +11,7 @@ response = litellm.completion(
     model="openai/mistral",  # add `openai/` prefix to model so litellm knows to route to OpenAI
     api_key=KEY,  # api key to your openai compatible endpoint
     api_base=URL,  # set API Base of your Custom OpenAI Endpoint
-    messages=[
-        {
-            "role": "user",
-            "content": "Hey, how's it going?",
-        }
-    ],
+    messages=[{"role": "user", "content": "Hey, how's it going?"}],
 )
 print(response)
 

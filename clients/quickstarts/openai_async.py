@@ -13,13 +13,7 @@ client = AsyncOpenAI(
 
 async def main() -> None:
     chat_completion = await client.chat.completions.create(
-        messages=[
-            {
-                "role": "user",
-                "content": "Say this is a test",
-            }
-        ],
-        model="gpt-4o",
+        messages=[{"role": "user", "content": "Say this is a test"}], model="gpt-4o"
     )
     print(chat_completion.choices[0].message.content)
 

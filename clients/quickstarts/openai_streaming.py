@@ -10,9 +10,7 @@ client = OpenAI(
 )
 
 stream = client.chat.completions.create(
-    model="gpt-4o",
-    messages=[{"role": "user", "content": "Say this is a test"}],
-    stream=True,
+    model="gpt-4o", messages=[{"role": "user", "content": "Say this is a test"}], stream=True
 )
 for chunk in stream:
     print(chunk.choices[0].delta.content or "", end="")

@@ -15,10 +15,10 @@ from cyclopts import Parameter
 
 from service.access.callers import on_loopback
 from service.audit.file import AuditFile
-from service.cli.listening import listen
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
 from service.cli.output import print_json, print_line
+from service.cli.running import listen
 from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
 from service.doctor import machine, model
 from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst

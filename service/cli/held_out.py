@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from service.cli.loading import bundle_names, load_engine, load_scorers, open_store, running_service
 from service.cli.options import BundleOptions, EngineChoice, Json, StoreOptions, UsageError
-from service.cli.output import Seen, Tried, draw_sorted, print_json, print_line
+from service.cli.output import Seen, Tried, draw_sorted, print_json, print_line, progress_bar
 from service.demo import Passage
 from service.errors import HalluTracerError
 from service.library.engine import DEMO, SHIPPED
 from service.options import Common
 from service.settings import Range, option, section
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 SHOWN = 24  # questions, where the bundle carries more
 
@@ -67,31 +62,27 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
     from service.engines.bridge import gather_all, wait_for
     from service.judging.coverage import coverage
     from service.judging.sample import sample_of
-    from service.serving.sampled import TOGETHER, Answered, ask
+    from service.serving.sampled import TOGETHER, ask
 
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
     if (sample := sample_of(bundle)) is None:
         raise _nothing(bundle.reference)
     numbers = range(min(options.show, len(sample.questions)))
-    with closing(load_engine(engine, bundles=[bundle])) as loaded, _bar(len(numbers)) as bar:
+    with (
+        closing(load_engine(engine, bundles=[bundle])) as loaded,
+        progress_bar(len(numbers), "asking", "question") as bar,
+    ):
         (scorer,) = load_scorers(loaded, {bundle.reference: bundle}).values()
-        turn = asyncio.Semaphore(TOGETHER)
 
-        async def one(number: int) -> Answered:
-            async with turn:
-                answered = await ask(scorer, sample, number)
+        async def one(number: int) -> Seen:
+            found = await ask(scorer, sample, number)
             bar.update()
-            return answered
+            question, report = found.question, found.report
+            return Seen(
+                question.prompt, found.answer, question.answers, report.risk, report.verdict.flagged, found.verdict
+            )
 
-        async def every() -> list[Answered]:
-            return await gather_all([one(number) for number in numbers])
-
-        answers, model = wait_for(every()), loaded.identity.model
-    seen = [
-        Seen(one.question.prompt, one.answer, one.question.answers, one.report.risk, one.report.verdict.flagged,
-             one.verdict)
-        for one in answers
-    ]  # fmt: skip
+        seen, model = wait_for(gather_all([one(number) for number in numbers], TOGETHER)), loaded.identity.model
     return _tried(bundle.reference, model, bundle.manifest.threshold, seen, coverage(bundle).tenths)
 
 
@@ -111,7 +102,7 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
             raise _nothing(card["id"])
         numbers = range(min(options.show, len(card["sample"]["questions"])))
         seen = []
-        with _bar(len(numbers)) as bar, ThreadPoolExecutor(TOGETHER) as pool:
+        with progress_bar(len(numbers), "asking", "question") as bar, ThreadPoolExecutor(TOGETHER) as pool:
             for one in pool.map(lambda number: get(f"/v1/bundles/{name}/sample/{number}"), numbers):
                 accepted, threshold = tuple(one["accepted"]), one["threshold"]
                 seen.append(Seen(one["prompt"], one["answer"], accepted, one["risk"], one["flagged"], one["verdict"]))
@@ -130,12 +121,6 @@ def _nothing(reference: str) -> HalluTracerError:
     )
 
 
-def _bar(total: int) -> tqdm[Any]:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="asking", unit="question", file=sys.stderr, disable=not sys.stderr.isatty())
-
-
 def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common: Common = Common()) -> None:
     """Print where the model and its bundles are."""
     from service.demo import MODEL_DIR
@@ -143,11 +128,8 @@ def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common:
     opened = open_store(store)
     bundles = [opened.load(name) for name in SHIPPED[DEMO]]
     if as_json:
-        facts = [
-            {"name": one.manifest.name, "version": one.manifest.version, "digest": one.manifest.digest,
-             "path": str(one.path)} for one in bundles
-        ]  # fmt: skip
-        print_json({"model": str(MODEL_DIR), "bundles": facts})
+        named = [(one, {key: getattr(one.manifest, key) for key in ("name", "version", "digest")}) for one in bundles]
+        print_json({"model": str(MODEL_DIR), "bundles": [facts | {"path": str(one.path)} for one, facts in named]})
         return
     print_line(f"model    {MODEL_DIR}")
     for bundle in bundles:

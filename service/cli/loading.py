@@ -46,28 +46,20 @@ def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
 
 def load_engine(choice: EngineChoice, *, bundles: Sequence[Bundle] = (), **more: Any) -> Engine:
     """Load the chosen model; none named: that of the shipped bundles.  ``more``: as ``library.engine.load_engine``."""
-    with uncollected():
+    collects = gc.isenabled()
+    gc.disable()  # collections during imports take a second, and find nothing
+    try:
         if choice.engine == "transformers":
             _import_engine()
         chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
         return library.load_engine(chosen, bundles=bundles, threads=choice.threads, **more)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage collections: those during imports take a second, and find nothing."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
-        if was:
+        if collects:
             gc.enable()
 
 
 def _import_engine() -> None:
-    """The embedded engine's modules, a second faster: transformers also imports scikit-learn and scipy where they are,
-    for assisted decoding and for losses that no command has.  Only here, where the process is ours."""
+    """Import the embedded engine without scikit-learn and scipy, which transformers loads for what no command has."""
     from transformers import utils
 
     own = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}

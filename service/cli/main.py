@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import bundle, doctor, held_out, new_rows, records, score, serve, train
+from service.cli import bundle, doctor, held_out, records, score, serve, train
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -36,8 +36,8 @@ COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and co
     "try": held_out.held_out,
     "score": score.score,
     "train": train.train,
-    "guarantee": new_rows.guarantee,
-    "recalibrate": new_rows.recalibrate,
+    "guarantee": train.guarantee,
+    "recalibrate": train.recalibrate,
     "feedback": records.feedback,
     "bundle": bundle.COMMANDS,
     "demo": held_out.DEMO_COMMANDS,
@@ -105,9 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bound.arguments["common"] = replace(common, warnings=sources.unknown())
             command(*bound.args, **bound.kwargs)
     except CycloptsError as error:
-        absent = _absent(given) if isinstance(error, UnknownCommandError) else ""
-        hint = f".  {absent!r} comes with hallutracer-research: pip install ./research" if absent else ""
-        _fail(one_line(error) + hint, 2)
+        _fail(one_line(error) + (_hint(given) if isinstance(error, UnknownCommandError) else ""), 2)
     except UsageError as error:
         _fail(str(error), 2)
     except (HalluTracerError, BundleError) as error:
@@ -122,14 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(0)
 
 
-def _absent(given: Sequence[str]) -> str:
-    """Return which command of ``RESEARCH`` was asked for and is not installed; "" where none."""
-    entries = installed()
-    known: set[tuple[str, ...]] = {(name,) for name in entries}
-    known |= {(name, child) for name, entry in entries.items() if isinstance(entry, tuple) for child in entry[1]}
-    return next(
-        (" ".join(words) for words in RESEARCH if tuple(given[: len(words)]) == words and words not in known), ""
-    )
+def _hint(given: Sequence[str]) -> str:
+    """Return how to get the command of ``RESEARCH`` that was asked for and is not installed; "" where none."""
+    known: set[tuple[str, ...]] = set()
+    for name, entry in installed().items():
+        known |= {(name,)} | ({(name, child) for child in entry[1]} if isinstance(entry, tuple) else set())
+    absent = [" ".join(words) for words in RESEARCH if tuple(given[: len(words)]) == words and words not in known]
+    return f".  {absent[0]!r} comes with hallutracer-research: pip install ./research" if absent else ""
 
 
 def _fail(message: str, status: int) -> None:

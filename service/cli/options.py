@@ -9,25 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from service import settings
 from service.data.options import DRY_RUN, JudgeOptions
 from service.errors import HalluTracerError, ModelLoadError, TrainingError
 from service.library.engine import SHIPPED, Engine
-from service.settings import (
-    AT_LEAST_1,
-    DATABASE,
-    DEFAULT_STORE,
-    AllowOpenStore,
-    BundleNames,
-    RequireSignature,
-    StoreCache,
-    StorePlace,
-    option,
-    section,
-)
+from service.settings import AT_LEAST_1, DATABASE, DEFAULT_STORE, option, section
 
 if TYPE_CHECKING:
     from service.engines.base import EngineOptions
-
 
 Output = Annotated[Path | None, option("File that the results are written to, as JSON.  Default: standard output.")]
 Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(negative="")]
@@ -120,10 +109,10 @@ class EngineChoice(Engine, _ModelChoice):
 class StoreOptions:
     """Where bundles are, and which are trusted."""
 
-    store: StorePlace = DEFAULT_STORE
-    store_cache: StoreCache = None
-    require_signature: RequireSignature = None
-    allow_open_store: AllowOpenStore = False
+    store: settings.StorePlace = DEFAULT_STORE
+    store_cache: settings.StoreCache = None
+    require_signature: settings.RequireSignature = None
+    allow_open_store: settings.AllowOpenStore = False
 
 
 @section("Bundles", 20)
@@ -131,4 +120,4 @@ class StoreOptions:
 class BundleOptions(StoreOptions):
     """Where bundles are, and which are used."""
 
-    bundle: BundleNames = ()
+    bundle: settings.BundleNames = ()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
+    from tqdm import tqdm
 
     from probes_store.bundle import Bundle
     from service.judging.coverage import Tenth
@@ -23,6 +27,11 @@ ROWS = 11  # of a trajectory's plot
 COLUMN = 5  # characters a layer takes, where the terminal is wide enough
 MARKS = {"right": ("\u2713", "green"), "wrong": ("\u2717", "red"), "abstained": ("-", "dim")}
 BAR = 40  # characters of a bar of 100 %
+FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+IMAGE = re.compile(r"!\[(?P<title>[^\]]*)\]\((?P<path>[^)]*)\)")
+NAMES = 30  # characters of a wide table's first column, which every part of it repeats, where it has so many
+PADDING = 2
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a card may be a stranger's: nothing in it moves the cursor
 
 
 def print_line(text: str) -> None:
@@ -34,6 +43,28 @@ def print_line(text: str) -> None:
 def print_json(document: Any) -> None:
     """Print a document on standard output."""
     print_line(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], fold: Iterable[str]) -> None:
+    """Print columns of rows: lists in words, nothing for None; the columns in ``fold`` may take several lines."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=name not in fold)
+    for row in rows:
+        table.add_row(
+            *(", ".join(cell) if isinstance(cell := row[name], list) else str(cell or "") for name in columns)
+        )
+    Console(highlight=False).print(table)
+
+
+def progress_bar(total: int, doing: str | None, unit: str) -> tqdm[Any]:
+    """Return a bar on standard error, where that is a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=doing, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty())
 
 
 # a risk report
@@ -51,10 +82,9 @@ def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = No
     mean = f"  depth mean {report.depth_mean:+.3f}  {bundle.reference}"
     console.print(Text.assemble(("risk ", "bold"), risk, threshold, mean))
     if (known := report.uncertain) is not None:
-        side = f"{'outside' if known.outside else 'inside'} what training saw (distance {known.distance:.2f})"
-        if known.interval is not None:
-            side = f"other training rows would give {known.interval[0]:.3f} to {known.interval[1]:.3f}  {side}"
-        console.print(side)
+        refits = known.interval and "other training rows would give {:.3f} to {:.3f}  ".format(*known.interval)
+        side = "outside" if known.outside else "inside"
+        console.print(f"{refits or ''}{side} what training saw (distance {known.distance:.2f})")
     if not report.context.applies:
         console.print(f"asks for no fact (P(asks) {report.context.asks:.2f}): the risk does not apply")
     if report.completion is not None:
@@ -177,9 +207,79 @@ def tenth_lines(tenths: Sequence[Tenth]) -> list[Text]:
     """Draw a bar for each tenth: the share of right answers."""
     from rich.text import Text
 
-    title = "right answers among the training questions, in tenths by risk (risks by folds that never saw them)"
-    lines = [Text(title)]
+    lines = [Text("right answers among the training questions, in tenths by risk (risks by folds that never saw them)")]
     for one in tenths:
         bar = ("\u2588" * round(BAR * one.right), "green")
         lines.append(Text.assemble(f"{one.low:.2f} to {one.high:.2f}  ", bar, f" {one.right:.0%}"))
     return lines
+
+
+# a model card
+
+
+def print_card(card: str, folder: Path, console: Console) -> None:
+    """Print a model card as wide as the terminal is: tables cut so that they fit, plots as files in ``folder``."""
+    from rich.text import Text
+
+    for part in _rendered(card, folder, console.width):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _rendered(card: str, folder: Path, width: int) -> Iterator[RenderableType]:
+    from rich.markdown import Markdown
+    from rich.text import Text
+
+    def kind_of(line: str) -> str:
+        return "table" if line.startswith("|") else "plot" if IMAGE.fullmatch(line) else "text"
+
+    lines = CONTROLS.sub("", FRONT_MATTER.sub("", card)).splitlines()
+    for kind, part in groupby(lines, key=kind_of):
+        block = list(part)
+        if kind == "table":
+            yield from _tables(block, width)
+            yield Text()
+        elif kind == "plot":
+            for found in filter(None, map(IMAGE.fullmatch, block)):
+                yield Text.assemble((f"{found['title']}: ", "bold"), str(folder / found["path"]))
+        elif "".join(block).strip():
+            yield Markdown("\n".join(block))
+            yield Text()
+
+
+def _tables(lines: list[str], width: int) -> Iterator[Table | Text]:
+    """Yield one table, or where it is too wide several, each with the first column and as many others as fit."""
+    from rich.table import Table
+    from rich.text import Text
+
+    header, _, *rows = [_cells(line) for line in lines]
+    widths = [
+        max(len(text) for text in (*title.plain.split(), *(cell.plain for cell in column), ""))
+        for title, *column in zip(header, *rows, strict=True)
+    ]
+    names, rest = min(widths[0], max(NAMES, width // 3)), list(range(1, len(header)))
+    facts = len(rest) == 1  # the second column wraps
+    while rest:
+        taken, used = [rest.pop(0)], names + PADDING
+        used += widths[taken[0]] + PADDING
+        while rest and used + widths[rest[0]] + PADDING <= width:
+            used += widths[rest[0]] + PADDING
+            taken.append(rest.pop(0))
+        table = Table(box=None, pad_edge=False, show_header=any(header[column].plain for column in (0, *taken)))
+        table.add_column(header[0], overflow="fold", max_width=None if facts else names, style="bold" if facts else "")
+        for column in taken:
+            table.add_column(header[column], justify="left" if facts else "right", overflow="fold",
+                             width=None if facts else widths[column])  # fmt: skip
+        for row in rows:
+            table.add_row(*(row[column] for column in (0, *taken)))
+        yield table
+        if rest:
+            yield Text()
+
+
+def _cells(line: str) -> list[Text]:
+    """Return the cells of a row; **bold** is kept, and code loses its backticks."""
+    from rich.text import Text
+
+    cells = [cell.strip().replace("\\|", "|").replace("`", "") for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1])]
+    bold = re.compile(r"\*\*(.+)\*\*")
+    return [Text(found[1], "bold") if (found := bold.fullmatch(cell)) else Text(cell) for cell in cells]

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from service.access.callers import Key, Right, now
 from service.cli.options import FeedbackDatabase, Json, UsageError
-from service.cli.output import print_json, print_line
+from service.cli.output import print_json, print_line, print_table
 from service.errors import HalluTracerError
 from service.options import Common
 from service.progress import note
@@ -70,8 +70,6 @@ def make(name: Name, /, *, choices: KeyChoices = KeyChoices(), common: Common = 
 
 def list_keys(*, keys: KeysFile = None, as_json: Json = False, common: Common = Common()) -> None:
     """List keys: what each opens, and until when.  No secret is in the file."""
-    from rich.console import Console
-
     from service.access.keys import read_keys
 
     if keys is None:
@@ -80,35 +78,23 @@ def list_keys(*, keys: KeysFile = None, as_json: Json = False, common: Common = 
     if as_json:
         print_json(rows)
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
     limits = [name for name in ("policies", "may") if any(row[name] for row in rows)]
-    shown = ["name", "scopes", "state", "expires", *limits]
-    for column in shown:
-        table.add_column(column, no_wrap=column not in limits)
-    for row in rows:
-        texts = row | {"expires": (row["expires"] or "never")[:10]}
-        table.add_row(*(", ".join(cell) if isinstance(cell := texts[name], list) else cell or "" for name in shown))
-    Console(highlight=False).print(table)
+    shown = [row | {"expires": (row["expires"] or "never")[:10]} for row in rows]
+    print_table(shown, ["name", "scopes", "state", "expires", *limits], limits)
 
 
 def _row(key: Key) -> dict[str, Any]:
     soon = key.expires is not None and key.expires - now() < SOON
-    in_force = "ends soon" if soon else "in force"
+    state = "revoked" if key.revoked else "expired" if key.expired() else "ends soon" if soon else "in force"
     return {
-        "name": key.name,
-        "scopes": sorted(key.scopes),
-        "state": "revoked" if key.revoked is not None else "expired" if key.expired() else in_force,
-        "expires": None if key.expires is None else key.expires.isoformat(),
-        "revoked": None if key.revoked is None else key.revoked.isoformat(),
-        "may": sorted(key.may),
-        "policies": None if key.policies is None else list(key.policies),
-    }
+        "name": key.name, "scopes": sorted(key.scopes), "state": state,
+        "expires": key.expires and key.expires.isoformat(), "revoked": key.revoked and key.revoked.isoformat(),
+        "may": sorted(key.may), "policies": None if key.policies is None else list(key.policies),
+    }  # fmt: skip
 
 
 def _end(text: str) -> datetime | None:
-    """None: never.  Raises UsageError."""
+    """Return when a key ends; None: never.  Raises UsageError."""
     if text == "never":
         return None
     today = now().replace(microsecond=0)

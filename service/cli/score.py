@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -15,7 +14,7 @@ from cyclopts import Parameter
 
 from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json, Output, UsageError
-from service.cli.output import draw_report, print_line
+from service.cli.output import draw_report, print_line, progress_bar
 from service.data.rows import check_prompt, objects
 from service.errors import DataError, HalluTracerError, RequestError
 from service.options import Common
@@ -169,15 +168,13 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
 
 def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: ScoreOptions) -> Iterator[str]:
     """Yield each row with the fields of its risk, and the bundle."""
-    from tqdm import tqdm
-
     from service.api.reply import bundle_ref, guarantee_out, risk_out
     from service.serving.judgement import Judgement
 
     bundle: dict[str, Any] = {"bundle": bundle_ref(scorer).model_dump()}
     if (guarantee := guarantee_out(Judgement.of(scorer, options.policy, ()).guarantee)) is not None:
         bundle["guarantee"] = guarantee.model_dump()
-    with tqdm(total=len(rows), unit="prompt", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+    with progress_bar(len(rows), None, "prompt") as bar:
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
             with progress(f"scoring prompts {start + 1} to {start + len(batch)} of {len(rows)}"):

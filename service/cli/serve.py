@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import signal
 from dataclasses import replace
 
 from service.access.callers import on_loopback
-from service.cli.listening import in_url, known_hosts, listen, make_server
+from service.cli import running
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.cli.output import print_line
-from service.cli.reload import load_again, on_hangup, replay, stamps, watch
 from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
 from service.options import Common
 from service.policies.policy import load_policies
@@ -52,16 +50,15 @@ def serve(
     names = tuple(dict.fromkeys((*own, *plan.references)))
     # At the start what is named beside the default may be missing; later only the rollout's, for others have users.
     at_start = LeaveOut(names[1:])
-    seen = stamps(store, names) if rollout.watch_s else {}
+    seen = running.stamps(store, names) if rollout.watch_s else {}
     opened = load_bundles(store, names, at_start)
     policies = load_policies(access.policies, access.abstain_message, settings.policy)
     keys = access.ring(policies.named)
-    settings = replace(settings, allowed_hosts=known_hosts(settings, keyed=keys.closed))
-    if not (keys.closed or access.allow_anonymous or on_loopback(settings.host)):
-        raise UsageError(
-            "--host",
-            f"whoever reaches {settings.host} could use this service; give --keys, or --allow-anonymous",
-        )
+    settings = replace(settings, allowed_hosts=running.known_hosts(settings, keyed=keys.closed))
+    open_to_all = not (keys.closed or on_loopback(settings.host))
+    if open_to_all and not access.allow_anonymous:
+        said = f"whoever reaches {settings.host} could use this service; give --keys, or --allow-anonymous"
+        raise UsageError("--host", said)
     if settings.protect_metrics and not keys.closed:
         raise UsageError("--protect-metrics", "needs --keys, --api-key or --api-key-file")
     for rule in policies.rules:
@@ -75,52 +72,38 @@ def serve(
     from service.api.connections import places
 
     places(settings.max_connections)  # refused now, and not once the model is loaded
-    listener = listen(settings.host, settings.port)
-    address = f"http://{in_url(settings.host)}:{listener.getsockname()[1]}"
+    listener = running.listen(settings.host, settings.port)
+    address = f"http://{running.in_url(settings.host)}:{listener.getsockname()[1]}"
 
     from service.api.app import create_app
     from service.audit.auditor import Auditor
-    from service.cli.greeting import first_line, greet
+    from service.scoring import Scorer
     from service.serving.feedback import Feedback
     from service.serving.metrics import Metrics
     from service.serving.service import Service
 
+    def load() -> dict[str, Scorer]:
+        loaded = load_engine(
+            engine, bundles=tuple(opened.values()), max_kv_tokens=settings.max_kv_tokens,
+            max_wait_s=settings.max_wait_ms / 1e3, report=log.info,
+        )  # fmt: skip
+        return load_scorers(loaded, opened, log.info, at_start)
+
     def broken() -> None:
         server.should_exit = True  # with status 1, so that a supervisor starts the service again
 
-    metrics, audit, left_out = Metrics(), None, at_start.reasons
+    metrics, audit, answers, left_out = Metrics(), None, None, at_start.reasons
     if access.audit_log is not None:
         audit = Auditor(access.audit_log, required=access.audit_required, count=metrics.audit_lines)
+    if kept is not None:
+        answers = Feedback(kept, metrics, prompts=feedback.feedback_prompts, days=feedback.feedback_days,
+                           share=feedback.feedback_share)  # fmt: skip
     service = Service.of(
-        lambda: load_scorers(
-            load_engine(
-                engine,
-                bundles=tuple(opened.values()),
-                max_kv_tokens=settings.max_kv_tokens,
-                max_wait_s=settings.max_wait_ms / 1e3,
-                report=log.info,
-            ),
-            opened,
-            log.info,
-            at_start,
-        ),
-        load_again=lambda running: load_again(left_out, running, store, names, set(plan.references) - set(own)),
-        left_out=left_out,
-        aliases_of=store.aliases,
-        settings=settings,
-        policies=policies,
-        plan=plan,
-        keys=keys,
-        metrics=metrics,
-        feedback=None
-        if kept is None
-        else Feedback(
-            kept, metrics, prompts=feedback.feedback_prompts, days=feedback.feedback_days, share=feedback.feedback_share
-        ),
-        audit=audit,
-        tracing=tracing,
-        on_broken=broken,
-    )
+        load,
+        load_again=lambda on: running.load_again(left_out, on, store, names, set(plan.references) - set(own)),
+        left_out=left_out, aliases_of=store.aliases, settings=settings, policies=policies, plan=plan, keys=keys,
+        metrics=metrics, feedback=answers, audit=audit, tracing=tracing, on_broken=broken,
+    )  # fmt: skip
 
     def loaded() -> None:
         if service.lifecycle.failure is not None:
@@ -128,29 +111,26 @@ def serve(
             return
         gc.collect()
         gc.freeze()  # the model and its libraries stay: collections need not walk them again
-        background.add(asyncio.get_running_loop().create_task(greet(service, address)))
-
-        reload = on_hangup(service)
+        running.in_background(running.greet(service, address))
+        reload = running.on_hangup(service)
         if hangups:  # while it loaded
             reload()
         if rollout.watch_s:
-            watch(service, lambda: stamps(store, names), seen, rollout.watch_s)
+            running.watch(service, lambda: running.stamps(store, names), seen, rollout.watch_s)
         if rollout.replay_s:
-            replay(service, rollout.replay_s)
+            running.replay(service, rollout.replay_s)
 
-    background: set[asyncio.Task[None]] = set()  # asyncio itself keeps no hold of a task
-    server = make_server(create_app(service, loaded), settings, service.lifecycle.leave)
+    server = running.make_server(create_app(service, loaded), settings, service.lifecycle.leave)
     for warning in common.warnings:
         log.warning(warning)
-    if not keys.closed and not on_loopback(settings.host):
-        called = ", ".join(settings.allowed_hosts)
+    if open_to_all:
         log.warning("whoever reaches %s may use this service: it asks for no key; it is called by an IP address or by "
-                    "the names %s (--allowed-host)", settings.host, called)  # fmt: skip
+                    "the names %s (--allowed-host)", settings.host, ", ".join(settings.allowed_hosts))  # fmt: skip
     # uvicorn raises the signal that ended it once more: a service that drained in order has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     hangups: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
-    if hint := first_line(service):
+    if hint := running.first_line(service):
         print_line(hint)
     print_line(f"listening on {address}, loading {loading.model} ...")
     server.run(sockets=[listener])

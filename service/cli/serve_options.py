@@ -11,22 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 from urllib.parse import urlsplit
 
+from service import settings
 from service.access.callers import ApiKey, Right, is_placeholder
 from service.cli.options import FeedbackDatabase, UsageError
 from service.errors import HalluTracerError
-from service.settings import (
-    DEFAULT_DRAWN,
-    DEFAULT_MESSAGE,
-    DEFAULT_SHARE,
-    AbstainMessage,
-    AuditLogFile,
-    AuditRequired,
-    KeysFile,
-    PoliciesFile,
-    Range,
-    option,
-    section,
-)
+from service.settings import DEFAULT_DRAWN, DEFAULT_MESSAGE, DEFAULT_SHARE, Range, option, section
 
 if TYPE_CHECKING:
     from service.access.keys import KeyRing
@@ -47,8 +36,8 @@ OTLP = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")  # prefixes of vari
 class AccessOptions:
     """Who may call the service, and the policies it knows."""
 
-    policies: PoliciesFile = None
-    abstain_message: AbstainMessage = DEFAULT_MESSAGE
+    policies: settings.PoliciesFile = None
+    abstain_message: settings.AbstainMessage = DEFAULT_MESSAGE
     api_key: Annotated[
         tuple[str, ...],
         option("Bearer key, repeatable; guards every route but health and metrics.  Default, on loopback: none.",
@@ -59,12 +48,12 @@ class AccessOptions:
         option("File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle,feedback].  The name "
                "stands in the log; may: see --callers-may."),
     ] = None  # fmt: skip
-    keys: KeysFile = None
+    keys: settings.KeysFile = None
     allow_anonymous: Annotated[
         bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
     ] = False
-    audit_log: AuditLogFile = None
-    audit_required: AuditRequired = False
+    audit_log: settings.AuditLogFile = None
+    audit_required: settings.AuditRequired = False
 
     def ring(self, policies: Collection[str] | None = None) -> KeyRing:
         """Return all keys; ``policies``: those that a key may name.  Raises what is wrong with a key or a file."""

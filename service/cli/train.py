@@ -1,21 +1,29 @@
-"""hallutracer train: from JSONL rows to a published bundle."""
+"""hallutracer train, guarantee and recalibrate: bundles from rows of your own."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from service.cli.loading import open_store
-from service.cli.options import EngineChoice, StoreOptions, UsageError, check
+from service.cli.loading import load_engine, open_store
+from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check
 from service.cli.output import print_line
 from service.options import Common
 from service.progress import note
 from service.settings import DEFAULT_STORE
-from service.trainer.options import TrainOptions
+from service.trainer.options import GuaranteeOptions, NewRowsOptions, RecalibrateOptions, TrainOptions
 
 if TYPE_CHECKING:
-    from service.library.training import Trained
+    from rich.console import Console
+
+    from probes_store.bundle import Bundle
+    from probes_store.store import Store
+
+Options = TypeVar("Options", bound=NewRowsOptions)
 
 
 def train(
@@ -36,31 +44,111 @@ def train(
     check(options)
     if len(options.data) != 1:
         raise UsageError("--data", "name one JSONL file")
-    from rich.console import Console
-
     from service.library.training import run_training
 
     chosen = engine.options_for()  # a wrong option is reported before rows are read
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    with _console(options.folder) as console:
         trained = run_training(options, chosen, open_store(store), threads=engine.threads, console=console)
-    except KeyboardInterrupt:
-        console.print(f"the same command resumes from {options.folder}")
-        raise
     print_line(f"{trained.reference}  {trained.bundle.manifest.digest}\n{trained.folder}")
-    for line in _next(trained, engine, store):
-        note(line)
-
-
-def _next(trained: Trained, engine: EngineChoice, store: StoreOptions) -> Iterator[str]:
-    """Yield what to do with a new bundle: commands that can be copied."""
     where = [] if store.store == DEFAULT_STORE else ["--store", store.store]
     model = [] if engine.model is None else ["--model", engine.model]
     name = trained.bundle.manifest.name
-    yield "next:"
+    note("next:")
     for command in (
         ["score", "What is the capital of France?", *model, "--bundle", name, *where],
         ["bundle", "show", name, *where],
         ["serve", *model, "--bundle", name, *where],
     ):
-        yield f"  {shlex.join(['hallutracer', *command])}"
+        note(f"  {shlex.join(['hallutracer', *command])}")
+
+
+def guarantee(
+    *,
+    options: GuaranteeOptions = GuaranteeOptions(),
+    bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
+) -> None:
+    """Give a bundle a threshold with a guarantee, and publish it as the bundle's next version.
+
+    With confidence 1 - delta, at most a share alpha of the question groups that are then answered, counted equally
+    whatever their size, is answered with a hallucination.  The rows must be new to the bundle, in groups of their own,
+    and drawn as your questions are.  They are spent by one guarantee; where no threshold qualifies nothing is
+    published and the exit status is 1.
+
+      hallutracer guarantee --bundle my-probe --data new.jsonl --alpha 0.1 --delta 0.05 --model ./my-model
+    """
+    check(options)
+    store, bundle = one_bundle(bundles, "to give a guarantee")
+    from service.trainer.guarantee import guarantee as run
+
+    found = _run_on(engine, store, bundle, run, options)
+    if found is not None and found.manifest.guarantee is not None:
+        print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}\n{found.manifest.guarantee.statement}")
+
+
+def recalibrate(
+    *,
+    options: RecalibrateOptions = RecalibrateOptions(),
+    bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(),
+    common: Common = Common(),
+) -> None:
+    """Recalibrate a bundle's risk for the base rate of your traffic, and publish it as the bundle's next version.
+
+    A risk is a probability at the training rows' share of hallucinations.  Candidates are the risk as it is, prior
+    shift (by --traffic), intercept, Platt, beta and isotonic; the simplest one whose held-out log loss is within one
+    standard error of the best is published.  Where that is the risk as it is nothing is.  The rows must be new to the
+    bundle and drawn at random from your traffic; 'hallutracer guarantee' may not use them again.
+
+      hallutracer recalibrate --bundle my-probe --data labelled.jsonl --traffic risks.jsonl --model ./my-model
+      hallutracer recalibrate --bundle my-probe --feedback feedback.db
+    """
+    check(options)
+    store, bundle = one_bundle(bundles, "to recalibrate")
+    if options.feedback:
+        from service.trainer.feedback import recalibrate_by_feedback
+
+        with _console() as console:
+            found = recalibrate_by_feedback(bundle, options, store, console=console)
+    else:
+        from service.trainer.recalibrate import recalibrate as run
+
+        found = _run_on(engine, store, bundle, run, options)
+    if found is not None:
+        print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}")
+
+
+def one_bundle(bundles: BundleOptions, purpose: str) -> tuple[Store, Bundle]:
+    """Return the store and the one bundle that is named.  Raises UsageError, and what the store raises."""
+    if len(bundles.bundle) != 1:
+        raise UsageError("--bundle", f"name the bundle {purpose}")
+    store = open_store(bundles)
+    return store, store.load(bundles.bundle[0])
+
+
+@contextmanager
+def _console(resumes: Path | None = None) -> Iterator[Console]:
+    """Give where a run reports to; an interrupted one says which folder it ``resumes`` from."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        yield console
+    except KeyboardInterrupt:
+        if resumes is not None:
+            console.print(f"the same command resumes from {resumes}")
+        raise
+
+
+def _run_on(
+    engine: EngineChoice, store: Store, bundle: Bundle, run: Callable[..., Bundle | None], options: Options
+) -> Bundle | None:
+    """Return what ``run`` of the trainer published, if anything, with an engine that is loaded when it is asked for."""
+    from service.readout import Site
+
+    engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
+    site = Site(bundle.manifest.readout.site)
+    options = replace(options, new_name=options.new_name or bundle.manifest.name)
+    with _console(options.folder) as console:
+        return run(bundle, options, lambda: load_engine(engine, bundles=[bundle], rows=[site]), store, console=console)

@@ -74,11 +74,10 @@ def summary(findings: Sequence[Finding]) -> Finding:
     """Return the last line, for people: whether it would serve."""
     failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
     if failed:
-        text = f"serve would not serve: {failed} failed, {warned} warned"
-        return fail("result", text, "mend what failed, from the top")
-    if warned:
-        return warn("result", f"serve would serve; not all is as it should be: {warned} warned")
-    return ok("result", "serve would serve")
+        said = f"serve would not serve: {failed} failed, {warned} warned"
+        return fail("result", said, "mend what failed, from the top")
+    said = f"serve would serve; not all is as it should be: {warned} warned"
+    return warn("result", said) if warned else ok("result", "serve would serve")
 
 
 def shown(size: float) -> str:
@@ -100,19 +99,15 @@ def check_packages() -> Iterator[Finding]:
     if installed != __version__:
         yield warn("packages", f"hallutracer {installed} is installed, and {__version__} runs", "pip install . again")
     needed = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    wrong = 0
+    wrong = {}
     for requirement in needed:
         try:
-            found = version(requirement.name)
+            if not requirement.specifier.contains(found := version(requirement.name), prereleases=True):
+                wrong[requirement] = f"{found}, wanted {requirement.specifier}"
         except PackageNotFoundError:
-            said, cure = f"{requirement.name} is missing", f"pip install '{requirement}'"
-        else:
-            if requirement.specifier.contains(found, prereleases=True):
-                continue
-            said = f"{requirement.name} {found}, wanted {requirement.specifier}"
-            cure = f"pip install '{requirement.name}{requirement.specifier}'"
-        wrong += 1
-        yield fail("packages", said, cure)
+            wrong[requirement] = "is missing"
+    for requirement, said in wrong.items():
+        yield fail("packages", f"{requirement.name} {said}", f"pip install '{requirement}'")
     if not wrong:
         yield ok("packages", f"hallutracer {__version__} and the {len(needed)} packages that it needs")
 

@@ -20,7 +20,7 @@ from service.access.keys import Changes, KeyRing
 from service.access.routes import RELOAD_ROUTE
 from service.audit.auditor import Auditor
 from service.audit.events import Who
-from service.cli.reload import Stamps, watch
+from service.cli.running import Stamps, watch
 from service.engines.base import Engine
 from service.scoring import Scorer
 from service.serving.catalogue import RolloutPlan

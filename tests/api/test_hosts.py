@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.cli.listening import known_hosts
+from service.cli.running import known_hosts
 from service.errors import HalluTracerError
 from service.settings import ServiceSettings
 from tests.running import App

@@ -52,40 +52,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def fine(done: CompletedProcess[str], *words: str) -> str:
+def refused(done: CompletedProcess[str], status: int, *words: str) -> str:
     """What it printed, which holds the words."""
     text = done.stdout + done.stderr
-    assert done.returncode == 0, text
+    assert done.returncode == status, text
     assert [word for word in words if word not in text] == []
     return done.stdout
 
 
-def refused(done: CompletedProcess[str], status: int, *words: str) -> None:
-    text = done.stdout + done.stderr
-    assert done.returncode == status, text
-    assert [word for word in words if word not in text] == []
+def fine(done: CompletedProcess[str], *words: str) -> str:
+    return refused(done, 0, *words)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "word"),
+    ("command", "status", "word"),
     [
-        (("list", "--store", "s4://bucket"), 1, "s3://BUCKET/PREFIX"),
-        (("list", "--store", "hf://me/probe@v1"), 1, "hf://OWNER/NAME"),
-        (("push", "demo", "s4://bucket"), 1, "s3://BUCKET/PREFIX"),
-        (("push", "demo", "memory://x", "--private"), 2, "--private"),
-        (("push", "demo", "hf://me/x@v1"), 2, "hf://me/x"),
-        (("push", "nothing", "hf://me/x"), 1, "no bundle nothing"),
-        (("pull", "memory://x/nothing"), 1, "no bundle nothing in memory://x"),
-        (("pull", "hf://me/nothing", "--digest", "abc"), 1, "64 hex digits"),
-        (("pull", "me/nothing"), 1, "hf://OWNER/NAME"),
-        (("sign", "demo", "--certificate", "x.crt"), 2, "--key-file"),
-        (("sign", "demo", "--key-file", "x.pem", "--chain", "x.crt"), 2, "--chain"),
-        (("verify", "demo", "--require-signature", "absent.pub"), 1, "absent.pub"),
-        (("compare", "demo"), 2, "two bundles"),
+        ("list --store s4://bucket", 1, "s3://BUCKET/PREFIX"), ("list --store hf://me/probe@v1", 1, "hf://OWNER/NAME"),
+        ("push demo s4://bucket", 1, "s3://BUCKET/PREFIX"), ("push demo memory://x --private", 2, "--private"),
+        ("push demo hf://me/x@v1", 2, "hf://me/x"), ("push nothing hf://me/x", 1, "no bundle nothing"),
+        ("pull memory://x/nothing", 1, "no bundle nothing in memory://x"), ("pull me/nothing", 1, "hf://OWNER/NAME"),
+        ("pull hf://me/nothing --digest abc", 1, "64 hex digits"), ("sign demo --certificate x.crt", 2, "--key-file"),
+        ("sign demo --key-file x.pem --chain x.crt", 2, "--chain"), ("compare demo", 2, "two bundles"),
+        ("verify demo --require-signature absent.pub", 1, "absent.pub"),
     ],
-)
-def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], status: int, word: str) -> None:
-    one_line_says(("bundle", *arguments), status, word)
+)  # fmt: skip
+def test_one_line_says_what_is_wrong(command: str, status: int, word: str) -> None:
+    one_line_says(("bundle", *command.split()), status, word)
+
+
+def test_a_bundle_of_the_hub_is_pulled_first() -> None:
+    for command in (("score", "why?"), ("serve", "--port", "0")):
+        done = hallutracer(*command, "--model", "demo", "--bundle", "hf://me/my-demo@v1")
+        refused(done, 1, "hallutracer bundle pull")
 
 
 def test_the_commands_stay_light() -> None:
@@ -127,7 +125,20 @@ def service(tmp_path: Path, store: Store) -> Iterator[Running]:
         yield service
 
 
-def test_a_candidate_that_agrees_is_promoted_and_rolled_back(command: Run, store: Store, service: Running) -> None:
+def test_a_candidate_that_agrees_is_promoted_and_rolled_back_and_else_nothing_changes(
+    command: Run, store: Store, service: Running
+) -> None:
+    store.publish(matching_draft(ScriptedEngine(), "mine", 7))
+    before = store.aliases("mine")
+    for candidate, more, words in (
+        ("mine:2", "--least-prompts 60", "FAIL  disagrees on"),
+        ("mine:3", "--least-prompts 61 --most-disagreement 1", "FAIL  60 prompts read as a shadow"),
+        ("mine:3", "--least-prompts 60 --most-disagreement 0.001", "FAIL  disagrees on"),
+        ("mine:4", "", "has not loaded mine:4"),
+    ):
+        refused(command("promote", candidate, "--service", service.url, *more.split()), 1, words)
+    refused(command("promote", "mine:2", "--service", "http://127.0.0.1:9"), 1, "did not answer")
+    assert store.aliases("mine") == before
     bounds = ("--service", service.url, "--least-prompts", "60", "--most-disagreement", "0.1")
     fine(command("promote", "mine@canary", *bounds), "mine@production -> mine:3")
     assert store.aliases("mine") == {"production": 3, "canary": 3, "previous": 1}
@@ -136,23 +147,6 @@ def test_a_candidate_that_agrees_is_promoted_and_rolled_back(command: Run, store
     for expected in ({"production": 1, "previous": 3}, {"production": 3, "previous": 1}):
         fine(command("rollback", "mine"))
         assert store.aliases("mine") == expected | {"canary": 3}
-
-
-def test_a_candidate_that_disagrees_or_was_not_seen_is_refused_and_nothing_changes(
-    command: Run, store: Store, service: Running
-) -> None:
-    store.publish(matching_draft(ScriptedEngine(), "mine", 7))
-    before = store.aliases("mine")
-    for candidate, bounds, words in (
-        ("mine:2", ("--least-prompts", "60"), "FAIL  disagrees on"),
-        ("mine:3", ("--least-prompts", "61", "--most-disagreement", "1"), "FAIL  60 prompts read as a shadow"),
-        ("mine:3", ("--least-prompts", "60", "--most-disagreement", "0.001"), "FAIL  disagrees on"),
-        ("mine:4", (), "has not loaded mine:4"),
-    ):
-        refused(command("promote", candidate, "--service", service.url, *bounds), 1, words)
-    refused(command("promote", "mine:2", "--service", "http://127.0.0.1:9"), 1, "did not answer")
-    assert store.aliases("mine") == before
-    store.set_alias("mine", "production", 3)
     refused(command("promote", "mine:1", "--service", service.url), 1, "mine:1 is no shadow there")
     assert store.aliases("mine")["production"] == 3
 
@@ -163,11 +157,10 @@ def test_without_a_service_it_is_said_out_loud_and_what_keeps_the_version_is_nam
     refused(command("rollback", "mine"), 1, "nothing was promoted")
     fine(command("promote", "mine@canary", "--ungated"))
     store.set_alias("mine", "eu", 1)
-    text = command("rollback", "mine").stderr
-    assert "mine@canary is mine:3 still" in text
-    assert text.count("still") == 1
-    assert "hallutracer bundle alias mine canary 1" in text
-    assert "POST /v1/admin/reload" in text
+    words = "mine@canary is mine:3 still", "hallutracer bundle alias mine canary 1", "POST /v1/admin/reload"
+    done = command("rollback", "mine")
+    fine(done, *words)
+    assert done.stderr.count("still") == 1
     store.set_alias("mine", "previous", 1)
     refused(command("rollback", "mine"), 1, "nothing to go back to")
 
@@ -266,11 +259,8 @@ def test_what_does_not_vouch_is_refused_before_a_model_is_loaded(command: tuple[
     refused(hallutracer(*command, *options), 1, f"chmod o-w {store}")
     refused(hallutracer(*verify), 1)
     fine(hallutracer(*verify, "--allow-open-store"))
-
-
-def test_what_comes_with_the_package_needs_no_signature(folder: Path) -> None:
-    options = ("--files-only", "--require-signature", str(folder / "key.pub"), "--store", str(folder / "empty"))
-    fine(hallutracer("bundle", "verify", "demo", *options), "demo:1: comes with the package, which vouches for it")
+    shipped_one = ("--require-signature", str(folder / "key.pub"), "--store", str(folder / "empty"))
+    fine(hallutracer(*verify[:4], *shipped_one), "demo:1: comes with the package, which vouches for it")
 
 
 # the hub: processes of their own, the real client, HF_ENDPOINT
@@ -313,9 +303,3 @@ def test_a_bundle_is_pushed_to_the_hub_pulled_and_serves(run: Run, hub: Hub, fol
     fine(offline, "HF_HUB_OFFLINE is set", "taken from the cache")
     fine(run("pull", "hf://me/my-demo", *other), "my-demo:1: here already, the same as hf://me/my-demo at commit ")
     refused(run("pull", "hf://me/nothing"), 1, "error: hf://me/nothing: no such repository")
-
-
-@pytest.mark.parametrize("command", [("score", "why?"), ("serve", "--port", "0")])
-def test_a_bundle_of_the_hub_is_pulled_first(command: tuple[str, ...]) -> None:
-    done = hallutracer(*command, "--model", "demo", "--bundle", "hf://me/my-demo@v1")
-    refused(done, 1, "hallutracer bundle pull")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from probes_store.manifest import manifest_bytes, read_manifest, sealed
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
-from service.doctor.machine import ok, summary
+from service.doctor import machine
+from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from tests.command_line import hallutracer
 from tests.key_files import add_key, revoke_key
 from tests.local_server import answer, listening
@@ -86,170 +89,97 @@ def test_what_failed_is_not_loaded_either(doctor: Doctor) -> None:
     assert not [finding for finding in found if finding["check"] == "load"]
 
 
-def damaged(store: Path) -> None:
-    shutil.copytree(SHIPPED / "demo", store / "mine")
-    probes = store / "mine" / "1" / "probes.safetensors"
-    probes.write_bytes(b"x" * probes.stat().st_size)
+def prepare(fault: str, folder: Path) -> None:
+    """Bring a fault about: in the folder ``store``, in front of the shipped bundles, or in a file beside it."""
+    store, shipped = folder / "store", SHIPPED / "demo"
+    match fault.split(" "):
+        case ["damaged"]:
+            shutil.copytree(shipped, store / "mine")
+            probes = store / "mine" / "1" / "probes.safetensors"
+            probes.write_bytes(b"x" * probes.stat().st_size)
+        case ["writable_by_all"]:
+            store.mkdir()
+            store.chmod(0o777)
+        case ["versions", *more]:  # copies of one another but for their number
+            manifest = read_manifest((shipped / "1" / "bundle.json").read_bytes())
+            for number in (1, 2):
+                shutil.copytree(shipped / "1", store / "demo" / str(number))
+                dated = sealed(manifest, version=number, created=manifest.created)
+                (store / "demo" / str(number) / "bundle.json").write_bytes(manifest_bytes(dated))
+            for alias, number in (("production", 1), ("canary", 2)):
+                Store(store).set_alias("demo", alias, number)
+            if "lost" in more:
+                shutil.rmtree(store / "demo" / "2")
+            if "broken" in more:
+                (store / "demo" / "aliases.json").write_text("[]")
+        case ["forgetful"]:  # keeps no risks of its training rows
+            without_in_evaluation(SHIPPED / "demo-fused" / "1", store / "demo-fused" / "1", "out_of_fold")
+        case ["keys", *more]:  # one in force, one revoked
+            for name in ("app", "old"):
+                add_key(folder / "keys", name, {"scopes": ["score"]})
+            revoke_key(folder / "keys", "old")
+            (folder / "keys").write_text((folder / "keys").read_text() + " ".join(more) + "\n")
+        case ["model", *absent]:  # with another tokenizer
+            shutil.copytree(MODEL_DIR, folder / "model", ignore=lambda *_: absent)
+            path = folder / "model" / "tokenizer.json"
+            document = json.loads(path.read_text())
+            document["added_tokens"][0]["content"] += "x"
+            path.write_text(json.dumps(document))
+        case ["file", name, *words]:
+            (folder / name).write_text(" ".join(words))
+            (folder / name).chmod(0o666)
 
 
-def writable_by_all(store: Path) -> None:
-    store.mkdir()
-    store.chmod(0o777)
+FAULTS = [  # what is wrong, options, check, status, word
+    ("", "--bundle nothing", "bundle", "fail", "Train and publish it there"),
+    ("", "--bundle smollm2", "identity", "fail", "trained on other weights"),
+    ("", "--bundle demo --bundle smollm2", "identity", "warn", "left out"),
+    ("", "--bundle demo --bundle nothing", "bundle", "warn", "left out"),
+    ("", "--model /no/such/model --bundle demo", "bundle", "fail", "no folder or GGUF file"),
+    ("", "--model unheard-of", "bundle", "fail", "--bundle"),
+    ("model model.safetensors", "--model =model --bundle demo", "model", "fail", "has no weights"),
+    ("model", "--model =model --bundle demo", "identity", "fail", "another tokenizer"),
+    ("damaged", "", "store", "warn", "mine:1"), ("damaged", "--bundle mine", "bundle", "fail", "the file was changed"),
+    ("writable_by_all", "", "store", "warn", "chmod o-w"), ("", "--host 0.0.0.0", "keys", "fail", "--api-key-file"),
+    ("", "--host 0.0.0.0 --allow-anonymous", "keys", "warn", "whoever reaches"),
+    ("", "--protect-metrics", "keys", "fail", "--api-key-file"),
+    ("", "--api-key short", "keys", "fail", "16 characters"),
+    ("", "--api-key REPLACE-ME-app-one", "keys", "fail", "placeholder"),
+    ("file keys kkkkkkkkkkkkkkkkkkkk", "--api-key-file =keys", "keys", "fail", "chmod o-w"),
+    ("keys", "--keys =keys --protect-metrics --host 0.0.0.0", "keys", "ok", "2: app, old"),
+    ("keys", "--keys =keys", "keys", "warn", "old is revoked"),
+    ("keys scope = ['x']", "--keys =keys", "keys", "fail", "unknown field 'scope'"),
+    ("keys policies = ['no']", "--keys =keys", "policies", "fail", "no policy 'no' is known here"),
+    ("", "--audit-required", "audit", "fail", "give --audit-log"),
+    ("", "--audit-log =audit", "audit", "ok", "will be made"),
+    ("file audit", "--audit-log =audit", "audit", "fail", "chmod 600"),
+    ("", "--audit-log /no/such/folder/audit.jsonl", "audit", "fail", "make it"),
+    ("file p.toml [support]\nacton = 'abstain'", "--policies =p.toml", "policies", "fail", "unknown field 'acton'"),
+    ("", "--policy support", "policies", "fail", "support"), ("", "--threads 4096", "cpu", "warn", "--threads"),
+    (f"file f.db {'this is not SQLite, although it is long enough to be looked at ' * 20}", "--feedback-db =f.db",
+     "feedback", "fail", "f.db"),
+    ("", "--max-connections 999999999", "files", "warn", "--max-connections"),
+    ("", "--canary demo@canary", "bundle", "warn", "demo@canary is left out: bundle demo has no alias"),
+    ("", "--canary demo:1", "rollout", "warn", "which judges already"),
+    ("versions", "--canary demo@canary", "rollout", "warn", "which judges already"),  # another number, the same probes
+    ("", "--shadow smollm2", "identity", "warn", "trained on other weights"),
+    ("", "--shadow demo-fused", "rollout", "ok", "demo:1 judges; demo-fused:1 watches; aliases"),
+    ("", "--canary demo-fused --watch-s 5", "rollout", "ok", "0.05 of the requests; aliases are"),
+    ("forgetful", "--canary demo-fused", "drift", "warn", "demo-fused:1 keeps none"),
+    ("", "--canary demo-fused --canary-share 0", "rollout", "warn", "raise --canary-share"),
+    ("", "--canary-share 0.5", "rollout", "warn", "give --canary"),
+    ("", "--replay-s 0", "drift", "warn", "--replay-s 600"),
+    ("versions lost", "--bundle demo", "store", "warn", "bundle alias demo canary 1"),
+    ("versions broken", "--bundle demo:1", "store", "warn", "set the aliases of this bundle again"),
+]  # fmt: skip
 
 
-def versions(store: Path) -> None:
-    """Two versions of a bundle that are one another's copies but for their number, and aliases."""
-    published = Store(store)
-    for number in (1, 2):
-        folder = store / "demo" / str(number)
-        shutil.copytree(SHIPPED / "demo" / "1", folder)
-        manifest = read_manifest((SHIPPED / "demo" / "1" / "bundle.json").read_bytes())
-        dated = sealed(manifest, version=number, created=manifest.created)
-        (folder / "bundle.json").write_bytes(manifest_bytes(dated))
-    published.set_alias("demo", "production", 1)
-    published.set_alias("demo", "canary", 2)
-
-
-def lost_alias(store: Path) -> None:
-    versions(store)
-    shutil.rmtree(store / "demo" / "2")
-
-
-def broken_aliases(store: Path) -> None:
-    versions(store)
-    (store / "demo" / "aliases.json").write_text("[]")
-
-
-def forgetful(store: Path) -> None:
-    """A bundle that keeps no risks of its training rows, in front of the shipped one."""
-    without_in_evaluation(SHIPPED / "demo-fused" / "1", store / "demo-fused" / "1", "out_of_fold")
-
-
-def broken_policies(store: Path) -> None:
-    store.mkdir()
-    (store.parent / "p.toml").write_text("[support]\nacton = 'abstain'\n")
-
-
-def loose_keys(store: Path) -> None:
-    path = store.parent / "keys"
-    path.write_text("k" * 20)
-    path.chmod(0o666)
-
-
-def keys_file(*words: str) -> Callable[[Path], None]:
-    """One key in force, one revoked; ``words`` are added to the file."""
-
-    def prepare(store: Path) -> None:
-        path = store.parent / "keys"
-        add_key(path, "app", {"scopes": ["score"]})
-        add_key(path, "old", {"scopes": ["score"]})
-        revoke_key(path, "old")
-        path.write_text(path.read_text() + "".join(words))
-
-    return prepare
-
-
-def open_log(store: Path) -> None:
-    (store.parent / "audit").write_text("")
-    (store.parent / "audit").chmod(0o666)
-
-
-def unsigned(store: Path) -> None:
-    shutil.copytree(SHIPPED / "demo", store / "demo")
-    key_pair(store.parent, "key")
-
-
-def weightless(store: Path) -> None:
-    folder = store.parent / "model"
-    shutil.copytree(MODEL_DIR, folder)
-    (folder / "model.safetensors").unlink()
-
-
-def another_tokenizer(store: Path) -> None:
-    folder = store.parent / "model"
-    shutil.copytree(MODEL_DIR, folder)
-    path = folder / "tokenizer.json"
-    document = json.loads(path.read_text())
-    document["added_tokens"][0]["content"] += "x"
-    path.write_text(json.dumps(document))
-
-
-def no_database(store: Path) -> None:
-    (store.parent / "f.db").write_text("this is not SQLite, although it is long enough to be looked at " * 20)
-
-
-def nothing(_: Path) -> None: ...
-
-
-FAULTS: list[tuple[Callable[[Path], object], list[str], str, str, str]] = [
-    (nothing, ["--bundle", "nothing"], "bundle", "fail", "Train and publish it there"),
-    (nothing, ["--bundle", "smollm2"], "identity", "fail", "trained on other weights"),
-    (nothing, ["--bundle", "demo", "--bundle", "smollm2"], "identity", "warn", "left out"),
-    (nothing, ["--bundle", "demo", "--bundle", "nothing"], "bundle", "warn", "left out"),
-    (nothing, ["--model", "/no/such/model", "--bundle", "demo"], "bundle", "fail", "no folder or GGUF file"),
-    (nothing, ["--model", "unheard-of"], "bundle", "fail", "--bundle"),
-    (weightless, ["--model", "MODEL", "--bundle", "demo"], "model", "fail", "has no weights"),
-    (another_tokenizer, ["--model", "MODEL", "--bundle", "demo"], "identity", "fail", "another tokenizer"),
-    (damaged, [], "store", "warn", "mine:1"),
-    (damaged, ["--bundle", "mine"], "bundle", "fail", "the file was changed"),
-    (writable_by_all, [], "store", "warn", "chmod o-w"),
-    (nothing, ["--host", "0.0.0.0"], "keys", "fail", "--api-key-file"),
-    (nothing, ["--host", "0.0.0.0", "--allow-anonymous"], "keys", "warn", "whoever reaches"),
-    (nothing, ["--protect-metrics"], "keys", "fail", "--api-key-file"),
-    (nothing, ["--api-key", "short"], "keys", "fail", "16 characters"),
-    (nothing, ["--api-key", "REPLACE-ME-app-one"], "keys", "fail", "placeholder"),
-    (loose_keys, ["--api-key-file", "KEYS"], "keys", "fail", "chmod o-w"),
-    (keys_file(), ["--keys", "KEYS", "--protect-metrics", "--host", "0.0.0.0"], "keys", "ok", "2: app, old"),
-    (keys_file(), ["--keys", "KEYS"], "keys", "warn", "old is revoked"),
-    (keys_file("scope = ['x']\n"), ["--keys", "KEYS"], "keys", "fail", "unknown field 'scope'"),
-    (keys_file("policies = ['no']\n"), ["--keys", "KEYS"], "policies", "fail", "no policy 'no' is known here"),
-    (nothing, ["--audit-required"], "audit", "fail", "give --audit-log"),
-    (nothing, ["--audit-log", "AUDIT"], "audit", "ok", "will be made"),
-    (open_log, ["--audit-log", "AUDIT"], "audit", "fail", "chmod 600"),
-    (nothing, ["--audit-log", "/no/such/folder/audit.jsonl"], "audit", "fail", "make it"),
-    (broken_policies, ["--policies", "POLICIES"], "policies", "fail", "unknown field 'acton'"),
-    (nothing, ["--policy", "support"], "policies", "fail", "support"),
-    (nothing, ["--threads", "4096"], "cpu", "warn", "--threads"),
-    (no_database, ["--feedback-db", "DATABASE"], "feedback", "fail", "f.db"),
-    (nothing, ["--max-connections", "999999999"], "files", "warn", "--max-connections"),
-    (nothing, ["--canary", "demo@canary"], "bundle", "warn", "demo@canary is left out: bundle demo has no alias"),
-    (nothing, ["--canary", "demo:1"], "rollout", "warn", "which judges already"),
-    # Another number, the same probes:
-    (versions, ["--canary", "demo@canary"], "rollout", "warn", "which judges already"),
-    (nothing, ["--shadow", "smollm2"], "identity", "warn", "trained on other weights"),
-    (nothing, ["--shadow", "demo-fused"], "rollout", "ok", "demo:1 judges; demo-fused:1 watches; aliases"),
-    (
-        nothing,
-        ["--canary", "demo-fused", "--watch-s", "5"],
-        "rollout",
-        "ok",
-        "0.05 of the requests; aliases are",
-    ),
-    (forgetful, ["--canary", "demo-fused"], "drift", "warn", "demo-fused:1 keeps none"),
-    (nothing, ["--canary", "demo-fused", "--canary-share", "0"], "rollout", "warn", "raise --canary-share"),
-    (nothing, ["--canary-share", "0.5"], "rollout", "warn", "give --canary"),
-    (nothing, ["--replay-s", "0"], "drift", "warn", "--replay-s 600"),
-    (lost_alias, ["--bundle", "demo"], "store", "warn", "bundle alias demo canary 1"),
-    (broken_aliases, ["--bundle", "demo:1"], "store", "warn", "set the aliases of this bundle again"),
-]
-
-
-@pytest.mark.parametrize(
-    ("prepare", "arguments", "check", "status", "said"), FAULTS, ids=[f"{f[2]}: {f[4]}" for f in FAULTS]
-)
+@pytest.mark.parametrize(("fault", "options", "check", "status", "said"), FAULTS)
 def test_a_fault_is_told_with_its_cure(
-    doctor: Doctor,
-    tmp_path: Path,
-    prepare: Callable[[Path], object],
-    arguments: list[str],
-    check: str,
-    status: str,
-    said: str,
+    doctor: Doctor, tmp_path: Path, fault: str, options: str, check: str, status: str, said: str
 ) -> None:
-    prepare(tmp_path / "store")
-    places = {"MODEL": "model", "KEYS": "keys", "POLICIES": "p.toml", "DATABASE": "f.db", "AUDIT": "audit"}
-    given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
-    code, found = doctor(*given)
+    prepare(fault, tmp_path)
+    code, found = doctor(*options.replace(" =", f" {tmp_path}/").split())
     assert said in of(found, check, status), found
     assert code == (1 if status == "fail" else code)
     assert not any("please report" in finding["cure"] for finding in found), found
@@ -258,7 +188,8 @@ def test_a_fault_is_told_with_its_cure(
 
 
 def test_an_unsigned_bundle_is_named_once_and_no_audit_log_is_made(doctor: Doctor, tmp_path: Path) -> None:
-    unsigned(tmp_path / "store")
+    shutil.copytree(SHIPPED / "demo", tmp_path / "store" / "demo")
+    key_pair(tmp_path, "key")
     log, public = tmp_path / "audit.jsonl", tmp_path / "key.pub"
     code, found = doctor("--bundle", "demo", "--require-signature", str(public), "--audit-log", str(log))
     assert code == 1
@@ -267,13 +198,11 @@ def test_an_unsigned_bundle_is_named_once_and_no_audit_log_is_made(doctor: Docto
     assert not log.exists()
 
 
-def test_a_store_at_a_url_is_named_by_it(doctor: Doctor, tmp_path: Path) -> None:
-    _, found = doctor("--store", "memory://doctor", "--store-cache", str(tmp_path / "copies"))
+def test_a_store_at_a_url_is_named_by_it_and_what_reads_another_model_is_no_shadow(
+    doctor: Doctor, tmp_path: Path
+) -> None:
+    _, found = doctor("--store", "memory://doctor", "--store-cache", str(tmp_path / "copies"), "--shadow", "smollm2")
     assert of(found, "store", "ok").startswith("memory://doctor, ")
-
-
-def test_what_was_trained_on_another_model_is_no_shadow(doctor: Doctor) -> None:
-    _, found = doctor("--bundle", "demo", "--shadow", "smollm2")
     assert "watches" not in of(found, "rollout", "ok")
 
 
@@ -313,9 +242,7 @@ def test_a_gguf_file_is_not_unpacked(doctor: Doctor, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fail(
-    doctor: Doctor,
-) -> None:
+def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fail(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         there = ("--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces")
@@ -324,3 +251,124 @@ def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fai
     status, found = doctor("--otlp-traces-endpoint", f"http://127.0.0.1:{port}")
     assert status == 1
     assert "the whole address with its path" in of(found, "traces", "fail")
+
+
+# the checks of machine and packages, on machines that this one is not
+
+
+def lines(findings: Iterable[Finding]) -> str:
+    return "\n".join(finding.line() for finding in findings)
+
+
+def test_the_gravest_status_and_a_check_that_breaks() -> None:
+    def broken() -> Iterable[Finding]:
+        yield ok("a", "fine")
+        raise ZeroDivisionError("division by zero")
+
+    found = list(run([("a", broken), ("b", lambda: [warn("b", "hm", "mend it")])]))
+    assert [finding.status for finding in found] == ["ok", "fail", "warn"]
+    assert "ZeroDivisionError" in found[1].found
+    assert (worst([]), worst(found[:1]), worst(found[2:]), worst(found)) == ("ok", "ok", "warn", "fail")
+    assert warn("b", "hm", "mend it").line() == "warn  b         hm -> mend it"
+    assert fail("b", "no").line() == "fail  b         no"
+
+
+def test_missing_and_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "requires", lambda _: [
+        "numpy>=1", "torch<0.1", "no-such-package>=2", 'other; extra == "docs"', "never; sys_platform == 'x'",
+    ])  # fmt: skip
+    found = list(machine.check_packages())
+    assert [finding.status for finding in found] == ["ok", "fail", "fail"]
+    assert "wanted <0.1 -> pip install 'torch<0.1'" in found[1].line()
+    assert "pip install 'no-such-package>=2'" in found[2].cure
+
+
+def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> list[str]:
+        raise machine.PackageNotFoundError
+
+    monkeypatch.setattr(machine, "requires", absent)
+    assert "pip install --editable ." in lines(machine.check_packages())
+
+
+def gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str, torch: str = "2.13.0+cpu") -> None:
+    """An nvidia-smi that lists these, and a torch of this version."""
+    program = folder / "nvidia-smi"
+    rows = "".join(f"echo '{name}, 80000 MiB, 570.1'\n" for name in names)
+    program.write_text(f"#!/bin/sh\n{rows or 'exit 9'}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(machine, "version", lambda _: torch)
+
+
+@pytest.mark.parametrize(
+    ("names", "torch", "device", "ranks", "status"),
+    [
+        ((), "2.13.0+cpu", "auto", 1, "ok"), ((), "2.13.0+cpu", "cuda", 1, "fail"), ((), "2.13.0", "auto", 2, "fail"),
+        ((), "2.13.0+cpu", "auto", 2, "ok"), (("H200",), "2.13.0+cpu", "auto", 1, "warn"),
+        (("H200",), "2.13.0+cpu", "cuda", 1, "fail"), (("H200",), "2.13.0+cpu", "cpu", 1, "ok"),
+        (("H200",), "2.13.0", "auto", 1, "ok"), (("H200",), "2.13.0", "auto", 2, "fail"),
+        (("H200", "H200"), "2.13.0", "auto", 2, "ok"),
+    ],
+)  # fmt: skip
+def test_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], torch: str, device: str, ranks: int,
+    status: str,
+) -> None:  # fmt: skip
+    gpus(tmp_path, monkeypatch, *names, torch=torch)
+    [finding] = machine.check_gpu(device, ranks)
+    assert finding.status == status, finding
+
+
+@pytest.mark.parametrize(("free", "status"), [(10 << 30, "ok"), (500 << 20, "warn"), (50 << 20, "fail")])
+def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    [finding] = machine.check_disk({"bundles": tmp_path / "not" / "yet", "models": tmp_path})
+    assert finding.status == status
+    [finding] = machine.check_disk({machine.TEMPORARY: tmp_path})  # a container's /tmp is small on purpose
+    assert finding.status == ("warn" if free < 60 << 20 else "ok")
+
+
+def test_a_clock_that_is_behind_or_not_set_by_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_unsynchronised", lambda: False)
+    made = "2026-06-01T00:00:00Z"
+    assert "set the clock" in lines(machine.check_clock(made, now=1.6e9))
+    assert lines(machine.check_clock(made, now=1.9e9)).startswith("ok")
+    assert lines(machine.check_clock(None, now=1.6e9)).startswith("ok")
+    monkeypatch.setattr(machine, "_unsynchronised", lambda: True)
+    assert "not synchronised -> run chrony" in lines(machine.check_clock(made, now=1.9e9))
+
+
+def test_a_limit_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("joblib.cpu_count", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "8 threads on 1 CPUs: they would wait for each other -> --threads 1" in lines(machine.check_cpu(8))
+    assert lines(machine.check_cpu(1)).startswith("ok")
+    assert lines(machine.check_cpu(None)).startswith("ok")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert "4 threads on 1 CPUs" in lines(machine.check_cpu(None))
+    assert lines(machine.check_cpu(1)).startswith("ok")
+
+
+def test_memory_and_clock_are_this_machines() -> None:
+    free = machine.memory_free()
+    assert free is None or 1 << 20 < free < 1 << 50
+    assert machine._unsynchronised() in (True, False)
+
+
+def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engines.vllm.launch.check_installed", lambda: None)
+    monkeypatch.setattr(machine, "find_library", lambda _: None)
+    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    found = lines(machine.check_engine("vllm", 2))
+    assert "libnuma1" in found
+    assert "g++" in found
+    assert "--shm-size" in found
+
+
+def test_postgresql_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lines(machine.check_extras(False)) == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "hallutracer[postgres]" in lines(machine.check_extras(True))

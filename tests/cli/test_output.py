@@ -1,8 +1,9 @@
-"""hallutracer try on the demo model, here and through a service; and what commands draw for people."""
+"""hallutracer try on the demo model, here and through a service; and what commands draw for people, cards too."""
 
 from __future__ import annotations
 
 import json
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from probes_store.bundle import BundleDraft, load_bundle
 from probes_store.store import SHIPPED, Store
-from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines
+from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines, print_card
 from service.engines.scheduler import Scheduled
 from service.judging.coverage import Tenth
 from service.library.results import risk_of
@@ -82,28 +83,18 @@ def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     assert max(map(len, lines[:-1])) <= 100
 
 
-def test_a_bundle_without_questions_says_what_to_do(tmp_path: Path) -> None:
+def test_errors_name_the_cause(tmp_path: Path) -> None:
     bundle = load_bundle(SHIPPED / "demo" / "1")
     older = {key: value for key, value in bundle.evaluation().items() if key != "sample"}
     Store(tmp_path).publish(BundleDraft(bundle.manifest, bundle.probes, bundle.golden, older, "card"))
-    done = hallutracer("try", "--bundle", "demo", "--store", str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "demo:1 carries no questions to try" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "word"),
-    [
-        (("--url", "http://127.0.0.1:9"), 1, "did not answer"),
-        (("--url", "nowhere"), 1, "did not answer"),
-        (("--show", "0"), 2, "--show"),
-        (("--url", "http://127.0.0.1:9", "--bundle", "a", "--bundle", "b"), 2, "--bundle"),
-    ],
-)
-def test_errors_name_the_cause(arguments: tuple[str, ...], status: int, word: str) -> None:
-    done = hallutracer("try", *arguments)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert word in done.stderr
+    away = "--url http://127.0.0.1:9"
+    for arguments, status, word in (
+        (f"--bundle demo --store {tmp_path}", 1, "demo:1 carries no questions to try"), (away, 1, "did not answer"),
+        ("--url nowhere", 1, "did not answer"), ("--show 0", 2, "--show"),
+        (f"{away} --bundle a --bundle b", 2, "--bundle"),
+    ):  # fmt: skip
+        done = hallutracer("try", *arguments.split())
+        assert (done.returncode, done.stdout, word in done.stderr) == (status, "", True), arguments
 
 
 @pytest.mark.parametrize("layers", [1, 8, 28, 80, 126])
@@ -144,3 +135,43 @@ def test_a_prompt_that_asks_for_no_fact_is_told(
     said = f"asks for no fact (P(asks) {report.context.asks or 0.0:.2f}): the risk does not apply"
     assert (said in console.file.getvalue()) is (applies is False)
     assert risk_of("A", JudgedPrompt(0, report)).applies is applies
+
+
+# a model card
+
+
+def shown(width: int) -> str:
+    bundle = Store(SHIPPED).load("smollm2")
+    out = StringIO()
+    print_card(bundle.card(), bundle.path, Console(file=out, width=width, force_terminal=True, highlight=False))
+    return re.sub(r"\x1b(\[[\d;]*m|]8;[^\\]*\x1b\\\\)", "", out.getvalue())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_figure_is_there_and_fits(width: int) -> None:
+    bundle = Store(SHIPPED).load("smollm2")
+    text = shown(width)
+    tables = [line for line in bundle.card().splitlines() if line.startswith("|")]
+    figures = set(re.findall(r"\d\.\d{3} (?:\+/- \d\.\d{3}|\[\d\.\d{3}, \d\.\d{3}\])", "\n".join(tables)))
+    assert len(figures) > 30
+    assert [figure for figure in figures if figure not in text] == []
+    lines = [line for line in text.splitlines() if "/plots/" not in line]
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    assert "depth mean, unit norm" in text
+    assert "library_name" not in text  # for the hub
+    assert str(bundle.path / "plots" / "roc.png") in text
+
+
+def test_a_pipe_gets_the_file_and_a_terminal_the_layout() -> None:
+    assert hallutracer("bundle", "show", "smollm2").stdout == Store(SHIPPED).load("smollm2").card() + "\n"
+    printed = hallutracer("bundle", "show", "smollm2", FORCE_COLOR="1", COLUMNS="80").stdout
+    assert [word for word in ("library_name", "| --- |") if word in printed] == []
+    assert str(Path("plots", "roc.png")) in printed
+
+
+def test_a_strangers_card_moves_no_cursor() -> None:
+    out = StringIO()
+    print_card("# A\x1b[2J\n\n| a |\n| --- |\n| b\x9b2J\x07 |\n", Path("x"), Console(file=out, width=80, no_color=True))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out.getvalue())
+    assert "A[2J" in out.getvalue()

@@ -1,15 +1,90 @@
-"""``make_client`` makes a client of either kind against a scripted transport."""
+"""Either client behind one blocking interface, so that a test runs against both."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.client.blocking import BlockingClient, Handler
+from hallutracer_client import AsyncClient, Client
+from hallutracer_client.stream import BaseAnswer
 
-MakeClient = Callable[..., BlockingClient]
+Handler = Callable[[httpx.Request], httpx.Response]
+MakeClient = Callable[..., "BlockingClient"]
+
+
+class Time:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+class BlockingClient:
+    """One client, sync or async; ``time`` is its scripted clock."""
+
+    def __init__(self, kind: str, handler: Handler | None = None, base_url: str = "http://guard.test", **more: Any):
+        self.time, self.kind, scripted = Time(), kind, dict[str, Any]()
+        if handler is not None:
+            scripted = {"transport": httpx.MockTransport(handler), "clock": self.time.clock, "sleep": self.time.sleep,
+                        "draw": lambda: 0.5}  # fmt: skip
+        self.client: Any = (Client if kind == "sync" else AsyncClient)(base_url, **scripted | more)
+        self._loop: Any = None if kind == "sync" else asyncio.new_event_loop()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """``score``, ``ready``, ``models``, ``bundles``."""
+        method = getattr(self.client, name)
+        return method if self.kind == "sync" else lambda **more: self._loop.run_until_complete(method(**more))
+
+    def stream(
+        self, *, take: int | None = None, look: Callable[[BaseAnswer], Any] = lambda _: None, **options: Any
+    ) -> tuple[Any, list[str]]:
+        """Read a stream: call ``look`` once the risk is there, then take all pieces, or the first ``take``."""
+        if self.kind == "sync":
+            with self.client.stream(**options) as answer:
+                look(answer)
+                return answer, list(islice(answer, take)) if take != 0 else []
+
+        async def read() -> tuple[Any, list[str]]:
+            pieces: list[str] = []
+            async with self.client.stream(**options) as answer:
+                look(answer)
+                own = aiter(answer)
+                while len(pieces) != take and (piece := await anext(own, None)) is not None:
+                    pieces.append(piece)
+            return answer, pieces
+
+        return self._loop.run_until_complete(read())
+
+    def rest(self, answer: Any) -> list[str]:
+        """Read on, outside the stream's block."""
+        if self.kind == "sync":
+            return list(answer)
+
+        async def read() -> list[str]:
+            return [piece async for piece in answer]
+
+        return self._loop.run_until_complete(read())
+
+    def close(self) -> None:
+        if self.kind == "sync":
+            self.client.close()
+        else:
+            self._loop.run_until_complete(self.client.aclose())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -21,8 +96,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 def make_client(kind: str) -> Iterator[MakeClient]:
     made: list[BlockingClient] = []
 
-    def make(handler: Handler | None = None, base_url: str = "http://guard.test", **options: Any) -> BlockingClient:
-        made.append(BlockingClient(kind, base_url, handler, **options))
+    def make(handler: Handler | None = None, **options: Any) -> BlockingClient:
+        made.append(BlockingClient(kind, handler, **options))
         return made[-1]
 
     yield make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import traceback
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -11,105 +12,75 @@ from typing import Any
 import httpx
 import pytest
 
-from hallutracer_client import (
-    APIError,
-    ClientError,
-    DeadlineExceeded,
-    Generate,
-    Guarantee,
-    NotFound,
-    NotReady,
-    Overloaded,
-    RequestRefused,
-    ScoreResult,
-    ServerError,
-    Unauthorized,
-    UnexpectedAnswer,
-    Withheld,
-)
+import hallutracer_client as hc
 from hallutracer_client.results import InvalidBody, parse
 from tests.client import bodies
-from tests.client.conftest import MakeClient
+from tests.client.conftest import BlockingClient, MakeClient
 
 SECRET, PROMPT = "sk-very-secret", "why is my private question here"
 
 
-def test_one_prompt(make_client: MakeClient) -> None:
+def answered(body: Any, **options: Any) -> Any:
+    """What a client reads of a body; both read it alike."""
+    return BlockingClient("sync", lambda _: httpx.Response(200, json=body)).score(**{"prompt": "a"} | options)
+
+
+def test_one_prompt_and_several() -> None:
     completion = {"text": " It is Rome.", "finish_reason": "stop", "completion_tokens": 5}
-    body = bodies.result(bodies.row(0.03, trajectory=[1, 2.5], running_mean=[1, 1.75], completion=completion))
-    result = make_client(lambda _: httpx.Response(200, json=body)).score(prompt="a")
+    row = bodies.row(0.03, trajectory=[1, 2.5], running_mean=[1, 1.75], completion=completion, ood=0.3)
+    result = answered(bodies.result(row, certainty={"alpha": 0.1}))  # fields that are not known are read over
     assert (result.risk, result.decision, result.gated, result.text) == (0.03, "continue", False, " It is Rome.")
-    assert result.only.trajectory == (1.0, 2.5)
-    assert result.bundle.reference == "demo:3"
-    assert result.request_id == "abc"
-    assert result.usage.prompt_tokens == 7
+    assert (result.only.trajectory, result.bundle.reference) == ((1.0, 2.5), "demo:3")
+    assert (result.request_id, result.usage.prompt_tokens, result.guarantee) == ("abc", 7, None)
     with pytest.raises(FrozenInstanceError):
         result.model = "other"
-
-
-def test_several_prompts_have_no_single_risk(make_client: MakeClient) -> None:
-    body = bodies.result(bodies.row(), bodies.row(0.9, "abstain", index=1))
-    result = make_client(lambda _: httpx.Response(200, json=body)).score(prompt=["a", "b"])
-    assert [one.gated for one in result.data] == [False, True]
+    several = answered(bodies.result(bodies.row(), bodies.row(0.9, "abstain", index=1)), prompt=["a", "b"])
+    assert [one.gated for one in several.data] == [False, True]
     with pytest.raises(ValueError, match="2 prompts"):
-        _ = result.risk
+        _ = several.risk
 
 
 @pytest.mark.parametrize("decision", ["abstain", "block", "something of a later version"])
-def test_whatever_is_not_continue_is_gated(make_client: MakeClient, decision: str) -> None:
-    body = bodies.result(bodies.row(0.9, decision, message="I am not sure."))
-    result = make_client(lambda _: httpx.Response(200, json=body)).score(prompt="a", generate=Generate())
+def test_whatever_is_not_continue_is_gated(decision: str) -> None:
+    result = answered(bodies.result(bodies.row(0.9, decision, message="I am not sure.")), generate=hc.Generate())
     assert result.gated
-    with pytest.raises(Withheld, match=r"risk 0\.900") as caught:
+    with pytest.raises(hc.Withheld, match=r"risk 0\.900") as caught:
         _ = result.text
     assert caught.value.risk.message == "I am not sure."
 
 
-def test_unknown_fields_are_read_over() -> None:
-    body = bodies.result(bodies.row(ood=0.3), certainty={"alpha": 0.1})
-    assert parse(ScoreResult, json.dumps(body)).risk == 0.1
+def test_a_guarantee_is_read() -> None:
+    void = {"alpha": 0.1, "delta": 0.05, "holds": False, "void": ["policy: 'observe' withholds nothing"]}
+    expected = hc.Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
+    assert answered(bodies.result(guarantee=void)).guarantee == expected
 
 
-REQUIRED = ["id", "object", "created", "model", "policy", "bundle", "data", "usage", "bundle.digest", "data.0.risk",
-            "data.0.depth_mean", "data.0.decision", "data.0.flagged", "data.0.threshold", "data.0.index",
-            "usage.prompt_tokens", "usage.total_tokens"]  # fmt: skip
+MISSING = object()
+FAULTS = [
+    *((path, MISSING) for path in (
+        "id", "object", "created", "model", "policy", "bundle", "data", "usage", "bundle.digest", "data.0.risk",
+        "data.0.depth_mean", "data.0.decision", "data.0.flagged", "data.0.threshold", "data.0.index",
+        "usage.prompt_tokens", "usage.total_tokens")),
+    *((f"data.0.{name}", value) for name in ("risk", "depth_mean", "threshold") for value in (math.nan, math.inf)),
+    ("object", "list"), ("data", []), ("data", {}), ("data.0.risk", "0.1"), ("data.0.risk", 1.5), ("data.0.flagged", 1),
+    ("data.0.decision", None), ("bundle.version", "3"), ("usage.prompt_tokens", -1), ("data.0.trajectory", ["x"]),
+    ("guarantee.holds", 1),
+]  # fmt: skip
 
 
-def _place(body: Any, path: str) -> tuple[Any, Any]:
+@pytest.mark.parametrize(("path", "value"), FAULTS)
+def test_a_missing_field_and_a_wrong_value_are_named(path: str, value: Any) -> None:
+    body = copy.deepcopy(bodies.result(guarantee={"alpha": 0.1, "delta": 0.05, "holds": False}))
     *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    holder: Any = body
     for part in parents:
-        body = body[part]
-    return body, last
-
-
-@pytest.mark.parametrize("path", REQUIRED)
-def test_a_missing_field_is_named(make_client: MakeClient, path: str) -> None:
-    body = copy.deepcopy(bodies.result())
-    holder, last = _place(body, path)
-    del holder[last]
-    with pytest.raises(UnexpectedAnswer, match=f"field '{path}'"):
-        make_client(lambda _: httpx.Response(200, json=body)).score(prompt="a")
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [("object", "list"), ("data", []), ("data", {}), ("data.0.risk", "0.1"), ("data.0.risk", 1.5),
-     ("data.0.flagged", 1), ("data.0.decision", None), ("bundle.version", "3"), ("usage.prompt_tokens", -1),
-     ("data.0.trajectory", ["x"])],
-)  # fmt: skip
-def test_a_wrong_value_is_named_and_not_repeated(path: str, value: Any) -> None:
-    body = copy.deepcopy(bodies.result())
-    holder, last = _place(body, path)
-    holder[last] = value
+        holder = holder[part]
+    if value is MISSING:
+        del holder[last]
+    else:
+        holder[last] = value
     with pytest.raises(InvalidBody, match=f"field '{path}"):
-        parse(ScoreResult, json.dumps(body))
-
-
-@pytest.mark.parametrize("field", ["risk", "depth_mean", "threshold"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_no_number(field: str, value: float) -> None:
-    with pytest.raises(InvalidBody, match=f"data.0.{field}"):
-        parse(ScoreResult, json.dumps(bodies.result(bodies.row() | {field: value})))
+        parse(hc.ScoreResult, json.dumps(body))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +92,7 @@ def test_what_is_not_finite_is_no_number(field: str, value: float) -> None:
 def test_answers_of_others_are_said_to_be_so(make_client: MakeClient, status: int, content: dict[str, Any]) -> None:
     client = make_client(lambda _: httpx.Response(status, **content), max_retries=0)
     for call in (client.score, client.stream):
-        with pytest.raises(UnexpectedAnswer, match="a proxy in between") as caught:
+        with pytest.raises(hc.UnexpectedAnswer, match="a proxy in between") as caught:
             call(prompt="a")
         assert f"http://guard.test/v1/risk/score answered {status}" in str(caught.value)
         assert caught.value.status == status
@@ -129,12 +100,13 @@ def test_answers_of_others_are_said_to_be_so(make_client: MakeClient, status: in
 
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
-    [(400, "invalid_json", RequestRefused), (401, "unauthorized", Unauthorized), (404, "not_found", NotFound),
-     (405, "method_not_allowed", RequestRefused), (413, "prompt_too_long", RequestRefused),
-     (422, "empty_prompt", RequestRefused), (429, "overloaded", Overloaded), (500, "engine_error", ServerError),
-     (503, "not_ready", NotReady), (504, "deadline_exceeded", DeadlineExceeded)],
+    [(400, "invalid_json", hc.RequestRefused), (401, "unauthorized", hc.Unauthorized), (404, "not_found", hc.NotFound),
+     (405, "method_not_allowed", hc.RequestRefused), (413, "prompt_too_long", hc.RequestRefused),
+     (422, "empty_prompt", hc.RequestRefused), (429, "overloaded", hc.Overloaded),
+     (500, "engine_error", hc.ServerError),
+     (503, "not_ready", hc.NotReady), (504, "deadline_exceeded", hc.DeadlineExceeded)],
 )  # fmt: skip
-def test_every_status_has_its_class(make_client: MakeClient, status: int, code: str, kind: type[APIError]) -> None:
+def test_every_status_has_its_class(make_client: MakeClient, status: int, code: str, kind: type[hc.APIError]) -> None:
     client = make_client(lambda _: bodies.error(status, code, "the cause", **{"retry-after": "7"}), max_retries=0)
     with pytest.raises(kind) as caught:
         client.score(prompt="a")
@@ -156,22 +128,13 @@ def _hung_up(_: httpx.Request) -> httpx.Response:
 )  # fmt: skip
 def test_neither_key_nor_prompt_is_ever_shown(make_client: MakeClient, handler: Any) -> None:
     client = make_client(handler, api_key=SECRET, max_retries=0)
-    with pytest.raises(ClientError) as caught:
+    with pytest.raises(hc.ClientError) as caught:
         client.score(prompt=PROMPT)
     shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(client.client)
     source = "client.score(prompt=PROMPT)"
     assert source in shown  # the traceback is there, with names instead of values
     assert SECRET not in shown
     assert PROMPT not in shown
-
-
-def test_a_guarantee_is_read(make_client: MakeClient) -> None:
-    void = {"alpha": 0.1, "delta": 0.05, "holds": False, "void": ["policy: 'observe' withholds nothing"]}
-    result = make_client(lambda _: httpx.Response(200, json=bodies.result(guarantee=void))).score(prompt="a")
-    assert result.guarantee == Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
-    assert make_client(lambda _: httpx.Response(200, json=bodies.result())).score(prompt="a").guarantee is None
-    with pytest.raises(InvalidBody, match=r"guarantee\.holds"):
-        parse(ScoreResult, json.dumps(bodies.result(guarantee=void | {"holds": 1})))
 
 
 def test_models_and_bundles(make_client: MakeClient) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,8 +18,7 @@ Document = dict[str, Any]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is eight times as fast
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One instruction of a Dockerfile: ``RUN`` and what follows it, continuation lines joined, in its stage."""
 
     stage: str
@@ -92,3 +90,10 @@ def flags() -> dict[str, dict[str, str]]:
         " ".join(command): {name: env(argument.name) for argument in options_of(arguments) for name in argument.names}
         for command, arguments in commands_of(make_app(Sources()))
     }
+
+
+def served(variables: Document) -> Document:
+    """``serve``'s options as its own parser reads them from these variables alone."""
+    sources = Sources({name: value for name, value in variables.items() if name.startswith("HALLUTRACER_")})
+    make_app(sources).parse_args(["serve"], exit_on_error=False, print_error=False)
+    return sources.values()

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,11 +26,7 @@ NOT_READY = b'{"error":{"code":"not_ready"}}'
 REPEATS: b.Edit = ("proxy_next_upstream error timeout http_503;", "proxy_next_upstream error timeout non_idempotent;")
 
 
-def rest(replica: b.Replica, nginx: b.Balancer, refuses: list[bool]) -> None:
-    """Until nginx lets ``replica`` rest, which from then on does not refuse."""
-    while not replica.began:  # a GET that it refuses counts against it at once
-        assert httpx.get(f"{nginx.url}/health/ready").status_code == 200
-    refuses.clear()
+Behaviour = Callable[[BaseHTTPRequestHandler], None]
 
 
 def fine(handler: BaseHTTPRequestHandler) -> None:
@@ -49,30 +46,24 @@ def post(url: str, route: str = "/score", **headers: str) -> httpx.Response:
 
 
 @contextmanager
-def pair(
-    folder: Path,
-    first: Callable[[BaseHTTPRequestHandler], None],
-    second: Callable[[BaseHTTPRequestHandler], None],
-    *edits: b.Edit,
-) -> Iterator[tuple[b.Replica, b.Replica, b.Balancer]]:
-    """Two replicas of these behaviours, and nginx before them."""
-    with b.replica(first) as one, b.replica(second) as two, \
-            b.balancing(folder, (one.address, two.address), *edits) as nginx:  # fmt: skip
-        yield one, two, nginx
+def group(folder: Path, *behaviours: Behaviour, edits: tuple[b.Edit, ...] = (), order: int = 1) -> Iterator[Any]:
+    """The address of an nginx before replicas of these behaviours, and for each the ids that reached it."""
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(b.replica(behave)) for behave in behaviours]
+        addresses = [one.address for one in replicas][::order]
+        # nginx wants two
+        nginx = stack.enter_context(b.balancing(folder, addresses * (1 + (len(addresses) == 1)), *edits))
+        yield nginx.url, [one.began for one in replicas]
 
 
 # --- the file ---
 
 
-def test_nginx_takes_the_configuration(tmp_path: Path) -> None:
-    done = b.check(b.configuration(tmp_path, (b.FIRST, b.SECOND), b.free_port()))
-    assert done.returncode == 0, done.stderr
-
-
-def test_nginx_sees_a_fault(tmp_path: Path) -> None:
-    done = b.check(b.configuration(tmp_path, (b.FIRST, b.SECOND), b.free_port(), ("least_conn;", "least_con;")))
-    assert done.returncode != 0
-    assert "least_con" in done.stderr
+def test_nginx_takes_the_configuration_and_sees_a_fault(tmp_path: Path) -> None:
+    for edits, said in (((), ""), ((("least_conn;", "least_con;"),), "least_con")):
+        done = b.check(b.configuration(tmp_path, (b.FIRST, b.SECOND), b.free_port(), *edits))
+        assert (done.returncode == 0) is not bool(said), done.stderr
+        assert said in done.stderr
 
 
 def test_its_limits_are_the_services_own() -> None:
@@ -115,9 +106,6 @@ def test_requests_are_spread_and_keep_their_ids(fleet: b.Balancer) -> None:
     lines = [line for line in fleet.lines(16) if line["request_id"].startswith("mine-")]
     assert sorted(line["request_id"] for line in lines) == sorted(names)
     assert len({line["replicas"] for line in lines}) == 2
-
-
-def test_a_request_without_an_id_gets_one(fleet: b.Balancer) -> None:
     assert re.fullmatch("[0-9a-f]{32}", post(fleet.url).headers["x-request-id"])
 
 
@@ -131,14 +119,11 @@ def test_an_answer_streams_through(fleet: b.Balancer) -> None:
     assert events[-1] == "data: [DONE]"
 
 
-def test_an_error_comes_through_as_the_replica_said_it(fleet: b.Balancer) -> None:
+def test_an_error_comes_through_readiness_is_the_fleets_and_metrics_are_each_replicas_own(fleet: b.Balancer) -> None:
     found = httpx.post(f"{fleet.url}/score", json={"prompt": "x", "bundle": "absent"}, timeout=60)
     assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
-
-
-def test_readiness_is_the_fleets_and_metrics_are_each_replicas_own(fleet: b.Balancer) -> None:
-    assert httpx.get(f"{fleet.url}/health/ready", timeout=60).status_code == 200
-    assert httpx.get(f"{fleet.url}/metrics", timeout=60).status_code == 404
+    for path, status in (("/health/ready", 200), ("/metrics", 404)):
+        assert httpx.get(f"{fleet.url}{path}", timeout=60).status_code == status
 
 
 @pytest.mark.parametrize("path", ["/v1/admin/reload", "//v1/admin/reload", "/v1/./admin/reload", "/v1/%61dmin/reload"])
@@ -175,12 +160,11 @@ def test_an_event_goes_out_before_the_next_is_there(tmp_path: Path) -> None:
         handler.wfile.write(b"data: after\n\n" if seen.wait(30) else b"data: too late\n\n")
         handler.close_connection = True
 
-    with b.replica(streaming) as one, b.balancing(tmp_path, (one.address, one.address)) as nginx:
-        found = []
-        with httpx.stream("POST", f"{nginx.url}/score", json={}, timeout=60) as stream:
-            for line in stream.iter_lines():
-                found.append(line)
-                seen.set()
+    found = []
+    with group(tmp_path, streaming) as (url, _), httpx.stream("POST", f"{url}/score", json={}, timeout=60) as stream:
+        for line in stream.iter_lines():
+            found.append(line)
+            seen.set()
     assert [line for line in found if line] == ["data: risk", "data: after"]
 
 
@@ -193,33 +177,56 @@ def test_a_client_that_hangs_up_is_gone_for_the_replica_too(tmp_path: Path) -> N
             gone.set()
         handler.close_connection = True
 
-    with b.replica(waiting) as one, b.balancing(tmp_path, (one.address, one.address)) as nginx:
+    with group(tmp_path, waiting) as (url, _):
         with httpx.Client() as client:
             with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{nginx.url}/score", json={}, timeout=httpx.Timeout(60, read=0.2))
+                client.post(f"{url}/score", json={}, timeout=httpx.Timeout(60, read=0.2))
             assert began.wait(30)
         assert gone.wait(30)
 
 
-def test_a_post_whose_connection_broke_is_not_repeated(tmp_path: Path) -> None:
-    with pair(tmp_path, breaking, breaking) as (one, two, nginx):
-        assert post(nginx.url, CHAT_ROUTE).status_code == 502
-        assert len(one.began + two.began) == 1
+def slow(handler: BaseHTTPRequestHandler) -> None:
+    handler.connection.recv(1)  # until nginx hangs up
+    handler.close_connection = True
 
 
-@pytest.mark.parametrize("route", SCORE_ROUTES)
-def test_a_score_whose_connection_broke_is_asked_of_four_replicas_and_of_no_fifth(tmp_path: Path, route: str) -> None:
+@pytest.mark.parametrize(
+    ("behaviours", "route", "edits", "status", "reached"),
+    [
+        pytest.param([breaking] * 2, CHAT_ROUTE, [], 502, {1}, id="a POST whose connection broke is not repeated"),
+        pytest.param([breaking] * 2, CHAT_ROUTE, [REPEATS], 502, set(range(2, 9)), id="under another rule it would be"),
+        pytest.param([slow] * 2, CHAT_ROUTE, [("proxy_read_timeout 60s", "proxy_read_timeout 300ms")], 504, {1},
+                     id="one that takes too long is not repeated"),
+        *(pytest.param([breaking] * 5, route, [], 502, {4}, id=f"{route} is asked of four and of no fifth")
+          for route in SCORE_ROUTES),
+    ],
+)  # fmt: skip
+def test_how_often_a_post_is_sent(
+    tmp_path: Path, behaviours: list[Behaviour], route: str, edits: list[b.Edit], status: int, reached: set[int]
+) -> None:
+    with group(tmp_path, *behaviours, edits=tuple(edits)) as (url, began):
+        assert post(url, route).status_code == status
+        assert sum(map(len, began)) in reached
+        assert len(behaviours) == 2 or sorted(map(len, began)) == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("behaviours", "asked"), [
+    ([breaking, fine], True), ([loading, loading, fine], True), ([None, fine], False),
+], ids=["one broke off", "a third answers what two refused", "one is away"])  # fmt: skip
+def test_a_score_is_answered_all_the_same(tmp_path: Path, behaviours: list[Behaviour | None], asked: bool) -> None:
     with ExitStack() as stack:
-        five = [stack.enter_context(b.replica(breaking)) for _ in range(5)]
-        nginx = stack.enter_context(b.balancing(tmp_path, [each.address for each in five]))
-        assert post(nginx.url, route).status_code == 502
-        assert sorted(len(each.began) for each in five) == [0, 1, 1, 1, 1]
+        replicas = [stack.enter_context(b.replica(one)) for one in behaviours if one]
+        away = [f"127.0.0.1:{b.free_port()}"] * (len(behaviours) - len(replicas))
+        nginx = stack.enter_context(b.balancing(tmp_path, [*away, *(one.address for one in replicas)]))
+        assert [post(nginx.url).status_code for _ in range(6)] == [200] * 6
+        assert 1 <= len(replicas[0].began) <= 6
+        assert asked or len(replicas[0].began) == 6
 
 
 @pytest.mark.parametrize(("ends", "route"), [(breaking, "/score"), (loading, "/score"), (loading, CHAT_ROUTE)])
 @pytest.mark.parametrize("order", [1, -1], ids=["asked first", "asked last"])
 def test_what_a_replica_leaves_goes_to_the_one_that_rests(
-    tmp_path: Path, order: int, ends: Callable[[BaseHTTPRequestHandler], None], route: str
+    tmp_path: Path, order: int, ends: Behaviour, route: str
 ) -> None:
     refuses, leaves = [True], list[object]()
 
@@ -229,73 +236,32 @@ def test_what_a_replica_leaves_goes_to_the_one_that_rests(
     def second(handler: BaseHTTPRequestHandler) -> None:
         (ends if leaves else fine)(handler)
 
-    with b.replica(first) as one, b.replica(second) as two, \
-            b.balancing(tmp_path, (one.address, two.address)[::order]) as nginx:  # fmt: skip
-        rest(one, nginx, refuses)
+    with group(tmp_path, first, second, order=order) as (url, began):
+        while not began[0]:  # a GET that it refuses counts against it at once: nginx lets it rest
+            assert httpx.get(f"{url}/health/ready").status_code == 200
+        refuses.clear()
         leaves.append(True)  # and the first one, which is fine by now, rests
-        assert [post(nginx.url, route).status_code for _ in range(8)] == [200] * 8
-
-
-def test_a_score_survives_the_replica_that_broke_off(tmp_path: Path) -> None:
-    with pair(tmp_path, breaking, fine) as (one, two, nginx):
-        assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
-        assert one.began
-
-
-def test_a_score_that_refuses_goes_on_to_a_third_replica(tmp_path: Path) -> None:
-    with b.replica(loading) as one, b.replica(loading) as two, b.replica(fine) as three, \
-            b.balancing(tmp_path, (one.address, two.address, three.address)) as nginx:  # fmt: skip
-        assert [post(nginx.url).status_code for _ in range(4)] == [200] * 4
+        assert [post(url, route).status_code for _ in range(8)] == [200] * 8
 
 
 def test_while_all_rest_all_are_asked(tmp_path: Path) -> None:
     turn = iter([loading, loading, loading, loading, fine])  # each of the two, and each as a last resort; then ready
-
-    def recovering(handler: BaseHTTPRequestHandler) -> None:
-        next(turn, fine)(handler)
-
-    with pair(tmp_path, recovering, recovering) as (one, two, nginx):
-        statuses = [post(nginx.url, CHAT_ROUTE).status_code for _ in range(3)]
+    with group(tmp_path, *[lambda handler: next(turn, fine)(handler)] * 2) as (url, _):
+        statuses = [post(url, CHAT_ROUTE).status_code for _ in range(3)]
         assert statuses[-1] == 200  # at once: both have still to rest for seconds
         assert 502 not in statuses
 
 
-def test_the_broken_post_would_be_repeated_under_another_rule(tmp_path: Path) -> None:
-    with pair(tmp_path, breaking, breaking, REPEATS) as (one, two, nginx):
-        assert post(nginx.url, CHAT_ROUTE).status_code == 502
-        assert len(one.began + two.began) > 1
-
-
-def test_a_post_that_takes_too_long_is_not_repeated(tmp_path: Path) -> None:
-    done = threading.Event()
-
-    def slow(handler: BaseHTTPRequestHandler) -> None:
-        done.wait(30)
-        handler.close_connection = True
-
-    soon = ("proxy_read_timeout 60s", "proxy_read_timeout 300ms")
-    with pair(tmp_path, slow, slow, soon) as (one, two, nginx):
-        assert post(nginx.url, CHAT_ROUTE).status_code == 504
-        assert len(one.began + two.began) == 1
-        done.set()
-
-
-def test_a_replica_that_is_away_costs_nobody_an_answer(tmp_path: Path) -> None:
-    with b.replica(fine) as two, b.balancing(tmp_path, (f"127.0.0.1:{b.free_port()}", two.address)) as nginx:
-        assert [post(nginx.url).status_code for _ in range(6)] == [200] * 6
-        assert len(two.began) == 6
-
-
 def test_what_a_loading_replica_refused_another_one_answers_once(tmp_path: Path) -> None:
-    with pair(tmp_path, loading, fine) as (one, two, nginx):
+    with group(tmp_path, loading, fine) as (url, (one, two)):
         names = [f"mine-{i}" for i in range(6)]
-        assert [post(nginx.url, **{"X-Request-Id": name}).status_code for name in names] == [200] * 6
-        assert two.began == names
-        assert one.began  # it was asked, refused, and its request was answered all the same
+        assert [post(url, **{"X-Request-Id": name}).status_code for name in names] == [200] * 6
+        assert two == names
+        assert one  # it was asked, refused, and its request was answered all the same
 
 
 def test_where_all_are_loading_the_client_hears_when_to_come_back(tmp_path: Path) -> None:
-    with pair(tmp_path, loading, loading) as (one, two, nginx):
+    with group(tmp_path, loading, loading) as (url, _):
         for route in (CHAT_ROUTE, *SCORE_ROUTES) * 2:  # the later ones while both rest
-            found = post(nginx.url, route)
+            found = post(url, route)
             assert (found.status_code, found.headers["retry-after"], found.content) == (503, "1", NOT_READY)

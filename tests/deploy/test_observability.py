@@ -1,32 +1,48 @@
-"""The service, Prometheus and the dashboards together: every query that we ship meets real numbers."""
+"""Prometheus' files, the dashboards and the cluster's scrape: by themselves, and with a real service and Prometheus."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
-from service.serving.metrics import STATUS_OF
+from service.judging.drift import Drift
+from service.serving.metrics import STATUS_OF, Metrics
 from service.serving.monitor import CAUSES
-from tests.deploy import dashboards
+from tests.deploy import packaging as p
 from tests.deploy.live_service import BUNDLES, Traffic, serving
-from tests.deploy.packaging import flags
 from tests.deploy.prometheus_server import OURS, REQUIRE, ROOT, Prometheus, binary, configuration, promtool, running
+from tests.deploy.test_helm import GPU, rendered
+from tests.deploy.test_packaging import MANIFESTS
 
 SECONDS = 6.0  # of traffic: longer than the four scrapes that a rate looks back on
 MODEL = "hallutracer-demo"
 RULES = sorted((OURS / "rules").glob("*.yml"))
-CONFIGURATIONS = pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
-BOARDS = pytest.mark.parametrize("path", dashboards.FILES, ids=lambda path: path.stem)
+BOARDS = {path.stem: json.loads(path.read_text()) for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
+BOARD = pytest.mark.parametrize("name", sorted(BOARDS))
+NAME = re.compile(r"\b(?:hallutracer[_:]|process_)[a-z0-9_:]+")
+SCRAPED = {"job", "namespace", "instance"}  # the scraper's labels, by which every dashboard chooses
+PROCESS = {
+    f"process_{name}" for name in ("cpu_seconds_total", "max_fds", "open_fds", "resident_memory_bytes",
+                                   "start_time_seconds", "virtual_memory_bytes")
+}  # fmt: skip
+RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")
+
+
+def configured(name: str) -> Any:
+    return yaml.safe_load((OURS / name).read_text())
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
@@ -34,179 +50,172 @@ def rules(kind: str) -> list[dict[str, Any]]:
     return [rule for file in files for group in file["groups"] for rule in group["rules"] if kind in rule]
 
 
+class Query(NamedTuple):
+    """One target of one panel."""
+
+    dashboard: str
+    panel: str
+    expression: str
+    instant: bool
+
+
+def panels(board: Any) -> Iterator[Any]:
+    """All of them, rows and what is folded into rows included."""
+    for panel in board["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
+
+
+QUERIES = [
+    Query(name, panel["title"], target["expr"], target["instant"])
+    for name in sorted(BOARDS) for panel in panels(BOARDS[name]) for target in panel.get("targets", [])
+]  # fmt: skip
+
+
+def names(expression: str) -> set[str]:
+    """Metrics and recorded series in an expression; a histogram by its own name."""
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in NAME.findall(expression)}
+
+
+def grouping(expression: str) -> set[str]:
+    """The labels that it sums by."""
+    return {label for group in re.findall(r"\bby \((.*?)\)", expression) for label in group.split(", ")}
+
+
+def ours() -> dict[str, set[str]]:
+    """Every metric that the service has, as an expression would name it, with its labels and the scraper's own."""
+    metrics = Metrics()
+    metrics.bundles([("m", "demo:1", "sha256:ab")])
+    metrics.guarantees([("m", "demo:1", 0.1, 0.05)])
+    metrics.key("app", withheld=False)
+    metrics.rollout("m", "demo:1", "demo:2", ["demo:3"])
+    metrics.watched("m", "demo:1", Drift(1000, 900.0, 0.1, 0.1, 0.1, 0.01), ())
+    found = dict.fromkeys(PROCESS, SCRAPED)  # which prometheus_client has on Linux only
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        found[name] = SCRAPED.union(*(sample.labels for sample in family.samples))
+    return found
+
+
 # --- the files by themselves ---
 
 
-def test_promtool_accepts_the_configuration_and_every_rule() -> None:
-    for command, files in {"config": [OURS / "prometheus.yml"], "rules": RULES}.items():
-        done = promtool("check", command, *files)
+def test_promtool_accepts_configuration_and_rules_and_alerts_fire_where_they_should() -> None:
+    for command in (["check", "config", OURS / "prometheus.yml"], ["check", "rules", *RULES],
+                    ["test", "rules", *sorted((OURS / "rules" / "tests").glob("*.yml"))]):  # fmt: skip
+        done = promtool(*command)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_alerts_fire_where_they_should_and_nowhere_else() -> None:
-    done = promtool("test", "rules", *sorted((OURS / "rules" / "tests").glob("*.yml")))
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_cure_names_flags_that_serve_has() -> None:
+    for path in (*RULES, *(ROOT / "deploy/grafana/dashboards").glob("*.json")):
+        assert set(re.findall(r"(?<!-)--[a-z][a-z-]+", path.read_text())) <= set(p.flags()["serve"]), path
 
 
-@pytest.mark.parametrize("path", [*RULES, *dashboards.FILES], ids=lambda path: path.name)
-def test_a_cure_names_flags_that_serve_has(path: Path) -> None:
-    assert set(re.findall(r"(?<!-)--[a-z][a-z-]+", path.read_text())) <= set(flags()["serve"])
-
-
-@pytest.mark.parametrize("alert", rules("alert"), ids=lambda rule: rule["alert"])
-def test_an_alert_says_what_to_do_and_is_tested(alert: dict[str, Any]) -> None:
-    assert alert["labels"]["severity"] in {"warning", "critical"}
-    assert {"summary", "description"} <= set(alert["annotations"])
-    tests = yaml.safe_load((OURS / "rules" / "tests" / "alerts.yml").read_text())["tests"]
-    fired = [row["labels"] for test in tests for one in test["promql_expr_test"] for row in one["exp_samples"]]
-    assert [labels for labels in fired if f'alertname="{alert["alert"]}"' in labels]
-
-
-def test_an_alert_leads_to_its_runbook() -> None:
+def test_an_alert_is_tested_and_leads_to_its_runbook_and_to_a_panel_of_what_it_reads() -> None:
     """MyST and GitHub make the anchor of a heading from its lower-case letters; tests/docs builds the page."""
-    page = (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")
-    found = {part.partition("\n")[0]: part for part in page.split("\n## ")[1:]}
-    sections = {name: part for name, part in found.items() if name.startswith("HalluTracer")}
-    alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules("alert")}
-    assert set(sections) == set(alerts)
-    for name, url in alerts.items():
-        assert url == f"docs/runbooks.md#{name.lower()}"
-        _, *parts = re.split(r"\*\*(What it means|How to look|What to do)\.?\*\*", sections[name])
-        assert parts[::2] == ["What it means", "How to look", "What to do"], name
-        assert all(len(text) > 60 for text in parts[1::2]), name
-
-
-def test_an_alert_leads_to_a_panel_of_what_it_reads() -> None:
-    """By the panel's number; recorded series stand for those that they are made of."""
-    made_of = {rule["record"]: dashboards.names(rule["expr"]) for rule in rules("record")}
+    tests = yaml.safe_load((OURS / "rules" / "tests" / "alerts.yml").read_text())["tests"]
+    fired = str([row["labels"] for test in tests for one in test["promql_expr_test"] for row in one["exp_samples"]])
+    found = {part.partition("\n")[0]: part for part in RUNBOOKS.split("\n## ")[1:] if part.startswith("HalluTracer")}
+    made_of = {rule["record"]: names(rule["expr"]) for rule in rules("record")}
+    boards = {board["uid"]: board for board in BOARDS.values()}
 
     def read(expression: str) -> set[str]:
-        return dashboards.names(expression).union(*(made_of.get(name, set()) for name in dashboards.names(expression)))
+        return names(expression).union(*(made_of.get(name, set()) for name in names(expression)))
 
-    boards = {board["uid"]: board for board in map(dashboards.load, dashboards.FILES)}
+    assert set(found) == {rule["alert"] for rule in rules("alert")}
     for rule in rules("alert"):
-        found = re.fullmatch(r"/d/([\w-]+)\?viewPanel=(\d+)", rule["annotations"]["dashboard_url"])
-        assert found, rule["alert"]
-        [panel] = [one for one in dashboards.panels(boards[found[1]]) if one["id"] == int(found[2])]
+        name, notes = rule["alert"], rule["annotations"]
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+        assert {"summary", "description"} <= set(notes)
+        assert f'alertname="{name}"' in fired
+        assert notes["runbook_url"] == f"docs/runbooks.md#{name.lower()}"
+        _, *parts = re.split(r"\*\*(What it means|How to look|What to do)\.?\*\*", found[name])
+        assert parts[::2] == ["What it means", "How to look", "What to do"], name
+        assert all(len(text) > 60 for text in parts[1::2]), name
+        place = re.fullmatch(r"/d/([\w-]+)\?viewPanel=(\d+)", notes["dashboard_url"])
+        assert place, name
+        [panel] = [one for one in panels(boards[place[1]]) if one["id"] == int(place[2])]
         shown = set().union(*(read(target["expr"]) for target in panel["targets"]))
-        wanted = {"hallutracer_ready"} if rule["alert"] == "HalluTracerDown" else read(rule["expr"])
-        assert shown & wanted, (rule["alert"], panel["title"])
+        assert shown & ({"hallutracer_ready"} if name == "HalluTracerDown" else read(rule["expr"])), (name, panel)
 
 
-def test_every_cause_of_a_void_promise_has_a_text_and_a_cure() -> None:
+def test_every_cause_of_a_void_guarantee_has_a_text_and_a_cure() -> None:
     [rule] = [rule for rule in rules("alert") if rule["alert"] == "HalluTracerPromiseVoid"]
     named = re.findall(r'eq \$labels\.cause\s+"(\w+)"', rule["annotations"]["description"])
     assert [*named, "golden"] == list(CAUSES)  # the last is the template's else
-    page = (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")
-    runbook = page.split("## HalluTracerPromiseVoid")[1].split("\n## ")[0]
+    runbook = RUNBOOKS.split("## HalluTracerPromiseVoid")[1].split("\n## ")[0]
     assert [cause for cause in CAUSES if f"- `{cause}`" not in runbook] == []
 
 
-@pytest.mark.parametrize(
-    "expression", [rule["expr"] for rule in rules("expr")] + [query.expression for query in dashboards.queries()]
-)
-def test_an_expression_reads_metrics_and_labels_that_exist(expression: str) -> None:
-    known = dashboards.ours() | {rule["record"]: dashboards.grouping(rule["expr"]) for rule in rules("record")}
-    used = dashboards.matchers(expression)
-    for metric, labels in used.items():
-        assert labels <= known[metric], metric
-        assert dashboards.grouping(expression) <= known[metric] | {"le"}, metric
-    assert used or "up{" in expression
+def test_expressions_read_metrics_and_labels_that_exist_and_every_metric_is_on_a_panel() -> None:
+    known = ours() | {rule["record"]: grouping(rule["expr"]) for rule in rules("record")}
+    for expression in [rule["expr"] for rule in rules("expr")] + [query.expression for query in QUERIES]:
+        used = re.findall(rf"({NAME.pattern})(?:{{(.*?)}})?", expression)
+        for name, braces in used:
+            (metric,) = names(name)
+            assert set(re.findall(r"(\w+)\s*[!=]", braces)) <= known[metric], expression
+            assert grouping(expression) <= known[metric] | {"le"}, expression
+        assert used or "up{" in expression, expression
+    assert [query for query in QUERIES if not names(query.expression)] == []
+    assert set(ours()) - set().union(*(names(query.expression) for query in QUERIES)) == set()
 
 
-def test_every_metric_is_on_a_panel_and_every_panel_shows_one() -> None:
-    shown = {query: dashboards.names(query.expression) for query in dashboards.queries()}
-    assert [query for query, names in shown.items() if not names] == []
-    used = set().union(*shown.values())
-    assert set(dashboards.ours()) - used == set()
-
-
-@BOARDS
-def test_a_dashboard_is_well_formed(path: Path) -> None:
-    board = dashboards.load(path)
-    panels = list(dashboards.panels(board))
+@BOARD
+def test_a_dashboard_is_well_formed(name: str) -> None:
+    """Panels fill the grid without overlap, those that are seen at once and those of each row once it is opened."""
+    board = BOARDS[name]
+    found = list(panels(board))
     assert board["schemaVersion"] >= 39
     assert re.fullmatch(r"[a-zA-Z0-9_-]{1,40}", board["uid"])
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    titles = [panel["title"] for panel in panels]
-    assert len(set(titles)) == len(titles)
-    kinds = {one["type"] for one in board["templating"]["list"] if one["name"] == "datasource"}
-    assert kinds == {"datasource"}
-    for panel in panels:
-        if panel["type"] == "row":
-            continue
+    assert len({panel["id"] for panel in found}) == len({panel["title"] for panel in found}) == len(found)
+    assert {one["type"] for one in board["templating"]["list"] if one["name"] == "datasource"} == {"datasource"}
+    for panel in (panel for panel in found if panel["type"] != "row"):
         assert panel["description"]
         sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
         assert {source["uid"] for source in sources} == {"${datasource}"}
         options = panel["options"].get("yAxis", {}) | panel["fieldConfig"]["defaults"]
         assert "unit" in options or panel["type"] in {"table", "heatmap"}, panel["title"]
-
-
-@BOARDS
-def test_a_dropdown_holds_for_every_panel(path: Path) -> None:
-    offered = {one["name"] for one in dashboards.load(path)["templating"]["list"] if one["type"] == "query"}
-    assert offered == set(dashboards.SCRAPED) | ({"model_name", "bundle"} if path.stem == "risk" else set())
-    for query in (query for query in dashboards.queries() if query.dashboard == path.stem):
-        used = {one for pair in re.findall(r"\$(?:\{(\w+)\}|(\w+))", query.expression) for one in pair if one}
-        assert {name for name in used if not name.startswith("__")} == offered, query.panel
-
-
-@BOARDS
-def test_panels_fill_the_grid_without_overlap(path: Path) -> None:
-    """Those that are seen at once, and those of each folded row once it is opened."""
-    board = dashboards.load(path)
     folded = [panel["panels"] for panel in board["panels"] if panel.get("panels")]
     assert folded
-    for panels in (board["panels"], *folded):
+    for group in (board["panels"], *folded):
         taken: Counter[tuple[int, int]] = Counter()
-        for panel in panels:
-            place = panel["gridPos"]
+        for place in (panel["gridPos"] for panel in group):
             assert place["w"] >= 3
             assert 0 <= place["x"] <= place["x"] + place["w"] <= 24
-            area = [(x, y) for x in range(place["w"]) for y in range(place["h"])]
-            taken.update((place["x"] + x, place["y"] + y) for x, y in area)
+            taken.update((place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"]))
         assert set(taken.values()) == {1}
         assert len(taken) == 24 * (1 + max(y for _, y in taken) - min(y for _, y in taken))
 
 
-@BOARDS
-def test_no_expression_fixes_a_job(path: Path) -> None:
-    for query in (query for query in dashboards.queries() if query.dashboard == path.stem):
+@BOARD
+def test_a_dropdown_holds_for_every_panel_and_no_expression_fixes_a_job(name: str) -> None:
+    offered = {one["name"] for one in BOARDS[name]["templating"]["list"] if one["type"] == "query"}
+    assert offered == SCRAPED | ({"model_name", "bundle"} if name == "risk" else set())
+    for query in (query for query in QUERIES if query.dashboard == name):
+        used = {one for pair in re.findall(r"\$(?:\{(\w+)\}|(\w+))", query.expression) for one in pair if one}
+        assert {name for name in used if not name.startswith("__")} == offered, query.panel
         assert not re.search(r'\bjob\s*=\s*"', query.expression), query.panel
 
 
-def test_the_first_dashboard_begins_with_what_one_is_called_for() -> None:
-    [board] = [dashboards.load(path) for path in dashboards.FILES if path.stem == "service"]
-    first = [panel["title"] for panel in board["panels"] if panel["gridPos"]["y"] == 0]
+def test_dashboards_link_to_each_other_and_the_first_begins_with_what_one_is_called_for() -> None:
+    uids = {board["uid"] for board in BOARDS.values()}
+    assert len(uids) == len(BOARDS) == 3
+    for board in BOARDS.values():
+        assert {link["url"].removeprefix("/d/") for link in board["links"]} == uids - {board["uid"]}
+    first = [panel["title"] for panel in BOARDS["service"]["panels"] if panel["gridPos"]["y"] == 0]
     assert first == ["Ready", "Error rate", "What the guard adds", "Withheld", "Outside training", "Requests"]
-    seen = [panel["title"] for panel in board["panels"] if panel["type"] != "row"]
-    assert {"Withheld share by route", "Risk by conversation", "Prompts by caller"} <= set(seen)
+    seen = {panel["title"] for panel in BOARDS["service"]["panels"] if panel["type"] != "row"}
+    assert {"Withheld share by route", "Risk by conversation", "Prompts by caller"} <= seen
 
 
-def test_dashboards_link_to_each_other_by_uid() -> None:
-    boards = [dashboards.load(path) for path in dashboards.FILES]
-    uids = [board["uid"] for board in boards]
-    assert len(set(uids)) == len(uids) == 3
-    for board in boards:
-        assert {link["url"].removeprefix("/d/") for link in board["links"]} == set(uids) - {board["uid"]}
-
-
-def test_grafana_samples_as_often_as_prometheus_scrapes() -> None:
-    folder = ROOT / "deploy" / "grafana" / "provisioning" / "datasources"
-    (source,) = yaml.safe_load((folder / "prometheus.yml").read_text())["datasources"]
+def test_the_configurations_agree_with_rules_and_datasource() -> None:
+    for name in ("prometheus.yml", "kubernetes.yml"):
+        jobs = {job["job_name"] for job in configured(name)["scrape_configs"]}
+        assert {job for rule in rules("expr") for job in re.findall(r'job="(\w+)"', rule["expr"])} == jobs
+        assert {path for pattern in configured(name)["rule_files"] for path in OURS.glob(pattern)} == set(RULES)
+    (source,) = p.documents(ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml")[0]["datasources"]
     assert source["jsonData"]["timeInterval"] == configured("prometheus.yml")["global"]["scrape_interval"]
-
-
-@CONFIGURATIONS
-def test_alerts_look_for_the_job_that_is_scraped(name: str) -> None:
-    jobs = {job["job_name"] for job in configured(name)["scrape_configs"]}
-    named = {job for rule in rules("expr") for job in re.findall(r'job="(\w+)"', rule["expr"])}
-    assert named == jobs
-
-
-@CONFIGURATIONS
-def test_both_configurations_load_the_rules(name: str) -> None:
-    assert {path for pattern in configured(name)["rule_files"] for path in OURS.glob(pattern)} == set(RULES)
 
 
 def test_the_error_share_counts_every_code_that_is_ours() -> None:
@@ -216,46 +225,30 @@ def test_the_error_share_counts_every_code_that_is_ours() -> None:
     assert listed.split("|") == sorted(code for code, status in STATUS_OF.items() if status >= 500)
 
 
-def configured(name: str) -> Any:
-    return yaml.safe_load((OURS / name).read_text())
-
-
 # --- where the tools come from ---
 
 
-def test_tools_are_found_on_the_path_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_found_on_the_path_first_and_their_absence_is_an_error_where_they_are_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("prometheus", "promtool", "nginx", "helm", "initdb", "postgres", "chromium"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert binary("promtool") == str(tmp_path / "promtool")
     done = subprocess.run([ROOT / "deploy" / "tools.sh"], capture_output=True, text=True, check=True)
     assert done.stdout == "prometheus, promtool, nginx, helm, initdb, postgres and chromium are on PATH\n"
-
-
-def test_tools_that_are_required_and_missing_fail_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(REQUIRE, "1")
-    with pytest.raises(pytest.fail.Exception, match=r"deploy/tools\.sh"):
-        binary("no-such-tool")
-    monkeypatch.delenv(REQUIRE)
-    with pytest.raises(pytest.skip.Exception, match=r"deploy/tools\.sh"):
-        binary("no-such-tool")
+    for required, kind in (("1", pytest.fail.Exception), ("0", pytest.skip.Exception)):
+        monkeypatch.setenv(REQUIRE, required)
+        with pytest.raises(kind, match=r"deploy/tools\.sh"):
+            binary("no-such-tool")
 
 
 # --- everything together ---
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A Prometheus that has watched a service under traffic from ``began`` to ``ended``."""
-
-    prometheus: Prometheus
-    traffic: Traffic
-    began: float
-    ended: float
-
-
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A Prometheus that has watched a service under traffic from ``began`` to ``ended``."""
     folder = tmp_path_factory.mktemp("observed")
     binary("prometheus")
     with serving(folder / "store") as url:
@@ -268,7 +261,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             # Then a rule's turn over the last scrape, which makes its shares exact.
             refused = traffic.codes["overloaded"] / traffic.statuses.total()
             await_value(prometheus, "hallutracer:http_overloaded:ratio_rate5m", refused)
-            yield Scene(prometheus, traffic, began, ended)
+            yield SimpleNamespace(prometheus=prometheus, traffic=traffic, began=began, ended=ended)
 
 
 def await_value(prometheus: Prometheus, expression: str, expected: float) -> None:
@@ -281,7 +274,7 @@ def await_value(prometheus: Prometheus, expression: str, expected: float) -> Non
     pytest.fail(f"{expression} is {found}, not {expected}")
 
 
-def test_prometheus_counts_what_the_client_saw(scene: Scene) -> None:
+def test_prometheus_counts_what_the_client_saw(scene: Any) -> None:
     seen = scene.traffic
     assert seen.statuses[200]
     assert {"invalid_json", "invalid_request", "prompt_too_long", "overloaded"} <= set(seen.codes)
@@ -298,7 +291,7 @@ def test_prometheus_counts_what_the_client_saw(scene: Scene) -> None:
     assert {decision for _, decision in seen.decisions} == {"continue", "abstain", "block"}
 
 
-def test_recorded_shares_are_those_that_the_client_saw(scene: Scene) -> None:
+def test_recorded_shares_are_those_that_the_client_saw(scene: Any) -> None:
     seen, now = scene.traffic, time.time()
     for name in BUNDLES:
         bundle = f"{name}:1"
@@ -310,61 +303,146 @@ def test_recorded_shares_are_those_that_the_client_saw(scene: Scene) -> None:
         assert 0 < gated < seen.flagged[bundle] < total  # where the policy observed, flagged prompts went on
 
 
-def test_every_rule_is_loaded_and_healthy(scene: Scene) -> None:
+def test_every_rule_is_loaded_and_healthy(scene: Any) -> None:
     loaded = scene.prometheus.rules()
     assert {rule["name"] for rule in loaded} == {rule.get("record") or rule["alert"] for rule in rules("expr")}
     assert {rule["name"]: rule.get("lastError") for rule in loaded if rule["health"] != "ok"} == {}
 
 
-@pytest.mark.parametrize("record", [rule["record"] for rule in rules("record")])
-def test_every_recording_rule_has_finite_values(scene: Scene, record: str) -> None:
-    found = scene.prometheus.query(record, scene.ended)
-    assert found
-    assert all(math.isfinite(value) for value in found.values())
-    if "share" in record or "ratio" in record:
-        assert all(0 <= value <= 1 for value in found.values())
+def test_every_recording_rule_has_finite_values(scene: Any) -> None:
+    for record in (rule["record"] for rule in rules("record")):
+        found = scene.prometheus.query(record, scene.ended)
+        assert found, record
+        assert all(math.isfinite(value) for value in found.values()), record
+        assert not re.search("share|ratio", record) or all(0 <= value <= 1 for value in found.values()), record
 
 
-@pytest.mark.parametrize("query", dashboards.queries(), ids=lambda query: f"{query.dashboard}/{query.panel}")
-def test_every_panel_query_has_finite_values(scene: Scene, query: dashboards.Query) -> None:
+# In this traffic no failure is ours, nothing is sent on, reloaded or void, a gauge is what it happens to be, and the
+# shipped bundles cannot tell which prompts are unlike training, or ask for no fact.
+ZERO = re.compile(
+    "audit_unavailable|outside_training|upstream_requests|keys_stale|reloads_total|hallutracer_void|no_fact"
+)
+SAMPLED = {"hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight"}
+# No key is asked for, neither bundle has a guarantee, and no window of 1,000 prompts is full.
+EMPTY = re.compile("key_prompts|guarantee_info|hallutracer_drift")
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.dashboard}/{query.panel}")
+def test_every_panel_query_has_finite_values(scene: Any, query: Query) -> None:
+    """As Grafana would send it: scrapes every second, so that ``$__rate_interval`` is four of them."""
     start, end = scene.began, scene.ended
+    values = {"job": "hallutracer", "namespace": ".*", "instance": ".*", "__rate_interval": "4s", "__interval": "1s",
+              "__range": f"{round(end - start)}s"}  # fmt: skip
     for model_name, bundle in [(".*", ".*"), (MODEL, f"{BUNDLES[0]}:1")]:  # all, or one of each
-        expression = query.filled(model_name, bundle, end - start)
+        filled = values | {"model_name": model_name, "bundle": bundle}
+        expression = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda f: filled[f[1] or f[2]], query.expression)  # noqa: B023
         if query.instant:
             found = {key: [value] for key, value in scene.prometheus.query(expression, end).items()}
         else:
             found = scene.prometheus.query_range(expression, start, end, 1.0)
-        # No key is asked for, neither bundle has a guarantee, and no window of 1,000 prompts is full.
-        if any(name in query.expression for name in ("key_prompts", "guarantee_info", "hallutracer_drift")):
-            assert found == {}
-            continue
-        assert found, expression
+        assert bool(found) is not bool(EMPTY.search(expression)), expression
         assert all(math.isfinite(value) for values in found.values() for value in values), expression
-        assert any(value > 0 for values in found.values() for value in values) or expects_zero(query), expression
+        may_be_zero = EMPTY.search(expression) or ZERO.search(expression) or names(expression) <= SAMPLED
+        assert may_be_zero or any(value > 0 for values in found.values() for value in values), expression
 
 
-def expects_zero(query: dashboards.Query) -> bool:
-    """No failure is ours in this traffic, nothing is sent on, reloaded or void, a gauge is what it happens to be, and
-    the shipped bundles cannot tell which prompts are unlike training, or ask for no fact."""
-    sampled = {"hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight"}
-    never = (
-        "audit_unavailable", "outside_training", "upstream_requests", "keys_stale", "reloads_total", "hallutracer_void",
-        "no_fact", "key_prompts",
-    )  # fmt: skip
-    return any(name in query.expression for name in never) or dashboards.names(query.expression) <= sampled
-
-
-@BOARDS
-def test_the_variables_offer_what_is_loaded(scene: Scene, path: Path) -> None:
+@BOARD
+def test_the_variables_offer_what_is_loaded(scene: Any, name: str) -> None:
     offered = {}
-    for one in dashboards.load(path)["templating"]["list"]:
-        if one["type"] == "query":
-            found = re.fullmatch(r"label_values\((.+), (\w+)\)", one["query"]["query"])
-            assert found
-            selector = re.sub(r"\$\w+", ".*", found[1])
-            offered[one["name"]] = scene.prometheus.get(f"label/{found[2]}/values", **{"match[]": selector})
+    for one in (one for one in BOARDS[name]["templating"]["list"] if one["type"] == "query"):
+        found = re.fullmatch(r"label_values\((.+), (\w+)\)", one["query"]["query"])
+        assert found
+        selector = re.sub(r"\$\w+", ".*", found[1])
+        offered[one["name"]] = scene.prometheus.get(f"label/{found[2]}/values", **{"match[]": selector})
     [instance] = offered.pop("instance")
     assert instance.startswith("127.0.0.1:")
     assert (offered.pop("job"), offered.pop("namespace")) == (["hallutracer"], [])  # not in a cluster
     every = {"model_name": [MODEL], "bundle": sorted(f"{name}:1" for name in BUNDLES)}
-    assert offered == (every if path.stem == "risk" else {})
+    assert offered == (every if name == "risk" else {})
+
+
+# --- deploy/prometheus/kubernetes.yml: its relabelling, run by promtool on the pods that the chart makes ---
+
+META = "__meta_kubernetes_pod_"
+NAMESPACE = "hallutracer"
+
+
+def targets(pod: p.Document, phase: str = "Running") -> list[dict[str, Any]]:
+    """What pod discovery lists: one target per container port, one for a container without ports."""
+    labels = {f"{META}label_{re.sub(r'[^a-zA-Z0-9]', '_', key)}": v for key, v in pod["metadata"]["labels"].items()}
+    labels |= {f"{META}name": "the-pod", f"{META}phase": phase, "__meta_kubernetes_namespace": NAMESPACE}
+    found = []
+    for container in p.containers(pod):
+        for port in container.get("ports", [{}]):
+            address = f"10.0.0.7:{port['containerPort']}" if port else "10.0.0.7"
+            named = {f"{META}container_port_name": port["name"]} if port else {}
+            found.append({"targets": [address], "labels": labels | named})
+    return found
+
+
+def discovered(folder: Path, found: list[dict[str, Any]], edit: tuple[str, str] = ("", "")) -> Path:
+    """Ours, the discovery replaced by what it would find: distributions build Prometheus without it."""
+    shutil.copytree(OURS / "rules", folder / "rules")
+    text = (OURS / "kubernetes.yml").read_text()
+    assert edit[0] in text
+    loaded = yaml.safe_load(text.replace(*edit))
+    [job] = loaded["scrape_configs"]
+    [discovery] = job.pop("kubernetes_sd_configs")
+    assert discovery == {"role": "pod", "namespaces": {"names": [NAMESPACE]}}
+    job["static_configs"] = found
+    path = folder / "kubernetes.yml"
+    path.write_text(yaml.safe_dump(loaded))
+    return path
+
+
+def scraped(folder: Path, found: list[dict[str, Any]], edit: tuple[str, str] = ("", "")) -> list[dict[str, str]]:
+    """The labels of the targets that are left, without what Prometheus keeps to itself."""
+    done = promtool("check", "service-discovery", "--timeout=2s", discovered(folder, found, edit), "hallutracer")
+    assert done.returncode == 0, done.stderr
+    kept = [target["labels"] for target in json.loads(done.stdout) if target["labels"]]
+    assert all(labels["__metrics_path__"] == "/metrics" for labels in kept)
+    return [{name: value for name, value in labels.items() if not name.startswith("__")} for labels in kept]
+
+
+def test_promtool_accepts_all_but_the_discovery(tmp_path: Path) -> None:
+    done = promtool("check", "config", discovered(tmp_path, []))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("files", [(), (GPU,)])
+def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(
+    tmp_path: Path, files: tuple[Path, ...]
+) -> None:
+    [pod] = p.pods(list(rendered(*files)))
+    expected = {"job": "hallutracer", "instance": "10.0.0.7:8765", "pod": "the-pod", "namespace": NAMESPACE}
+    assert scraped(tmp_path, targets(pod)) == [expected]
+    assert not any(note.startswith("prometheus.io/") for note in pod["metadata"].get("annotations", {}))
+
+
+def others() -> list[dict[str, Any]]:
+    """The pods that are not the service, and two of its own that have ended."""
+    [service] = p.pods(list(rendered()))
+    [[helper], [rag]] = [
+        [item for item in p.documents(path) if item["kind"] in ("Pod", "Deployment")] for path in reversed(MANIFESTS)
+    ]
+    [rag] = p.pods([rag])
+    return targets(helper) + targets(rag) + targets(service, "Failed") + targets(service, "Succeeded")
+
+
+def test_no_other_pod_is_scraped(tmp_path: Path) -> None:
+    assert len(others()) >= 5
+    assert scraped(tmp_path, others()) == []
+
+
+@pytest.mark.parametrize(
+    ("edit", "whose"),
+    [(("regex: hallutracer;http", "regex: .*;http"), others), (("Succeeded|Failed", "Succeeded"), others),
+     (("drop", "keep"), others), (("hallutracer;http", "hallutracer;web"), None),
+     (("label_app_kubernetes_io_name", "label_app"), None)],
+)  # fmt: skip
+def test_a_looser_rule_would_scrape_others_and_a_tighter_one_miss_the_service(
+    tmp_path: Path, edit: tuple[str, str], whose: Any
+) -> None:
+    [pod] = p.pods(list(rendered()))
+    found = scraped(tmp_path, whose() if whose else targets(pod), edit)
+    assert bool(found) is bool(whose)

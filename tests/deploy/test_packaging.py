@@ -1,21 +1,32 @@
-"""The packaging files: real linters, and that they agree with the command line and keep what must be kept."""
+"""The packaging files: real linters, agreement with the command line, and what the image runs, without an engine."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
+import cyclopts
 import kubernetes_validate
 import pytest
 import yaml
 
 from service import __version__
+from service.cli.running import known_hosts
+from service.policies.policy import read_policies
 from service.settings import NO_OPTIONS, PREFIX, ServiceSettings
 from tests.deploy import packaging as p
+from tests.local_server import answer, listening
+from tests.running import App
+from tests.serve_process import PATHS
 
 BIN = Path(sys.executable).parent
 KUBERNETES = ("1.29", "1.37")  # native sidecars came on by default in 1.29
@@ -27,15 +38,20 @@ TEXTS += [
     path for path in (p.ROOT / "deploy").rglob("*") if path.suffix in (".md", ".yaml") and "templates" not in path.parts
 ]
 SERVICES = p.compose()["services"]
+WALK = p.ROOT / "deploy" / "walk"
+SCRIPTS = [p.ROOT / ".ci" / "run", *sorted((p.ROOT / "deploy").rglob("*.sh"))]
+HEALTH = json.loads(next(s.text for s in p.dockerfile() if s.verb == "HEALTHCHECK").split("CMD ", 1)[1])
+RAG = SERVICES["rag"]
+GUARD, RAG_POD = p.containers(p.pods(p.documents(MANIFESTS[0]))[0])
+CHECKS: dict[str, list[str]] = {
+    "image": HEALTH, "compose rag": RAG["healthcheck"]["test"][1:],
+    **{f"guard {name}": GUARD[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")},
+}  # fmt: skip
 
 
 def lint(tool: str, *arguments: str, text: str) -> subprocess.CompletedProcess[str]:
     """Runs a linter of the ``test`` extra; a missing one is an error, not a skip."""
     return subprocess.run([BIN / tool, *arguments], input=text, capture_output=True, text=True, check=False)
-
-
-def hadolint(text: str) -> subprocess.CompletedProcess[str]:
-    return lint("hadolint", "--no-color", "--failure-threshold", "style", "-", text=text)
 
 
 def schema_errors(found: list[p.Document], version: str) -> list[str]:
@@ -49,23 +65,30 @@ def schema_errors(found: list[p.Document], version: str) -> list[str]:
     return errors
 
 
-def test_hadolint_accepts_the_dockerfile_and_sees_a_fault() -> None:
-    text = (p.ROOT / "Dockerfile").read_text()
-    done = hadolint(text)
+@pytest.mark.parametrize(
+    ("tool", "name", "old", "new"),
+    [("hadolint", "Dockerfile", "EXPOSE ", "RUN cd /tmp\nEXPOSE "),
+     ("check-jsonschema", "docker-compose.yml", "read_only: true", "readonly: true"),
+     *(("shellcheck", "deploy/walk/walk.sh", "set -euo pipefail\n", f"{fault}\n")
+       for fault in ("rm -rf $1/*", "for x in y; do echo", "cd /tmp; ls"))],
+)  # fmt: skip
+def test_a_linter_accepts_the_file_and_sees_a_fault(tool: str, name: str, old: str, new: str) -> None:
+    options = {
+        "hadolint": ["--no-color", "--failure-threshold", "style"], "shellcheck": [],
+        "check-jsonschema": ["--builtin-schema", "vendor.compose-spec", "--default-filetype", "yaml"],
+    }  # fmt: skip
+    text = (p.ROOT / name).read_text()
+    assert old in text
+    for given, fine in ((text, True), (text.replace(old, new), False)):
+        done = lint(tool, *options[tool], "-", text=given)
+        assert (done.returncode == 0) is fine, done.stdout + done.stderr
+    assert re.search(r":\d+|SC\d|readonly", done.stdout + done.stderr)  # a finding, not a tool that did not start
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_lint(script: Path) -> None:
+    done = lint("shellcheck", str(script), text="")
     assert done.returncode == 0, done.stdout + done.stderr
-    done = hadolint(f"{text}RUN cd /tmp\n")
-    assert done.returncode != 0
-    assert re.search(r":\d+", done.stdout + done.stderr)  # a finding with its line, not a tool that did not start
-
-
-@pytest.mark.parametrize(("old", "new", "status"), [("", "", 0), ("read_only: true", "readonly: true", 1)])
-def test_compose_file_fits_the_compose_specification(old: str, new: str, status: int) -> None:
-    text = (p.ROOT / "docker-compose.yml").read_text().replace(old, new)
-    done = lint(
-        "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "--default-filetype", "yaml", "-", text=text
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    assert new.partition(":")[0] in done.stdout
 
 
 def test_compose_reads_the_file() -> None:
@@ -160,7 +183,198 @@ def test_a_service_of_compose_is_hardened_on_loopback_and_drains(name: str) -> N
 
 
 def test_docker_run_of_the_readme_waits_for_the_drain() -> None:
-    lines = re.findall(r"^docker run .*-p .*$", (p.ROOT / "deploy/README.md").read_text(), re.MULTILINE)
-    assert lines
+    assert (lines := re.findall(r"^docker run .*-p .*$", (p.ROOT / "deploy/README.md").read_text(), re.MULTILINE))
     for line in lines:
         assert float(re.findall(r"--stop-timeout (\d+)", line)[0]) > ServiceSettings().drain_s
+
+
+# --- what the image would run ---
+
+
+def install(tmp_path: Path, edit: tuple[str, str] | None = None) -> Path:
+    """The stage ``app`` of the Dockerfile, its own commands with other folders; returns the folder of the package."""
+    build = tmp_path / "build"
+    build.mkdir()
+    steps = [step for step in p.dockerfile() if step.stage in ("venv", "app")]
+    for source in (word for step in steps if step.verb == "COPY" for word in step.text.split()[:-1]):
+        path = p.ROOT / source
+        if path.is_dir():
+            shutil.copytree(path, build / source, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        else:
+            shutil.copy(path, build / source)
+    if edit is not None:
+        text = (build / "pyproject.toml").read_text()
+        assert edit[0] in text
+        (build / "pyproject.toml").write_text(text.replace(*edit))
+    for step in steps:
+        if step.verb != "RUN" or "setuptools==" in step.text:  # the one download; its pin has a test of its own
+            continue
+        command = re.sub(r"/(opt/venv|opt/app|wheels)\b", lambda match: f"{tmp_path}/{match[1]}", step.text)
+        command = re.sub(r"(?<![\w/-])pip (?=wheel|--python)", f"{sys.executable} -m pip ", command)
+        command = re.sub(r"^python ", f"{sys.executable} ", command)
+        done = subprocess.run(["sh", "-ec", command], cwd=build, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    return tmp_path / "opt/app"
+
+
+def data_files(root: Path) -> set[str]:
+    """The files that are no code but must be in the package: demo model, its facts, shipped bundles, type markers."""
+    patterns = ("service/demo/assets/**/*", "probes_store/shipped/**/*", "*/py.typed")
+    return {str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern) if path.is_file()}
+
+
+@pytest.mark.long
+def test_the_install_steps_give_a_working_command(tmp_path: Path) -> None:
+    package = install(tmp_path)
+    assert data_files(package) == data_files(p.ROOT) | {"hallutracer_client/py.typed"}
+    assert {"service/py.typed", "probes_store/py.typed"} <= data_files(package)
+    installed = {path.name for path in package.iterdir()}
+    assert installed >= {
+        "hallutracer", "service", "probes_store", "hallutracer_start.py", "hallutracer_client", "bin"
+    }  # fmt: skip
+    assert not (package / "tests").exists()
+    command = package / "bin" / "hallutracer"
+    assert command.read_text().startswith(f"#!{tmp_path}/opt/venv/bin/python")
+    # The dependencies are this environment's; the package comes first on the path, as in the image.
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": f"{package}:{Path(cyclopts.__file__).parents[1]}",
+        "HALLUTRACER_STORE": str(tmp_path / "empty"),
+    }
+    listed = subprocess.run([command, "bundle", "list", "--json"], env=environment, cwd="/", capture_output=True)
+    assert listed.returncode == 0, listed.stderr
+    assert b"demo-fused" in listed.stdout
+    where = [f"{tmp_path}/opt/venv/bin/python", "-c", "import service; print(service.__file__)"]
+    found = subprocess.run(where, env=environment, cwd="/", capture_output=True, check=True)
+    assert found.stdout.decode().startswith(str(package))
+
+
+@pytest.mark.long
+def test_package_data_that_is_not_declared_is_missed(tmp_path: Path) -> None:
+    package = install(tmp_path, edit=('"demo/assets/**/*"', '"no-such-file"'))
+    assert "service/demo/assets/hallutracer-demo/model.safetensors" in data_files(p.ROOT) - data_files(package)
+
+
+@contextmanager
+def answering(status: int, body: bytes = b'{"status":"ok","guard":true}') -> Iterator[tuple[int, list[str]]]:
+    """A server that gives one answer to everything; its port and the paths it was asked for."""
+    asked: list[str] = []
+
+    def say(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        asked.append(request.path)
+        answer(request, status, body if status == 200 else b'{"error":{}}')
+
+    with listening(say) as address:
+        yield int(address.rpartition(":")[2]), asked
+
+
+def run_check(command: list[str], port: int) -> int:
+    """The check's exit status with our Python, against ``port``; a proxy in the environment must not matter."""
+    arguments = [sys.executable if word == "python" else re.sub(r"(?<=', )\d{4}", str(port), word) for word in command]
+    environment = os.environ | {"HALLUTRACER_PORT": str(port), "HTTP_PROXY": "http://127.0.0.1:9", "no_proxy": ""}
+    return subprocess.run(arguments, env=environment, capture_output=True, check=False).returncode
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (404, False)])
+def test_a_health_check_tells_ready_from_not(name: str, status: int, healthy: bool) -> None:
+    with answering(status) as (port, asked):
+        assert (run_check(CHECKS[name], port) == 0) == healthy
+    route = "/health/live" if "liveness" in name else "/health" if "rag" in name else "/health/ready"
+    assert asked == [route]
+
+
+def test_nobody_listening_or_no_guard_is_not_healthy() -> None:
+    for guard, healthy in ((True, True), (False, False)):
+        with answering(200, json.dumps({"status": "ok", "guard": guard}).encode()) as (port, _):
+            assert (run_check(CHECKS["compose rag"], port) == 0) == healthy
+    assert all(run_check(command, port) != 0 for command in CHECKS.values())
+
+
+def environments() -> dict[str, dict[str, str]]:
+    """The variables of every service that runs ``hallutracer serve``, on top of the image's."""
+    names = [name for name in SERVICES if name.startswith("hallutracer") or name == "guard"]
+    found = {n: p.environment(SERVICES[n]["build"]["target"]) | SERVICES[n]["environment"] for n in names}
+    found["sidecar guard"] = p.environment("cpu") | p.variables(GUARD)
+    return found
+
+
+ENVIRONMENTS = environments()
+
+
+def parsed(tmp_path: Path, variables: dict[str, str]) -> dict[str, Any]:
+    """``serve``'s options as its own parser reads them; a path inside the image stands for an empty file here."""
+    (here := tmp_path / "file").touch()
+    return p.served({name: str(here) if value.startswith(("/etc/", "/run/")) else value
+                     for name, value in variables.items()})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_serve_takes_the_environment_and_answers_to_its_names(tmp_path: Path, name: str) -> None:
+    """Probes and scrapes by address, callers by the Service's name, the health check; and no page of a foreign site."""
+    options = parsed(tmp_path, ENVIRONMENTS[name])
+    expected = {
+        "port": 8765, "host": "127.0.0.1" if "guard" in name else "0.0.0.0", "drain_s": 30,
+        "store": "/var/lib/hallutracer/probes", "engine": "vllm" if "vllm" in name else "transformers",
+    }  # fmt: skip
+    assert {key: options[key] for key in expected} == expected
+    assert (options["api_key_file"] is not None) == (not name.startswith("hallutracer"))
+    if name in ("hallutracer-gpu", "hallutracer-vllm"):  # nothing set in .env: the demo model, on the GPU
+        assert (options["model"], options["bundle"]) == (None, ())
+    settings = ServiceSettings(host=options["host"], allowed_hosts=options["allowed_host"])
+    service = "localhost" if "guard" in name else name if name.startswith("hallutracer") else "hallutracer"
+    with App(tmp_path, names=["tiny"], allowed_hosts=known_hosts(settings, keyed=True)).started() as app:
+        for host in ("127.0.0.1", "localhost", "10.1.2.3", "[fd00::7]", service):
+            for asked in (host, f"{host}:8765"):
+                assert app.client.get("/metrics", headers={"host": asked}).status_code == 200, asked
+        for host in ("evil.example", "evil.example:8765", "hallutracer.evil.example"):
+            for path in ("/metrics", "/health/ready"):
+                assert app.client.get(path, headers={"host": host}).status_code == 421, host
+    with pytest.raises(cyclopts.CoercionError, match="HALLUTRACER_PORT.* int"):  # what service links would have done
+        parsed(tmp_path, {"HALLUTRACER_PORT": "tcp://10.0.0.7:8765"})
+
+
+def test_the_rag_app_is_started_alike_and_reads_what_it_is_given() -> None:
+    assert RAG["entrypoint"] == RAG_POD["command"]
+    source = (p.ROOT / "deploy/sidecar/rag_app.py").read_text()
+    given = set(RAG["environment"]) | set(p.variables(RAG_POD))
+    assert given == {name for name in given if f'environ.get("{name}"' in source}
+    imported = subprocess.run(
+        [sys.executable, "-c", "import sys, uvicorn; uvicorn.Config(sys.argv[1]).load()", RAG["entrypoint"][1]],
+        cwd=p.ROOT / "deploy/sidecar", env=os.environ | {"PYTHONPATH": f"{PATHS}:."}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert imported.returncode == 0, imported.stderr
+    routes = re.findall(r'@app\.get\("([^"]+)"\)', source)
+    assert RAG_POD["readinessProbe"]["httpGet"]["path"] in routes
+    assert any(f"'{route}'" in RAG["healthcheck"]["test"][-1] for route in routes)
+
+
+def test_the_shipped_policies_are_policies(tmp_path: Path) -> None:
+    [values] = p.documents(p.ROOT / "deploy/helm/hallutracer/values.yaml")
+    (path := tmp_path / "policies.toml").write_text(values["policies"])
+    assert {"support", "strict"} <= set(read_policies(path).named)
+
+
+# --- deploy/walk ---
+
+
+def walk(script: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script of the walk, with this checkout's hallutracer; no variable of ours is inherited."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HALLUTRACER_", "AWS_"))}
+    command = ["bash", str(WALK / script), *map(str, arguments)]
+    return subprocess.run(command, env=kept | variables, capture_output=True, text=True, check=False)
+
+
+def test_the_walk_names_a_missing_program_and_leaves_what_is_not_its_own_alone(tmp_path: Path) -> None:
+    """The walk itself takes minutes: deploy/walk/walk.log."""
+    (programs := tmp_path / "bin").mkdir()
+    for name in ("bash", "dirname", "ls", "mkdir"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    missing = walk("walk.sh", tmp_path / "walk", PATH=str(programs), HOME=str(tmp_path))
+    assert (missing.returncode, "FAILED: hallutracer is missing" in missing.stdout) == (1, True)
+    (mine := tmp_path / "mine.txt").write_text("mine")
+    full = walk("walk.sh", tmp_path)
+    assert (full.returncode, "has something else in it" in full.stdout, mine.read_text()) == (1, True, "mine")
+    for arguments in (["--keep"], ["--kep", "x"], ["--keep", "x", "y"]):
+        wrong = walk("in_clean_root.sh", *arguments)
+        assert (wrong.returncode, "--keep FOLDER" in wrong.stdout + wrong.stderr) == (2, True)

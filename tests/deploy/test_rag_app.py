@@ -28,17 +28,12 @@ FOLDER = ROOT / "deploy" / "sidecar"
 
 
 @pytest.fixture(scope="module")
-def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("keys") / "api-keys"
-    path.write_text("the-key-of-the-app\nthe-key-of-the-figures may=policy\n")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory, key_file: str) -> Iterator[str]:
-    store = str(tmp_path_factory.mktemp("store"))
-    with serve(HALLUTRACER_STORE=store, HALLUTRACER_API_KEY_FILE=key_file) as service:
-        yield service.url
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables of an app before a real service."""
+    folder = tmp_path_factory.mktemp("guard")
+    (keys := folder / "api-keys").write_text("the-key-of-the-app\nthe-key-of-the-figures may=policy\n")
+    with serve(HALLUTRACER_STORE=str(folder / "store"), HALLUTRACER_API_KEY_FILE=str(keys)) as service:
+        yield {"HALLUTRACER_URL": service.url, "HALLUTRACER_API_KEY_FILE": str(keys)}
 
 
 @pytest.fixture
@@ -66,60 +61,51 @@ def cli(*questions: str, script: str = "rag_app.py", **more: str) -> subprocess.
 
 
 def test_the_known_is_answered_and_the_unknown_is_looked_up(
-    guard: str, key_file: str, example: Any, monkeypatch: pytest.MonkeyPatch
+    guard: dict[str, str], example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HALLUTRACER_URL", guard)
-    monkeypatch.setenv("HALLUTRACER_API_KEY_FILE", key_file)
+    for name, value in guard.items():
+        monkeypatch.setenv(name, value)
     with TestClient(example.app) as app:
-        known = app.post("/ask", json={"question": KNOWN}).json()
-        unknown = app.post("/ask", json={"question": UNKNOWN}).json()
+        known, unknown = (app.post("/ask", json={"question": question}).json() for question in (KNOWN, UNKNOWN))
         assert app.get("/health").json() == {"status": "ok", "guard": True}
     assert (known["source"], known["answer"], known["risk_after"]) == ("model", "It is Rome.", None)
-    assert known["passages"] == []
-    assert (unknown["source"], unknown["answer"]) == ("passages", None)
+    assert (unknown["source"], unknown["answer"], known["passages"]) == ("passages", None, [])
     assert unknown["passages"][0]["text"] == "The capital of the Solomon Islands is Honiara."
     assert known["risk_before"] < 0.3 < unknown["risk_before"]
     assert 0.3 < unknown["risk_after"] <= 1
 
 
-def test_without_its_key_nothing_is_answered(guard: str) -> None:
-    done = cli(KNOWN, HALLUTRACER_URL=guard)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "401 unauthorized" in done.stderr
-
-
-def test_the_command_line_shows_both(guard: str, key_file: str) -> None:
-    done = cli(KNOWN, UNKNOWN, HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file)
+def test_the_command_line_shows_both_and_nothing_without_its_key(guard: dict[str, str]) -> None:
+    refused = cli(KNOWN, HALLUTRACER_URL=guard["HALLUTRACER_URL"])
+    assert (refused.returncode, refused.stdout, "401 unauthorized" in refused.stderr) == (1, "", True)
+    done = cli(KNOWN, UNKNOWN, **guard)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "│" in line]
-    assert "answered at once" in rows[0]
-    assert "It is Rome." in rows[0]
-    assert "withheld" in rows[1]
-    assert "is Honiara." in rows[1]
+    for row, words in zip(rows[:2], (("answered at once", "It is Rome."), ("withheld", "is Honiara.")), strict=True):
+        assert [word for word in words if word not in row] == []
 
 
-def test_the_figures_come_out(guard: str, key_file: str, tmp_path: Path) -> None:
+def test_the_figures_come_out(guard: dict[str, str], tmp_path: Path) -> None:
     options = ("--split", "dev", "--limit", "12", "--bundle", "demo")
-    done = cli(*options, script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=key_file)
-    assert "403 not_allowed: policy 'observe'" in done.stderr
+    assert "403 not_allowed: policy 'observe'" in cli(*options, script="rag_figures.py", **guard).stderr
     (tmp_path / "key").write_text("the-key-of-the-figures\n")
-    done = cli(*options, script="rag_figures.py", HALLUTRACER_URL=guard, HALLUTRACER_API_KEY_FILE=str(tmp_path / "key"))
+    done = cli(*options, script="rag_figures.py", **guard | {"HALLUTRACER_API_KEY_FILE": str(tmp_path / "key")})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12 questions of dev")
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
     retrievals = {name: int(count) for name, count, *_ in rows}
+    answered = {name: float(share) for name, _, share, *_ in rows}
     assert len(retrievals) == 8
     assert retrievals["always, no guard"] == retrievals["always, guard"] == 12
     assert retrievals["never, guard"] == 0
     assert retrievals["where the first look withholds, guard"] == retrievals["as often, at random, guard"]
-    answered = {name: float(share) for name, _, share, *_ in rows}
     assert answered["never, no guard"] == answered["always, no guard"] == 1
     assert answered["never, guard"] <= answered["where the first look withholds, guard"] <= 1
 
 
-def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:
+def test_the_readmes_code_runs(guard: dict[str, str], example: Any) -> None:
     pattern, streaming = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
-    pattern = pattern.replace("http://127.0.0.1:8765", guard)
+    pattern = pattern.replace("http://127.0.0.1:8765", guard["HALLUTRACER_URL"])
     indented = "".join(f"    {line}\n" for line in streaming.splitlines())
     streaming = f"async def reply_to(messages, send):\n{indented}"
     found, sent = example.Retriever(example.demo_passages()), []
@@ -131,8 +117,8 @@ def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:
         sent.append(piece)
 
     names: dict[str, Any] = {
-        "key": Path(key_file).read_text().split()[0], "retrieve": retrieve, "with_passages": example.with_passages,
-        "quote": lambda passages: passages[0].text,
+        "key": Path(guard["HALLUTRACER_API_KEY_FILE"]).read_text().split()[0], "retrieve": retrieve,
+        "with_passages": example.with_passages, "quote": lambda passages: passages[0].text,
     }  # fmt: skip
     exec(compile(pattern + streaming, "README.md", "exec"), names)
 
@@ -148,27 +134,10 @@ def test_the_readmes_code_runs(guard: str, key_file: str, example: Any) -> None:
     assert "".join(sent) == " It is Rome."
 
 
-def test_without_the_guard_nothing_is_answered(nowhere: str, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HALLUTRACER_URL", nowhere)
-    with TestClient(example.app) as app:
-        response = app.post("/ask", json={"question": KNOWN})
-        assert response.status_code == 503
-        assert "not answered" in response.json()["detail"]
-        assert app.get("/health").json() == {"status": "ok", "guard": False}
+def test_without_the_guard_the_command_line_says_nothing(nowhere: str) -> None:
+    """The app, before a service that is stopped under it: test_guard_stopped."""
     done = cli(KNOWN, HALLUTRACER_URL=nowhere)
-    assert done.returncode == 1
-    assert "cannot connect" in done.stderr
-    assert "Rome" not in done.stdout
-
-
-def test_without_the_guard_passages_may_be_shown(nowhere: str, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HALLUTRACER_URL", nowhere)
-    monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", "passages")
-    with TestClient(example.app) as app:
-        reply = app.post("/ask", json={"question": UNKNOWN}).json()
-    assert {reply["answer"], reply["risk_before"], reply["risk_after"]} == {None}
-    assert reply["source"] == "passages"
-    assert "Honiara" in reply["passages"][0]["text"]
+    assert (done.returncode, "cannot connect" in done.stderr, "Rome" in done.stdout) == (1, True, False)
 
 
 def scripted(example: Any, *answers: httpx.Response) -> tuple[Any, list[Any]]:
@@ -212,24 +181,16 @@ def test_an_answer_from_passages(ask: Any) -> None:
     assert second["content"] == "Honiara is the capital. Rome is old.\n\nWhich capital is it?"
 
 
-def test_nothing_found_is_not_asked_again(ask: Any) -> None:
+def test_nothing_found_is_not_asked_again_and_what_does_not_fit_is_said(ask: Any) -> None:
+    reply = {"answer": None, "source": "passages", "risk_before": 0.9, "risk_after": None}
     response, asked = ask("xyzzy", [scored(0.9, None)])
-    assert response.json() == {
-        "answer": None, "source": "passages", "risk_before": 0.9, "risk_after": None, "passages": [],
-    }  # fmt: skip
-    assert len(asked) == 1
-
-
-def test_passages_that_do_not_fit_are_shown(ask: Any) -> None:
-    response, _ = ask("capital?", [scored(0.9, None), bodies.error(413, "prompt_too_long", "too long")])
-    reply = response.json()
-    assert (reply["source"], reply["risk_before"], reply["risk_after"]) == ("passages", 0.9, None)
-    assert reply["passages"][0]["text"] == "Honiara is the capital."
-
-
-def test_a_question_that_does_not_fit_is_the_askers_fault(ask: Any) -> None:
-    response, _ = ask("capital?", [bodies.error(413, "prompt_too_long", "too long")])
-    assert (response.status_code, response.json()) == (422, {"detail": "too long"})
+    assert (response.json(), len(asked)) == (reply | {"passages": []}, 1)
+    too_long = bodies.error(413, "prompt_too_long", "too long")
+    shown = ask("capital?", [scored(0.9, None), too_long])[0].json()
+    assert shown.pop("passages")[0]["text"] == "Honiara is the capital."
+    assert shown == reply
+    for question, answers in (("capital?", [too_long]), ("", []), ("a" * 2001, [])):  # the asker's fault
+        assert ask(question, answers)[0].status_code == 422
 
 
 @pytest.mark.parametrize(
@@ -245,11 +206,6 @@ def test_what_the_guard_cannot_say_is_not_answered(ask: Any, refusal: httpx.Resp
     for response in (first, second):
         assert response.status_code == 503
         assert set(response.json()) == {"detail"}
-
-
-@pytest.mark.parametrize("question", ["", "a" * 2001])
-def test_a_question_has_a_length(ask: Any, question: str) -> None:
-    assert ask(question, [])[0].status_code == 422
 
 
 def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,14 +34,13 @@ def pages_that(wanted: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a service on the demo model."""
     with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store"))) as process:
         yield process.url
 
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a service on SmolLM2, which observes, as one that is started without options does."""
+    """One that observes, as one that is started without options does."""
     own = {"HALLUTRACER_MODEL": "smollm2", "HALLUTRACER_POLICY": "observe"}
     with serve(HALLUTRACER_STORE=str(tmp_path_factory.mktemp("store")), **own) as process:
         yield process.url
@@ -150,14 +149,13 @@ def test_the_long_commands_of_a_page_run(page: Path, tmp_path: Path, request: py
     assert run_page(Sandbox(tmp_path, request), page, long=True) > 0
 
 
-@pytest.mark.parametrize("block", [block for found in ALL.values() for block in found], ids=lambda block: block.place)
-def test_a_block_runs_or_says_why_not(block: Block) -> None:
-    assert block.language not in SPELLINGS, f"write one of {', '.join(sorted(RUNNABLE))}"
-    if block.language in RUNNABLE and not block.runs:
-        assert block.reason is not None
-        assert len(block.reason.split()) >= 3, "the reason is missing"
-        for path in re.findall(r"\btests/[\w/.-]*[\w/]", block.reason):
-            assert (ROOT / path).exists(), path
+def test_a_block_runs_or_says_why_not() -> None:
+    for block in (block for found in ALL.values() for block in found):
+        assert block.language not in SPELLINGS, f"{block.place}: write one of {', '.join(sorted(RUNNABLE))}"
+        if block.language in RUNNABLE and not block.runs:
+            assert len((block.reason or "").split()) >= 3, f"{block.place}: the reason is missing"
+            for path in re.findall(r"\btests/[\w/.-]*[\w/]", block.reason or ""):
+                assert (ROOT / path).exists(), f"{block.place}: {path}"
 
 
 def test_an_unknown_mark_is_noticed(tmp_path: Path) -> None:

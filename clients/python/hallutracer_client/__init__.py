@@ -4,7 +4,7 @@ Depends on httpx and pydantic only.  ``hallutracer_client.langchain``, ``.llamai
 guard into those frameworks; each needs the extra of its name.
 """
 
-from hallutracer_client.client import Answer, AsyncAnswer, AsyncClient, Client
+from hallutracer_client.client import AsyncClient, Client
 from hallutracer_client.errors import (
     APIError,
     ClientError,
@@ -37,6 +37,7 @@ from hallutracer_client.results import (
     ScoreResult,
     Usage,
 )
+from hallutracer_client.stream import Answer, AsyncAnswer
 from hallutracer_client.version import VERSION as __version__
 
 __all__ = [

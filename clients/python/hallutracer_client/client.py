@@ -1,13 +1,13 @@
-"""The blocking and the asyncio client; what neither waits for lives in ``wire`` and ``stream``."""
+"""The blocking and the asyncio client, around one core that is written with ``await``."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import httpx
 
@@ -15,62 +15,29 @@ from hallutracer_client import wire
 from hallutracer_client.errors import ClientError, NotReady
 from hallutracer_client.request import ScoreOptions, request_body
 from hallutracer_client.results import BundleList, ModelList, Readiness, ReadyBody, ScoreResult
-from hallutracer_client.stream import BaseAnswer, EventReader
+from hallutracer_client.stream import Answer, AsyncAnswer, BaseAnswer, done, now
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # comes with pydantic; typing has them from 3.11 on
 
-
-class Answer(BaseAnswer):
-    """A streamed answer: check ``gated``, then iterate over pieces of text."""
-
-    def __init__(self, response: httpx.Response, timeout_message: str) -> None:
-        super().__init__(response, timeout_message)
-        reader = EventReader()
-        self._events = (data for piece in response.iter_bytes() for data in reader.feed(piece))
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
-        self._require_open()
-        while not self._ended:
-            if piece := self._accept(self._next()):
-                yield piece
-                self._require_open()
-
-    def _next(self) -> bytes | None:
-        with wire.transport_errors(self._response.url, self._timeout_message):
-            return next(self._events, None)
+T = TypeVar("T")
+Transport = TypeVar("Transport", httpx.BaseTransport, httpx.AsyncBaseTransport)
+StreamedAnswer = TypeVar("StreamedAnswer", bound=BaseAnswer)
 
 
-class AsyncAnswer(BaseAnswer):
-    """A streamed answer: check ``gated``, then iterate over pieces of text."""
+class Ways(NamedTuple):
+    """The steps of a client that may wait; ``stream.done`` takes what they give, awaitable or not."""
 
-    def __init__(self, response: httpx.Response, timeout_message: str) -> None:
-        super().__init__(response, timeout_message)
-        reader = EventReader()
-        self._events = (data async for piece in response.aiter_bytes() for data in reader.feed(piece))
-
-    async def __aiter__(self) -> AsyncIterator[str]:
-        """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
-        self._require_open()
-        while not self._ended:
-            if piece := self._accept(await self._next()):
-                yield piece
-                self._require_open()
-
-    async def _next(self) -> bytes | None:
-        with wire.transport_errors(self._response.url, self._timeout_message):
-            return await anext(self._events, None)
+    pool: Callable[..., Any]
+    sleep: Callable[[float], Any]
+    read: Callable[[httpx.Response], Any]
+    close: Callable[[httpx.Response], Any]
 
 
-class Client(wire.BaseClient):
-    """A connection pool to one service.  Close it, or use it in a ``with``.
+class BaseClient(Generic[Transport]):
+    """The core: a call, its attempts, and what their responses mean."""
 
-    ``timeout`` (seconds) limits a whole call, retries included: each attempt gets what is left of it to connect, send
-    and read.  For a stream it limits the time to the first event (the risk), then each gap between events.
-    ``max_retries`` applies to 429, 503 and broken connections (see ``wire``).  The environment is not read, neither
-    for the key nor for proxies or certificates: pass ``transport`` for those.
-    """
+    _ways: Ways
 
     def __init__(
         self,
@@ -79,14 +46,78 @@ class Client(wire.BaseClient):
         api_key: str | None = None,
         timeout: float = 30.0,
         max_retries: int = 2,
-        transport: httpx.BaseTransport | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        transport: Transport | None = None,
+        sleep: Callable[[float], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        super().__init__(base_url, timeout, max_retries, clock, draw)
-        self._sleep = sleep
-        self._http = httpx.Client(transport=transport, trust_env=False, headers=wire.headers(api_key))
+        if not 0 < timeout < float("inf"):
+            raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
+        if max_retries < 0:
+            raise ValueError(f"max_retries must be 0 or more, not {max_retries}")
+        self._base_url, self._max_retries, self._timeout_s = wire.checked_base_url(base_url), max_retries, timeout
+        self._clock, self._draw, self._sleep = clock, draw, sleep or self._ways.sleep
+        self._http = self._ways.pool(transport=transport, trust_env=False, headers=wire.headers(api_key))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._base_url)!r})"
+
+    async def _call(
+        self, path: str, content: bytes | None = None, *, stream: bool = False, retries: int | None = None
+    ) -> httpx.Response:
+        """Return the response with status 200, after retries; with ``stream`` its body is unread."""
+        most = self._max_retries if retries is None else retries
+        attempts = wire.Attempts(most, self._timeout_s, self._clock, self._draw)
+        while True:
+            request = wire.request(self._http, f"{self._base_url}{path}", content, attempts.remaining())
+            try:
+                with wire.transport_errors(request.url, attempts.timeout_message):
+                    response: httpx.Response = await done(self._http.send(request, stream=stream))
+                    if response.status_code == 200:
+                        return response
+                    try:
+                        await done(self._ways.read(response))
+                    finally:
+                        await done(self._ways.close(response))
+                raise wire.refusal(response)
+            except ClientError as error:
+                await done(self._sleep(attempts.pause(error)))
+
+    async def _get(self, path: str, shape: type[T], content: bytes | None = None, retries: int | None = None) -> T:
+        return wire.parsed(await self._call(path, content, retries=retries), shape)
+
+    async def _ready(self) -> Readiness:
+        try:
+            body = await self._get(wire.READY, ReadyBody, retries=0)
+        except NotReady as error:
+            return Readiness(False, reason=error.message)
+        return Readiness(True, body.model, body.bundles)
+
+    async def _stream(self, kind: type[StreamedAnswer], options: ScoreOptions) -> StreamedAnswer:
+        response = await self._call(wire.SCORE, request_body(options, stream=True), stream=True)
+        answer = kind(response, self._timeout_s)
+        try:
+            await answer._begin()
+        except BaseException:
+            await self._end(answer)
+            raise
+        return answer
+
+    async def _end(self, answer: BaseAnswer) -> None:
+        answer._closed = True
+        await done(self._ways.close(answer._response))
+
+
+class Client(BaseClient[httpx.BaseTransport]):
+    """A connection pool to one service.  Close it, or use it in a ``with``.
+
+    ``timeout`` (seconds) limits a whole call, retries included: each attempt gets what is left of it to connect, send
+    and read.  For a stream it limits the time to the first event (the risk), then each gap between events.
+    ``max_retries`` applies to 429, 503 and broken connections (see ``wire``).  The environment is not read, neither
+    for the key nor for proxies or certificates: pass ``transport`` for those.
+    """
+
+    _ways = Ways(httpx.Client, time.sleep, httpx.Response.read, httpx.Response.close)
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +134,7 @@ class Client(wire.BaseClient):
 
         Raises ValueError, TypeError, APIError, TransportError, UnexpectedAnswer.
         """
-        return wire.parsed(self._call(wire.SCORE, request_body(options)), ScoreResult)
+        return now(self._get(wire.SCORE, ScoreResult, request_body(options)))
 
     @contextmanager
     def stream(self, **options: Unpack[ScoreOptions]) -> Iterator[Answer]:
@@ -111,74 +142,29 @@ class Client(wire.BaseClient):
 
         Raises ValueError, TypeError, APIError, TransportError, UnexpectedAnswer.
         """
-        response = self._call(wire.SCORE, request_body(options, stream=True), stream=True)
-        answer = Answer(response, self._silence_message)
+        answer = now(self._stream(Answer, options))
         try:
-            self._check_stream(response)
-            answer._begin(answer._next())
             yield answer
         finally:
-            answer._closed = True
-            response.close()
+            now(self._end(answer))
 
     def ready(self) -> Readiness:
         """Return whether scores can be served now; never retried.  Raises as ``score`` does."""
-        try:
-            body = wire.parsed(self._attempt(wire.READY, None, self._attempts()), ReadyBody)
-        except NotReady as error:
-            return Readiness(False, reason=error.message)
-        return Readiness(True, body.model, body.bundles)
+        return now(self._ready())
 
     def models(self) -> ModelList:
         """Return the loaded model.  Raises as ``score`` does."""
-        return wire.parsed(self._call(wire.MODELS), ModelList)
+        return now(self._get(wire.MODELS, ModelList))
 
     def bundles(self) -> BundleList:
         """Return the loaded bundles.  Raises as ``score`` does."""
-        return wire.parsed(self._call(wire.BUNDLES), BundleList)
-
-    def _call(self, path: str, content: bytes | None = None, *, stream: bool = False) -> httpx.Response:
-        """Return the response with status 200, after retries; with ``stream`` its body is unread."""
-        attempts = self._attempts()
-        while True:
-            try:
-                return self._attempt(path, content, attempts, stream=stream)
-            except ClientError as error:
-                self._sleep(attempts.pause(error))
-
-    def _attempt(
-        self, path: str, content: bytes | None, attempts: wire.Attempts, *, stream: bool = False
-    ) -> httpx.Response:
-        request = self._request(self._http, path, content, attempts.remaining())
-        with wire.transport_errors(request.url, attempts.timeout_message):
-            response = self._http.send(request, stream=stream)
-            if response.status_code == 200:
-                return response
-            try:
-                response.read()
-            finally:
-                response.close()
-        raise wire.refusal(response)
+        return now(self._get(wire.BUNDLES, BundleList))
 
 
-class AsyncClient(wire.BaseClient):
+class AsyncClient(BaseClient[httpx.AsyncBaseTransport]):
     """``Client`` for asyncio: the same arguments, results and errors.  Close it, or use it in an ``async with``."""
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8765",
-        *,
-        api_key: str | None = None,
-        timeout: float = 30.0,
-        max_retries: int = 2,
-        transport: httpx.AsyncBaseTransport | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
-        super().__init__(base_url, timeout, max_retries, clock, draw)
-        self._sleep = sleep
-        self._http = httpx.AsyncClient(transport=transport, trust_env=False, headers=wire.headers(api_key))
+    _ways = Ways(httpx.AsyncClient, asyncio.sleep, httpx.Response.aread, httpx.Response.aclose)
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,55 +178,25 @@ class AsyncClient(wire.BaseClient):
 
     async def score(self, **options: Unpack[ScoreOptions]) -> ScoreResult:
         """Do as ``Client.score``."""
-        return wire.parsed(await self._call(wire.SCORE, request_body(options)), ScoreResult)
+        return await self._get(wire.SCORE, ScoreResult, request_body(options))
 
     @asynccontextmanager
     async def stream(self, **options: Unpack[ScoreOptions]) -> AsyncIterator[AsyncAnswer]:
         """Do as ``Client.stream``."""
-        response = await self._call(wire.SCORE, request_body(options, stream=True), stream=True)
-        answer = AsyncAnswer(response, self._silence_message)
+        answer = await self._stream(AsyncAnswer, options)
         try:
-            self._check_stream(response)
-            answer._begin(await answer._next())
             yield answer
         finally:
-            answer._closed = True
-            await response.aclose()
+            await self._end(answer)
 
     async def ready(self) -> Readiness:
         """Do as ``Client.ready``."""
-        try:
-            body = wire.parsed(await self._attempt(wire.READY, None, self._attempts()), ReadyBody)
-        except NotReady as error:
-            return Readiness(False, reason=error.message)
-        return Readiness(True, body.model, body.bundles)
+        return await self._ready()
 
     async def models(self) -> ModelList:
         """Do as ``Client.models``."""
-        return wire.parsed(await self._call(wire.MODELS), ModelList)
+        return await self._get(wire.MODELS, ModelList)
 
     async def bundles(self) -> BundleList:
         """Do as ``Client.bundles``."""
-        return wire.parsed(await self._call(wire.BUNDLES), BundleList)
-
-    async def _call(self, path: str, content: bytes | None = None, *, stream: bool = False) -> httpx.Response:
-        attempts = self._attempts()
-        while True:
-            try:
-                return await self._attempt(path, content, attempts, stream=stream)
-            except ClientError as error:
-                await self._sleep(attempts.pause(error))
-
-    async def _attempt(
-        self, path: str, content: bytes | None, attempts: wire.Attempts, *, stream: bool = False
-    ) -> httpx.Response:
-        request = self._request(self._http, path, content, attempts.remaining())
-        with wire.transport_errors(request.url, attempts.timeout_message):
-            response = await self._http.send(request, stream=stream)
-            if response.status_code == 200:
-                return response
-            try:
-                await response.aread()
-            finally:
-                await response.aclose()
-        raise wire.refusal(response)
+        return await self._get(wire.BUNDLES, BundleList)

@@ -1,18 +1,4 @@
-"""The client's exceptions, as one tree.
-
-    ClientError
-    |-- Withheld                    the gate held the answer back; carries the risk
-    |-- TransportError              no complete answer: no connection, or it broke
-    |   `-- TimedOut                the timeout of the call has passed
-    |-- UnexpectedAnswer            the answer is not HalluTracer's: a proxy's page, another service, a missing field
-    `-- APIError                    the service's error: status, code, message, param, request_id, retry_after
-        |-- RequestRefused    4xx   the request is wrong and would fail again unchanged
-        |   |-- Unauthorized  401
-        |   `-- NotFound      404   no such bundle, model or path
-        |-- Overloaded        429   the queue is full
-        `-- ServerError       5xx
-            |-- NotReady      503
-            `-- DeadlineExceeded 504
+"""The client's exceptions, as one tree with the root ``ClientError``.
 
 A wrong argument raises ValueError or TypeError before anything is sent.  No message contains the API key or a prompt.
 """
@@ -76,40 +62,37 @@ class APIError(ClientError):
         at = "in the stream" if status is None else str(status)
         request = f" [request {request_id}]" if request_id else ""
         super().__init__(f"{at} {code}: {message}{request}")
-        self.message = message
-        self.status = status
-        self.code = code
+        self.message, self.status, self.code, self.request_id = message, status, code, request_id
         self.param = param  # the request field that is wrong
-        self.request_id = request_id
         self.retry_after = retry_after  # seconds
 
 
 class RequestRefused(APIError):
-    """The request is wrong and would fail again unchanged."""
+    """4xx: the request is wrong and would fail again unchanged."""
 
 
 class Unauthorized(RequestRefused):
-    """The API key is missing or unknown."""
+    """401: the API key is missing or unknown."""
 
 
 class NotFound(RequestRefused):
-    """No such bundle, model or path on this service."""
+    """404: no such bundle, model or path on this service."""
 
 
 class Overloaded(APIError):
-    """The queue is full; retry after ``retry_after`` seconds."""
+    """429: the queue is full; retry after ``retry_after`` seconds."""
 
 
 class ServerError(APIError):
-    """The service failed."""
+    """5xx: the service failed."""
 
 
 class NotReady(ServerError):
-    """The service is loading or shutting down."""
+    """503: the service is loading or shutting down."""
 
 
 class DeadlineExceeded(ServerError):
-    """The request's deadline has passed on the server."""
+    """504: the request's deadline has passed on the server."""
 
 
 _BY_STATUS = {401: Unauthorized, 404: NotFound, 429: Overloaded, 503: NotReady, 504: DeadlineExceeded}

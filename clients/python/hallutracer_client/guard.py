@@ -27,11 +27,7 @@ class Guard:
     bundle: str | None = None
 
     def risk(
-        self,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        prompt: str | None = None,
-        raises: bool = False,
+        self, *, messages: Sequence[Mapping[str, str]] | None = None, prompt: str | None = None, raises: bool = False
     ) -> Risk:
         """Return the risk of the answer to a conversation, or to one question.
 

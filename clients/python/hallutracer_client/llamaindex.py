@@ -66,15 +66,18 @@ class GuardedLLM(LLM):
         """That of the wrapped LLM, but for calls of tools, which cannot be scored."""
         return self._llm.metadata.model_copy(update={"is_function_calling_model": False})
 
-    def _withheld(
-        self, messages: Sequence[ChatMessage] | None = None, prompt: str | None = None
-    ) -> ChatResponse | None:
-        """Return the response that stands for a withheld answer; None where the model may answer."""
-        turns = None if messages is None else [turn(one.role.value, _text(one), ROLES) for one in messages]
-        risk = self._guard.risk(messages=turns, prompt=prompt, raises=self._raises)
+    def _withheld(self, given: Any) -> Any:
+        """Return what stands for a withheld answer to messages, or to a prompt; None: the model may answer."""
+        if isinstance(given, str):
+            risk = self._guard.risk(prompt=given, raises=self._raises)
+        else:
+            turns = [turn(one.role.value, _text(one), ROLES) for one in given]
+            risk = self._guard.risk(messages=turns, raises=self._raises)
         if not risk.gated:
             return None
         text, told = risk.message or "", details(risk)
+        if isinstance(given, str):
+            return CompletionResponse(text=text, delta=text, additional_kwargs=told)
         message = ChatMessage(role="assistant", content=text, additional_kwargs=told)
         return ChatResponse(message=message, delta=text, additional_kwargs=told)
 
@@ -84,21 +87,17 @@ class GuardedLLM(LLM):
 
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation in pieces; the risk is known before the first."""
-        if (instead := self._withheld(messages)) is not None:
-            return iter([instead])
-        return self._llm.stream_chat(messages, **kwargs)
+        instead = self._withheld(messages)
+        return iter([instead]) if instead else self._llm.stream_chat(messages, **kwargs)
 
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt."""
-        if (instead := self._withheld(prompt=prompt)) is not None:
-            return _completion(instead)
-        return self._llm.complete(prompt, formatted=formatted, **kwargs)
+        return self._withheld(prompt) or self._llm.complete(prompt, formatted=formatted, **kwargs)
 
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Answer a prompt in pieces."""
-        if (instead := self._withheld(prompt=prompt)) is not None:
-            return iter([_completion(instead)])
-        return self._llm.stream_complete(prompt, formatted=formatted, **kwargs)
+        instead = self._withheld(prompt)
+        return iter([instead]) if instead else self._llm.stream_complete(prompt, formatted=formatted, **kwargs)
 
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Do as ``chat``."""
@@ -106,26 +105,18 @@ class GuardedLLM(LLM):
 
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Do as ``stream_chat``."""
-        if (instead := await asyncio.to_thread(self._withheld, messages)) is not None:
-            return _one(instead)
-        return await self._llm.astream_chat(messages, **kwargs)
+        instead = await asyncio.to_thread(self._withheld, messages)
+        return _one(instead) if instead else await self._llm.astream_chat(messages, **kwargs)
 
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Do as ``complete``."""
-        if (instead := await asyncio.to_thread(self._withheld, None, prompt)) is not None:
-            return _completion(instead)
-        return await self._llm.acomplete(prompt, formatted=formatted, **kwargs)
+        instead = await asyncio.to_thread(self._withheld, prompt)
+        return instead or await self._llm.acomplete(prompt, formatted=formatted, **kwargs)
 
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Do as ``stream_complete``."""
-        if (instead := await asyncio.to_thread(self._withheld, None, prompt)) is not None:
-            return _one(_completion(instead))
-        return await self._llm.astream_complete(prompt, formatted=formatted, **kwargs)
-
-
-def _completion(response: ChatResponse) -> CompletionResponse:
-    text = response.message.content or ""
-    return CompletionResponse(text=text, delta=text, additional_kwargs=response.additional_kwargs)
+        instead = await asyncio.to_thread(self._withheld, prompt)
+        return _one(instead) if instead else await self._llm.astream_complete(prompt, formatted=formatted, **kwargs)
 
 
 async def _one(response: Any) -> Any:

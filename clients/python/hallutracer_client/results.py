@@ -118,6 +118,30 @@ class Risk(Checked):
         return self.decision != "continue"
 
 
+class OfOneRisk:
+    """What is read of the only prompt's ``Risk``."""
+
+    @property
+    def only(self) -> Risk:
+        """The prompt's risk."""
+        raise NotImplementedError
+
+    @property
+    def risk(self) -> float:
+        """P(hallucinated) of the only prompt, known before the first token."""
+        return self.only.risk
+
+    @property
+    def decision(self) -> str:
+        """The decision on the only prompt."""
+        return self.only.decision
+
+    @property
+    def gated(self) -> bool:
+        """Whether the only prompt's answer is withheld."""
+        return self.only.gated
+
+
 @dataclass(frozen=True)
 class Retrieval(Checked):
     """What fetching a passage changed.  ``drop`` is ``risk_before`` minus the risk now; None where it is not known."""
@@ -129,7 +153,7 @@ class Retrieval(Checked):
 
 
 @dataclass(frozen=True)
-class ScoreResult(Checked):
+class ScoreResult(OfOneRisk, Checked):
     """The service's answer to one request; ``data`` has one ``Risk`` per prompt, in order."""
 
     id: str
@@ -154,21 +178,6 @@ class ScoreResult(Checked):
         if len(self.data) != 1:
             raise ValueError(f"{len(self.data)} prompts were sent: read 'data', one entry per prompt")
         return self.data[0]
-
-    @property
-    def risk(self) -> float:
-        """P(hallucinated) of the only prompt."""
-        return self.only.risk
-
-    @property
-    def decision(self) -> str:
-        """The decision on the only prompt."""
-        return self.only.decision
-
-    @property
-    def gated(self) -> bool:
-        """Whether the only prompt's answer is withheld."""
-        return self.only.gated
 
     @property
     def text(self) -> str | None:

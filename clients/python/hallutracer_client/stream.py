@@ -1,20 +1,35 @@
-"""A stream without its connection: events from bytes, first the risk, then, unless gated, the answer piece by piece."""
+"""A streamed answer: events from bytes, first the risk, then, unless gated, the answer piece by piece."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from inspect import isawaitable
+from typing import Any, TypeVar
 
 import httpx
 
-from hallutracer_client import wire
+from hallutracer_client import results, wire
 from hallutracer_client.errors import TransportError, Withheld
 from hallutracer_client.results import Chunk, Completion, ErrorEnvelope, InvalidBody, Risk, ScoreResult, Usage, parse
 
 T = TypeVar("T")
 DONE = b"[DONE]"
 _END = re.compile(rb"\r\n|\n|\r")  # bytes.splitlines knows more; a separator inside a text, U+2028 say, ends no line
+
+
+async def done(step: Any) -> Any:
+    """Return what a step of a client gives; that of an asyncio client is waited for."""
+    return await step if isawaitable(step) else step
+
+
+def now(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a blocking client's work: none of its steps waits for an event loop."""
+    try:
+        work.send(None)
+    except StopIteration as ended:
+        return ended.value  # type: ignore[no-any-return]
+    raise AssertionError("a blocking step waited for an event loop")
 
 
 class EventReader:
@@ -47,14 +62,17 @@ class EventReader:
                     yield data
 
 
-class BaseAnswer:
-    """A streamed answer.  The risk is known from the start; iterating gives the text.
+class BaseAnswer(results.OfOneRisk):
+    """A streamed answer: check ``gated``, then iterate over pieces of text.  The risk is known from the start.
 
     Iterating a gated answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for an empty answer.
     """
 
-    def __init__(self, response: httpx.Response, timeout_message: str) -> None:
-        self._response, self._timeout_message = response, timeout_message
+    _advance: Any  # next or anext
+    _events: Any
+
+    def __init__(self, response: httpx.Response, timeout_s: float) -> None:
+        self._response, self._timeout_s = response, timeout_s
         self._score: ScoreResult | None = None
         self._pieces: list[str] = []
         self._finish_reason: str | None = None
@@ -68,29 +86,16 @@ class BaseAnswer:
         return self._score
 
     @property
-    def first(self) -> Risk:
+    def only(self) -> Risk:
         """The prompt's ``Risk``."""
         return self.score.only
 
-    @property
-    def risk(self) -> float:
-        """P(hallucinated), known before the first token."""
-        return self.first.risk
-
-    @property
-    def decision(self) -> str:
-        """The decision on the prompt."""
-        return self.first.decision
-
-    @property
-    def gated(self) -> bool:
-        """Whether the gate withholds the text."""
-        return self.first.gated
+    first = only
 
     @property
     def message(self) -> str | None:
         """The policy's text to show instead of an answer, if it has one."""
-        return self.first.message
+        return self.only.message
 
     @property
     def completion(self) -> Completion | None:
@@ -104,37 +109,48 @@ class BaseAnswer:
         """Token counts; those of the answer are known at its end."""
         return self._usage or self.score.usage
 
-    def _begin(self, data: bytes | None) -> None:
-        if (first := self._there(data)) == DONE:
+    async def _next(self) -> bytes:
+        with wire.transport_errors(self._response.url, f"the stream was silent for {self._timeout_s:g} s"):
+            data: bytes | None = await done(self._advance(self._events, None))
+        if data is None:
+            raise TransportError(f"the stream broke off after {len(self._pieces)} pieces, before its end")
+        return data
+
+    async def _begin(self) -> None:
+        """Check that the unread body is an event stream, and read the risk.
+
+        The request was sent with the time its attempt had left; from here on every gap may last the whole timeout.
+        httpcore reads this entry when it begins to read the body.
+        """
+        if self._response.headers.get("content-type", "").partition(";")[0].strip() != "text/event-stream":
+            raise wire.unexpected(self._response, "it is not an event stream")
+        self._response.request.extensions["timeout"]["read"] = self._timeout_s
+        if (first := await self._next()) == DONE:
             raise wire.unexpected(self._response, "the stream has no risk")
         self._score = self._read(ScoreResult, first)
         if len(self._score.data) != 1:
             problem = f"field 'data': {len(self._score.data)} risks in a stream of one prompt"
             raise wire.unexpected(self._response, problem)
 
-    def _require_open(self) -> None:
+    async def _piece(self) -> str:
+        """Return the next piece of text; "" at the end."""
         if self.gated:
-            raise Withheld(self.first)
+            raise Withheld(self.only)
         if self._closed and not self._ended:
             raise RuntimeError("the stream was closed before its end: read it inside its 'with'")
-
-    def _accept(self, data: bytes | None) -> str:
-        """Return the next event's text, perhaps empty."""
-        if (event := self._there(data)) == DONE:
-            if self._finish_reason is None or self._usage is None:
-                raise wire.unexpected(self._response, "the answer ended without 'finish_reason' and 'usage'")
-            self._ended = True
-            return ""
-        chunk = self._read(Chunk, event)
-        self._pieces.append(chunk.delta.text)
-        self._finish_reason = chunk.finish_reason or self._finish_reason
-        self._usage = chunk.usage or self._usage
-        return chunk.delta.text
-
-    def _there(self, data: bytes | None) -> bytes:
-        if data is None:
-            raise TransportError(f"the stream broke off after {len(self._pieces)} pieces, before its end")
-        return data
+        while not self._ended:
+            if (event := await self._next()) == DONE:
+                if self._finish_reason is None or self._usage is None:
+                    raise wire.unexpected(self._response, "the answer ended without 'finish_reason' and 'usage'")
+                self._ended = True
+                break
+            chunk = self._read(Chunk, event)
+            self._pieces.append(chunk.delta.text)
+            self._finish_reason = chunk.finish_reason or self._finish_reason
+            self._usage = chunk.usage or self._usage
+            if chunk.delta.text:
+                return chunk.delta.text
+        return ""
 
     def _read(self, shape: type[T], data: bytes) -> T:
         try:
@@ -146,3 +162,35 @@ class BaseAnswer:
         except InvalidBody:
             raise wire.unexpected(self._response, problem) from None
         raise wire.api_error(body, None, self._response.headers.get("x-request-id"))
+
+
+class Answer(BaseAnswer):
+    """``BaseAnswer`` of a ``Client``."""
+
+    _advance = staticmethod(next)
+
+    def __init__(self, response: httpx.Response, timeout_s: float) -> None:
+        super().__init__(response, timeout_s)
+        reader = EventReader()
+        self._events = (data for piece in response.iter_bytes() for data in reader.feed(piece))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
+        while piece := now(self._piece()):
+            yield piece
+
+
+class AsyncAnswer(BaseAnswer):
+    """``BaseAnswer`` of an ``AsyncClient``."""
+
+    _advance = staticmethod(anext)
+
+    def __init__(self, response: httpx.Response, timeout_s: float) -> None:
+        super().__init__(response, timeout_s)
+        reader = EventReader()
+        self._events = (data async for piece in response.aiter_bytes() for data in reader.feed(piece))
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
+        while piece := await self._piece():
+            yield piece

@@ -76,12 +76,8 @@ class Attempts:
 
     def pause(self, error: ClientError) -> float:
         """Return the seconds before the next attempt.  Raises ``error`` if there is none, or no time for it."""
-        retryable = (
-            isinstance(error, TransportError)
-            and not isinstance(error, TimedOut)
-            or isinstance(error, APIError | UnexpectedAnswer)
-            and error.status in RETRIED
-        )
+        broke = isinstance(error, TransportError) and not isinstance(error, TimedOut)
+        retryable = broke or (isinstance(error, APIError | UnexpectedAnswer) and error.status in RETRIED)
         if self._retries >= self._max_retries or not retryable:
             raise error
         retry_after: float | None = getattr(error, "retry_after", None)
@@ -94,48 +90,18 @@ class Attempts:
         return wait
 
 
-class BaseClient:
-    """What the blocking and the asyncio client share besides their connection pools.  Raises ValueError."""
+def request(
+    http: httpx.Client | httpx.AsyncClient, url: str, content: bytes | None, remaining_s: float
+) -> httpx.Request:
+    """Return a GET, or with ``content`` a POST of JSON; it continues the caller's trace, if there is one."""
+    own = {} if content is None else {"Content-Type": "application/json"}
+    if "opentelemetry.trace" in sys.modules:  # the program traces; nothing is imported for it
+        from opentelemetry.propagate import inject
 
-    def __init__(
-        self, base_url: str, timeout: float, max_retries: int, clock: Callable[[], float], draw: Callable[[], float]
-    ) -> None:
-        if not 0 < timeout < float("inf"):
-            raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
-        if max_retries < 0:
-            raise ValueError(f"max_retries must be 0 or more, not {max_retries}")
-        self._base_url, self._max_retries = checked_base_url(base_url), max_retries
-        self._timeout_s, self._clock, self._draw = timeout, clock, draw
-        self._silence_message = f"the stream was silent for {timeout:g} s"
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._base_url)!r})"
-
-    def _attempts(self) -> Attempts:
-        return Attempts(self._max_retries, self._timeout_s, self._clock, self._draw)
-
-    def _request(
-        self, http: httpx.Client | httpx.AsyncClient, path: str, content: bytes | None, remaining_s: float
-    ) -> httpx.Request:
-        """Return a GET, or with ``content`` a POST of JSON; it continues the caller's trace, if there is one."""
-        own = {} if content is None else {"Content-Type": "application/json"}
-        if "opentelemetry.trace" in sys.modules:  # the program traces; nothing is imported for it
-            from opentelemetry.propagate import inject
-
-            inject(own)
-        timeout = httpx.Timeout(remaining_s, connect=min(CONNECT_S, remaining_s))
-        method, url = "GET" if content is None else "POST", f"{self._base_url}{path}"
-        return http.build_request(method, url, content=content, headers=own, timeout=timeout)
-
-    def _check_stream(self, response: httpx.Response) -> None:
-        """Check that a response with an unread body is an event stream, and set its timeout for each read.
-
-        The request was sent with the time its attempt had left; from here on every gap may last the whole timeout.
-        httpcore reads this entry when it begins to read the body.  Raises UnexpectedAnswer.
-        """
-        if response.headers.get("content-type", "").partition(";")[0].strip() != "text/event-stream":
-            raise unexpected(response, "it is not an event stream")
-        response.request.extensions["timeout"]["read"] = self._timeout_s
+        inject(own)
+    timeout = httpx.Timeout(remaining_s, connect=min(CONNECT_S, remaining_s))
+    method = "GET" if content is None else "POST"
+    return http.build_request(method, url, content=content, headers=own, timeout=timeout)
 
 
 @contextmanager

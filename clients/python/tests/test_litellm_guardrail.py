@@ -16,6 +16,7 @@ from litellm.proxy.guardrails.guardrail_hooks.generic_guardrail_api import Gener
 URL = os.environ["HALLUTRACER_URL"]
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 AWAY = "http://127.0.0.1:9"
+OPEN = {"unreachable_fallback": "fail_open"}
 LOOP = asyncio.new_event_loop()  # one for all: LiteLLM keeps its connections
 
 
@@ -28,37 +29,28 @@ def check(question: str, url: str = URL, input_type: Any = "request", more: Any 
     return LOOP.run_until_complete(applied())
 
 
-def test_a_known_question_passes_unchanged() -> None:
+def test_a_known_question_passes_and_an_unknown_one_is_blocked_with_the_policys_message() -> None:
     assert check(KNOWN)["texts"] == [KNOWN]
-
-
-def test_an_unknown_one_is_blocked_with_the_policys_message() -> None:
     with pytest.raises(GuardrailRaisedException, match="I am not sure"):
         check(UNKNOWN)
 
 
-def test_parameters_of_ours_are_taken() -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"additional_provider_specific_params": {"threshold": 0.0, "policy": "block"}}, "withheld: risk"),
+     ({"additional_provider_specific_params": {"treshold": 1.0}}, "422"),
+     ({"more": {"images": ["data:image/png;base64,AA"]}}, "images"), ({"input_type": "response"}, "422"),
+     ({"url": AWAY}, "Guardrail API failed")],
+)  # fmt: skip
+def test_what_is_blocked(options: dict[str, Any], said: str) -> None:
+    """A typo in a parameter of ours, what cannot be read, and an answer, which is not judged, do not pass."""
+    with pytest.raises(Exception, match=said):
+        check(KNOWN, **options)
+
+
+def test_what_the_operator_lets_through() -> None:
     assert check(UNKNOWN, additional_provider_specific_params={"threshold": 1.0})["texts"] == [UNKNOWN]
-    with pytest.raises(GuardrailRaisedException, match="withheld: risk"):
-        check(KNOWN, additional_provider_specific_params={"threshold": 0.0, "policy": "block"})
-    with pytest.raises(Exception, match="422"):
-        check(KNOWN, additional_provider_specific_params={"treshold": 1.0})
-
-
-def test_what_cannot_be_read_is_blocked() -> None:
-    with pytest.raises(GuardrailRaisedException, match="images"):
-        check(KNOWN, more={"images": ["data:image/png;base64,AA"]})
-
-
-def test_answers_are_not_judged() -> None:
-    with pytest.raises(Exception, match="422"):
-        check(KNOWN, input_type="response")
-
-
-def test_it_fails_closed_unless_told_otherwise() -> None:
-    with pytest.raises(Exception, match="Guardrail API failed"):
-        check(KNOWN, url=AWAY)
-    assert check(KNOWN, url=AWAY, unreachable_fallback="fail_open")["texts"] == [KNOWN]
+    assert check(KNOWN, url=AWAY, **OPEN)["texts"] == [KNOWN]
 
 
 class Between(ThreadingHTTPServer):
@@ -94,9 +86,6 @@ def between() -> Iterator[tuple[Between, str]]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-OPEN = {"unreachable_fallback": "fail_open"}
 
 
 def test_it_was_there_and_is_stopped() -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from service.cli.loading import load_engine
-from service.cli.new_rows import one_bundle
 from service.cli.options import BundleOptions, EngineChoice, Output, UsageError, check
+from service.cli.train import one_bundle
 from service.data.options import BATCH_ROWS, BatchRows, Data, GeneratedLabels, JudgeOptions, LabelOptions, RunDir
 from service.options import Common
 from service.progress import note

@@ -1,0 +1,184 @@
+"""guarantee, recalibrate and feedback from the command line, with the demo model and its own questions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from probes_store.store import Store
+from service.demo.questions import questions
+from service.trainer.cards import guaranteed_card
+from tests.command_line import run
+from tests.fitting.planted import write_rows
+from tests.probes_store.factory import guaranteed as draft
+from tests.running import until
+from tests.serve_process import serve
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("questions")
+    return {split: str(write_rows(folder / f"{split}.jsonl", questions(split))) for split in ("train", "dev", "test")}
+
+
+def command(verb: str, files: dict[str, str], folder: Path, *more: str) -> list[str]:
+    return [verb, "--bundle", "demo", "--new-name", "mine", "--data", files["dev"], "--model", "demo",
+            "--store", str(folder / "store"), "--run-dir", str(folder / "run"), *more]  # fmt: skip
+
+
+def own(files: dict[str, str]) -> list[str]:
+    return ["--trained-on", files["train"], "--trained-on", files["test"]]
+
+
+@pytest.mark.parametrize(
+    ("verb", "more", "words"),
+    [
+        ("guarantee", ["--alpha", "0.1,0.2"], ["1713 rows in 767 groups for the test, new to demo:1",
+                                               "alpha 0.2, delta 0.025: at least 17 answering groups"]),
+        ("recalibrate", [], ["1713 labelled rows in 767 groups, new to demo:1"]),
+    ],
+)  # fmt: skip
+def test_a_dry_run_loads_no_model_and_writes_nothing(
+    tmp_path: Path, files: dict[str, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str, more: list[str],
+    words: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("service.cli.train.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert run(*command(verb, files, tmp_path, *own(files), *more), "--dry-run") == 0
+    said = capsys.readouterr()
+    assert (said.out, [word for word in words if word not in said.err]) == ("", [])
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("verb", "more", "said"),
+    [
+        ("guarantee", ["--judge", "openai"], "--judge-url"), ("recalibrate", ["--judge", "openai"], "--judge-url"),
+        ("guarantee", ["--prompt-format", "text"], "that of the bundle's training rows"),
+        ("recalibrate", ["--prompt-format", "text"], "that of the bundle's training rows"),
+        ("guarantee", ["--labels", "sample"], "greedy answers"), ("recalibrate", ["--threshold-rule", "loose"], "keep"),
+        ("recalibrate", ["--threshold-rule", "youden"], "keep"), ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    tmp_path: Path, files: dict[str, str], capsys: Capture, verb: str, more: list[str], said: str
+) -> None:
+    assert run(*command(verb, files, tmp_path, *more)) in (1, 2)
+    assert said in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_guarantee_is_shown_and_listed(tmp_path: Path, capsys: Capture) -> None:
+    made = draft()
+    Store(tmp_path).publish(dataclasses.replace(made, card=guaranteed_card(made.card, made.manifest)))
+
+    def printed(*arguments: str) -> str:
+        assert run("bundle", *arguments, "--store", str(tmp_path)) == 0
+        return capsys.readouterr().out
+
+    shown = printed("show", "tiny")
+    assert "## Guarantee" in shown
+    assert "It holds." in shown
+    assert json.loads(printed("show", "tiny", "--json"))["guarantee"]["statement"] == "It holds."
+    rows = {row["bundle"]: row["guarantee"] for row in json.loads(printed("list", "--json"))}
+    assert (rows["tiny:1"], rows["demo:1"]) == ("alpha 0.1, delta 0.05", None)
+
+
+def verified(store: Path, capsys: Capture) -> None:
+    assert run("bundle", "verify", "mine", "--model", "demo", "--store", str(store)) == 0
+    assert "golden prompts gave the recorded risks" in capsys.readouterr().out
+
+
+def test_the_demo_models_own_rows_at_another_share(tmp_path: Path, files: dict[str, str], capsys: Capture) -> None:
+    """Its real answers: at training's share nothing is published; where most are wrong, the risk follows."""
+    rows = [row for row in questions("dev") if row["kind"] == "city_country"][:180]
+    asked = files | {"dev": str(write_rows(tmp_path / "asked.jsonl", rows))}
+    assert run(*command("recalibrate", asked, tmp_path, *own(files))) == 0
+    said = capsys.readouterr()
+    assert (said.out, "nothing was published" in said.err) == ("", True)
+    [labels] = (tmp_path / "run").rglob("labels-*.jsonl")
+    found = {one["id"]: one["verdict"] for one in map(json.loads, labels.read_text().splitlines())}
+    wrong = [row | {"label": 0} for row in rows if found[str(row["id"])] == "hallucinated"]
+    right = [row | {"label": 1} for row in rows if found[str(row["id"])] == "factual"]
+    shifted = files | {"dev": str(write_rows(tmp_path / "shifted.jsonl", wrong + right[: len(wrong) // 5]))}
+    assert run(*command("recalibrate", shifted, tmp_path, *own(files), "--labels", "given")) == 0
+    assert "mine:1  sha256:" in capsys.readouterr().out
+    bundle = Store(tmp_path / "store").load("mine")
+    (record,) = bundle.evaluation()["recalibrations"]
+    before, after = (record["candidates"][name] for name in ("identity", record["chosen"]))
+    assert after["gain"]["low"] > 0
+    assert after["calibration_debiased"]["mean"] < before["calibration_debiased"]["mean"]
+    assert record["at_threshold"]["before"] == record["at_threshold"]["after"]
+    assert "## Recalibration" in bundle.card()
+    verified(tmp_path / "store", capsys)
+
+
+def test_a_password_is_not_printed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, verb in (("FEEDBACK_DB", "serve"), ("FEEDBACK", "recalibrate")):
+        monkeypatch.setenv(f"HALLUTRACER_{variable}", "postgresql://u:geheim@h/d")
+        assert run(verb, "--print-config") == 0
+        printed = capsys.readouterr().out
+        assert (f'{variable.lower()} = "***"' in printed, "geheim" in printed) == (True, False)
+
+
+def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: Capture) -> None:
+    """A real service, which keeps the prompts; the labels of what the command lists are on its card."""
+    place = f"--feedback-db={tmp_path / 'feedback.db'}"
+    options = ("--feedback-prompts", "--feedback-days=1", "--feedback-share=1")
+    with serve("--policy=observe", place, *options) as service:
+        body = {"prompt": ["What is the capital of France?", "What is the capital of Italy?"], "threshold": None}
+        answer = httpx.post(f"{service.url}/score", json=body, timeout=60).json()
+        given = [one["index"] for one in answer["data"] if not one["flagged"]]
+        assert given
+
+        def listed() -> list[dict[str, Any]]:
+            assert run("feedback", place) == 0
+            return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+        until(lambda: len(listed()) == len(given))
+        found = listed()
+        assert [one["given"]["prompt"] for one in found] == [body["prompt"][index] for index in given]
+        said = {"id": found[0]["id"], "index": found[0]["index"], "label": "factual"}
+        assert httpx.post(f"{service.url}/v1/feedback", json=said, timeout=60).json()["drawn"] is True
+        assert listed() == found[1:]
+
+
+@pytest.mark.long
+def test_users_say_what_was_wrong_and_the_next_version_knows(
+    tmp_path: Path, files: dict[str, str], capsys: Capture
+) -> None:
+    """Real answers, judged by their accepted answers; of the right ones every sixth is labelled."""
+    database, store = tmp_path / "feedback.db", tmp_path / "store"
+    rows = [row for row in questions("dev") if row["kind"] == "city_country"][:400]
+    said = []
+    with serve("--policy=observe", f"--feedback-db={database}", HALLUTRACER_STORE=str(store)) as service:
+        for start in range(0, len(rows), 60):
+            asked = rows[start : start + 60]
+            body = {"prompt": [row["prompt"] for row in asked], "generate": {"max_tokens": 24}}
+            answer = httpx.post(f"{service.url}/score", json=body, timeout=300).json()
+            for row, found in zip(asked, answer["data"], strict=True):
+                text = found["completion"]["text"].lower()
+                right = any(one.lower() in text for one in row["answers"])
+                said.append((right, {"id": answer["id"], "index": found["index"]}))
+        kept = [one for one in said if not one[0]] + [one for one in said if one[0]][::6]
+        for right, place in kept:
+            label = {"label": "factual" if right else "hallucinated"}
+            httpx.post(f"{service.url}/v1/feedback", json=place | label, timeout=60).raise_for_status()
+    asks = ["recalibrate", "--bundle", "demo", "--new-name", "mine", "--feedback", str(database), "--store", str(store)]
+    assert run(*asks, *own(files), "--dry-run") == 0
+    assert f"{len(kept)} of them labelled" in capsys.readouterr().err
+    assert run(*asks, *own(files)) == 0
+    assert "mine:1  sha256:" in capsys.readouterr().out
+    bundle = Store(store).load("mine")
+    (record,) = bundle.evaluation()["recalibrations"]
+    assert record["feedback"]["answers"] == len(rows)
+    assert record["candidates"][record["chosen"]]["gain"]["low"] > 0
+    assert "### Who was labelled" in bundle.card()
+    assert rows[0]["prompt"] not in json.dumps(record)
+    verified(store, capsys)

@@ -1,0 +1,278 @@
+"""What the pages say about the code is what the code says; the site builds and leads everywhere; the notebooks run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from packaging.requirements import Requirement
+
+from hallutracer_research.demo.report import METHODS
+from service.access.keys import KeyTable, parse_keys
+from service.engines.families import FAMILIES
+from service.errors import HalluTracerError
+from service.policies.policy import read_policies
+from tests.docs.pages import PAGES, RECORDS, ROOT, blocks
+from tests.serve_process import inherited
+
+# Errors that no HTTP answer carries: of the command line, of loading (served as not_ready), and of a client that left.
+NOT_ANSWERED = {
+    "client_closed_request", "unknown_family", "model_load_error", "training_error", "bad_data", "run_mismatch",
+    "no_direction", "no_threshold",
+}  # fmt: skip
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_readme_is_one_page_and_its_first_screen_one_screen() -> None:
+    """To the end of the table that says when to use what."""
+    lines = text_of("README.md").splitlines()
+    assert len(lines) <= 150
+    assert max(place for place, line in enumerate(lines) if line.startswith("| [LettuceDetect]")) < 45
+
+
+def test_the_recipe_is_for_the_vllm_that_the_plugin_reads() -> None:
+    extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+    pinned = next(iter(Requirement(extras["vllm"][0]).specifier)).version
+    assert f"FROM vllm/vllm-openai:v{pinned}\n" in text_of("docs/vllm.md")
+
+
+def errors(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:
+    yield root
+    for child in root.__subclasses__():
+        if child.__module__ == "service.errors":
+            yield from errors(child)
+
+
+def test_the_table_of_errors_is_the_codes() -> None:
+    answered = {error.code: error.status for error in errors(HalluTracerError)}
+    answered |= {"invalid_json": 400, "method_not_allowed": 405}
+    section = text_of("docs/api.md").partition("## Errors")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d{3}) \| (.*?) \|", section, re.MULTILINE)
+    documented = {code: int(status) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
+    assert documented == {code: status for code, status in answered.items() if code not in NOT_ANSWERED}
+
+
+def test_the_files_of_policies_and_of_keys_are_read(tmp_path: Path) -> None:
+    policies, keys = ([block.text for block in blocks(ROOT / "docs" / name) if block.language == "toml"]
+                      for name in ("serving.md", "security.md"))  # fmt: skip
+    (path := tmp_path / "policies.toml").write_text("".join(policies))
+    assert read_policies(path).named["support"].threshold == 0.4
+    [key] = parse_keys(keys[0], "security.md", {"gate", "block"})
+    assert (key.name, len(policies), len(keys)) == ("search-team", 1, 1)
+    assert set(KeyTable.model_fields) == set(re.findall(r"^(\w+) =", keys[0], re.MULTILINE))
+
+
+def cells(value: Any) -> str:
+    return f"{value['mean']:.3f} ± {value['std']:.3f}"
+
+
+def test_the_demo_models_table_is_the_report() -> None:
+    table = json.loads(text_of("service/demo/assets/report.json"))["table"]
+    every, never = (
+        {line.split(" | ")[0].removeprefix("| "): line for line in part.splitlines() if line.startswith("| ")}
+        for part in text_of("docs/results.md").split("no refusal document mentions")
+    )
+    for name, title in METHODS.items():
+        row = table[name]
+        columns = ["auroc", "auprc", "auroc_within_kind", "auroc_within_kind_x_template"]
+        assert every[title] == "| " + " | ".join([title, *(cells(row[key]) for key in [*columns, "ece"])]) + " |"
+        assert never[title] == "| " + " | ".join([title, *(cells(row[f"no_refusal_{key}"]) for key in columns)]) + " |"
+
+
+def test_the_model_families_are_all_named() -> None:
+    section = text_of("docs/contributing.md").partition("### Model families")[2].partition("\n### ")[0]
+    for family in FAMILIES:
+        name = re.split(r"[ ,]", family.name)[0]
+        assert name.split("-")[0] in section, family.name
+
+
+def test_named_files_exist() -> None:
+    named = r"`((?:service|probes_store|tests|deploy|docs|clients|research|benchmarks)/[\w./-]*[\w/])`"
+    found = [(page.name, path) for page in PAGES for path in re.findall(named, page.read_text())]
+    assert [(page, path) for page, path in found if not (ROOT / path).exists()] == []
+
+
+def test_the_dependencies_all_have_a_reason() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    extras = [name for group in project["optional-dependencies"].values() for name in group]
+    table = text_of("docs/contributing.md").partition("\n## Dependencies")[2]
+    for wanted in [*project["dependencies"], *extras]:
+        name = re.match(r"[\w-]+", wanted)
+        assert name
+        if name[0].startswith("types-") or name[0] in ("scipy-stubs", "hallutracer"):
+            continue  # "type stubs"
+        assert re.search(rf"\b{name[0]}\b", table), name[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "function", "file"),
+    [("structure.py", "draw", "structure.svg"), ("cli_reference.py", "document", "cli.md")],
+)
+def test_what_is_generated_is_up_to_date(script: str, function: str, file: str) -> None:
+    assert runpy.run_path(str(ROOT / "docs" / script))[function]() == text_of(f"docs/{file}"), f"run: docs/{script}"
+
+
+def test_the_clients_page_names_every_script_and_the_pinned_versions() -> None:
+    text = text_of("docs/apps.md")
+    for script in (ROOT / "clients" / "quickstarts").glob("*.py"):
+        assert f"`{script.name}`" in text
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", text_of("clients/requirements.txt"), re.MULTILINE))
+    tested = re.findall(r"(?!and)\b([a-z-]+) (\d[\d.]*\d)", text.partition("## Tested with")[2].partition("\n## ")[0])
+    wanted = re.findall(r"^([a-z-]+)", text_of("clients/requirements.in"), re.MULTILINE)
+    assert {name for name, _ in tested} == set(wanted) - {"pytest"}
+    for name, version in tested:
+        assert pins[name] == version
+    newest = re.search(r"^openai==(\S+)$", text_of("constraints.txt"), re.MULTILINE)
+    assert newest
+    assert f" and {newest[1]}" in text
+    extras = tomllib.loads(text_of("clients/python/pyproject.toml"))["project"]["optional-dependencies"]
+    for (requirement,) in extras.values():
+        assert Requirement(requirement).specifier.contains(pins[Requirement(requirement).name])
+
+
+# --- the site ---
+
+
+def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    """What `make docs` runs."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-c", str(ROOT / "docs")]
+    return subprocess.run(
+        [*command, "-d", str(target / ".doctrees"), str(source), str(target / "site")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("furo", reason="pip install 'hallutracer[docs]'")
+    target = tmp_path_factory.mktemp("docs")
+    done = build(ROOT, target)
+    assert done.returncode == 0, done.stderr
+    return target / "site"
+
+
+def test_every_page_is_there_and_in_the_navigation(site: Path) -> None:
+    front = (site / "README.html").read_text(encoding="utf-8")
+    for page in set(PAGES) - set(RECORDS):
+        name = page.relative_to(ROOT).with_suffix(".html")
+        assert (site / name).is_file(), name
+        assert name.name == "README.html" and name.parent == Path() or f'href="{name}"' in front, name
+    assert "README.html" in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_it_needs_no_network_and_its_links_are_well_formed(site: Path) -> None:
+    assert (site / "searchindex.js").is_file()
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]*\bsrc="([^"]+)"|<link[^>]*\bhref="([^"]+)"', text)
+        assert [url for pair in loaded for url in pair if url.startswith(("http:", "https:", "//"))] == [], page
+        for image in re.findall(r'<img[^>]*\bsrc="([^"]+)"', text):
+            assert (page.parent / image).is_file(), f"{page}: {image}"
+        for parts in map(urlsplit, re.findall(r'<a[^>]*\bhref="([^"#][^"]*)"', text)):
+            assert parts.scheme in ("", "https", "http", "mailto"), f"{page}: {parts}"
+            assert not parts.scheme or re.fullmatch(r"[\w-]+(\.[\w-]+)+(:\d+)?", parts.netloc), f"{page}: {parts}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//|@import\s+['\"]?http", style.read_text(encoding="utf-8")), style
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[gone](docs/gone.md)", "[gone](docs/serving.md#gone)", "![gone](docs/gone.png)"],
+    ids=["page", "anchor", "image"],
+)
+def test_a_broken_link_fails_the_build(site: Path, tmp_path: Path, text: str) -> None:
+    source = tmp_path / "source"
+    (source / "docs").mkdir(parents=True)
+    (source / "README.md").write_text(f"# Front\n\n[fine](docs/serving.md#errors)\n\n{text}\n")
+    (source / "docs" / "serving.md").write_text("# Serving\n\n## Errors\n")
+    done = build(source, tmp_path)
+    assert done.returncode != 0
+    assert "gone" in done.stderr
+
+
+# --- the notebooks ---
+
+NOTEBOOK_FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(NOTEBOOK_FOLDER.glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One kernel for all of them, emptied in between: most of a notebook's time goes into importing torch."""
+    for name in ("nbformat", "nbclient", "pandas"):
+        pytest.importorskip(name, reason="pip install 'hallutracer[test]'")
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    manager.kernel_spec.argv[0] = sys.executable
+    home = str(tmp_path_factory.mktemp("home"))
+    paths = {"HOME": home, "IPYTHONDIR": home, "JUPYTER_CONFIG_DIR": home, "PYTHONPATH": str(ROOT)}
+    manager.start_kernel(env=inherited() | paths | {"TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"})
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+def executed(path: Path, folder: Path, kernel: Any) -> Any:
+    """The notebook after all of its cells ran in ``folder``."""
+    import nbclient
+    import nbformat
+
+    book = nbformat.read(path, as_version=4)
+    for name in NOTEBOOK_FOLDER.glob("*.jsonl"):
+        shutil.copy(name, folder)
+    start = nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {folder}")
+    ran = nbformat.from_dict({**book, "cells": [start, *book.cells]})
+    nbclient.NotebookClient(ran, km=kernel, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    ran["cells"] = ran["cells"][1:]
+    return ran
+
+
+def shown(book: Any) -> list[tuple[str, ...]]:
+    """What each cell shows: kinds of output, and the text of those that are not pictures."""
+    found = []
+    for cell in book.cells:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            kinds = tuple(sorted(data)) or (output["output_type"],)
+            found.append(kinds if "image/png" in data else (*kinds, str(data.get("text/plain", output.get("text")))))
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_is_committed(path: Path, tmp_path: Path, kernel: Any) -> None:
+    import nbformat
+
+    committed = nbformat.read(path, as_version=4)
+    ran = executed(path, tmp_path, kernel)
+    assert all(cell.execution_count for cell in committed.cells if cell.cell_type == "code"), "execute and commit it"
+    assert not [output for cell in ran.cells for output in cell.get("outputs", ()) if output.output_type == "stream"]
+    assert [kinds[:-1] for kinds in shown(ran)] == [kinds[:-1] for kinds in shown(committed)]
+    assert any("image/png" in kinds for kinds in shown(ran))
+    if os.environ.get("HALLUTRACER_WRITE_NOTEBOOKS"):
+        nbformat.write(ran, path)
+
+
+def test_there_are_notebooks_and_a_broken_one_fails(tmp_path: Path, kernel: Any) -> None:
+    assert {path.stem for path in NOTEBOOKS} == {"score-and-look", "train-on-your-rows"}
+    import nbclient
+    import nbformat
+
+    path = tmp_path / "broken.ipynb"
+    cells = [nbformat.v4.new_code_cell("import hallutracer as ht\nht.lode('demo')")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="hallutracer has no 'lode'; it has"):
+        executed(path, tmp_path, kernel)
