@@ -21,8 +21,7 @@ from service.api.request_schema import Include
 from service.engines.base import Sampling, TokenIds
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
-from service.judging.conversation import Shape, shape_of
-from service.judging.guarantee import decoding_violations, shape_violations
+from service.judging.guarantee import Shape, decoding_violations, shape_of, shape_violations
 from service.policies.guard import Action, Policy
 from service.prompts import Message
 from service.scoring import Scorer

@@ -35,9 +35,7 @@ from service.api.catalogue_schema import (
 )
 from service.api.response_schema import errors
 from service.errors import NotFound
-from service.judging.coverage import coverage
-from service.judging.form_table import form_table
-from service.judging.sample import sample_of
+from service.judging.evaluation import coverage, form_table, sample_of
 from service.scoring import Scorer
 from service.serving.rollout import Comparison
 from service.serving.service import Service

@@ -12,7 +12,7 @@ from httpx_sse import EventSource, SSEError
 
 from service.api.body import too_many_containers
 from service.errors import HalluTracerError, UpstreamFailed
-from service.policies.upstreams import Upstream
+from service.policies.guard import Upstream
 from service.serving.metrics import Metrics, Outcome
 
 if TYPE_CHECKING:

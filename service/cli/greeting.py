@@ -9,7 +9,7 @@ import shlex
 from service.cli.held_out import SHOWN
 from service.cli.output import print_line
 from service.engines.bridge import gather_all
-from service.judging.sample import sample_of
+from service.judging.evaluation import sample_of
 from service.policies.guard import OBSERVE, Action
 from service.scoring import Scorer
 from service.serving.service import Service

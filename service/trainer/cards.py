@@ -20,7 +20,7 @@ from probes_store.records import Guarantee, Recalibration, Uncertainty
 from service.fitting.presentation import markdown_table
 from service.fitting.recalibration import ChosenMap
 from service.fitting.thresholds import LEAST_ANSWERED, GuaranteeStep
-from service.judging.form_table import kept_forms
+from service.judging.evaluation import kept_forms
 from service.risk import risk
 
 METRICS = {

@@ -33,7 +33,7 @@ from service.fitting.thresholds import (
     threshold_sequence,
 )
 from service.fitting.thresholds import certify as test_sequence
-from service.judging.conversation import shape_of
+from service.judging.guarantee import shape_of
 from service.prompts import as_prompt_format
 from service.scoring import Scorer
 from service.trainer.cards import guaranteed_card, statement

@@ -25,8 +25,7 @@ from service.api.openai_response import WITHHELD
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.events import Who
 from service.errors import NotReady
-from service.judging.conversation import Shape, shape_of
-from service.judging.guarantee import chat_violations
+from service.judging.guarantee import Shape, chat_violations, shape_of
 from service.policies.guard import Decision
 from service.scoring import RiskReport
 from service.serving.judgement import Judgement

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service import __version__
 from service.api import error_handlers as problems
 from service.errors import DeadlineExceeded, HalluTracerError, Overloaded
-from service.judging.conversation import SHAPES, Shape
+from service.judging.guarantee import SHAPES, Shape
 from service.policies.guard import GATE, Decision, Verdict
 from service.scoring import RiskReport
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings

@@ -20,9 +20,8 @@ import pytest
 
 from hallutracer_client.results import ScoreResult, parse
 from service.access.callers import ApiKey
-from service.policies.guard import Action, Policy
+from service.policies.guard import Action, Policy, Upstream
 from service.policies.policy import Policies, Rule
-from service.policies.upstreams import Upstream
 from tests.running import Running, running, until
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.judging.sample import SampleQuestion
+from service.judging.evaluation import SampleQuestion
 from service.serving.sampled import TOGETHER, Sampled
 from tests.judging.test_sample import SAMPLE
 from tests.matching import matching_bundle

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from probes_store.bundle import Bundle
 from service.errors import EngineError
-from service.judging.sample import Sample, SampleQuestion
+from service.judging.evaluation import Sample, SampleQuestion
 from tests.browser.chromium import Tab, faults, sideways, tab
 from tests.matching import matching_bundle
 from tests.running import Running, running

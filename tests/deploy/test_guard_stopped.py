@@ -15,8 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from hallutracer_client import AsyncClient, Client, ClientError, Generate, TimedOut, TransportError
-from service.policies.guard import Action, Policy
-from service.policies.upstreams import Upstream
+from service.policies.guard import Action, Policy, Upstream
 from tests.deploy import balancer
 from tests.deploy.test_rag_app import FOLDER
 from tests.local_server import listening

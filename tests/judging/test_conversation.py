@@ -8,7 +8,7 @@ import pytest
 
 from service.data.forms.registry import FORMS, chosen
 from service.data.forms.spread import in_forms
-from service.judging.conversation import BESIDE, LONG, SHAPES, Shape, Turns, has_passage, shape_of
+from service.judging.guarantee import BESIDE, LONG, SHAPES, Shape, Turns, has_passage, shape_of
 from tests.data.test_forms import SAID, made
 
 QUESTION = {"role": "user", "content": "What is the capital of Nauru?"}

@@ -13,7 +13,7 @@ from probes_store.bundle import Bundle, load_bundle
 from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.fitting.scores import at_threshold, coverage_curve
-from service.judging.coverage import THRESHOLDS, Coverage, Gate, coverage
+from service.judging.evaluation import THRESHOLDS, Coverage, Gate, coverage
 from service.trainer.publish import risks_document
 from tests.probes_store.factory import GUARANTEE, make_draft, write_bundle
 

@@ -12,7 +12,7 @@ from probes_store.bundle import load_bundle
 from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.data.forms import registry
-from service.judging.form_table import FormTable, form_table
+from service.judging.evaluation import FormTable, form_table
 from service.trainer.publish import by_form
 from tests.judging.test_coverage import bundle_with
 from tests.probes_store.factory import GUARANTEE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.judging.sample import MOST_TOKENS, Sample, SampleQuestion, sample_of
+from service.judging.evaluation import MOST_TOKENS, Sample, SampleQuestion, sample_of
 from tests.judging.test_coverage import bundle_with
 
 SAMPLE = Sample(

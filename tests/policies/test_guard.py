@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from service.errors import HalluTracerError, RequestError
-from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
+from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, Upstream, judge
 from service.policies.policy import built_in, read_policies
-from service.policies.upstreams import Upstream
 
 
 def test_threshold_edges() -> None:

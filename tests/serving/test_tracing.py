@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from service.errors import HalluTracerError
-from service.policies.guard import Action, Policy
-from service.policies.upstreams import Upstream
+from service.policies.guard import Action, Policy, Upstream
 from service.serving import tracing
 from service.serving.tracing import Tracing
 from tests.api.test_guarantee import guaranteed

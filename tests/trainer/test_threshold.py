@@ -15,7 +15,7 @@ from probes_store.bundle import Bundle
 from service.errors import TrainingError
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import Target, WrongCosts
-from service.judging.coverage import coverage
+from service.judging.evaluation import coverage
 from service.trainer.cards import rule_in_words, write_card
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData, _coverage

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from service.judging.conversation import Shape
+from service.judging.guarantee import Shape
 from service.vllm_plugin.middleware import CURRENT, RiskNotes
 
 PART = 64 * 1024
