@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -15,20 +15,26 @@ from fastapi import Request
 
 from service.access.callers import Caller
 from service.access.routes import canonical
-from service.api.auth import who_of
+from service.api.auth import caller_of, who_of
 from service.api.reply import Reply
-from service.api.request_schema import Include
+from service.api.request_schema import Kind, size_of
 from service.engines.base import Sampling, TokenIds
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
-from service.judging.guarantee import Shape, decoding_violations, shape_of, shape_violations
+from service.judging.guarantee import (
+    NO_TEMPLATE,
+    TOKEN_IDS,
+    Shape,
+    chat_violations,
+    decoding_violations,
+    shape_of,
+    shape_violations,
+)
 from service.policies.guard import Action, Policy
-from service.prompts import Message
 from service.scoring import Scorer
 from service.serving import observers
 from service.serving.admission import Deadline
 from service.serving.catalogue import untemplated
-from service.serving.feedback import Content, Feedback
 from service.serving.judgement import JudgedPrompt, Judgement, StoredPrompt
 from service.serving.request_log import record_of
 from service.serving.service import Service
@@ -42,24 +48,110 @@ class ScoringRequest:
     scorer: Scorer
     policy: Policy
     caller: Caller
-    count: int  # prompts
+    kind: Kind
+    prompts: Sequence[Any]  # texts, conversations or lists of token ids, by ``kind``
     field: str  # that they came in, for messages
-    size: int  # characters or token ids of them all, templates included
-    token_ids: Callable[[], list[list[int]]]  # renders and checks them; slow, and run beside the event loop
-    contents: Callable[[], list[Content]]  # each prompt as the caller gave it, for feedback and its shape
     sampling: Sampling | None = None
     stream: bool = False
     deadline: Deadline | None = None  # None: the service's own
-    include: Sequence[Include] = ()
-    violations: tuple[str, ...] = ()  # by its rendering, of what a guarantee assumes
     retrieval_of: str | None = None  # id of an earlier answer
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        """Return what its rendering violates of what a guarantee assumes."""
+        if self.kind == "messages":
+            return chat_violations(self.prompts[0])
+        if self.kind == "text":
+            return (NO_TEMPLATE,) if self.scorer.prompt_format == "chat" else ()
+        return (TOKEN_IDS,) if self.kind == "input_ids" else ()
+
+    def check(self, settings: ServiceSettings) -> None:
+        """Raise EmptyPrompt for no prompt, RequestError for too many, or more than one with ``retrieval_of``."""
+        count, most = len(self.prompts), min(settings.max_prompts, settings.max_queue)
+        if count == 0:
+            raise EmptyPrompt(f"{self.field!r} is an empty list: give at least one prompt", param=self.field)
+        if count > most:
+            raise RequestError(f"{count} prompts in one request; at most {most} are taken", param=self.field)
+        if self.retrieval_of is not None and count != 1:
+            raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
+
+    def token_ids(self, settings: ServiceSettings) -> Sequence[list[int]]:
+        """Render and check every prompt, so that nothing a request says can spoil a batch it shares; slow."""
+        scorer, engine = self.scorer, self.scorer.engine
+        ids: Sequence[list[int]] = self.prompts
+        if self.kind == "messages":
+            contents = [message["content"] for message in self.prompts[0]]
+            check_length(contents, engine)
+            if settings.refuse_special_tokens:
+                check_special_tokens(contents, engine)
+            ids = [scorer.render(messages=self.prompts[0])]
+        elif self.kind != "input_ids":
+            ids = found = list[list[int]]()
+            for text in self.prompts:
+                check_length([text], engine)
+                found.append(engine.tokenize(text) if self.kind == "text" else scorer.render(prompt=text))
+                if len(found[-1]) > engine.identity.max_tokens:
+                    break  # refused below: the others are not worth encoding
+        engine.check(ids)
+        return ids
+
+
+def requested(
+    request: Request,
+    service: Service,
+    route: str,
+    kind: Kind,
+    prompts: Sequence[Any],
+    field: str = "",
+    *,
+    sent: Sequence[Any] | None = None,
+    bundle: str | None = None,
+    model: str | None = None,
+    policy: str | None = None,
+    threshold: float | None = None,
+) -> ScoringRequest:
+    """Return the request with the bundle and the policy that judge it.  Raises NotReady and what ``choose`` raises.
+
+    The header ``x-session-id`` names its session; without it, what the first prompt begins with, as it was ``sent``.
+    """
+    caller, opening = caller_of(request, service), prompts if sent is None else sent
+
+    def session() -> str:
+        named = request.headers.get("x-session-id")
+        return named or (_beginning(kind, opening[0]) if opening else "")
+
+    scorer, chosen = service.ready.choose(
+        caller, route, bundle=bundle, model=model, policy=policy, threshold=threshold, session=session
+    )
+    return ScoringRequest(scorer, chosen, caller, kind, prompts, field or kind)
+
+
+def _beginning(kind: Kind, prompt: Any) -> str:
+    """Return a conversation up to its first user message; any other prompt whole."""
+    if kind != "messages":
+        return json.dumps({kind: prompt})
+    before = list(takewhile(lambda message: message.get("role") != "user", prompt))
+    return json.dumps(prompt[: len(before) + 1])
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadPrompt:
     token_ids: TokenIds
-    shape: Shape | None
+    shape: Shape | None  # None for token ids and for text without a template: it may hold a whole conversation
     stored: StoredPrompt | None
+
+
+def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
+    """Return each prompt's token ids, its shape, and what feedback stores of it."""
+    kind, chat = asked.kind, asked.scorer.prompt_format == "chat"
+    if kind == "text" and not chat:
+        kind = "prompt"  # the bundle's own rows went through no template either
+    found = []
+    for ids, prompt in zip(asked.token_ids(service.settings), asked.prompts, strict=True):
+        turns = prompt if kind == "messages" else [{"role": "user", "content": prompt}]
+        shape = shape_of(turns) if kind == "messages" or (kind == "prompt" and chat) else None
+        found.append(_ReadPrompt(ids, shape, service.feedback and service.feedback.stored({kind: prompt})))
+    return found
 
 
 async def answer(request: Request, service: Service, asked: ScoringRequest) -> Reply:
@@ -67,15 +159,18 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> R
 
     The caller ends the reply where it returns; where this raises, it has been ended.
     """
-    check_count(asked, service.settings)
-    asked = _with_retry_policy(asked, service)
+    asked.check(service.settings)
+    policy = asked.policy
+    if asked.retrieval_of is not None and policy.action is Action.RETRIEVE:
+        # With a passage that did not help, nobody is sent to fetch one for ever.
+        policy = replace(policy, action=Action.ABSTAIN, message=service.catalogue.abstain_message)
     if asked.violations:
-        asked = replace(asked, policy=untemplated(asked.scorer, asked.policy))
+        policy = untemplated(asked.scorer, policy)
     # Before any work is spent on what would be refused.
     handle = service.lifecycle.dispatcher.admit(
-        asked.count,
+        len(asked.prompts),
         asked.scorer,
-        asked.policy,
+        policy,
         caller=asked.caller.name,
         sampling=asked.sampling,
         deadline=asked.deadline or Deadline(service.settings.deadline_s),
@@ -88,12 +183,12 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> R
     prompts: list[_ReadPrompt] = []
 
     def judgement() -> Judgement:
-        """Of the prompts that are scored by now."""
+        """Return that of the prompts that are scored by now."""
         shapes = shape_violations(asked.scorer.bundle.manifest, [one.shape for one in prompts])
         jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
         return Judgement(
             scorer=asked.scorer,
-            policy=asked.policy,
+            policy=policy,
             prompts=tuple(
                 JudgedPrompt(
                     index,
@@ -125,77 +220,17 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> R
     try:
         async with while_connected(request):
             async with handle.deadline.enforced():
-                prompts = await service.tokenizing.run(asked.size, lambda: _read(asked, service.feedback))
+                size = size_of(asked.kind, asked.prompts)
+                prompts = await service.tokenizing.run(size, lambda: _read(asked, service))
             handle.start([one.token_ids for one in prompts])
             await (handle.risks() if asked.stream else handle.answers())
             judged = judgement()
             await observers.judged(service, judged)
-            return Reply(judged, handle, service, record, tuple(asked.include))
+            return Reply(judged, handle, service, record)
     except BaseException:
         handle.cancel()
         Reply(judged or judgement(), handle, service, record).end()
         raise
-
-
-def _read(asked: ScoringRequest, feedback: Feedback | None) -> list[_ReadPrompt]:
-    """Return each prompt's token ids, its shape, and what feedback stores of it."""
-    return [
-        _ReadPrompt(ids, _shape(content, asked.scorer), None if feedback is None else feedback.stored(content))
-        for ids, content in zip(asked.token_ids(), asked.contents(), strict=True)
-    ]
-
-
-def _shape(content: Content, scorer: Scorer) -> Shape | None:
-    """Return None for token ids and for text that goes through no template: it may hold a whole conversation."""
-    if "messages" in content:
-        return shape_of(content["messages"])
-    if "prompt" in content and scorer.prompt_format == "chat":  # rendered as one user turn
-        return shape_of([{"role": "user", "content": content["prompt"]}])
-    return None
-
-
-def check_count(asked: ScoringRequest, settings: ServiceSettings) -> None:
-    """Raise EmptyPrompt for no prompt, RequestError for too many."""
-    if asked.count == 0:
-        raise EmptyPrompt(f"{asked.field!r} is an empty list: give at least one prompt", param=asked.field)
-    most = min(settings.max_prompts, settings.max_queue)
-    if asked.count > most:
-        raise RequestError(f"{asked.count} prompts in one request; at most {most} are taken", param=asked.field)
-
-
-def _with_retry_policy(asked: ScoringRequest, service: Service) -> ScoringRequest:
-    """With a passage that did not help, the policy abstains: nobody is sent to fetch one for ever."""
-    if asked.retrieval_of is None:
-        return asked
-    if asked.count != 1:
-        raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
-    if asked.policy.action is not Action.RETRIEVE:
-        return asked
-    policy = replace(asked.policy, action=Action.ABSTAIN, message=service.catalogue.abstain_message)
-    return replace(asked, policy=policy)
-
-
-def rendered_chat(scorer: Scorer, messages: Sequence[Message], settings: ServiceSettings) -> list[list[int]]:
-    """A conversation's token ids, checked, so that nothing a request says can spoil a batch it shares."""
-    contents = [message["content"] for message in messages]
-    check_length(contents, scorer.engine)
-    if settings.refuse_special_tokens:
-        check_special_tokens(contents, scorer.engine)
-    prompts = [scorer.render(messages=messages)]
-    scorer.engine.check(prompts)
-    return prompts
-
-
-def encoded(scorer: Scorer, texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Each text's token ids, checked; ``encode`` renders one."""
-    prompts: list[list[int]] = []
-    for text in texts:
-        check_length([text], scorer.engine)
-        prompts.append(encode(text))
-        if len(prompts[-1]) > scorer.engine.identity.max_tokens:
-            break  # refused below: the others are not worth encoding
-    scorer.engine.check(prompts)
-    return prompts
 
 
 @asynccontextmanager
@@ -221,27 +256,3 @@ async def while_connected(request: Request) -> AsyncIterator[None]:
         raise ClientGone("the client closed its connection before its answer was there") from None
     finally:
         watcher.cancel()
-
-
-HEADER = "x-session-id"
-
-
-def session_of(request: Request, contents: Callable[[], Sequence[Content]]) -> Callable[[], str]:
-    """The header ``x-session-id``; without it, what the first prompt begins with, up to its first user message."""
-
-    def session() -> str:
-        named = request.headers.get(HEADER)
-        if named:
-            return named
-        found = contents()
-        return _beginning(found[0]) if found else ""
-
-    return session
-
-
-def _beginning(content: Content) -> str:
-    messages: list[dict[str, Any]] | None = content.get("messages")
-    if messages is None:
-        return json.dumps(dict(content))
-    before = list(takewhile(lambda message: message.get("role") != "user", messages))
-    return json.dumps([*before, *messages[len(before) : len(before) + 1]])

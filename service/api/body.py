@@ -33,7 +33,7 @@ class JsonRoute(APIRoute):
     """A route whose body is read by ``parse``."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's own way to another request class."""
+        """Return FastAPI's handler for another request class."""
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
@@ -48,21 +48,22 @@ class _JsonRequest(Request):
 
 
 def parse(body: bytes) -> Any:
-    """Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant."""
+    """Return a body's value.
+
+    Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant.
+    """
     if too_many_containers(body):
         raise HTTPException(413, f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
-        text = body.decode("utf-8")
+        return json.loads(body.decode("utf-8"), object_pairs_hook=_distinct)
     except UnicodeDecodeError as error:
         raise json.JSONDecodeError(f"not UTF-8, at byte {error.start}", "", 0) from None
-    try:
-        return json.loads(text, object_pairs_hook=_distinct)
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
 
 
 def too_many_containers(body: bytes) -> bool:
-    """Whether its lists and objects are more than ``MAX_CONTAINERS``; brackets in texts are not counted."""
+    """Return whether its lists and objects are more than ``MAX_CONTAINERS``; brackets in texts are not counted."""
     if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:  # cheap, and mostly so
         return False
     bare = _STRINGS.sub(b"", body)
@@ -86,8 +87,7 @@ class LoadShedder:
     """Answers 429 if ``Lifecycle.check_not_full`` raises Overloaded, 503 if ``BodyMemory`` raises BodiesFull."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app = app
-        self._service = service
+        self.app, self._service = app, service
         self._memory = BodyMemory(max(LEAST, LARGEST * service.settings.max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,11 +108,37 @@ class LoadShedder:
         if told and size <= FREE:
             await self.app(scope, receive, send)
             return
-        body = _Counted(receive, self._memory, caller_of(HTTPConnection(scope), self._service).name, size)
+        caller = caller_of(HTTPConnection(scope), self._service).name
+        memory, parts, taken = self._memory, bytearray(), 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if (more := size - FREE - taken) > 0:
+                try:
+                    memory.take(caller, more)
+                except BodiesFull as full:  # FastAPI turns any other exception here into a plain 400
+                    raise HTTPException(full.status, full.message, {"Retry-After": str(full.retry_after_s)}) from None
+                taken += more
+
+        async def whole() -> Message:
+            """The body in one message: Starlette would keep its parts in a list and join them, which takes more.
+
+            Its memory is taken before it is read, or as it comes where it does not say how long it is.
+            """
+            nonlocal parts
+            take(size)
+            while (message := await receive())["type"] == "http.request":
+                parts += message.get("body", b"")
+                take(len(parts))
+                if not message.get("more_body", False):
+                    body, parts = bytes(parts), bytearray()
+                    return {"type": "http.request", "body": body, "more_body": False}
+            return message
+
         try:
-            await self.app(scope, body.receive, send)
+            await self.app(scope, whole, send)
         finally:
-            body.give_back()
+            memory.give_back(caller, taken)
 
 
 class BodyMemory:
@@ -127,7 +153,7 @@ class BodyMemory:
         self._held: Counter[str] = Counter()
 
     def take(self, caller: str, size: int) -> None:
-        """``size`` bytes more.  Raises BodiesFull."""
+        """Take ``size`` bytes more.  Raises BodiesFull."""
         held = self._held[caller]
         if held + size > self.free - size:
             raise BodiesFull(
@@ -138,44 +164,8 @@ class BodyMemory:
         self.free -= size
 
     def give_back(self, caller: str, size: int) -> None:
-        """``size`` bytes that were taken."""
+        """Give back ``size`` bytes that were taken."""
         self.free += size
         self._held[caller] -= size
         if not self._held[caller]:
             del self._held[caller]
-
-
-class _Counted:
-    """A body whose memory is taken before it is read, or as it comes where it does not say how long it is."""
-
-    def __init__(self, receive: Receive, memory: BodyMemory, caller: str, size: int) -> None:
-        self._receive, self._memory, self._caller = receive, memory, caller
-        self._size = size  # bytes, as declared
-        self._parts = bytearray()
-        self._taken = 0
-
-    async def receive(self) -> Message:
-        """The whole body in one message: Starlette would keep its parts in a list and join them, which takes more.
-
-        Raises HTTPException: FastAPI turns any other exception here into a plain 400.
-        """
-        self._take(self._size)
-        while (message := await self._receive())["type"] == "http.request":
-            self._parts += message.get("body", b"")
-            self._take(len(self._parts))
-            if not message.get("more_body", False):
-                body, self._parts = bytes(self._parts), bytearray()
-                return {"type": "http.request", "body": body, "more_body": False}
-        return message
-
-    def _take(self, size: int) -> None:
-        more = size - FREE - self._taken
-        if more > 0:
-            try:
-                self._memory.take(self._caller, more)
-            except BodiesFull as full:
-                raise HTTPException(full.status, full.message, {"Retry-After": str(full.retry_after_s)}) from None
-            self._taken += more
-
-    def give_back(self) -> None:
-        self._memory.give_back(self._caller, self._taken)

@@ -1,4 +1,4 @@
-"""POST /v1/feedback: was an earlier answer right?"""
+"""POST /v1/feedback: whether an earlier answer was right."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from service.access.routes import FEEDBACK_ROUTE
 from service.api.answering import while_connected
 from service.api.auth import TheService, caller_of
 from service.api.body import JsonRoute
+from service.api.reply import errors
 from service.api.request_schema import RequestModel, Strict
-from service.api.response_schema import errors
 from service.errors import DeadlineExceeded, NotFound
-from service.feedback.rows import Label, Standing, Stored
+from service.feedback.rows import Label, Standing
 
 EXAMPLE: Any = {"id": "risk-c67afd5b1cb64cdeadfda66467e28928", "label": "hallucinated", "comment": "It is Honiara."}
 
@@ -94,10 +94,16 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
             f"caller{past}, or the answer was not kept",
             param="id",
         )
-    reason = _reason(body.label, stored)
     monitor = service.catalogue.monitors.get(stored.bundle)
     if monitor is not None and stored.tally is not None:
         monitor.count(stored.tally)
+    reason = None  # why a label does not count
+    if not stored.answered:
+        reason = f"the decision was {stored.decision}: no answer of this model was given"
+    elif body.label == "unclear":
+        reason = "it decides nothing"
+    elif stored.conflict:
+        reason = "another caller says otherwise"
     return FeedbackResponse(
         id=body.id,
         index=body.index,
@@ -108,14 +114,3 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
         counts=reason is None,
         reason=reason,
     )
-
-
-def _reason(label: Label, stored: Stored) -> str | None:
-    """Why a label does not count."""
-    if not stored.answered:
-        return f"the decision was {stored.decision}: no answer of this model was given"
-    if label == "unclear":
-        return "it decides nothing"
-    if stored.conflict:
-        return "another caller says otherwise"
-    return None

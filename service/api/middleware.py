@@ -7,7 +7,6 @@ import logging
 import random
 import re
 import time
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,11 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.access.routes import PROMPT_ROUTES
 from service.api.error_handlers import respond
 from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady
-from service.serving.metrics import Metrics
 from service.serving.request_log import RequestRecord
-
-if TYPE_CHECKING:
-    from service.serving.tracing import Tracing
+from service.serving.service import Service
 
 log = logging.getLogger("hallutracer")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -29,40 +25,29 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class RequestFrame:
     """Sets x-request-id and x-total-time (ms), refuses bodies that are too large or too slow, answers unhandled errors.
 
-    Writes one log line per request; requests to the scoring routes are counted in ``metrics``.
+    Writes one log line per request; requests to the scoring routes are counted.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_body_bytes: int,
-        body_seconds: float,
-        metrics: Metrics,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self.app = app
-        self.max_body_bytes = max_body_bytes
-        self.body_seconds = body_seconds
-        self.metrics = metrics
-        self.tracing = tracing
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = time.perf_counter()
-        headers = Headers(scope=scope)
+        started, headers = time.perf_counter(), Headers(scope=scope)
+        metrics, tracing, settings = self._service.metrics, self._service.tracing, self._service.settings
         given = headers.get("x-request-id", "")
         record = RequestRecord(
             request_id=given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}",
             method=scope["method"],
             path=scope["path"][:256],
         )
-        if self.tracing is not None and not record.routine:
-            record.trace = self.tracing.request(headers, record.method)
+        if tracing is not None and not record.routine:
+            record.trace = tracing.request(headers, record.method)
         scope.setdefault("state", {})["record"] = record
-        body = _Body(receive, self.max_body_bytes, self.body_seconds)
+        body = _Body(receive, settings.max_body_bytes, settings.deadline_s)
 
         async def framed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -74,10 +59,10 @@ class RequestFrame:
 
         scoring = record.path in PROMPT_ROUTES
         if scoring:
-            self.metrics.request_started()
+            metrics.request_started()
         try:
             length = headers.get("content-length", "")
-            if length.isdigit() and int(length) > self.max_body_bytes:
+            if length.isdigit() and int(length) > settings.max_body_bytes:
                 await respond(body.too_large(), scope, receive, framed)
             else:
                 await self.app(scope, body.receive, framed)
@@ -101,7 +86,7 @@ class RequestFrame:
             record.total_ms = seconds * 1e3
             record.write()
             if scoring:
-                self.metrics.request_ended(record.status, record.code, seconds)
+                metrics.request_ended(record.status, record.code, seconds)
             if record.trace is not None:
                 route = getattr(scope.get("route"), "path", None)
                 judgement, answers = record.judgement, record.answers
@@ -112,24 +97,17 @@ class _Body:
     """Limits the size and the arrival time of a request's body, and notices when the client disconnects."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
-        self._receive = receive
-        self._max_bytes = max_bytes
-        self._deadline = time.monotonic() + seconds
-        self._received = 0
-        self._complete = False
-        self.gone = False
-        self.cut_off = False  # gone before the body was complete
+        self._receive, self._max_bytes, self._deadline = receive, max_bytes, time.monotonic() + seconds
+        self._received, self._complete = 0, False
+        self.gone = self.cut_off = False  # the second: gone before the body was complete
 
     async def receive(self) -> Message:
-        """The next message.  Raises HTTPException: FastAPI turns any other exception here into a plain 400."""
-        if self._complete:
-            message = await self._receive()
-        else:
-            try:
-                async with asyncio.timeout(self._deadline - time.monotonic()):
-                    message = await self._receive()
-            except TimeoutError:
-                raise HTTPException(BodyTooSlow.status, "the body did not arrive before the deadline") from None
+        """Return the next message.  Raises HTTPException: FastAPI turns any other exception here into a plain 400."""
+        try:
+            async with asyncio.timeout(None if self._complete else self._deadline - time.monotonic()):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(BodyTooSlow.status, "the body did not arrive before the deadline") from None
         if message["type"] == "http.disconnect":
             self.gone = True
             self.cut_off = self.cut_off or not self._complete

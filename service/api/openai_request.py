@@ -11,35 +11,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from service.api.request_schema import TEMPLATE_CHARACTERS, Batches, Ids, RequestModel, Risk, Texts
+from service.api.request_schema import Batches, Ids, RequestModel, Risk, Texts
 
 OPENAI_TEMPERATURE = 1.0  # of a request that names none, as OpenAI and vLLM have it
 TEXT_MAX_TOKENS = 16  # likewise, on TEXT_ROUTE
 Stop = Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(max_length=8)]
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "audio": (),
-    "prediction": (),
-}
+    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "logprobs": (False, 0),
+    "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "functions": ([],),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "web_search_options": (), "audio": (), "prediction": (),
+}  # fmt: skip
 """Parameters that no engine here has -> the values that change nothing; null changes nothing either."""
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
@@ -84,7 +67,7 @@ class ChatMessage(RequestModel):
         return self
 
     def rendered(self) -> dict[str, str]:
-        """For the chat template."""
+        """Return it for the chat template."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text if self.content is not None else self.refusal or ""}
@@ -147,17 +130,17 @@ class OpenAIRequest(RequestModel):
         return self
 
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the answer."""
+        """Return the texts that end the answer."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def names_length(self) -> bool:
-        """Whether it says how long an answer may be."""
+        """Return whether it says how long an answer may be."""
         return self.max_tokens is not None
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -169,15 +152,15 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def names_length(self) -> bool:
-        """Whether it says how long an answer may be."""
+        """Return whether it says how long an answer may be."""
         return self.max_completion_tokens is not None or super().names_length
 
     def limit(self, most: int) -> int:
-        """Answer tokens at most; ``most`` where the request names none."""
+        """Return how many answer tokens at most; ``most`` where the request names none."""
         return self.max_completion_tokens or self.max_tokens or most
 
     def conversation(self) -> list[dict[str, str]]:
-        """For the chat template."""
+        """Return the messages for the chat template."""
         return [message.rendered() for message in self.messages]
 
 
@@ -187,15 +170,10 @@ class TextRequest(OpenAIRequest):
     prompt: StrictStr | Texts | Ids | Batches
 
     def limit(self, most: int) -> int:
-        """Answer tokens at most."""
+        """Return how many answer tokens at most."""
         return self.max_tokens or min(TEXT_MAX_TOKENS, most)
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Texts, or token ids."""
+    def prompts(self) -> list[Any]:
+        """Return texts, or lists of token ids."""
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if single else self.prompt  # type: ignore[return-value]
-
-
-def size(items: list[str] | list[list[int]]) -> int:
-    """Characters or token ids of all, templates included."""
-    return sum(len(item) + TEMPLATE_CHARACTERS for item in items)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 Include = Literal["trajectory", "running_mean"]
+Kind = Literal["prompt", "text", "messages", "input_ids"]  # a text's own form is the bundle's; "text": no template
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 # fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors on the event loop.
 Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
@@ -117,36 +118,25 @@ class ScoreRequest(RequestModel):
             raise ValueError(f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}")
         if self.stream and self.generate is None:
             raise ValueError("'stream' needs 'generate'")
-        if self.stream and self.prompt_count() != 1:
+        if self.stream and len(self.given()[1]) != 1:
             raise ValueError("'stream' takes exactly one prompt; send one request per prompt")
         return self
 
-    def prompt_count(self) -> int:
-        """Number of prompts."""
-        if isinstance(self.prompt, list):
-            return len(self.prompt)
-        if self.input_ids and isinstance(self.input_ids[0], list):
-            return len(self.input_ids)
-        return 0 if self.input_ids == [] else 1
-
-    def contents(self) -> list[Mapping[str, Any]]:
-        """Each prompt as it was given."""
+    def given(self) -> tuple[Kind, list[Any]]:
+        """Return what the prompts are, and each of them: a conversation is one."""
         if self.messages is not None:
-            return [{"messages": [message.model_dump() for message in self.messages]}]
+            return "messages", [[{"role": one.role, "content": one.content} for one in self.messages]]
         if self.prompt is not None:
-            return [{"prompt": text} for text in ([self.prompt] if isinstance(self.prompt, str) else self.prompt)]
-        ids = self.input_ids or []
-        return [{"input_ids": one} for one in (ids if ids and isinstance(ids[0], list) else [ids])]
+            return "prompt", [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids: list[Any] = self.input_ids or []
+        return "input_ids", [ids] if ids and not isinstance(ids[0], list) else ids
 
-    def size(self) -> int:
-        """Total length in characters or token ids, templates included, to separate short requests from long ones."""
-        if self.messages is not None:
-            return sum(len(message.content) + TEMPLATE_CHARACTERS for message in self.messages)
-        items = self.prompt if self.prompt is not None else self.input_ids
-        assert items is not None
-        if isinstance(items, str) or not items or isinstance(items[0], int):
-            return len(items)
-        return sum(len(item) + TEMPLATE_CHARACTERS for item in items if not isinstance(item, int))
+
+def size_of(kind: Kind, prompts: Sequence[Any]) -> int:
+    """Return characters or token ids of all prompts, templates included, to separate short requests from long ones."""
+    if kind == "messages":
+        prompts = [message["content"] for conversation in prompts for message in conversation]
+    return sum(len(one) + TEMPLATE_CHARACTERS for one in prompts)
 
 
 REQUEST_EXAMPLES: dict[str, Any] = {

@@ -202,7 +202,7 @@ class SampleQuestion:
     """A held-out question that the bundle carries."""
 
     prompt: str
-    answers: Annotated[tuple[str, ...], Field(min_length=1, description="accepted ones")]
+    answers: Annotated[tuple[str, ...], Field(description="accepted ones")]
     kind: Annotated[str, Field(description="'' where the data name none")]
 
 
@@ -230,6 +230,7 @@ _SAMPLE = TypeAdapter(Sample)
 def sample_of(bundle: Bundle) -> Sample | None:
     """Return None where the bundle keeps none, or none that reads as our trainer's."""
     try:
-        return _SAMPLE.validate_python(bundle.evaluation()[SAMPLE_KEY])
+        found = _SAMPLE.validate_python(bundle.evaluation()[SAMPLE_KEY])
     except _UNREADABLE:
         return None
+    return found if all(one.answers for one in found.questions) else None

@@ -1,4 +1,4 @@
-"""From a risk to a decision: actions, policies, verdicts, and the server that answers instead where a policy has one."""
+"""From a risk to a decision: actions, policies and verdicts, and the server that answers instead."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from service.errors import HalluTracerError, RequestError
 
 TIMEOUT_S = 60.0
+_FETCH = "I cannot tell this from memory. Fetch a passage about it and ask again."
 
 
 class Decision(StrEnum):

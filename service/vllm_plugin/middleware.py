@@ -21,7 +21,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.openai_response import WITHHELD
+from service.api.openai_routes import WITHHELD
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.events import Who
 from service.errors import NotReady
