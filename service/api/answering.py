@@ -150,7 +150,8 @@ def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
     for ids, prompt in zip(asked.token_ids(service.settings), asked.prompts, strict=True):
         turns = prompt if kind == "messages" else [{"role": "user", "content": prompt}]
         shape = shape_of(turns) if kind == "messages" or (kind == "prompt" and chat) else None
-        found.append(_ReadPrompt(ids, shape, service.feedback and service.feedback.stored({kind: prompt})))
+        stored = None if service.feedback is None else service.feedback.stored({kind: prompt})
+        found.append(_ReadPrompt(ids, shape, stored))
     return found
 
 

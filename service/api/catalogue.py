@@ -42,9 +42,14 @@ def _mirror(name: str, record: type, says: str | None = None, **types: Any) -> A
 
 
 if TYPE_CHECKING:
-    BundleGuarantee, BundleUncertainty, BundleApplicability = Guarantee, Uncertainty, Applicability
-    DriftOut, LabelsOut, SampleQuestionOut = Drift, Tally, evaluation.SampleQuestion
-    CoverageOut, FormsOut = evaluation.Coverage, evaluation.FormTable
+    from probes_store.records import Applicability as BundleApplicability
+    from probes_store.records import Guarantee as BundleGuarantee
+    from probes_store.records import Uncertainty as BundleUncertainty
+    from service.feedback.rows import Tally as LabelsOut
+    from service.judging.drift import Drift as DriftOut
+    from service.judging.evaluation import Coverage as CoverageOut
+    from service.judging.evaluation import FormTable as FormsOut
+    from service.judging.evaluation import SampleQuestion as SampleQuestionOut
 else:
     BundleGuarantee = _mirror(
         "BundleGuarantee", Guarantee, labels=str, dtype=str,

@@ -108,6 +108,8 @@ async def reload(service: TheService, who: Admin) -> BundleList:
     if keys is None and error is None:
         return bundle_list(service)
     bundles = f"not swapped, those that were loaded stay: {error}" if error is not None else "swapped"
-    soon = isinstance(error, NotReady | AuditUnavailable)  # what may be otherwise soon
-    kind = type(error) if soon else ReloadFailed
-    raise kind(f"keys: {keys or 'as their file says'}; bundles: {bundles}")
+    message = f"keys: {keys or 'as their file says'}; bundles: {bundles}"
+    for kind in (NotReady, AuditUnavailable):  # what may be otherwise soon
+        if isinstance(error, kind):
+            raise kind(message)
+    raise ReloadFailed(message)

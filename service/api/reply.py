@@ -297,8 +297,8 @@ def completion_out(completion: Completion | None) -> CompletionOut | None:
     if completion is None:
         return None
     assert completion.finish_reason != "cancelled", "a cancelled answer has no reader"
-    tokens = len(completion.token_ids)
-    return CompletionOut(text=completion.text, finish_reason=completion.finish_reason, completion_tokens=tokens)
+    reason: Literal["stop", "length"] = "stop" if completion.finish_reason == "stop" else "length"
+    return CompletionOut(text=completion.text, finish_reason=reason, completion_tokens=len(completion.token_ids))
 
 
 DONE = b"data: [DONE]\n\n"

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.access.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
 from service.api.auth import HEALTH, METRICS
-from service.api.pages import pages
+from service.api.app import pages
 from service.policies.guard import Action, Policy
 from service.serving.request_log import JsonLines
 from tests.running import App
@@ -46,7 +46,7 @@ def paths(opened: TestClient) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("protect_metrics", [False, True])
 def test_every_route_but_health_metrics_and_the_pages_asks_for_a_key(tmp_path: Path, protect_metrics: bool) -> None:
     with client(tmp_path, api_keys=("other", "sesame"), protect_metrics=protect_metrics) as opened:
-        walked, files = paths(opened), {page.path for page in pages(playground=True)}
+        walked, files = paths(opened), set(pages(True))
         assert {"/score", "/v1/risk/score", "/v1/models", "/v1/bundles", "/openapi.json", "/docs", METRICS} <= {
             path for _, path in walked
         }

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from service.access.callers import Key, Scope, digest_of
 from service.access.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
 from service.api.auth import HEALTH, Admin
-from service.api.pages import pages
+from service.api.app import pages
 from service.audit.events import Who
 from service.policies.guard import Action, Policy
 from tests.key_files import add_key, revoke_key
@@ -75,7 +75,7 @@ def test_each_scope_opens_its_routes_and_no_others(tmp_path: Path) -> None:
 
 def test_every_route_is_sorted_into_a_scope(tmp_path: Path) -> None:
     """A new route is open to every key until it stands in service/access/routes.py, or here."""
-    open_to_all_keys = {"/openapi.json", "/docs/oauth2-redirect"} | HEALTH | {page.path for page in pages(True)}
+    open_to_all_keys = {"/openapi.json", "/docs/oauth2-redirect"} | HEALTH | set(pages(True))
     with App(tmp_path, names=["tiny"]).started() as app:
         found = {route.path for route in app.app.routes if isinstance(route, Route)}
         found |= set(app.app.openapi()["paths"])

@@ -13,7 +13,7 @@ from probes_store.bundle import Bundle, load_bundle
 from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.fitting.scores import at_threshold, coverage_curve
-from service.judging.evaluation import THRESHOLDS, Coverage, Gate, coverage
+from service.judging.evaluation import THRESHOLDS, Coverage, CoverageGate, coverage
 from service.trainer.publish import risks_document
 from tests.probes_store.factory import GUARANTEE, make_draft, write_bundle
 
@@ -34,7 +34,7 @@ def bundle_with(folder: Path, evaluation: dict[str, Any], signals: Any = ("depth
     return write_bundle(draft, folder / "one")
 
 
-def as_dict(gate: Gate | None) -> dict[str, float]:
+def as_dict(gate: CoverageGate | None) -> dict[str, float]:
     assert gate is not None
     return {key: value or 0.0 for key, value in dataclasses.asdict(gate).items() if key != "threshold"}
 
