@@ -25,9 +25,8 @@ from starlette.routing import Route
 from service import __version__
 from service.api import catalogue, error_handlers, feedback_routes, guardrail_routes, health, openai_routes, score
 from service.api.auth import BearerKeys, KnownHosts
-from service.api.body import LoadShedder
 from service.api.forwarding import Forwarder
-from service.api.middleware import RequestFrame
+from service.api.middleware import LoadShedder, RequestFrame
 from service.serving.service import Service
 
 # A new route is a module with a ``router``, named here.

@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES, TEXT_ROUTE
-from service.api.openai_request import Arguments, ChatRequest, TextRequest
-from service.api.request_schema import Generate, RequestModel, ScoreRequest
+from service.api.request_schema import Arguments, ChatRequest, Generate, RequestModel, ScoreRequest, TextRequest
 from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
 from service.serving.request_log import record_of
 

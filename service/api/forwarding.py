@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from httpx_sse import EventSource, SSEError
 
-from service.api.body import too_many_containers
+from service.api.middleware import too_many_containers
 from service.errors import HalluTracerError, UpstreamFailed
 from service.policies.guard import Upstream
 from service.serving.metrics import Metrics, Outcome

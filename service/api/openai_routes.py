@@ -17,11 +17,9 @@ from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel, Field
 
 from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
-from service.api.answering import answer, requested, while_connected
 from service.api.auth import TheService
-from service.api.body import JsonRoute
 from service.api.forwarding import Forwarder
-from service.api.openai_request import OPENAI_TEMPERATURE, Arguments, ChatRequest, TextRequest
+from service.api.middleware import JsonRoute
 from service.api.reply import (
     DONE,
     FAILURES,
@@ -37,7 +35,8 @@ from service.api.reply import (
     risk_out,
     usage,
 )
-from service.api.request_schema import Kind
+from service.api.request_schema import OPENAI_TEMPERATURE, Arguments, ChatRequest, Kind, TextRequest
+from service.api.score import answer, requested, while_connected
 from service.engines.base import Sampling
 from service.errors import RequestError
 from service.policies.guard import Action, Decision

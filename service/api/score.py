@@ -1,18 +1,25 @@
-"""POST /v1/risk/score and its alias /score: what a request asks for, its answer and its stream."""
+"""POST /v1/risk/score and its alias /score, and the way of every request that reads a prompt.
+
+Admission -> token ids -> dispatcher -> judgement, given up where the client goes away.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from dataclasses import replace
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
-from service.access.routes import SCORE_ROUTES
-from service.api.answering import answer, requested
-from service.api.auth import TheService
-from service.api.body import JsonRoute
+from service.access.callers import Caller
+from service.access.routes import SCORE_ROUTES, canonical
+from service.api.auth import TheService, caller_of, who_of
+from service.api.middleware import JsonRoute
 from service.api.reply import (
     DONE,
     FAILURES,
@@ -27,12 +34,247 @@ from service.api.reply import (
     score_response,
     usage,
 )
-from service.api.request_schema import REQUEST_EXAMPLES, ScoreRequest
-from service.engines.base import Sampling
-from service.errors import RequestError
-from service.policies.guard import Decision
-from service.scoring import RiskReport
+from service.api.request_schema import REQUEST_EXAMPLES, Kind, ScoreRequest, size_of
+from service.engines.base import Sampling, TokenIds
+from service.engines.checks import check_length, check_special_tokens
+from service.errors import ClientGone, EmptyPrompt, RequestError
+from service.judging.guarantee import (
+    NO_TEMPLATE,
+    TOKEN_IDS,
+    Shape,
+    chat_violations,
+    decoding_violations,
+    shape_of,
+    shape_violations,
+)
+from service.policies.guard import Action, Decision, Policy
+from service.scoring import RiskReport, Scorer
+from service.serving import observers
 from service.serving.admission import Deadline
+from service.serving.catalogue import untemplated
+from service.serving.judgement import JudgedPrompt, Judgement, StoredPrompt
+from service.serving.request_log import record_of
+from service.serving.service import Service
+from service.settings import ServiceSettings
+
+
+@dataclass(frozen=True)
+class ScoringRequest:
+    """What a request asks for, whichever route it came by."""
+
+    scorer: Scorer
+    policy: Policy
+    caller: Caller
+    kind: Kind
+    prompts: Sequence[Any]  # texts, conversations or lists of token ids, by ``kind``
+    field: str  # that they came in, for messages
+    sampling: Sampling | None = None
+    stream: bool = False
+    deadline: Deadline | None = None  # None: the service's own
+    retrieval_of: str | None = None  # id of an earlier answer
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        """Return what its rendering violates of what a guarantee assumes."""
+        if self.kind == "messages":
+            return chat_violations(self.prompts[0])
+        if self.kind == "text":
+            return (NO_TEMPLATE,) if self.scorer.prompt_format == "chat" else ()
+        return (TOKEN_IDS,) if self.kind == "input_ids" else ()
+
+    def check(self, settings: ServiceSettings) -> None:
+        """Raise EmptyPrompt for no prompt, RequestError for too many, or more than one with ``retrieval_of``."""
+        count, most = len(self.prompts), min(settings.max_prompts, settings.max_queue)
+        if count == 0:
+            raise EmptyPrompt(f"{self.field!r} is an empty list: give at least one prompt", param=self.field)
+        if count > most:
+            raise RequestError(f"{count} prompts in one request; at most {most} are taken", param=self.field)
+        if self.retrieval_of is not None and count != 1:
+            raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
+
+    def token_ids(self, settings: ServiceSettings) -> Sequence[list[int]]:
+        """Render and check every prompt, so that nothing a request says can spoil a batch it shares; slow."""
+        scorer, engine = self.scorer, self.scorer.engine
+        ids: Sequence[list[int]] = self.prompts
+        if self.kind == "messages":
+            contents = [message["content"] for message in self.prompts[0]]
+            check_length(contents, engine)
+            if settings.refuse_special_tokens:
+                check_special_tokens(contents, engine)
+            ids = [scorer.render(messages=self.prompts[0])]
+        elif self.kind != "input_ids":
+            ids = found = list[list[int]]()
+            for text in self.prompts:
+                check_length([text], engine)
+                found.append(engine.tokenize(text) if self.kind == "text" else scorer.render(prompt=text))
+                if len(found[-1]) > engine.identity.max_tokens:
+                    break  # refused below: the others are not worth encoding
+        engine.check(ids)
+        return ids
+
+
+def requested(
+    request: Request,
+    service: Service,
+    route: str,
+    kind: Kind,
+    prompts: Sequence[Any],
+    field: str = "",
+    *,
+    sent: Sequence[Any] | None = None,
+    bundle: str | None = None,
+    model: str | None = None,
+    policy: str | None = None,
+    threshold: float | None = None,
+) -> ScoringRequest:
+    """Return the request with the bundle and the policy that judge it.  Raises NotReady and what ``choose`` raises.
+
+    The header ``x-session-id`` names its session; without it, what the first prompt begins with, as it was ``sent``.
+    """
+    caller, opening = caller_of(request, service), prompts if sent is None else sent
+
+    def session() -> str:
+        named = request.headers.get("x-session-id")
+        return named or (_beginning(kind, opening[0]) if opening else "")
+
+    scorer, chosen = service.ready.choose(
+        caller, route, bundle=bundle, model=model, policy=policy, threshold=threshold, session=session
+    )
+    return ScoringRequest(scorer, chosen, caller, kind, prompts, field or kind)
+
+
+def _beginning(kind: Kind, prompt: Any) -> str:
+    """Return a conversation up to its first user message; any other prompt whole."""
+    if kind != "messages":
+        return json.dumps({kind: prompt})
+    before = list(takewhile(lambda message: message.get("role") != "user", prompt))
+    return json.dumps(prompt[: len(before) + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadPrompt:
+    token_ids: TokenIds
+    shape: Shape | None  # None for token ids and for text without a template: it may hold a whole conversation
+    stored: StoredPrompt | None
+
+
+def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
+    """Return each prompt's token ids, its shape, and what feedback stores of it."""
+    kind, chat = asked.kind, asked.scorer.prompt_format == "chat"
+    if kind == "text" and not chat:
+        kind = "prompt"  # the bundle's own rows went through no template either
+    found = []
+    for ids, prompt in zip(asked.token_ids(service.settings), asked.prompts, strict=True):
+        turns = prompt if kind == "messages" else [{"role": "user", "content": prompt}]
+        shape = shape_of(turns) if kind == "messages" or (kind == "prompt" and chat) else None
+        stored = None if service.feedback is None else service.feedback.stored({kind: prompt})
+        found.append(_ReadPrompt(ids, shape, stored))
+    return found
+
+
+async def answer(request: Request, service: Service, asked: ScoringRequest) -> Reply:
+    """Return the reply with the answers; of a stream with the risks, before any answer.
+
+    The caller ends the reply where it returns; where this raises, it has been ended.
+    """
+    asked.check(service.settings)
+    policy = asked.policy
+    if asked.retrieval_of is not None and policy.action is Action.RETRIEVE:
+        # With a passage that did not help, nobody is sent to fetch one for ever.
+        policy = replace(policy, action=Action.ABSTAIN, message=service.catalogue.abstain_message)
+    if asked.violations:
+        policy = untemplated(asked.scorer, policy)
+    # Before any work is spent on what would be refused.
+    handle = service.lifecycle.dispatcher.admit(
+        len(asked.prompts),
+        asked.scorer,
+        policy,
+        caller=asked.caller.name,
+        sampling=asked.sampling,
+        deadline=asked.deadline or Deadline(service.settings.deadline_s),
+        streams=asked.stream,
+        shadows=service.catalogue.rollout.watching(asked.scorer),
+    )
+    created, record, named = int(time.time()), record_of(request), asked.retrieval_of
+    retrieval = None if named is None else service.retrievals.recall(asked.caller.name, named)
+    monitor = service.catalogue.monitors.get(asked.scorer.bundle.reference)
+    prompts: list[_ReadPrompt] = []
+
+    def judgement() -> Judgement:
+        """Return that of the prompts that are scored by now."""
+        shapes = shape_violations(asked.scorer.bundle.manifest, [one.shape for one in prompts])
+        jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
+        return Judgement(
+            scorer=asked.scorer,
+            policy=policy,
+            prompts=tuple(
+                JudgedPrompt(
+                    index,
+                    replace(job.report, completion=None) if asked.stream else job.report,
+                    token_ids=job.token_ids,
+                    timings=job.timings,
+                    submitted_ns=job.submitted_ns,
+                    shape=one.shape,
+                    stored=one.stored,
+                )
+                for index, (job, one) in jobs
+                if job.report is not None
+            ),
+            unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
+            request_id=record.request_id,
+            created=created,
+            route=canonical(record.path),
+            caller=asked.caller,
+            who=who_of(request),
+            sampling=asked.sampling,
+            streams=asked.stream,
+            request_violations=(*asked.violations, *decoding_violations(asked.sampling), *shapes),
+            monitor=monitor,
+            bundle_violations=() if monitor is None else monitor.reasons,
+            retrieval=retrieval,
+        )
+
+    judged: Judgement | None = None
+    try:
+        async with while_connected(request):
+            async with handle.deadline.enforced():
+                size = size_of(asked.kind, asked.prompts)
+                prompts = await service.tokenizing.run(size, lambda: _read(asked, service))
+            handle.start([one.token_ids for one in prompts])
+            await (handle.risks() if asked.stream else handle.answers())
+            judged = judgement()
+            await observers.judged(service, judged)
+            return Reply(judged, handle, service, record)
+    except BaseException:
+        handle.cancel()
+        Reply(judged or judgement(), handle, service, record).end()
+        raise
+
+
+@asynccontextmanager
+async def while_connected(request: Request) -> AsyncIterator[None]:
+    """Raise ClientGone inside the block when the client closes its connection, as a timeout would."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone or task.uncancel() > 0:
+            raise  # the server's own, at its shutdown
+        raise ClientGone("the client closed its connection before its answer was there") from None
+    finally:
+        watcher.cancel()
+
 
 router = APIRouter(tags=["risk"], route_class=JsonRoute)
 

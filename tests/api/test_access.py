@@ -16,8 +16,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.access.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
-from service.api.auth import HEALTH, METRICS
 from service.api.app import pages
+from service.api.auth import HEALTH, METRICS
 from service.policies.guard import Action, Policy
 from service.serving.request_log import JsonLines
 from tests.running import App

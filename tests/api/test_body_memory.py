@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from service.access.callers import ApiKey
-from service.api.body import FREE, BodyMemory
+from service.api.middleware import FREE, BodyMemory
 from service.errors import BodiesFull
 from tests.matching import Held
 from tests.running import Served, listening, until
@@ -132,8 +132,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[BodyMemory]:
             super().__init__(most)
             made.append(self)
 
-    monkeypatch.setattr("service.api.body.LEAST", SMALL_MEMORY)
-    monkeypatch.setattr("service.api.body.BodyMemory", Seen)
+    monkeypatch.setattr("service.api.middleware.LEAST", SMALL_MEMORY)
+    monkeypatch.setattr("service.api.middleware.BodyMemory", Seen)
     return made
 
 

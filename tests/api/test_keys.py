@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from service.access.callers import Key, Scope, digest_of
 from service.access.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
-from service.api.auth import HEALTH, Admin
 from service.api.app import pages
+from service.api.auth import HEALTH, Admin
 from service.audit.events import Who
 from service.policies.guard import Action, Policy
 from tests.key_files import add_key, revoke_key

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from service.api import connections
-from service.api.body import MAX_CONTAINERS, parse
+from service.api.middleware import MAX_CONTAINERS, parse
 from service.engines.checks import SEGMENT, check_length
 from service.errors import PromptTooLong
 from tests.matching import Held
