@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api.pages import HEADERS, pages
+from service.api.app import HEADERS, pages
 from tests.matching import Held
 from tests.running import App, running, until
 
-PLAYGROUND = [page.path for page in pages(playground=True) if not page.path.startswith("/docs")]
-REFERENCE = [page.path for page in pages(playground=False)]
+PLAYGROUND = [path for path in pages(playground=True) if not path.startswith("/docs")]
+REFERENCE = [*pages(playground=False)]
 ROOT = Path(__file__).parent.parent.parent
 KEY = "a-key-of-sixteen-letters"
 
@@ -40,19 +40,19 @@ def test_every_page_and_file_is_served_with_the_policy(tmp_path: Path) -> None:
 
 def test_a_page_names_files_of_ours_only() -> None:
     """And holds no script or style of its own, which the policy would refuse."""
-    for page in pages(playground=True):
-        if page.file.suffix != ".html":
+    for path, file in pages(playground=True).items():
+        if file.suffix != ".html":
             continue
-        text = page.file.read_text()
+        text = file.read_text()
         named = re.findall(r'(?:src|href)="([^"#]+)"', text)
-        assert {f"/{name}" for name in named} <= set(PLAYGROUND + REFERENCE), page.path
+        assert {f"/{name}" for name in named} <= set(PLAYGROUND + REFERENCE), path
         assert not re.search(r"<style|<script(?![^>]*\bsrc=)|\bstyle=|\bon[a-z]+=", text)
 
 
 def test_modules_import_what_is_served() -> None:
-    for page in pages(playground=True):
-        if page.path.startswith("/playground/") and page.file.suffix == ".js":
-            for name in re.findall(r'from "\./([^"]+)"', page.file.read_text()):
+    for path, file in pages(playground=True).items():
+        if path.startswith("/playground/") and file.suffix == ".js":
+            for name in re.findall(r'from "\./([^"]+)"', file.read_text()):
                 assert f"/playground/{name}" in PLAYGROUND
 
 
@@ -104,7 +104,7 @@ def test_the_package_takes_the_files_along() -> None:
     """What a wheel has is what these patterns match."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["service"]
-    own = [page.file for page in pages(playground=True) if page.file.is_relative_to(ROOT / "service")]
+    own = [file for file in pages(playground=True).values() if file.is_relative_to(ROOT / "service")]
     assert len(own) > 10
     for file in own:
         name = file.relative_to(ROOT / "service").as_posix()
