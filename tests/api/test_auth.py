@@ -1,4 +1,4 @@
-"""Who may ask, and what each may choose: keys and their scopes, hosts, owners, rights, and a file of keys that changes."""
+"""Who may ask, and what each may choose: keys, their scopes and their file, hosts, owners, rights."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_each_scope_opens_its_routes_and_no_others(tmp_path: Path) -> None:
         score, both, every = {"score"}, {"observe", "score"}, {"admin", "observe", "score"}
         opened = {
             **{("POST", path): score for path in CALLED}, ("GET", "/metrics"): {"observe"},
-            **{("GET", path): both for path in ("/v1/models", "/v1/models/scripted", "/v1/bundles", "/v1/bundles/tiny")},
+            **{("GET", f"/v1/{path}"): both for path in ("models", "models/scripted", "bundles", "bundles/tiny")},
             ("POST", f"{ADMIN}try"): {"admin"}, ("POST", f"{ADMIN}nothing"): {"admin"},
             ("GET", "/openapi.json"): every, ("GET", "/nowhere"): every,
         }  # fmt: skip

@@ -19,7 +19,7 @@ from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.policies.guard import Action, Policy
 from service.policies.policy import Policies
-from tests.api.test_uncertainty import known
+from tests.api.test_reply import known
 from tests.browser.chromium import Tab, faults, sideways, tab
 from tests.matching import contextual_bundle, matching_draft
 from tests.probes_store.factory import write_bundle

@@ -20,7 +20,7 @@ from service.policies.guard import Action, Policy
 from service.policies.policy import Policies
 from service.scoring import Scorer
 from service.serving.feedback import Feedback
-from tests.api.test_uncertainty import UNCERTAINTY
+from tests.api.test_reply import UNCERTAINTY
 from tests.engine_kinds import KINDS
 from tests.matching import matching_draft
 from tests.probes_store.factory import GUARANTEE, write_bundle

@@ -16,8 +16,7 @@ from service.errors import HalluTracerError
 from service.policies.guard import Action, Policy, Upstream
 from service.serving import tracing
 from service.serving.tracing import Tracing
-from tests.api.test_guarantee import guaranteed
-from tests.api.test_uncertainty import known
+from tests.api.test_reply import guaranteed, known
 from tests.otlp import collector
 from tests.running import running, until
 from tests.serve_process import ROOT

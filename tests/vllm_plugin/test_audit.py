@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import HalluTracerError
 from service.vllm_plugin.options import read_options
-from tests.api.test_audit import audited, lines
+from tests.api.test_observers import audited, lines
 
 
 @pytest.mark.parametrize(
