@@ -1,4 +1,4 @@
-"""Bodies that arrive and do not end: what they hold of the memory, and who is still answered.  On real sockets."""
+"""Bodies: those that nobody means, and those that arrive and do not end; what they hold, and who is still answered."""
 
 from __future__ import annotations
 
@@ -15,11 +15,64 @@ from typing import Any
 import pytest
 
 from service.access.callers import ApiKey
-from service.api.middleware import FREE, BodyMemory
-from service.errors import BodiesFull
+from service.api.middleware import FREE, MAX_CONTAINERS, BodyMemory, parse
+from service.engines.checks import SEGMENT, check_length
+from service.errors import BodiesFull, PromptTooLong
 from tests.matching import Held
-from tests.running import Served, listening, until
+from tests.running import App, Served, listening, until
+from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import serve
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    with App(tmp_path_factory.mktemp("app")).started() as app:
+        yield app
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b'{"input_ids": [' + b"[]," * 1_000_000 + b"[]]}", 413, "lists and objects"),
+        (b'{"prompt": "a", "x": [' + b"{}," * 1_000_000 + b"{}]}", 413, "lists and objects"),
+        (b'{"prompt": "' + b"[{" * 100_000, 400, "not valid JSON"),
+        (b'{"prompt": "a", "prompt": "b"}', 400, "same key twice"),
+        (b'{"prompt": "a", "generate": {"max_tokens": 1, "max_tokens": 2}}', 400, "same key twice"),
+        ('{"prompt": "a"}'.encode("utf-16"), 400, "not UTF-8"),
+        (b'{"prompt": "\xff"}', 400, "not UTF-8, at byte 12"),
+        (b"[" * 8000, 400, "not valid JSON"),
+        (b"[" * 100_000, 413, "lists and objects"),
+        (b'{"prompt": "' + b"a" * (4 * 2**20) + b'"}', 413, "larger than"),
+    ],
+    ids=range(10),
+)
+def test_bodies_that_nobody_means(app: App, body: bytes, status: int, said: str) -> None:
+    answer = app.client.post("/score", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_brackets_in_texts_are_not_counted() -> None:
+    text = '[{\\"' * MAX_CONTAINERS
+    assert parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    nested = {"prompt": [text], "x": [[]] * (MAX_CONTAINERS - 3)}
+    assert parse(json.dumps(nested).encode()) == nested
+
+
+def test_a_text_far_beyond_the_context_is_not_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, encoded = ScriptedEngine(), list[int]()
+    tokenize = engine.tokenize
+    monkeypatch.setattr(engine, "tokenize", lambda text: encoded.append(len(text)) or tokenize(text))
+    for texts in (["x" * 4_000_000], ["x" * 2000] * 2000):
+        encoded.clear()
+        with pytest.raises(PromptTooLong, match="holds 512"):
+            check_length(texts, engine)
+        assert sum(encoded) <= SEGMENT + 2000
+    encoded.clear()
+    check_length(["x" * SEGMENT], engine)
+    assert encoded == []
+
+
+# --- bodies that do not end, on real sockets ---
 
 MIB = 2**20
 KEYS = ("one-key-of-sixteen-characters", "another-key-of-16-characters")
