@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +50,11 @@ class Served:
     def default(self) -> str:
         return str(self.app.state.catalogue.scorers[0].bundle.reference)
 
-    def break_log(self) -> None:
+    @contextmanager
+    def broken_log(self) -> Iterator[None]:
         self.log.rename(self.log.with_suffix(".kept"))
         self.log.mkdir()
-
-    def mend_log(self) -> None:
+        yield
         self.log.rmdir()
         self.log.with_suffix(".kept").rename(self.log)
 
@@ -62,12 +62,6 @@ class Served:
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr("service.serving.access.WATCH_S", 600.0)  # what is told is told by the reload
-    with serving(tmp_path) as found:
-        yield found
-
-
-@contextmanager
-def serving(tmp_path: Path) -> Iterator[Served]:
     path, log = tmp_path / "keys.toml", tmp_path / "audit.jsonl"
     secret = add_key(path, "operator", {"scopes": ["admin"]})
     app = App(tmp_path, keys_file=path, audit=lambda _: Auditor(log))
@@ -139,18 +133,15 @@ def test_each_failure_is_told_by_itself_and_keeps_the_other_from_nothing(
 
 def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> None:
     served.app.bundles.reverse()
-    served.break_log()
-    two = add_key(served.keys, "two", {"scopes": ["score"]})
-    refused = served.reload()
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
-    assert "no key was added or changed" in refused.json()["error"]["message"]
-    assert not served.finds(two)
-    assert served.default() == "one:1"
-    assert "audit log" in str(served.app.state.lifecycle.reload_error)
-    served.mend_log()
+    with served.broken_log():
+        two = add_key(served.keys, "two", {"scopes": ["score"]})
+        refused = served.reload()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
+        assert "no key was added or changed" in refused.json()["error"]["message"]
+        assert (served.finds(two), served.default()) == (False, "one:1")
+        assert "audit log" in str(served.app.state.lifecycle.reload_error)
     assert served.reload().status_code == 200
-    assert served.finds(two)
-    assert served.default() == "two:1"
+    assert (served.finds(two), served.default()) == (True, "two:1")
 
 
 def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served) -> None:
@@ -167,6 +158,12 @@ def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served) -> 
     served.app.state.lifecycle._dispatcher = dispatcher
 
 
+def watching(served: Served, look: Callable[[], Stamps], seconds: float) -> None:
+    portal = served.app.client.portal
+    assert portal is not None
+    portal.call(lambda: watch(served.app.state, look, {"mine": "one"}, seconds))
+
+
 def test_a_moved_alias_that_could_not_be_audited_is_taken_once_it_can_be(served: Served) -> None:
     resolved, looks = ["one"], list[str]()
 
@@ -175,15 +172,12 @@ def test_a_moved_alias_that_could_not_be_audited_is_taken_once_it_can_be(served:
         return {"mine": resolved[0]}
 
     served.app.bundles.reverse()
-    portal = served.app.client.portal
-    assert portal is not None
-    portal.call(lambda: watch(served.app.state, look, {"mine": "one"}, 0.02))
+    watching(served, look, 0.02)
     until(lambda: looks)
-    served.break_log()
-    resolved[0] = "two"
-    until(lambda: served.app.state.lifecycle.reload_error is not None)
-    assert served.default() == "one:1"
-    served.mend_log()
+    with served.broken_log():
+        resolved[0] = "two"
+        until(lambda: served.app.state.lifecycle.reload_error is not None)
+        assert served.default() == "one:1"
     until(lambda: served.default() == "two:1")
     assert served.lines("bundles.reload")[-1]["by"] == "alias"
 
@@ -196,12 +190,9 @@ def test_what_fails_is_not_tried_at_every_look(served: Served) -> None:
         return {"mine": looks[-1]}
 
     served.gone.append("one:1 is gone")
-    portal = served.app.client.portal
-    assert portal is not None
-    portal.call(lambda: watch(served.app.state, look, {"mine": "one"}, 0.005))
+    watching(served, look, 0.005)
     until(lambda: len(looks) > 100)
-    failed = [line for line in served.lines("bundles.reload") if line["outcome"] == "failed"]
-    assert 2 <= len(failed) <= 20
+    assert 2 <= sum(line["outcome"] == "failed" for line in served.lines("bundles.reload")) <= 20
     served.gone.clear()
     served.app.bundles.reverse()
     assert served.reload().status_code == 200

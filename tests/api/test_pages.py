@@ -158,9 +158,7 @@ def test_it_is_answered_once_and_is_no_traffic(app: App) -> None:
     assert before
 
 
-@pytest.mark.parametrize(
-    ("bundle", "number"), [*(("carrying", n) for n in ("2", "-1", "48")), ("one", "0")]
-)
+@pytest.mark.parametrize(("bundle", "number"), [*(("carrying", n) for n in ("2", "-1", "48")), ("one", "0")])
 def test_what_it_does_not_carry_is_not_found(app: App, bundle: str, number: str) -> None:
     message = asked(app, number, bundle, 404)["error"]["message"]
     assert message == f"{bundle}:1 carries {2 * (bundle != 'one')} questions, and none of number {number}"
