@@ -17,24 +17,10 @@ from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel, Field
 
 from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
+from service.api import reply as wire
 from service.api.auth import TheService
 from service.api.forwarding import Forwarder
 from service.api.middleware import JsonRoute
-from service.api.reply import (
-    DONE,
-    FAILURES,
-    HEADERS,
-    EventStream,
-    Reply,
-    answer_events,
-    event,
-    events_schema,
-    failure,
-    retrieval_out,
-    risk_note,
-    risk_out,
-    usage,
-)
 from service.api.request_schema import OPENAI_TEMPERATURE, Arguments, ChatRequest, Kind, TextRequest
 from service.api.score import answer, requested, while_connected
 from service.engines.base import Sampling
@@ -46,6 +32,7 @@ from service.serving.judgement import Judgement
 from service.serving.service import Service
 
 Route = Literal["chat", "text"]
+Chunks = AsyncGenerator[dict[str, Any], None]
 WITHHELD = "content_filter"
 
 
@@ -99,17 +86,17 @@ _ANSWERED: dict[int | str, dict[str, Any]] = {
     200: {
         "model": OpenAIResponse,
         "description": "the answer, or with 'stream' its chunks; of a withheld answer its refusal",
-        "headers": HEADERS,
+        "headers": wire.HEADERS,
         "content": {
             "text/event-stream": {
-                "schema": events_schema(
+                "schema": wire.events_schema(
                     "chat.completion.chunk or text_completion objects, the first with the risk, or an error"
                 )
             }
         },
     }
 }
-RESPONSES = _ANSWERED | FAILURES
+RESPONSES = _ANSWERED | wire.FAILURES
 
 
 @router.post(CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES)
@@ -170,7 +157,7 @@ async def _served(
     in_content, trace = settings.message_in_content, reply.record.trace
     if body.stream:
         foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on, trace)
-        return EventStream(reply, _chunks(to, reply, body.with_usage, in_content, foreign))
+        return wire.EventStream(reply, _chunks(to, reply, body.with_usage, in_content, foreign))
     try:
         reports = reply.judgement.reports
         content = _head(to, reply.judgement) | {
@@ -194,8 +181,8 @@ def withheld(report: RiskReport) -> bool:
 
 def note(judgement: Judgement) -> dict[str, Any]:
     """Return the risks, without the answers."""
-    risks = [risk_out(one.index, replace(one.report, completion=None)) for one in judgement.prompts]
-    found, retrieved = risk_note(judgement, risks), retrieval_out(judgement)
+    risks = [wire.risk_out(one.index, replace(one.report, completion=None)) for one in judgement.prompts]
+    found, retrieved = wire.risk_note(judgement, risks), wire.retrieval_out(judgement)
     return found if retrieved is None else found | {"retrieval": retrieved.model_dump(exclude_none=True)}
 
 
@@ -211,7 +198,7 @@ def _head(to: Route, judgement: Judgement, chunk: bool = False) -> dict[str, Any
 
 
 def _counted(reports: list[RiskReport]) -> dict[str, Any]:
-    counts = usage(reports)
+    counts = wire.usage(reports)
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     cached = {"prompt_tokens_details": {"cached_tokens": counts.cached_tokens}}
     return {name: getattr(counts, name) for name in names} | cached
@@ -245,18 +232,14 @@ def _choice(to: Route, index: int, report: RiskReport, in_content: bool) -> dict
 
 
 async def _chunks(
-    to: Route,
-    reply: Reply,
-    with_usage: bool,
-    in_content: bool,
-    foreign: AsyncGenerator[dict[str, Any], None] | None = None,
+    to: Route, reply: wire.Reply, with_usage: bool, in_content: bool, foreign: Chunks | None
 ) -> AsyncIterator[bytes]:
     """Yield the stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
     same = _head(to, reply.judgement, chunk=True) | ({"usage": None} if with_usage else {})
     report = reply.judgement.reports[0]
 
     def sent(content: dict[str, Any]) -> bytes:
-        return event(json.dumps(same | content, ensure_ascii=False))
+        return wire.event(json.dumps(same | content, ensure_ascii=False))
 
     def chunk(delta: dict[str, Any], end: str | None = None, **more: Any) -> bytes:
         own = {"delta": delta} if to == "chat" else {"text": delta.get("content") or ""}
@@ -274,7 +257,7 @@ async def _chunks(
     else:
         yield chunk({"role": "assistant", "content": _annotation(report)}, hallutracer=note(reply.judgement))
         if foreign is None:
-            async for part in answer_events(reply, lambda piece: chunk({"content": piece}), last):
+            async for part in wire.answer_events(reply, lambda piece: chunk({"content": piece}), last):
                 yield part
         else:
             try:
@@ -282,11 +265,11 @@ async def _chunks(
                     async for found in timely:
                         yield sent(found)
             except Exception as error:
-                yield failure(reply, error)
-    yield DONE
+                yield wire.failure(reply, error)
+    yield wire.DONE
 
 
-async def _in_time(reply: Reply, foreign: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+async def _in_time(reply: wire.Reply, foreign: Chunks) -> Chunks:
     """Yield each chunk before the request's deadline.  Raises DeadlineExceeded."""
     while True:
         try:

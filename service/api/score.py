@@ -18,35 +18,14 @@ from fastapi import APIRouter, Body, Request, Response
 
 from service.access.callers import Caller
 from service.access.routes import SCORE_ROUTES, canonical
+from service.api import reply as wire
 from service.api.auth import TheService, caller_of, who_of
 from service.api.middleware import JsonRoute
-from service.api.reply import (
-    DONE,
-    FAILURES,
-    HEADERS,
-    EventStream,
-    Reply,
-    ScoreResponse,
-    answer_events,
-    completion_out,
-    event,
-    events_schema,
-    score_response,
-    usage,
-)
 from service.api.request_schema import REQUEST_EXAMPLES, Kind, ScoreRequest, size_of
 from service.engines.base import Sampling, TokenIds
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
-from service.judging.guarantee import (
-    NO_TEMPLATE,
-    TOKEN_IDS,
-    Shape,
-    chat_violations,
-    decoding_violations,
-    shape_of,
-    shape_violations,
-)
+from service.judging import guarantee
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving import observers
@@ -77,10 +56,10 @@ class ScoringRequest:
     def violations(self) -> tuple[str, ...]:
         """Return what its rendering violates of what a guarantee assumes."""
         if self.kind == "messages":
-            return chat_violations(self.prompts[0])
+            return guarantee.chat_violations(self.prompts[0])
         if self.kind == "text":
-            return (NO_TEMPLATE,) if self.scorer.prompt_format == "chat" else ()
-        return (TOKEN_IDS,) if self.kind == "input_ids" else ()
+            return (guarantee.NO_TEMPLATE,) if self.scorer.prompt_format == "chat" else ()
+        return (guarantee.TOKEN_IDS,) if self.kind == "input_ids" else ()
 
     def check(self, settings: ServiceSettings) -> None:
         """Raise EmptyPrompt for no prompt, RequestError for too many, or more than one with ``retrieval_of``."""
@@ -114,33 +93,22 @@ class ScoringRequest:
 
 
 def requested(
-    request: Request,
-    service: Service,
-    route: str,
-    kind: Kind,
-    prompts: Sequence[Any],
-    field: str = "",
-    *,
-    sent: Sequence[Any] | None = None,
-    bundle: str | None = None,
-    model: str | None = None,
-    policy: str | None = None,
-    threshold: float | None = None,
+    request: Request, service: Service, route: str, kind: Kind, prompts: Sequence[Any], field: str = "", **chosen: Any
 ) -> ScoringRequest:
     """Return the request with the bundle and the policy that judge it.  Raises NotReady and what ``choose`` raises.
 
-    The header ``x-session-id`` names its session; without it, what the first prompt begins with, as it was ``sent``.
+    ``chosen``: its bundle, model, policy and threshold, where it names them.  The header ``x-session-id`` names its
+    session; without it, what the first prompt begins with.
     """
-    caller, opening = caller_of(request, service), prompts if sent is None else sent
+    caller = caller_of(request, service)
 
     def session() -> str:
         named = request.headers.get("x-session-id")
-        return named or (_beginning(kind, opening[0]) if opening else "")
+        return named or (_beginning(kind, prompts[0]) if prompts else "")
 
-    scorer, chosen = service.ready.choose(
-        caller, route, bundle=bundle, model=model, policy=policy, threshold=threshold, session=session
-    )
-    return ScoringRequest(scorer, chosen, caller, kind, prompts, field or kind)
+    every = dict.fromkeys(("bundle", "model", "policy", "threshold")) | chosen
+    scorer, policy = service.ready.choose(caller, route, session=session, **every)
+    return ScoringRequest(scorer, policy, caller, kind, prompts, field or kind)
 
 
 def _beginning(kind: Kind, prompt: Any) -> str:
@@ -154,7 +122,7 @@ def _beginning(kind: Kind, prompt: Any) -> str:
 @dataclass(frozen=True, slots=True)
 class _ReadPrompt:
     token_ids: TokenIds
-    shape: Shape | None  # None for token ids and for text without a template: it may hold a whole conversation
+    shape: guarantee.Shape | None  # None where it is not known: a text without a template may hold a conversation
     stored: StoredPrompt | None
 
 
@@ -166,13 +134,13 @@ def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
     found = []
     for ids, prompt in zip(asked.token_ids(service.settings), asked.prompts, strict=True):
         turns = prompt if kind == "messages" else [{"role": "user", "content": prompt}]
-        shape = shape_of(turns) if kind == "messages" or (kind == "prompt" and chat) else None
+        shape = guarantee.shape_of(turns) if kind == "messages" or (kind == "prompt" and chat) else None
         stored = None if service.feedback is None else service.feedback.stored({kind: prompt})
         found.append(_ReadPrompt(ids, shape, stored))
     return found
 
 
-async def answer(request: Request, service: Service, asked: ScoringRequest) -> Reply:
+async def answer(request: Request, service: Service, asked: ScoringRequest) -> wire.Reply:
     """Return the reply with the answers; of a stream with the risks, before any answer.
 
     The caller ends the reply where it returns; where this raises, it has been ended.
@@ -202,7 +170,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> R
 
     def judgement() -> Judgement:
         """Return that of the prompts that are scored by now."""
-        shapes = shape_violations(asked.scorer.bundle.manifest, [one.shape for one in prompts])
+        shapes = guarantee.shape_violations(asked.scorer.bundle.manifest, [one.shape for one in prompts])
         jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
         return Judgement(
             scorer=asked.scorer,
@@ -228,7 +196,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> R
             who=who_of(request),
             sampling=asked.sampling,
             streams=asked.stream,
-            request_violations=(*asked.violations, *decoding_violations(asked.sampling), *shapes),
+            request_violations=(*asked.violations, *guarantee.decoding_violations(asked.sampling), *shapes),
             monitor=monitor,
             bundle_violations=() if monitor is None else monitor.reasons,
             retrieval=retrieval,
@@ -244,10 +212,10 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> R
             await (handle.risks() if asked.stream else handle.answers())
             judged = judgement()
             await observers.judged(service, judged)
-            return Reply(judged, handle, service, record)
+            return wire.Reply(judged, handle, service, record)
     except BaseException:
         handle.cancel()
-        Reply(judged or judgement(), handle, service, record).end()
+        wire.Reply(judged or judgement(), handle, service, record).end()
         raise
 
 
@@ -308,13 +276,13 @@ STREAM_EXAMPLE = (
 )
 SCORED: dict[int | str, dict[str, Any]] = {
     200: {
-        "model": ScoreResponse,
+        "model": wire.ScoreResponse,
         "description": "the risks, or with 'stream' the events: the risk first, then the answer",
-        "headers": HEADERS,
+        "headers": wire.HEADERS,
         "content": {
             "application/json": {"example": RISK_EXAMPLE},
             "text/event-stream": {
-                "schema": events_schema("first one risk.list, then completion.chunk objects or an error"),
+                "schema": wire.events_schema("first one risk.list, then completion.chunk objects or an error"),
                 "example": STREAM_EXAMPLE,
             },
         },
@@ -323,8 +291,8 @@ SCORED: dict[int | str, dict[str, Any]] = {
 SUMMARY = "Risk of each prompt before it is answered, and the answer if the policy lets it"
 
 
-@router.post(SCORE_ROUTES[0], summary=SUMMARY, responses=SCORED | FAILURES)
-@router.post(SCORE_ROUTES[1], summary=SUMMARY, responses=SCORED | FAILURES)
+@router.post(SCORE_ROUTES[0], summary=SUMMARY, responses=SCORED | wire.FAILURES)
+@router.post(SCORE_ROUTES[1], summary=SUMMARY, responses=SCORED | wire.FAILURES)
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=REQUEST_EXAMPLES)], request: Request, service: TheService
 ) -> Response:
@@ -349,26 +317,26 @@ async def score(
         retrieval_of=body.retrieval_of,
     )
     reply = await answer(request, service, asked)
-    first = score_response(reply.judgement, body.include).model_dump_json(exclude_none=True)
+    first = wire.score_response(reply.judgement, body.include).model_dump_json(exclude_none=True)
     if body.stream:
-        return EventStream(reply, _events(reply, first))
+        return wire.EventStream(reply, _events(reply, first))
     reply.end()
     return Response(first, media_type="application/json", headers=reply.headers())
 
 
-async def _events(reply: Reply, first: str) -> AsyncIterator[bytes]:
+async def _events(reply: wire.Reply, first: str) -> AsyncIterator[bytes]:
     def chunk(text: str, finish_reason: str | None = None, **more: Any) -> bytes:
         same = {"id": f"risk-{reply.judgement.request_id}", "object": "completion.chunk", "index": 0}
         content = same | {"delta": {"text": text}, "finish_reason": finish_reason} | more
-        return event(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
+        return wire.event(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
 
     def last(reports: list[RiskReport]) -> bytes:
-        completion = completion_out(reports[0].completion)
+        completion = wire.completion_out(reports[0].completion)
         assert completion is not None
-        return chunk("", completion.finish_reason, usage=usage(reports).model_dump())
+        return chunk("", completion.finish_reason, usage=wire.usage(reports).model_dump())
 
-    yield event(first)
+    yield wire.event(first)
     if reply.judgement.reports[0].decision is Decision.CONTINUE:
-        async for part in answer_events(reply, chunk, last):
+        async for part in wire.answer_events(reply, chunk, last):
             yield part
-    yield DONE
+    yield wire.DONE

@@ -27,42 +27,44 @@ THRESHOLDS = tuple(round(step / 100, 2) for step in range(101))
 ENOUGH = 100  # rows: ten in each tenth
 
 
+def _says(description: str) -> Any:
+    return Field(description=description)
+
+
 @dataclass(frozen=True, slots=True)
 class CoverageGate:
     """What answering below one threshold does, as shares of the training rows."""
 
     threshold: Share
     answered: Share
-    wrong_among_answered: Annotated[Share | None, Field(description="null where nothing is answered")]
-    right_withheld: Annotated[Share, Field(description="of the rows that the model answers right")]
+    wrong_among_answered: Annotated[Share | None, _says("null where nothing is answered")]
+    right_withheld: Annotated[Share, _says("of the rows that the model answers right")]
 
 
 @dataclass(frozen=True, slots=True)
 class Tenth:
     """A tenth of the training rows, ordered by risk."""
 
-    low: Annotated[Share, Field(description="its smallest risk")]
-    high: Annotated[Share, Field(description="its largest")]
-    right: Annotated[Share, Field(description="share that the model answered right")]
+    low: Annotated[Share, _says("its smallest risk")]
+    high: Annotated[Share, _says("its largest")]
+    right: Annotated[Share, _says("share that the model answered right")]
+
+
+_COUNTED_FROM = "the out-of-fold risks of the training rows; or nothing but the bundle's own threshold is known"
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
 
-    source: Annotated[CoverageSource, Field(
-        description="counted from the out-of-fold risks of the training rows; or nothing but the bundle's own "
-        "threshold is known"
-    )]  # fmt: skip
+    source: Annotated[CoverageSource, _says(f"counted from {_COUNTED_FROM}")]
     rows: int
-    hallucinated: Annotated[Share, Field(description="share of the rows: what is wrong where everything is answered")]
-    gates: Annotated[tuple[CoverageGate, ...], Field(description="at the thresholds 0, 0.01 ... 1; may be empty")]
-    own: Annotated[
-        CoverageGate | None, Field(description="measured at the bundle's own threshold, by cross-validation")
+    hallucinated: Annotated[Share, _says("share of the rows: what is wrong where everything is answered")]
+    gates: Annotated[tuple[CoverageGate, ...], _says("at the thresholds 0, 0.01 ... 1; may be empty")]
+    own: Annotated[CoverageGate | None, _says("measured at the bundle's own threshold, by cross-validation")]
+    tenths: Annotated[
+        tuple[Tenth, ...], _says("lowest risks first; empty where the rows' risks were not kept, or are too few")
     ]
-    tenths: Annotated[tuple[Tenth, ...], Field(
-        description="lowest risks first; empty where the rows' risks were not kept, or are too few"
-    )]  # fmt: skip
 
 
 def coverage(bundle: Bundle) -> Coverage:
@@ -141,23 +143,22 @@ class FormRow:
 
     form: str
     rows: Annotated[int, Field(strict=True)]
-    wrong: Annotated[Share, Field(description="share that the model answers wrong")]
-    mean_risk: Annotated[Share, Field(description="far from 'wrong', the risk is no probability in this form")]
-    calibration_error: Annotated[Share, Field(description="debiased")]
-    auroc: Annotated[Share | None, Field(description="null where the rows are of one class")]
-    answered: Annotated[
-        Share | None, Field(description="null, as the next, where a calibration has set another threshold since")
-    ]
-    wrong_among_answered: Annotated[Share | None, Field(description="null where nothing is answered")]
+    wrong: Annotated[Share, _says("share that the model answers wrong")]
+    mean_risk: Annotated[Share, _says("far from 'wrong', the risk is no probability in this form")]
+    calibration_error: Annotated[Share, _says("debiased")]
+    auroc: Annotated[Share | None, _says("null where the rows are of one class")]
+    answered: Annotated[Share | None, _says("null, as the next, where a calibration has set another threshold since")]
+    wrong_among_answered: Annotated[Share | None, _says("null where nothing is answered")]
+
+
+_MEASURED_ON = "held-out rows, or on the training rows by folds that never saw the row"
 
 
 @dataclass(frozen=True, slots=True)
 class FormTable:
     """A bundle's risk by form of conversation."""
 
-    source: Annotated[FormsSource, Field(
-        description="measured on held-out rows, or on the training rows by folds that never saw the row"
-    )]  # fmt: skip
+    source: Annotated[FormsSource, _says(f"measured on {_MEASURED_ON}")]
     data: tuple[FormRow, ...]
 
 
@@ -202,8 +203,8 @@ class SampleQuestion:
     """A held-out question that the bundle carries."""
 
     prompt: str
-    answers: Annotated[tuple[str, ...], Field(description="accepted ones")]
-    kind: Annotated[str, Field(description="'' where the data name none")]
+    answers: Annotated[tuple[str, ...], _says("accepted ones")]
+    kind: Annotated[str, _says("'' where the data name none")]
 
 
 @dataclass(frozen=True, slots=True)
