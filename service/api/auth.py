@@ -69,8 +69,8 @@ def _secret(headers: Headers) -> str | None:
 
 def key_of(request: HTTPConnection) -> Key | None:
     """Return the key that a request was sent with, where it is known."""
-    key = request.scope.get("state", {}).get("key")
-    return key if isinstance(key, Key) else None
+    key: Key | None = request.scope.get("state", {}).get("key")
+    return key
 
 
 def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyScope]) -> None:
@@ -140,8 +140,7 @@ def _is_address(name: str) -> bool:
 
 async def running_service(request: Request) -> Service:
     """Return the service that the app factory attached.  A coroutine: plain functions go through a thread pool."""
-    service = request.app.state.service
-    assert isinstance(service, Service)
+    service: Service = request.app.state.service
     return service
 
 

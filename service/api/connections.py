@@ -12,7 +12,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import httptools
 import uvicorn
@@ -22,13 +22,8 @@ from service.api.error_handlers import error_body
 from service.errors import HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
-if TYPE_CHECKING:
-    _Base = asyncio.Transport
-else:
-    _Base = object  # a transport's own methods would hide those of the one behind it
 
-
-class OneWrite(_Base):
+class OneWrite:
     """``transport``, whose writes are joined until the turn ends; everything else is the transport's own.
 
     uvicorn writes an answer's head and its body one after the other.  A process that dies between the two leaves half
@@ -84,7 +79,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for it, or end it."""
-        super().connection_made(OneWrite(transport, self.loop))
+        super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]
         self._wait()
         if len(self.connections) > self.most:
             oldest = next(iter(self.idle))
@@ -240,11 +235,8 @@ MOST_S = 7.0
 class LeavingServer(uvicorn.Server):
     """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
 
-    uvicorn closes its socket and its idle connections at once when it is told to stop.  A request that is on its way
-    then meets a reset, and whoever sent it cannot know whether it was begun and must not send it again.
-
-    ``leave`` is called when it is told to stop; from then on the app answers 503, which a balancer takes elsewhere, and
-    each connection ends with its answer.
+    uvicorn closes its socket and its idle connections at once: a request that is on its way would meet a reset, and
+    whoever sent it must not send it again.  After ``leave`` the app answers 503, which a balancer takes elsewhere.
     """
 
     def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:

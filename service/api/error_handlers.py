@@ -49,12 +49,7 @@ async def respond(error: HalluTracerError, scope: Scope, receive: Receive, send:
 
 
 def _answer(
-    request: Request,
-    status: int,
-    message: str,
-    code: str,
-    param: str | None = None,
-    headers: dict[str, str] | None = None,
+    request: Request, status: int, message: str, code: str, param: str | None = None, **headers: str
 ) -> JSONResponse:
     record_of(request).code = code
     return JSONResponse(error_body(status, message, code, param), status_code=status, headers=headers)
@@ -63,9 +58,8 @@ def _answer(
 async def _service_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HalluTracerError)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    if isinstance(error, Unauthorized):
-        headers["WWW-Authenticate"] = "Bearer"
-    return _answer(request, error.status, error.message, error.code, error.param, headers)
+    headers |= {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+    return _answer(request, error.status, error.message, error.code, error.param, **headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -117,7 +111,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     message = NO_ROUTE if status == 404 else str(error.detail)
     if status == 405:
         message = f"{request.method} is not for this route; it takes {headers.get('allow', 'POST')}"
-    return _answer(request, status, message, CODES.get(status, "http_error"), headers=headers)
+    return _answer(request, status, message, CODES.get(status, "http_error"), **headers)
 
 
 def install(app: FastAPI) -> None:

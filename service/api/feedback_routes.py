@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Request
 from pydantic import AfterValidator, Field, StrictInt, StrictStr
@@ -12,12 +12,10 @@ from service.access.routes import FEEDBACK_ROUTE
 from service.api.auth import TheService, caller_of
 from service.api.middleware import JsonRoute
 from service.api.reply import errors
-from service.api.request_schema import RequestModel, Strict
+from service.api.request_schema import EXAMPLES, RequestModel, Strict
 from service.api.score import while_connected
 from service.errors import DeadlineExceeded, NotFound
 from service.feedback.rows import Label, Standing
-
-EXAMPLE: Any = {"id": "risk-c67afd5b1cb64cdeadfda66467e28928", "label": "hallucinated", "comment": "It is Honiara."}
 
 
 def _text(value: str) -> str:
@@ -29,7 +27,7 @@ def _text(value: str) -> str:
 class FeedbackRequest(RequestModel):
     """What somebody says of an earlier answer."""
 
-    model_config = RequestModel.model_config | {"json_schema_extra": {"example": EXAMPLE}}
+    model_config = RequestModel.model_config | {"json_schema_extra": {"example": EXAMPLES["feedback"]}}
 
     id: StrictStr = Field(
         pattern=r"^[A-Za-z0-9._:-]{1,140}$",

@@ -18,12 +18,10 @@ from service.api.auth import TheService
 from service.api.middleware import JsonRoute
 from service.api.openai_routes import note, withheld
 from service.api.reply import FAILURES
-from service.api.request_schema import ChatMessage, Kind, RequestModel, Risk, Texts
+from service.api.request_schema import EXAMPLES, ChatMessage, Kind, RequestModel, Risk, Texts
 from service.api.score import answer, requested
 from service.errors import EmptyPrompt, RequestError
 from service.policies.guard import Action
-
-LITELLM_EXAMPLE: Any = {"input_type": "request", "texts": ["What is the capital of France?"], "request_data": {}}
 
 
 class GuardrailParams(RequestModel):
@@ -37,7 +35,7 @@ class GuardrailParams(RequestModel):
 class GuardrailRequest(BaseModel):
     """What LiteLLM sends before a call."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"example": LITELLM_EXAMPLE})
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"example": EXAMPLES["guardrail"]})
 
     input_type: Literal["request", "response"]
     texts: Texts | None = None

@@ -7,7 +7,9 @@ the value of its absence; one that only concerns OpenAI's own service is ignored
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
@@ -20,6 +22,7 @@ Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 MAX_FIELDS = 32
+EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text("utf-8"))  # of OpenAPI
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
 
 
@@ -142,38 +145,6 @@ def size_of(kind: Kind, prompts: Sequence[Any]) -> int:
     if kind == "messages":
         prompts = [message["content"] for conversation in prompts for message in conversation]
     return sum(len(one) + TEMPLATE_CHARACTERS for one in prompts)
-
-
-REQUEST_EXAMPLES: dict[str, Any] = {
-    "one question": {"value": {"prompt": "What is the capital of France?"}},
-    "several questions": {
-        "value": {"prompt": ["Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"]}
-    },
-    "a conversation, answered where the risk allows": {
-        "value": {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "What is the capital of France?"},
-            ],
-            "generate": {"max_tokens": 16},
-        }
-    },
-    "a stream": {
-        "summary": "the risk first, then the answer's text",
-        "value": {"prompt": "Which city is the capital of Yemen?", "generate": {"max_tokens": 16}, "stream": True},
-    },
-    "watch without gating": {
-        "summary": "under a policy that withholds, where its operator allows it: --callers-may policy",
-        "value": {"prompt": "What is the capital of Nauru?", "policy": "observe", "generate": {"max_tokens": 16}},
-    },
-    "your own threshold, and the readings of every layer": {
-        "value": {"prompt": "What is the capital of Chad?", "threshold": 0.2, "include": ["trajectory", "running_mean"]}
-    },
-    "token ids and another bundle": {
-        "summary": "under a policy that withholds, where its operator allows it: --callers-may bundle",
-        "value": {"input_ids": [[1, 300, 301], [1, 302]], "bundle": "demo-fused"},
-    },
-}
 
 
 OPENAI_TEMPERATURE = 1.0  # of a request that names none, as OpenAI and vLLM have it

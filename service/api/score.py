@@ -21,7 +21,7 @@ from service.access.routes import SCORE_ROUTES, canonical
 from service.api import reply as wire
 from service.api.auth import TheService, caller_of, who_of
 from service.api.middleware import JsonRoute
-from service.api.request_schema import REQUEST_EXAMPLES, Kind, ScoreRequest, size_of
+from service.api.request_schema import EXAMPLES, Kind, ScoreRequest, size_of
 from service.engines.base import Sampling, TokenIds
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
@@ -246,44 +246,16 @@ async def while_connected(request: Request) -> AsyncIterator[None]:
 
 router = APIRouter(tags=["risk"], route_class=JsonRoute)
 
-RISK_EXAMPLE: dict[str, Any] = {
-    "id": "risk-c67afd5b1cb64cdeadfda66467e28928",
-    "object": "risk.list",
-    "created": 1795186131,
-    "model": "hallutracer-demo",
-    "policy": "gate",
-    "bundle": {"name": "demo", "version": 1, "digest": "sha256:" + "b" * 64},
-    "data": [
-        {
-            "index": 0, "risk": 0.0321, "depth_mean": 1.986, "decision": "continue", "flagged": False,
-            "threshold": 0.3098,
-            "completion": {"text": " It is Rome.", "finish_reason": "stop", "completion_tokens": 5},
-        },
-        {
-            "index": 1, "risk": 0.8138, "depth_mean": -1.422, "decision": "abstain", "flagged": True,
-            "threshold": 0.3098, "message": "I am not sure.",
-        },
-    ],
-    "usage": {"prompt_tokens": 22, "cached_tokens": 0, "completion_tokens": 5, "total_tokens": 27},
-}  # fmt: skip
-STREAM_EXAMPLE = (
-    'data: {"id": "risk-1f", "object": "risk.list", "data": [{"index": 0, "risk": 0.0321, "decision": "continue", '
-    "...}], ...}\n\n"
-    'data: {"id": "risk-1f", "object": "completion.chunk", "index": 0, "delta": {"text": " It"}}\n\n'
-    'data: {"id": "risk-1f", "object": "completion.chunk", "index": 0, "delta": {"text": ""}, '
-    '"finish_reason": "stop", "usage": {...}}\n\n'
-    "data: [DONE]\n\n"
-)
 SCORED: dict[int | str, dict[str, Any]] = {
     200: {
         "model": wire.ScoreResponse,
         "description": "the risks, or with 'stream' the events: the risk first, then the answer",
         "headers": wire.HEADERS,
         "content": {
-            "application/json": {"example": RISK_EXAMPLE},
+            "application/json": {"example": EXAMPLES["risk"]},
             "text/event-stream": {
                 "schema": wire.events_schema("first one risk.list, then completion.chunk objects or an error"),
-                "example": STREAM_EXAMPLE,
+                "example": EXAMPLES["stream"],
             },
         },
     }
@@ -294,7 +266,7 @@ SUMMARY = "Risk of each prompt before it is answered, and the answer if the poli
 @router.post(SCORE_ROUTES[0], summary=SUMMARY, responses=SCORED | wire.FAILURES)
 @router.post(SCORE_ROUTES[1], summary=SUMMARY, responses=SCORED | wire.FAILURES)
 async def score(
-    body: Annotated[ScoreRequest, Body(openapi_examples=REQUEST_EXAMPLES)], request: Request, service: TheService
+    body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES["score"])], request: Request, service: TheService
 ) -> Response:
     """The risk of each prompt's answer, before its first token; with ``generate``, the answer where it may go on."""
     kind, prompts = body.given()
