@@ -71,8 +71,8 @@ class RiskReport:
     logits: NDArray[np.float64]
     verdict: Verdict
     prompt_tokens: int
+    uncertain: Uncertain
     signals: tuple[float, ...] = ()  # what the classifier read, in the manifest's order
-    uncertain: Uncertain | None = None  # if the bundle has an uncertainty record
     context: PromptContext = UNKNOWN
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
@@ -253,7 +253,7 @@ class Scorer:
         if not np.isfinite(value) or not np.isfinite(logits).all():
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         known = uncertain(self.bundle, logits, vector)
-        outside = (known is None or known.outside) and self.withholds_outside(policy)
+        outside = known.outside and self.withholds_outside(policy)
         return RiskReport(
             risk=value,
             depth_mean=mean,

@@ -383,7 +383,7 @@ async def sample_answer(bundle: str, number: int, service: TheService) -> Sample
         risk=report.risk,
         threshold=report.verdict.threshold,
         flagged=report.verdict.flagged,
-        outside_training=report.uncertain.outside if report.uncertain else None,
+        outside_training=report.uncertain.outside,
         answer=found.answer,
         verdict=found.verdict,
         accepted=list(question.answers),

@@ -152,7 +152,8 @@ def test_where_there_is_nothing_to_label_it_is_told_why(tmp_path: Path) -> None:
     with running(tmp_path) as service:
         answer = Client(service).say("risk-1")
         assert (answer.status_code, "--feedback-db" in answer.text) == (404, True)
-    with keeping(tmp_path, kept={"days": 30}) as client:
+    (tmp_path / "kept").mkdir()
+    with keeping(tmp_path / "kept", kept={"days": 30}) as client:
         said = client.say("risk-1").json()["error"]
         assert (said["code"], said["param"], "30 days" in said["message"]) == ("not_found", "id", True)
 

@@ -251,7 +251,7 @@ CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
             ("generate.max_tokens", {"generate": {"max_tokens": 0}}), ("deadline_ms", {"deadline_ms": 0}),
             ("generate.max_tokens", {"generate": {"max_tokens": 10**6}}), ("deadline_ms", {"deadline_ms": 40_000}))),
         ({"prompt": "a" * 600}, 413, "prompt_too_long", "prompt"),
-        ({"input_ids": [65] * 3000}, 413, "prompt_too_long", "input_ids"),
+        ({"input_ids": [65] * 3000}, 413, "prompt_too_long", "prompt"),
         ({"prompt": "a", "policy": "none"}, 404, "not_found", "policy"),
     ],
 )  # fmt: skip
