@@ -1,22 +1,4 @@
-"""Named policies: the built-in ones and those of a TOML file.
-
-[support]                       # "policy": "support"
-action = "abstain"              # observe | annotate | abstain | block | retrieve | fallback
-threshold = 0.4                 # optional: else the service's, else the bundle's
-message = "Let me ask a colleague."   # optional, with annotate, abstain and retrieve
-withhold_outside = true         # optional, not with observe and annotate: also stop what lies outside training
-
-[bigger]
-action = "fallback"             # another server answers
-upstream = "https://api.example.com/v1"
-upstream_model = "large"
-upstream_key_env = "BIG_KEY"    # optional: the environment variable with its key
-upstream_timeout_s = 60         # optional
-
-[[rule]]                        # the first that fits chooses, where a request names no policy
-route = "/v1/chat/completions"  # optional, and so are model and key (its name)
-policy = "bigger"
-"""
+"""Named policies: the built-in ones and those of a TOML file; docs/serving.md shows one with every field."""
 
 from __future__ import annotations
 
