@@ -155,9 +155,9 @@ def test_what_each_policy_does_with_a_flagged_prompt(service: Running, page: Pag
     for policy, decision, answer in (
         ("gate", "Withheld before the first token", "I am not sure."),
         ("send", "Left to another server before the first token", None),
-        ("fetch", "Sent to fetch a passage before the first token", "Fetch a passage."),
         ("warn", "Answered although flagged: the policy warn warns", "It is so."),
         ("observe", "although flagged: the policy observe only watches", "It is so."),
+        ("fetch", "Sent to fetch a passage before the first token", "Fetch a passage."),
     ):
         page.select_option("#policy", policy)
         answered(page)
@@ -173,7 +173,7 @@ def test_what_each_policy_does_with_a_flagged_prompt(service: Running, page: Pag
             answered(page)
             expect(page.locator(".decision")).to_have_text("Withheld before the first token")
             expect(page.locator(".facts", has_text="Without the passage the risk was")).to_be_visible()
-            page.fill("#passage", "")
+        if policy in ("gate", "send"):
             assert service.engine.counters.decode_steps == steps
         if policy == "warn":
             expect(page.locator(".facts.warn").first).to_have_text("Take care.")
