@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -254,17 +255,12 @@ async def model(name: str, service: TheService) -> ModelCard:
 
 def _loaded_model(service: Service) -> ModelCard:
     service.lifecycle.check_ready()
-    identity = service.catalogue.scorers[0].engine.identity
+    scorers = service.catalogue.scorers
+    one, bundles = scorers[0].engine.identity, [scorer.bundle.reference for scorer in scorers]
     return ModelCard(
-        id=identity.model,
-        created=service.created,
-        architecture=identity.architecture,
-        revision=identity.revision,
-        dtype=identity.dtype,
-        max_model_len=identity.max_tokens,
-        bundles=[scorer.bundle.reference for scorer in service.catalogue.scorers],
-        root=identity.model,
-    )
+        id=one.model, created=service.created, architecture=one.architecture, revision=one.revision, dtype=one.dtype,
+        max_model_len=one.max_tokens, bundles=bundles, root=one.model,
+    )  # fmt: skip
 
 
 @router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
@@ -349,14 +345,12 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
 
 
 def _compared(found: Comparison) -> ComparedOut:
-    counts = found.by_verdict
+    counts: Mapping[str, int] = found.by_verdict
     prompts = sum(counts.values())
     given = prompts - counts["failed"]
     return ComparedOut(
         prompts=prompts,
-        stricter=counts["stricter"],
-        looser=counts["looser"],
-        failed=counts["failed"],
+        **{verdict: counts[verdict] for verdict in ("stricter", "looser", "failed")},
         disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
         mean_difference=found.difference / given if given else None,
     )

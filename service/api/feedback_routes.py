@@ -103,12 +103,6 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
     elif stored.conflict:
         reason = "another caller says otherwise"
     return FeedbackResponse(
-        id=body.id,
-        index=body.index,
-        label=body.label,
-        standing=stored.standing,
-        conflict=stored.conflict,
-        drawn=stored.drawn,
-        counts=reason is None,
-        reason=reason,
-    )
+        id=body.id, index=body.index, label=body.label, standing=stored.standing, conflict=stored.conflict,
+        drawn=stored.drawn, counts=reason is None, reason=reason,
+    )  # fmt: skip

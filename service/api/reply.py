@@ -206,17 +206,12 @@ class Reply:
 
 def score_response(judgement: Judgement, include: Collection[Include] = ()) -> ScoreResponse:
     """Return the document that answers a scoring request, over HTTP and on the command line."""
+    data = [risk_out(prompt.index, prompt.report, include) for prompt in judgement.prompts]
     return ScoreResponse(
-        id=f"risk-{judgement.request_id}",
-        created=judgement.created,
-        model=judgement.model,
-        policy=judgement.policy.name,
-        bundle=bundle_ref(judgement.scorer),
-        guarantee=guarantee_out(judgement.guarantee),
-        retrieval=retrieval_out(judgement),
-        data=[risk_out(prompt.index, prompt.report, include) for prompt in judgement.prompts],
-        usage=usage(judgement.reports),
-    )
+        id=f"risk-{judgement.request_id}", created=judgement.created, model=judgement.model,
+        policy=judgement.policy.name, bundle=bundle_ref(judgement.scorer), guarantee=guarantee_out(judgement.guarantee),
+        retrieval=retrieval_out(judgement), data=data, usage=usage(judgement.reports),
+    )  # fmt: skip
 
 
 def retrieval_out(judgement: Judgement) -> RetrievalOut | None:
