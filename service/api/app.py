@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from service import __version__
 from service.api import catalogue, error_handlers, feedback_routes, guardrail_routes, health, openai_routes, score
-from service.api.auth import BearerKeys, KnownHosts
+from service.api.auth import BearerKeys
 from service.api.forwarding import Forwarder
 from service.api.middleware import LoadShedder, RequestFrame
 from service.serving.service import Service
@@ -75,11 +75,10 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     settings, keys, found = service.settings, service.access.keys, pages(service.settings.playground)
     app.add_middleware(LoadShedder, service=service)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
-    app.add_middleware(BearerKeys, keys=keys, protect_metrics=settings.protect_metrics, pages=found)
+    hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
+    app.add_middleware(BearerKeys, keys=keys, protect_metrics=settings.protect_metrics, pages=found, hosts=hosts)
     if keys.closed:
         _declare_keys(app, settings.protect_metrics)
-    if settings.allowed_hosts and "*" not in settings.allowed_hosts:
-        app.add_middleware(KnownHosts, hosts=settings.allowed_hosts)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

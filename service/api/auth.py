@@ -6,7 +6,7 @@ Plain ASGI: before the body is read.  Unknown paths need a key too, so that the 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -31,13 +31,16 @@ class BearerKeys:
     """Answers 401 unless ``Authorization: Bearer KEY``, or without that header ``X-Api-Key``, holds one of ``keys``.
 
     403 where the key does not open the route.  Without any keys all routes are open, except to other machines those
-    that change the service.
+    that change the service.  Before all that 421 to who names neither an address nor one of ``hosts``; none: any name.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str], hosts: Collection[str]
+    ) -> None:
         """``pages`` are paths of files that all may get."""
         self.app, self._keys, self._pages = app, keys, frozenset(pages)
         self._open = HEALTH if protect_metrics else HEALTH | {METRICS}
+        self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
@@ -45,10 +48,13 @@ class BearerKeys:
             if scope["type"] == "lifespan" or not self._keys.closed:
                 await self.app(scope, receive, send)
             return  # no WebSocket routes: the server closes it
-        path = scope["path"]
+        path, headers = scope["path"], Headers(scope=scope)
         is_open = path in self._open or (path in self._pages and scope["method"] in ("GET", "HEAD"))
         try:
-            key = self._keys.find(secret) if (secret := _secret(Headers(scope=scope))) else None
+            if self._hosts and not _names_us(headers, self._hosts):
+                message = "this service does not answer to the name in the Host header; its operator can add it: "
+                raise WrongHost(f"{message}--allowed-host")
+            key = self._keys.find(secret) if (secret := _secret(headers)) else None
             if key is not None and not (is_open and (key.revoked is not None or key.expired())):
                 state = scope.setdefault("state", {})
                 state["key"] = key
@@ -104,27 +110,16 @@ def from_here(request: HTTPConnection) -> bool:
     return on_loopback(request.client.host)
 
 
-class KnownHosts:
-    """Answers 421 unless ``Host``, its port left out, is an IP address or one of ``hosts``.
+def _names_us(headers: Headers, hosts: Collection[str]) -> bool:
+    """Return whether ``Host``, its port left out, is an IP address or one of ``hosts``.
 
     A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then read what a service
     there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's.
     """
-
-    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        self.app, self._hosts = app, frozenset(host.lower() for host in hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse one request."""
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "")
-            name, _, port = host.rpartition(":")
-            name = (name if name and port.isdigit() else host).lower()
-            if name not in self._hosts and not _is_address(name):
-                message = "this service does not answer to the name in the Host header; its operator can add it: "
-                await respond(WrongHost(f"{message}--allowed-host"), scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+    host = headers.get("host", "")
+    name, _, port = host.rpartition(":")
+    name = (name if name and port.isdigit() else host).lower()
+    return name in hosts or _is_address(name)
 
 
 def _is_address(name: str) -> bool:
