@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -345,12 +344,12 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
 
 
 def _compared(found: Comparison) -> ComparedOut:
-    counts: Mapping[str, int] = found.by_verdict
+    counts = found.by_verdict
     prompts = sum(counts.values())
     given = prompts - counts["failed"]
     return ComparedOut(
         prompts=prompts,
-        **{verdict: counts[verdict] for verdict in ("stricter", "looser", "failed")},
+        **{str(verdict): count for verdict, count in counts.items() if verdict != "agrees"},
         disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
         mean_difference=found.difference / given if given else None,
     )

@@ -205,7 +205,12 @@ def connections(most: int) -> type[Connection]:
     if possible < most:
         files = possible + SPARE_FILES
         log.warning("at most %d connections: this process may open %d files (ulimit -Hn)", possible, files)
-    return type("Bounded", (Connection,), {"most": possible, "idle": {}})
+
+    class Bounded(Connection):
+        most: ClassVar[int] = possible
+        idle: ClassVar[dict[Connection, None]] = {}
+
+    return Bounded
 
 
 def places(most: int) -> int:
