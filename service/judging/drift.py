@@ -90,13 +90,16 @@ def compare(risks: Floats, outside: NDArray[np.bool_] | None, reference: Referen
     sample = np.sort(risks)
     ranks = np.searchsorted(reference.risks, risks) / len(reference.risks)
     alike = max(alike_of(ranks), 1.0 if outside is None else alike_of(outside.astype(np.float64)))
-    both = np.concatenate([sample, reference.risks])
-    below = [np.searchsorted(one, both, side="right") / len(one) for one in (sample, reference.risks)]
+    sides = (sample, reference.risks)
+    below = [np.searchsorted(one, np.concatenate(sides), side="right") / len(one) for one in sides]
+    # Half a count more in each bin, so that an empty one is no infinity.
+    counts = [np.bincount(np.searchsorted(reference.edges, one, "right"), minlength=BINS) + 0.5 for one in sides]
+    now, before = (one / one.sum() for one in counts)
     return Drift(
         prompts=len(sample),
         independent=len(sample) / min(alike, MOST_ALIKE),
         ks=float(np.abs(below[0] - below[1]).max()),  # the two-sample statistic of Kolmogorov and Smirnov
-        psi=stability_index(sample, reference),
+        psi=float(np.sum((now - before) * np.log(now / before))),
         shift=float(sample.mean() - reference.risks.mean()),
         outside=None if outside is None else float(outside.mean()),
     )
@@ -118,16 +121,6 @@ def alike_of(values: Floats) -> float:
     ended = np.flatnonzero(pairs <= 0)
     positive = np.minimum.accumulate(pairs[: ended[0]] if len(ended) else pairs)
     return max(1.0, float(2 * positive.sum() - 1))
-
-
-def stability_index(sample: Floats, reference: Reference) -> float:
-    """Return the sum over bins of (p - q) log(p / q), with half a count more in each: an empty one is no infinity."""
-    counts = [
-        np.bincount(np.searchsorted(reference.edges, numbers, side="right"), minlength=BINS) + 0.5
-        for numbers in (sample, reference.risks)
-    ]
-    now, before = (one / one.sum() for one in counts)
-    return float(np.sum((now - before) * np.log(now / before)))
 
 
 class LabelTest:

@@ -7,7 +7,7 @@ reader raises a subclass of BundleDamaged where the file changed since the bundl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
@@ -75,38 +75,24 @@ def coverage(bundle: Bundle) -> Coverage:
     share = training.hallucinated / rows
     if kept is None:
         return Coverage("own_threshold", rows, share, (), own, ())
-    return Coverage("out_of_fold_risks", rows, share, counted(*kept, THRESHOLDS), own, tenths_of(*kept))
+    risk, wrong = kept
+    parts = np.array_split(np.argsort(risk, kind="stable"), 10) if len(risk) >= ENOUGH else []
+    tenths = [Tenth(float(risk[part[0]]), float(risk[part[-1]]), float((~wrong[part]).mean())) for part in parts]
+    gates = tuple(_gate(threshold, risk < threshold, wrong) for threshold in THRESHOLDS)
+    return Coverage("out_of_fold_risks", rows, share, gates, own, tuple(tenths))
+
+
+def _gate(threshold: float, answered: NDArray[np.bool_], wrong: NDArray[np.bool_]) -> CoverageGate:
+    """answered [n], wrong [n] -> the rows' shares; a risk at the threshold is withheld."""
+    among = float(wrong[answered].mean()) if answered.any() else None
+    withheld = float((~answered)[~wrong].mean()) if (~wrong).any() else 0.0
+    return CoverageGate(threshold, float(answered.mean()), among, withheld)
 
 
 def training_risks(bundle: Bundle) -> NDArray[np.float64] | None:
     """Return the risks of the training rows; None where the bundle keeps none."""
     kept = _row_risks(bundle.manifest, bundle.evaluation())
     return None if kept is None else kept[0]
-
-
-def counted(
-    risk: NDArray[np.floating], wrong: NDArray[np.bool_], thresholds: Sequence[float]
-) -> tuple[CoverageGate, ...]:
-    """risk [n], wrong [n] -> the rows' shares at each threshold; a risk at the threshold is withheld."""
-    right = ~wrong
-    return tuple(
-        CoverageGate(
-            threshold,
-            float(answered.mean()),
-            float(wrong[answered].mean()) if answered.any() else None,
-            float((~answered)[right].mean()) if right.any() else 0.0,
-        )
-        for threshold in thresholds
-        for answered in [risk < threshold]
-    )
-
-
-def tenths_of(risk: NDArray[np.floating], wrong: NDArray[np.bool_]) -> tuple[Tenth, ...]:
-    """risk [n], wrong [n] -> ten parts of the rows, by rising risk; none of fewer than ``ENOUGH`` rows."""
-    if len(risk) < ENOUGH:
-        return ()
-    parts = np.array_split(np.argsort(risk, kind="stable"), 10)
-    return tuple(Tenth(float(risk[part[0]]), float(risk[part[-1]]), float((~wrong[part]).mean())) for part in parts)
 
 
 def _row_risks(manifest: Manifest, evaluation: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
