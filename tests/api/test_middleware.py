@@ -91,8 +91,8 @@ class Client:
 
     def __init__(self, port: int, length: int | None, key: str | None = A.secret, path: str = "/score") -> None:
         lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json"]
-        lines += ["expect: 100-continue"]
-        lines += [f"content-length: {length}" if length is not None else "transfer-encoding: chunked"]
+        framing = f"content-length: {length}" if length is not None else "transfer-encoding: chunked"
+        lines += ["expect: 100-continue", framing]
         lines += [f"authorization: Bearer {key}"] if key is not None else []
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         self.status = self.finish("\r\n".join(lines).encode() + b"\r\n\r\n")
