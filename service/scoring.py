@@ -65,8 +65,8 @@ class RiskReport:
     logits: NDArray[np.float64]
     verdict: Verdict
     prompt_tokens: int
+    uncertain: Uncertain
     signals: tuple[float, ...] = ()  # what the classifier read, in the manifest's order
-    uncertain: Uncertain = Uncertain(0.0, None)
     context: PromptContext = base.UNKNOWN
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache

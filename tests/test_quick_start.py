@@ -20,7 +20,7 @@ from service.demo.questions import questions
 from service.engines.base import EngineOptions, Sampling
 from service.engines.places import PACKAGED
 from service.engines.transformers.engine import TransformersEngine
-from service.library.default_model import SHIPPED, SMOLLM2
+from service.library.engine import SHIPPED, SMOLLM2
 from tests import command_line
 from tests.running import until
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve

@@ -80,24 +80,20 @@ def parse_keys(text: str, where: str, policies: Collection[str] | None = None) -
         raise HalluTracerError(f"{where} holds no key; append one with: hallutracer keys make NAME >> {where}")
     keys = []
     for name, table in tables.items():
+        key = f"{where}, key [{name}]"
         if not isinstance(table, dict):
             raise HalluTracerError(f"{where}: {name!r} is outside a table; write [NAME] above it")
         if not NAME.fullmatch(name):
-            raise HalluTracerError(
-                f"{where}, key [{name}]: a name has lower-case letters, digits, '_' and '-', at most 64"
-            )
+            raise HalluTracerError(f"{key}: a name has lower-case letters, digits, '_' and '-', at most 64")
         try:
             found = KeyTable.model_validate(table)
         except ValidationError as error:
             problem = first_problem(error, KeyTable)
-            raise HalluTracerError(
-                f"{where}, key [{name}]: {problem}; 'hallutracer keys make' writes a table"
-            ) from None
-        if unknown := [one for one in found.policies or () if policies is not None and one not in policies]:
-            known = ", ".join(sorted(policies or ()))
-            raise HalluTracerError(
-                f"{where}, key [{name}]: policies: no policy {unknown[0]!r} is known here; known: {known}"
-            )
+            raise HalluTracerError(f"{key}: {problem}; 'hallutracer keys make' writes a table") from None
+        for one in found.policies or ():
+            if policies is not None and one not in policies:
+                known = ", ".join(sorted(policies))
+                raise HalluTracerError(f"{key}: policies: no policy {one!r} is known here; known: {known}")
         keys.append(Key(name=name, digest=found.sha256, **found.model_dump(exclude={"sha256", "created"})))
     digests = [key.digest for key in keys]
     if twice := [key.name for key in keys if digests.count(key.digest) > 1]:
@@ -134,12 +130,12 @@ class KeyRing:
 
     @property
     def closed(self) -> bool:
-        """Whether a key is asked for; without any, the service is open to whoever reaches it."""
+        """Return whether a key is asked for; without any, the service is open to whoever reaches it."""
         return bool(self._fixed) or self._path is not None
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all keys."""
+        """Return the names of all keys."""
         return frozenset(key.name for key in self._keys.values())
 
     def find(self, secret: str) -> Key | None:
@@ -158,14 +154,11 @@ class KeyRing:
     def read(self) -> tuple[dict[str, Key], Changes]:
         """Return what the file says now, by digest, and what that would change.  Raises HalluTracerError."""
         self._read_at = self._signature()
-        new = self._by_digest()
-        old = {key.name: key for key in self._keys.values()}
-        now = {key.name: key for key in new.values()}
-        return new, Changes(
-            added=tuple(sorted(now.keys() - old.keys())),
-            removed=tuple(sorted(old.keys() - now.keys())),
-            changed=tuple(sorted(name for name in old.keys() & now.keys() if old[name] != now[name])),
-        )
+        found = self._by_digest()
+        old, new = ({key.name: key for key in keys.values()} for keys in (self._keys, found))
+        changed = (name for name in old.keys() & new.keys() if old[name] != new[name])
+        every = (new.keys() - old.keys(), old.keys() - new.keys(), changed)
+        return found, Changes(*(tuple(sorted(names)) for names in every))
 
     def use(self, keys: dict[str, Key]) -> None:
         """Put ``keys`` in force from the next request on."""
@@ -177,8 +170,7 @@ class KeyRing:
 
     def _by_digest(self) -> dict[str, Key]:
         every = [*self._fixed, *(() if self._path is None else read_keys(self._path, self._policies))]
-        found = {key.digest: key for key in every}
-        names = [key.name for key in every]
+        found, names = {key.digest: key for key in every}, [key.name for key in every]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise HalluTracerError(f"two keys are named {twice!r}; in the log they could not be told apart")
         if len(found) < len(every):

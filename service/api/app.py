@@ -1,34 +1,49 @@
-"""The FastAPI application, built from a ``Service``.  Reads no environment and loads no model itself."""
+"""The FastAPI application, built from a ``Service``.  Reads no environment and loads no model itself.
+
+The pages for a browser, the playground at / and the API reference at /docs, hold nothing of the model, the bundles or
+the requests, so they need no key: what they show comes from the API, with the key of whoever looks.  Everything is
+served from here, and the policy in ``HEADERS`` has the browser refuse the rest: no script inside a page, no request to
+another host, no frame around it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
 
 from service import __version__
-from service.api import (
-    catalogue,
-    error_handlers,
-    feedback_routes,
-    guardrail_routes,
-    health,
-    openai_routes,
-    score,
-)
-from service.api.auth import BearerKeys, KnownHosts
-from service.api.body import LoadShedder
+from service.api import catalogue, error_handlers, feedback_routes, guardrail_routes, health, openai_routes, score
+from service.api.auth import BearerKeys
 from service.api.forwarding import Forwarder
-from service.api.middleware import RequestFrame
-from service.api.pages import pages, routes
+from service.api.middleware import LoadShedder, RequestFrame
 from service.serving.service import Service
 
+# A new route is a module with a ``router``, named here.
+ROUTERS = (
+    score.router, openai_routes.router, guardrail_routes.router, feedback_routes.router, catalogue.router,
+    health.admin, health.router,
+)  # fmt: skip
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
                    "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
+HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # asked again each time: an upgrade must not meet yesterday's script
+}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def create_app(service: Service, on_loaded: Callable[[], None] | None = None) -> FastAPI:
@@ -56,21 +71,14 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         docs_url=None,  # FastAPI's own pages load scripts from the internet
         redoc_url=None,
     )
-    app.state.service = service
-    app.state.forwarder = Forwarder(service.metrics)
-    settings = service.settings
+    app.state.service, app.state.forwarder = service, Forwarder(service.metrics)
+    settings, keys, found = service.settings, service.access.keys, pages(service.settings.playground)
     app.add_middleware(LoadShedder, service=service)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
-    app.add_middleware(
-        BearerKeys,
-        keys=service.access.keys,
-        protect_metrics=settings.protect_metrics,
-        pages=[page.path for page in pages(settings.playground)],
-    )
-    if service.access.keys.closed:
+    hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
+    app.add_middleware(BearerKeys, keys=keys, protect_metrics=settings.protect_metrics, pages=found, hosts=hosts)
+    if keys.closed:
         _declare_keys(app, settings.protect_metrics)
-    if settings.allowed_hosts and "*" not in settings.allowed_hosts:
-        app.add_middleware(KnownHosts, hosts=settings.allowed_hosts)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -79,20 +87,12 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
             allow_headers=["authorization", "x-api-key", "content-type", "x-request-id"],
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(
-        RequestFrame,
-        max_body_bytes=settings.max_body_bytes,
-        body_seconds=settings.deadline_s,
-        metrics=service.metrics,
-        tracing=service.tracing,
-    )
+    app.add_middleware(RequestFrame, service=service)
     error_handlers.install(app)
-    for router in (
-        score.router, openai_routes.router, guardrail_routes.router, feedback_routes.router, catalogue.router,
-        health.admin, health.router,
-    ):  # fmt: skip
+    for router in ROUTERS:
         app.include_router(router)
-    app.router.routes += routes(settings.playground)
+    for path, file in found.items():
+        app.router.routes.append(Route(path, _page(file), methods=["GET"], include_in_schema=False))
     return app
 
 
@@ -110,3 +110,25 @@ def _declare_keys(app: FastAPI, protect_metrics: bool) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+@cache
+def pages(playground: bool) -> Mapping[str, Path]:
+    """Return path -> file of all that is served without a key; with or without the playground."""
+    here = Path(__file__).parent
+    swagger = Path(str(files("fastapi_offline"))) / "static"  # its files; the package's own page has an inline script
+    found = {"/docs": here / "reference" / "index.html"}
+    found |= {f"/docs/{name}": here / "reference" / name for name in ("icon.svg", "reference.css", "reference.js")}
+    found |= {f"/docs/{name}": swagger / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")}
+    if playground:
+        folder = here / "playground"
+        found |= {"/": folder / "index.html"}
+        found |= {f"/playground/{file.name}": file for file in sorted(folder.glob("*.*"))}
+    return found
+
+
+def _page(file: Path) -> Callable[[Request], Any]:
+    async def send(_: Request) -> Response:
+        return FileResponse(file, media_type=_TYPES[file.suffix], headers=HEADERS)
+
+    return send

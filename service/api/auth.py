@@ -1,13 +1,12 @@
 """Who may ask: known hosts, bearer keys for every route but health, pages and open metrics, and what routes depend on.
 
-
 Plain ASGI: before the body is read.  Unknown paths need a key too, so that the routes cannot be probed without one.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -32,15 +31,16 @@ class BearerKeys:
     """Answers 401 unless ``Authorization: Bearer KEY``, or without that header ``X-Api-Key``, holds one of ``keys``.
 
     403 where the key does not open the route.  Without any keys all routes are open, except to other machines those
-    that change the service.
+    that change the service.  Before all that 421 to who names neither an address nor one of ``hosts``; none: any name.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str], hosts: Collection[str]
+    ) -> None:
         """``pages`` are paths of files that all may get."""
-        self.app = app
-        self._keys = keys
+        self.app, self._keys, self._pages = app, keys, frozenset(pages)
         self._open = HEALTH if protect_metrics else HEALTH | {METRICS}
-        self._pages = frozenset(pages)
+        self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
@@ -48,11 +48,18 @@ class BearerKeys:
             if scope["type"] == "lifespan" or not self._keys.closed:
                 await self.app(scope, receive, send)
             return  # no WebSocket routes: the server closes it
-        path, is_open = scope["path"], scope["path"] in self._open or self._is_page(scope)
+        path, headers = scope["path"], Headers(scope=scope)
+        is_open = path in self._open or (path in self._pages and scope["method"] in ("GET", "HEAD"))
         try:
-            key = self._keys.find(secret) if (secret := _secret(Headers(scope=scope))) else None
-            if key is not None and not (is_open and _over(key)):
-                self._note(scope, key)
+            if self._hosts and not _names_us(headers, self._hosts):
+                message = "this service does not answer to the name in the Host header; its operator can add it: "
+                raise WrongHost(f"{message}--allowed-host")
+            key = self._keys.find(secret) if (secret := _secret(headers)) else None
+            if key is not None and not (is_open and (key.revoked is not None or key.expired())):
+                state = scope.setdefault("state", {})
+                state["key"] = key
+                if "record" in state:
+                    state["record"].caller = key.name
             if not is_open:
                 check_scopes(HTTPConnection(scope), self._keys, scopes_of(path))
         except HalluTracerError as refusal:
@@ -60,21 +67,16 @@ class BearerKeys:
             return
         await self.app(scope, receive, send)
 
-    def _is_page(self, scope: Scope) -> bool:
-        return scope["path"] in self._pages and scope["method"] in ("GET", "HEAD")
 
-    @staticmethod
-    def _note(scope: Scope, key: Key) -> None:
-        state = scope.setdefault("state", {})
-        state["key"] = key
-        if "record" in state:
-            state["record"].caller = key.name
+def _secret(headers: Headers) -> str | None:
+    scheme, _, secret = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else None
 
 
 def key_of(request: HTTPConnection) -> Key | None:
-    """The key that a request was sent with, where it is known."""
-    key = request.scope.get("state", {}).get("key")
-    return key if isinstance(key, Key) else None
+    """Return the key that a request was sent with, where it is known."""
+    key: Key | None = request.scope.get("state", {}).get("key")
+    return key
 
 
 def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyScope]) -> None:
@@ -99,57 +101,29 @@ def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyS
 
 
 def from_here(request: HTTPConnection) -> bool:
-    """A connection of this machine that no proxy passes on, and that no foreign web page has a browser make."""
+    """Return whether no proxy passes a connection of this machine on, and no foreign web page has a browser make it."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
-    page = request.headers.get("origin")
-    if page is not None and (
-        page != f"{request.url.scheme}://{request.headers.get('host')}" or not on_loopback(request.url.hostname or "")
-    ):
+    page, own = request.headers.get("origin"), f"{request.url.scheme}://{request.headers.get('host')}"
+    if page is not None and (page != own or not on_loopback(request.url.hostname or "")):
         return False
     return on_loopback(request.client.host)
 
 
-def _over(key: Key) -> bool:
-    return key.revoked is not None or key.expired()
-
-
-def _secret(headers: Headers) -> str | None:
-    scheme, _, secret = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
-    return secret.strip() if scheme.lower() == "bearer" else None
-
-
-class KnownHosts:
-    """Answers 421 unless ``Host``, its port left out, is an IP address or one of ``hosts``.
+def _names_us(headers: Headers, hosts: Collection[str]) -> bool:
+    """Return whether ``Host``, its port left out, is an IP address or one of ``hosts``.
 
     A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then read what a service
     there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's.
     """
-
-    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        self.app = app
-        self._hosts = frozenset(host.lower() for host in hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse one request."""
-        if scope["type"] != "http" or self._knows(_name(Headers(scope=scope).get("host", ""))):
-            await self.app(scope, receive, send)
-            return
-        message = "this service does not answer to the name in the Host header; its operator can add it: --allowed-host"
-        await respond(WrongHost(message), scope, receive, send)
-
-    def _knows(self, name: str) -> bool:
-        return name in self._hosts or _is_address(name)
-
-
-def _name(host: str) -> str:
-    """Without the port; an IPv6 address keeps its brackets."""
+    host = headers.get("host", "")
     name, _, port = host.rpartition(":")
-    return (name if name and port.isdigit() else host).lower()
+    name = (name if name and port.isdigit() else host).lower()
+    return name in hosts or _is_address(name)
 
 
 def _is_address(name: str) -> bool:
-    """As browsers write one in ``Host``: four decimal numbers, or IPv6 in brackets."""
+    """Return whether it is one as browsers write it in ``Host``: four decimal numbers, or IPv6 in brackets."""
     try:
         if name.startswith("[") and name.endswith("]"):
             return ipaddress.IPv6Address(name[1:-1]).scope_id is None
@@ -161,8 +135,7 @@ def _is_address(name: str) -> bool:
 
 async def running_service(request: Request) -> Service:
     """Return the service that the app factory attached.  A coroutine: plain functions go through a thread pool."""
-    service = request.app.state.service
-    assert isinstance(service, Service)
+    service: Service = request.app.state.service
     return service
 
 
@@ -171,27 +144,22 @@ TheService = Annotated[Service, Depends(running_service)]
 
 def caller_of(request: HTTPConnection, service: Service) -> Caller:
     """Return the key's owner; without keys, whoever has the connection's address."""
-    return service.access.caller(key_of(request), address_of(request), here=from_here(request))
-
-
-def address_of(request: HTTPConnection) -> str | None:
-    """The connection's, which is a proxy's where there is one before the service."""
-    return request.client.host if request.client else None
+    return service.access.caller(key_of(request), who_of(request).address, here=from_here(request))
 
 
 def who_of(request: HTTPConnection) -> Who:
-    """For the audit log."""
-    key = key_of(request)
-    return Who(key=None if key is None else key.name, address=address_of(request))
+    """Return whom the audit log names; the address is a proxy's where there is one before the service."""
+    key, client = key_of(request), request.client
+    return Who(key=None if key is None else key.name, address=client.host if client else None)
 
 
 def knows_caller(request: HTTPConnection, service: Service) -> bool:
-    """Whether the request has a key, where there are keys; the health routes are open to all."""
+    """Return whether the request has a key, where there are keys; the health routes are open to all."""
     return not service.access.keys.closed or key_of(request) is not None
 
 
 async def administrator(request: Request, service: TheService) -> Who:
-    """Who calls a route of ``KeyScope.ADMIN``.  Raises as ``check_scopes``, also where the path does not ask for it."""
+    """Return who calls a route of ``KeyScope.ADMIN``.  Raises as ``check_scopes``, whatever the path asks for."""
     check_scopes(request, service.access.keys, {KeyScope.ADMIN})
     return who_of(request)
 

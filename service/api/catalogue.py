@@ -1,83 +1,265 @@
-"""GET /v1/models, /v1/bundles and one bundle: what is loaded."""
+"""GET /v1/models, /v1/bundles and one bundle: what is loaded, what it keeps, and the schema of all that."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from fastapi import APIRouter
+from pydantic import ConfigDict, Field, create_model
 
 from probes_store.bundle import Bundle
+from probes_store.records import Applicability, Guarantee, Record, RefitInterval, Uncertainty
 from service.api.auth import TheService
-from service.api.catalogue_schema import (
-    BundleApplicability,
-    BundleCard,
-    BundleDetail,
-    BundleGuarantee,
-    BundleList,
-    BundleUncertainty,
-    ClassTrajectories,
-    ComparedOut,
-    CoverageOut,
-    DriftOut,
-    FormsOut,
-    GoldenOut,
-    LabelsOut,
-    LeftOut,
-    LoadedOut,
-    ModelCard,
-    ModelList,
-    SampleAnswerOut,
-    SampleOut,
-    SampleQuestionOut,
-)
-from service.api.response_schema import errors
+from service.api.reply import errors
+from service.api.request_schema import Risk, Strict
 from service.errors import NotFound
-from service.judging.coverage import coverage
-from service.judging.form_table import form_table
-from service.judging.sample import sample_of
+from service.feedback.rows import Tally
+from service.judging import evaluation
+from service.judging.drift import Drift
 from service.scoring import Scorer
 from service.serving.metrics import Comparison
 from service.serving.service import Service
+
+
+class _OfRecord(Strict):
+    model_config = ConfigDict(from_attributes=True)
+
+
+def _mirror(name: str, record: type, says: str | None = None, **types: Any) -> Any:
+    """Return the response model of a record's fields; of a manifest's records without their limits.
+
+    ``says`` instead of the record's docstring; ``types`` of fields that are records themselves.
+    """
+    fields: dict[str, Any] = {}
+    for field, hint in get_type_hints(record, include_extras=not issubclass(record, Record)).items():
+        base, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        base = types.get(field, base)
+        fields[field] = (Annotated[(base, *notes)] if notes else base, ...)
+    return create_model(name, __base__=_OfRecord, __doc__=says or record.__doc__, **fields)
+
+
+if TYPE_CHECKING:
+    from probes_store.records import Applicability as BundleApplicability
+    from probes_store.records import Guarantee as BundleGuarantee
+    from probes_store.records import Uncertainty as BundleUncertainty
+    from service.feedback.rows import Tally as LabelsOut
+    from service.judging.drift import Drift as DriftOut
+    from service.judging.evaluation import Coverage as CoverageOut
+    from service.judging.evaluation import FormTable as FormsOut
+    from service.judging.evaluation import SampleQuestion as SampleQuestionOut
+else:
+    BundleGuarantee = _mirror(
+        "BundleGuarantee", Guarantee, labels=str, dtype=str,
+        says="What the threshold of a bundle promises; the statement says for whom, and when it is void.",
+    )  # fmt: skip
+    BundleUncertainty = _mirror(
+        "BundleUncertainty", Uncertainty,
+        says="What a bundle knows of its risks' uncertainty; the statement says what it means.",
+        interval=_mirror(
+            "BundleInterval", RefitInterval, "How wide an interval of the risk is: see the bundle format."
+        ) | None,
+    )  # fmt: skip
+    BundleApplicability = _mirror(
+        "BundleApplicability", Applicability,
+        says="Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means.",
+        questions_below=Annotated[
+            float, Field(description="share of the training questions that are taken for no question")
+        ],
+        others_above=Annotated[
+            float, Field(description="share of the other training prompts that are taken for questions")
+        ],
+    )  # fmt: skip
+    DriftOut = _mirror("DriftOut", Drift)
+    LabelsOut = _mirror(
+        "LabelsOut", Tally,
+        says="Answers that were drawn at random under this bundle, one for each different prompt, up to the newest "
+        "label.",
+        labelled=Annotated[int, Field(description="of these; the others are taken for right")],
+    )  # fmt: skip
+    _GATE = _mirror("GateOut", evaluation.CoverageGate)
+    _TENTHS = list[_mirror("TenthOut", evaluation.Tenth)]
+    CoverageOut = _mirror("CoverageOut", evaluation.Coverage, gates=list[_GATE], own=_GATE | None, tenths=_TENTHS)
+    FormsOut = _mirror("FormsOut", evaluation.FormTable, data=list[_mirror("FormOut", evaluation.FormRow)])
+    SampleQuestionOut = _mirror("SampleQuestionOut", evaluation.SampleQuestion, answers=list[str])
+
+
+class ModelCard(Strict):
+    """The loaded model, as OpenAI lists models."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "hallutracer"
+    architecture: str
+    revision: str
+    dtype: str
+    max_model_len: int
+    bundles: list[str] = Field(description="references of the loaded bundles, the default first")
+    root: str = Field(description="the model's own name; `id` may be one of --served-model-name")
+
+
+class ModelList(Strict):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class GoldenOut(Strict):
+    """The golden prompts, replayed when the bundle was loaded: the largest deviation from what was recorded."""
+
+    risk: float
+    risk_tolerance: float
+    trajectory: float = Field(description="in units of the trajectories' spread")
+    trajectory_tolerance: float
+
+
+class ComparedOut(Strict):
+    """A shadow beside the bundles that judged the same prompts, in this process."""
+
+    prompts: int
+    stricter: int = Field(description="prompts that it alone flags")
+    looser: int = Field(description="prompts that it alone does not flag")
+    failed: int = Field(description="prompts of which it gave no number")
+    disagreement: float | None = Field(description="share that was not agreed on, failures included")
+    mean_difference: float | None = Field(description="of the two risks, absolute")
+
+
+class LeftOut(Strict):
+    """A bundle that was asked for and is not used."""
+
+    reference: str
+    reason: str
+
+
+class LoadedOut(Strict):
+    """When the bundles were loaded, and what could not be."""
+
+    since: str = Field(description="when the loaded bundles began to serve, UTC")
+    left_out: list[LeftOut]
+    reload_error: str | None = Field(description="why the newest reload changed nothing")
+    reload_failing_since: str | None = Field(description="when the first reload failed since one was done, UTC")
+
+
+class BundleCard(Strict):
+    """A loaded bundle."""
+
+    id: str = Field(description="name:version")
+    object: Literal["bundle"] = "bundle"
+    name: str
+    version: int
+    digest: str
+    created: str
+    model: str
+    site: str = Field(description="where each layer is read: attention_head or residual_stream")
+    logit_scale: str
+    signals: list[str]
+    prompt_format: str
+    threshold: float
+    guarantee: BundleGuarantee | None = None
+    uncertainty: BundleUncertainty | None = None
+    applicability: BundleApplicability | None = Field(
+        None, description="tells prompts that ask for no fact; null where the bundle cannot"
+    )
+    guarantee_shapes: list[str] | None = Field(
+        None, description="shapes of conversation that the guarantee was calibrated on; null where it does not say"
+    )
+    role: Literal["default", "canary", "shadow", "none"] = Field(
+        description="what it does for requests that name no bundle; none: nothing"
+    )
+    share: float | None = Field(None, description="of these requests, that a default or a canary judges")
+    compared: ComparedOut | None = Field(None, description="of a shadow, since the service started")
+    golden: GoldenOut
+    drift: DriftOut | None = Field(None, description="none before the first window, or without a reference")
+    labels: LabelsOut | None = Field(None, description="what the guarantee is held against; none without both")
+    void: list[str] = Field(description="why a guarantee does not hold just now, whatever the request")
+    default: bool
+
+
+class ClassTrajectories(Strict):
+    """Where the truth logits of the training rows lie, out of fold, layer by layer."""
+
+    factual: list[float] = Field(description="mean over the rows that the model answered right, one for each layer")
+    hallucinated: list[float] = Field(description="the same over the rows that it answered wrong")
+    factual_std: list[float]
+    hallucinated_std: list[float]
+
+
+class SampleOut(_OfRecord):
+    """Held-out questions that were drawn before any risk was known: what the risk is worth, for a stranger to see."""
+
+    file: str = Field(description="of the rows that they were drawn from")
+    questions: list[SampleQuestionOut]
+
+
+class SampleAnswerOut(Strict):
+    """What the model answers to a question of the sample, judged, and the risk that was read before it."""
+
+    object: Literal["sample.answer"] = "sample.answer"
+    number: int = Field(description="of the question, from 0")
+    prompt: str
+    kind: str
+    risk: Risk
+    threshold: Risk
+    flagged: bool = Field(description="what a gate would withhold")
+    outside_training: bool | None = Field(description="null where the bundle cannot tell")
+    answer: str
+    verdict: Literal["right", "wrong", "abstained"]
+    accepted: list[str] = Field(description="answers that are right")
+
+
+class BundleDetail(BundleCard):
+    """GET /v1/bundles/{bundle}: the card, and what a picture of a risk needs."""
+
+    trajectories: ClassTrajectories
+    coverage: CoverageOut
+    forms: FormsOut | None = Field(None, description="null where none is kept, and after a recalibration")
+    sample: SampleOut | None = Field(None, description="null where the bundle carries none (train --no-sample)")
+
+
+class BundleList(Strict):
+    """GET /v1/bundles."""
+
+    object: Literal["list"] = "list"
+    data: list[BundleCard]
+    policies: list[str] = Field(description="values of a request's 'policy', the default first")
+    status: LoadedOut
+
 
 router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
 
 
-NAMED = RESPONSES | errors(_404="no such model is loaded")
-
-
 @router.get("/v1/models", summary="The loaded model and its names", responses=RESPONSES)
 async def models(service: TheService) -> ModelList:
     """The loaded model, then the other names that requests may give it."""
-    card = loaded(service)
+    card = _loaded_model(service)
     names = [name for name in service.settings.model_names if name not in ("*", card.id)]
     return ModelList(data=[card, *(card.model_copy(update={"id": name}) for name in names)])
 
 
-@router.get("/v1/models/{name:path}", summary="The loaded model, by a name", responses=NAMED)
+@router.get(
+    "/v1/models/{name:path}",
+    summary="The loaded model, by a name",
+    responses=RESPONSES | errors(_404="no such model is loaded"),
+)
 async def model(name: str, service: TheService) -> ModelCard:
     """The loaded model, by one of its names."""
     service.ready.scorer(None, name)
-    return loaded(service).model_copy(update={"id": name})
+    return _loaded_model(service).model_copy(update={"id": name})
 
 
-def loaded(service: Service) -> ModelCard:
-    """The loaded model under its own name.  Raises NotReady."""
+def _loaded_model(service: Service) -> ModelCard:
     service.lifecycle.check_ready()
-    identity = service.catalogue.scorers[0].engine.identity
+    scorers = service.catalogue.scorers
+    one, bundles = scorers[0].engine.identity, [scorer.bundle.reference for scorer in scorers]
     return ModelCard(
-        id=identity.model,
-        created=service.created,
-        architecture=identity.architecture,
-        revision=identity.revision,
-        dtype=identity.dtype,
-        max_model_len=identity.max_tokens,
-        bundles=[scorer.bundle.reference for scorer in service.catalogue.scorers],
-        root=identity.model,
-    )
+        id=one.model, created=service.created, architecture=one.architecture, revision=one.revision, dtype=one.dtype,
+        max_model_len=one.max_tokens, bundles=bundles, root=one.model,
+    )  # fmt: skip
 
 
 @router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
@@ -87,11 +269,11 @@ async def bundles(service: TheService) -> BundleList:
 
 
 def bundle_list(service: Service) -> BundleList:
-    """What is loaded, since when, and what is left out.  Raises NotReady."""
+    """Return what is loaded, since when, and what is left out.  Raises NotReady."""
     service.lifecycle.check_ready()
     default, loaded, lifecycle = service.settings.policy, service.catalogue.loaded, service.lifecycle
     return BundleList(
-        data=[_card(scorer, service) for scorer in service.catalogue.scorers],
+        data=[BundleCard(**_card(scorer, service)) for scorer in service.catalogue.scorers],
         policies=[default, *sorted(set(service.catalogue.policies.named) - {default})],
         status=LoadedOut(
             since=_time(loaded.time),
@@ -114,73 +296,51 @@ def _time(seconds: float) -> str:
 async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
     """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
     scorer = service.ready.scorer(bundle, None)
-    card = _card(scorer, service)
-    probes = scorer.bundle.probes
-    hallucinated, factual = probes.trajectory_mean.tolist()
-    hallucinated_std, factual_std = probes.trajectory_std.tolist()
-    by_threshold, by_form, sample = await asyncio.to_thread(_evaluated, scorer.bundle)  # reads a file
+    card, probes = _card(scorer, service), scorer.bundle.probes
+    mean, std = ([dict(zip(("hallucinated", "factual"), one.tolist(), strict=True))
+                  for one in (probes.trajectory_mean, probes.trajectory_std)])  # fmt: skip
     return BundleDetail(
-        **dict(card),
-        trajectories=ClassTrajectories(
-            factual=factual, hallucinated=hallucinated, factual_std=factual_std, hallucinated_std=hallucinated_std
-        ),
-        coverage=by_threshold,
-        forms=by_form,
-        sample=sample,
+        **card,
+        trajectories=ClassTrajectories(**mean, **{f"{name}_std": values for name, values in std.items()}),
+        **await asyncio.to_thread(_evaluated, scorer.bundle),
     )
 
 
-@lru_cache(maxsize=32)  # a bundle never changes
-def _evaluated(bundle: Bundle) -> tuple[CoverageOut, FormsOut | None, SampleOut | None]:
-    forms, sample = form_table(bundle), sample_of(bundle)
-    return (
-        CoverageOut.model_validate(asdict(coverage(bundle))),
-        None if forms is None else FormsOut.model_validate(asdict(forms)),
-        None
-        if sample is None
-        else SampleOut(
-            file=sample.file, questions=[SampleQuestionOut.model_validate(asdict(one)) for one in sample.questions]
-        ),
-    )
+@lru_cache(maxsize=32)  # reads a file; a bundle never changes
+def _evaluated(bundle: Bundle) -> dict[str, Any]:
+    return {
+        "coverage": evaluation.coverage(bundle),
+        "forms": evaluation.form_table(bundle),
+        "sample": evaluation.sample_of(bundle),
+    }
 
 
-def _card(scorer: Scorer, service: Service) -> BundleCard:
-    manifest, golden, rollout = scorer.bundle.manifest, scorer.golden, service.catalogue.rollout
-    applies = None if manifest.context is None else manifest.context.applicability
-    monitor = service.catalogue.monitors.get(manifest.reference)
-    role = rollout.role(scorer, service.catalogue.scorers[0])
-    shadowed = rollout.shadowed(manifest.digest)
-    share = {"default": 1.0 if rollout.canary is None else 1.0 - rollout.share, "canary": rollout.share}.get(role)
-    return BundleCard(
-        id=manifest.reference,
-        name=manifest.name,
-        version=manifest.version,
-        digest=manifest.digest,
-        created=manifest.created,
-        model=manifest.model.name,
-        site=manifest.readout.site,
-        logit_scale=manifest.logit_scale,
-        signals=list(manifest.signals),
-        prompt_format=manifest.prompt_format,
-        threshold=manifest.threshold,
-        guarantee=None if manifest.guarantee is None else BundleGuarantee(**asdict(manifest.guarantee)),
-        uncertainty=BundleUncertainty(**asdict(manifest.uncertainty)),
-        applicability=None if applies is None else BundleApplicability(**asdict(applies)),
-        guarantee_shapes=None if manifest.guarantee_shapes is None else list(manifest.guarantee_shapes),
-        default=role == "default",
-        role=role,
-        share=share,
-        compared=_compared(service.metrics.compared.get(manifest.reference, Comparison())) if shadowed else None,
-        drift=None if monitor is None or monitor.drift is None else DriftOut(**asdict(monitor.drift)),
-        labels=None if monitor is None or monitor.labels is None else LabelsOut(**asdict(monitor.labels)),
-        void=[] if monitor is None else list(monitor.reasons),
-        golden=GoldenOut(
+def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
+    manifest, golden, catalogue = scorer.bundle.manifest, scorer.golden, service.catalogue
+    rollout, monitor = catalogue.rollout, catalogue.monitors.get(manifest.reference)
+    role = rollout.role(scorer, catalogue.scorers[0])
+    alike = ("name", "version", "digest", "created", "logit_scale", "signals", "prompt_format", "threshold",
+             "guarantee", "uncertainty", "guarantee_shapes")  # fmt: skip
+    compared = service.metrics.compared.get(manifest.reference, Comparison())
+    return {name: getattr(manifest, name) for name in alike} | {
+        "id": manifest.reference,
+        "model": manifest.model.name,
+        "site": manifest.readout.site,
+        "applicability": None if manifest.context is None else manifest.context.applicability,
+        "default": role == "default",
+        "role": role,
+        "share": {"default": 1.0 if rollout.canary is None else 1.0 - rollout.share, "canary": rollout.share}.get(role),
+        "compared": _compared(compared) if rollout.shadowed(manifest.digest) else None,
+        "drift": None if monitor is None else monitor.drift,
+        "labels": None if monitor is None else monitor.labels,
+        "void": [] if monitor is None else monitor.reasons,
+        "golden": GoldenOut(
             risk=golden.found.risk,
             risk_tolerance=golden.allowed.risk,
             trajectory=golden.found.trajectory,
             trajectory_tolerance=golden.allowed.trajectory,
         ),
-    )
+    }
 
 
 def _compared(found: Comparison) -> ComparedOut:
@@ -189,39 +349,35 @@ def _compared(found: Comparison) -> ComparedOut:
     given = prompts - counts["failed"]
     return ComparedOut(
         prompts=prompts,
-        stricter=counts["stricter"],
-        looser=counts["looser"],
-        failed=counts["failed"],
+        **{str(verdict): count for verdict, count in counts.items() if verdict != "agrees"},
         disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
         mean_difference=found.difference / given if given else None,
     )
 
 
-_sample_of = lru_cache(maxsize=32)(sample_of)  # reads a file; a bundle never changes
-DOCUMENTED = RESPONSES | errors(_404="no such bundle is loaded, or it carries no such question")
-
-
 @router.get(
-    "/v1/bundles/{bundle}/sample/{number}", summary="A held-out question, answered and judged", responses=DOCUMENTED
+    "/v1/bundles/{bundle}/sample/{number}",
+    summary="A held-out question, answered and judged",
+    responses=RESPONSES | errors(_404="no such bundle is loaded, or it carries no such question"),
 )
 async def sample_answer(bundle: str, number: int, service: TheService) -> SampleAnswerOut:
     """One question of the bundle's sample: the risk before the answer, the answer, and whether it is right."""
     scorer = service.ready.scorer(bundle, None)
-    sample = await asyncio.to_thread(_sample_of, scorer.bundle)
-    if sample is None or not 0 <= number < len(sample.questions):
-        count = 0 if sample is None else len(sample.questions)
+    sample: evaluation.Sample | None = (await asyncio.to_thread(_evaluated, scorer.bundle))["sample"]
+    count = 0 if sample is None else len(sample.questions)
+    if sample is None or not 0 <= number < count:
         raise NotFound(f"{scorer.bundle.reference} carries {count} questions, and none of number {number}")
     found = await service.sampled.answer(scorer, sample, number)
-    report = found.report
+    question, report = found.question, found.report
     return SampleAnswerOut(
         number=number,
-        prompt=found.question.prompt,
-        kind=found.question.kind,
+        prompt=question.prompt,
+        kind=question.kind,
         risk=report.risk,
         threshold=report.verdict.threshold,
         flagged=report.verdict.flagged,
-        outside_training=None if report.uncertain is None else report.uncertain.outside,
+        outside_training=report.uncertain.outside,
         answer=found.answer,
         verdict=found.verdict,
-        accepted=list(found.question.answers),
+        accepted=list(question.answers),
     )

@@ -12,8 +12,9 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -21,13 +22,8 @@ from service.api.error_handlers import error_body
 from service.errors import HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
-if TYPE_CHECKING:
-    _Base = asyncio.Transport
-else:
-    _Base = object  # a transport's own methods would hide those of the one behind it
 
-
-class OneWrite(_Base):
+class OneWrite:
     """``transport``, whose writes are joined until the turn ends; everything else is the transport's own.
 
     uvicorn writes an answer's head and its body one after the other.  A process that dies between the two leaves half
@@ -83,7 +79,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for it, or end it."""
-        super().connection_made(OneWrite(transport, self.loop))
+        super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]
         self._wait()
         if len(self.connections) > self.most:
             oldest = next(iter(self.idle))
@@ -107,6 +103,7 @@ class Connection(HttpToolsProtocol):
         In parts that end where the bound is reached: one read brings up to 256 KiB, and a head must not be refused or
         taken by how it was cut into packets.
         """
+        self._unset_keepalive_if_required()
         while data and not self._last and not self.transport.is_closing():
             if self._unread == HEAD_BYTES:
                 self._refuse(HeadersTooLarge(f"headers or trailers exceed {HEAD_BYTES} bytes"))
@@ -114,36 +111,34 @@ class Connection(HttpToolsProtocol):
             room = HEAD_BYTES - self._unread
             part, data = data[:room], data[room:]
             self._advanced = False
-            super().data_received(part)
+            try:
+                self.parser.feed_data(part)
+            except httptools.HttpParserUpgrade:
+                self._end_after_answer()  # a WebSocket's handshake is answered as the GET that it is
+            except httptools.HttpParserError:
+                if self._answers() and not self.cycle.more_body:  # an answer under way is not to be written into
+                    self._end_after_answer()
+                else:
+                    self._refuse(self._reason)
             self._unread = 0 if self._advanced else self._unread + len(part)
 
     def on_message_begin(self) -> None:
-        """A second request before the first is answered ends the connection after that answer; no client needs it."""
+        """Begin a request; a second one before the first is answered ends the connection after that answer."""
         if self._answers():
-            self._end_after_answer()
-            return
+            raise ValueError  # the parser ends; no client needs it
         super().on_message_begin()
         self._lines = 0
 
-    def on_url(self, url: bytes) -> None:
-        """Part of the request line."""
-        if not self._last:
-            super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer."""
-        if self._last:
-            return
+        """Take a header, or a trailer."""
         self._lines += 1
         if self._lines > HEAD_LINES:
             self._reason = HeadersTooLarge(f"more than {HEAD_LINES} header lines")
-            raise ValueError  # the parser ends, and uvicorn calls ``send_400_response``
+            raise ValueError
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A request has come."""
-        if self._last:
-            return
+        """Begin to answer a request."""
         self._advanced = True
         self._stop_waiting()
         super().on_headers_complete()
@@ -151,32 +146,15 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """Part of the body."""
-        if not self._last:
-            self._advanced = True
-            super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        """The body is complete."""
-        if not self._last:
-            super().on_message_complete()
+        """Take a part of the body."""
+        self._advanced = True
+        super().on_body(body)
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         super().on_response_complete()
         if not self.transport.is_closing():
             self._wait()
-
-    def send_400_response(self, msg: str) -> None:
-        """The parser has given up; an answer that is under way is not to be written into."""
-        if self._answers() and not self.cycle.more_body:
-            self._end_after_answer()
-        else:
-            self._refuse(self._reason)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """A WebSocket's handshake is answered as the GET that it is."""
-        self._end_after_answer()
 
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -219,21 +197,24 @@ class Connection(HttpToolsProtocol):
 
 
 def connections(most: int) -> type[Connection]:
-    """The protocol for one server with ``most`` connections, or as ``places``.  Raises HalluTracerError."""
+    """Return the protocol for one server with ``most`` connections, or as many as ``places``.
+
+    Raises HalluTracerError.
+    """
     possible = places(most)
     if possible < most:
         files = possible + SPARE_FILES
         log.warning("at most %d connections: this process may open %d files (ulimit -Hn)", possible, files)
 
     class Bounded(Connection):
+        most: ClassVar[int] = possible
         idle: ClassVar[dict[Connection, None]] = {}
 
-    Bounded.most = possible
     return Bounded
 
 
 def places(most: int) -> int:
-    """How many connections there can be, at most ``most``; raises this process' soft limit of open files for them.
+    """Return how many connections there can be, at most ``most``; raises this process' soft limit of open files.
 
     Raises HalluTracerError where the hard limit leaves too few to serve with.
     """
@@ -259,11 +240,8 @@ MOST_S = 7.0
 class LeavingServer(uvicorn.Server):
     """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
 
-    uvicorn closes its socket and its idle connections at once when it is told to stop.  A request that is on its way
-    then meets a reset, and whoever sent it cannot know whether it was begun and must not send it again.
-
-    ``leave`` is called when it is told to stop; from then on the app answers 503, which a balancer takes elsewhere, and
-    each connection ends with its answer.
+    uvicorn closes its socket and its idle connections at once: a request that is on its way would meet a reset, and
+    whoever sent it must not send it again.  After ``leave`` the app answers 503, which a balancer takes elsewhere.
     """
 
     def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:

@@ -13,13 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES, TEXT_ROUTE
-from service.api.openai_request import Arguments, ChatRequest, TextRequest
-from service.api.request_schema import Generate, RequestModel, ScoreRequest
+from service.api.request_schema import Arguments, ChatRequest, Generate, RequestModel, ScoreRequest, TextRequest
 from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
 from service.serving.request_log import record_of
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
-_TAGS = ("body", "str", "int", "float")
 CODES = {
     400: "invalid_json",
     404: "not_found",
@@ -30,22 +28,17 @@ NO_ROUTE = (
     "no such route; this service has /v1/risk/score, and of OpenAI's API /v1/chat/completions, /v1/completions and "
     "/v1/models: the base URL of OpenAI's clients ends in /v1.  Health checks are /health/live and /health/ready"
 )
-_REQUESTS: dict[str, type[RequestModel]] = {
-    CHAT_ROUTE: ChatRequest,
-    TEXT_ROUTE: TextRequest,
-    SCORE_ROUTES[0]: ScoreRequest,
-    SCORE_ROUTES[1]: ScoreRequest,
-}
-_INNER: dict[type[RequestModel], tuple[str, type[RequestModel]]] = {
-    ScoreRequest: ("generate", Generate),
-    ChatRequest: ("vllm_xargs", Arguments),
-    TextRequest: ("vllm_xargs", Arguments),
+# Route -> its request, the field that holds others, and what these are.
+_REQUESTS: dict[str, tuple[type[RequestModel], str, type[RequestModel]]] = {
+    CHAT_ROUTE: (ChatRequest, "vllm_xargs", Arguments),
+    TEXT_ROUTE: (TextRequest, "vllm_xargs", Arguments),
+    **dict.fromkeys(SCORE_ROUTES, (ScoreRequest, "generate", Generate)),
 }
 MAX_ERRORS = 100  # of a body's validation errors that are looked at
 
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, object]:
-    """The error envelope."""
+    """Return the error envelope."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -56,12 +49,7 @@ async def respond(error: HalluTracerError, scope: Scope, receive: Receive, send:
 
 
 def _answer(
-    request: Request,
-    status: int,
-    message: str,
-    code: str,
-    param: str | None = None,
-    headers: dict[str, str] | None = None,
+    request: Request, status: int, message: str, code: str, param: str | None = None, **headers: str
 ) -> JSONResponse:
     record_of(request).code = code
     return JSONResponse(error_body(status, message, code, param), status_code=status, headers=headers)
@@ -70,9 +58,8 @@ def _answer(
 async def _service_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HalluTracerError)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    if isinstance(error, Unauthorized):
-        headers["WWW-Authenticate"] = "Bearer"
-    return _answer(request, error.status, error.message, error.code, error.param, headers)
+    headers |= {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+    return _answer(request, error.status, error.message, error.code, error.param, **headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -87,21 +74,21 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
         reason = first.get("ctx", {}).get("error", "invalid")
         return _answer(request, 400, f"the body is not valid JSON: {reason}", "invalid_json")
     # Without the invalid value, which may be a prompt.
-    message = _in_words(request.url.path, first)
-    path = ".".join(_field_path(first["loc"]))
+    message, path = _in_words(request.url.path, first), ".".join(_field_path(first["loc"]))
     return _answer(request, 422, f"{path}: {message}" if path else message, "invalid_request", path or None)
 
 
 def _in_words(route: str, error: Any) -> str:
-    """A field's error; of one that does not exist, which was meant."""
-    model, path = _REQUESTS.get(route), _field_path(error["loc"])
+    """Return a field's error; of a field that does not exist, which was meant."""
+    path = _field_path(error["loc"])
     if error["type"] in ("model_type", "model_attributes_type") and path[-1:] == ["generate"]:
         return 'expected an object, such as {"max_tokens": 64}'
     if error["type"] != "extra_forbidden":
         return str(error["msg"]).removeprefix("Value error, ")
-    if model is None or path[-1:] != [str(error["loc"][-1])]:  # a name that is none would not be in the path
+    # A name that is none is not in the path.
+    if route not in _REQUESTS or path[-1:] != [str(error["loc"][-1])]:
         return "no such field"
-    name, (outer, inner) = path[-1], _INNER[model]
+    name, (model, outer, inner) = path[-1], _REQUESTS[route]
     for own in (name, f"hallutracer_{name}") if len(path) == 1 else ():
         if own in inner.model_fields:
             return f'no such field here: put it into {outer}, {{"{outer}": {{"{own}": ...}}}}'
@@ -113,18 +100,18 @@ def _in_words(route: str, error: Any) -> str:
 
 
 def _field_path(location: tuple[int | str, ...]) -> list[str]:
-    """The path in the request, without pydantic's names of union branches and constraints."""
-    return [str(part) for part in location if isinstance(part, int) or _FIELD.fullmatch(part) and part not in _TAGS]
+    """Return the path in the request, without pydantic's names of union branches and constraints."""
+    tags = ("body", "str", "int", "float")
+    return [str(part) for part in location if isinstance(part, int) or _FIELD.fullmatch(part) and part not in tags]
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    code = CODES.get(error.status_code, "http_error")
-    headers = dict(error.headers) if error.headers else None
-    message = NO_ROUTE if error.status_code == 404 else str(error.detail)
-    if error.status_code == 405:
-        message = f"{request.method} is not for this route; it takes {(headers or {}).get('allow', 'POST')}"
-    return _answer(request, error.status_code, message, code, headers=headers)
+    status, headers = error.status_code, dict(error.headers or {})
+    message = NO_ROUTE if status == 404 else str(error.detail)
+    if status == 405:
+        message = f"{request.method} is not for this route; it takes {headers.get('allow', 'POST')}"
+    return _answer(request, status, message, CODES.get(status, "http_error"), **headers)
 
 
 def install(app: FastAPI) -> None:

@@ -1,23 +1,21 @@
-"""POST /v1/feedback: was an earlier answer right?"""
+"""POST /v1/feedback: whether an earlier answer was right."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Request
 from pydantic import AfterValidator, Field, StrictInt, StrictStr
 
 from service.access.routes import FEEDBACK_ROUTE
-from service.api.answering import while_connected
 from service.api.auth import TheService, caller_of
-from service.api.body import JsonRoute
-from service.api.request_schema import RequestModel, Strict
-from service.api.response_schema import errors
+from service.api.middleware import JsonRoute
+from service.api.reply import errors
+from service.api.request_schema import EXAMPLES, RequestModel, Strict
+from service.api.score import while_connected
 from service.errors import DeadlineExceeded, NotFound
-from service.feedback.rows import Label, Standing, Stored
-
-EXAMPLE: Any = {"id": "risk-c67afd5b1cb64cdeadfda66467e28928", "label": "hallucinated", "comment": "It is Honiara."}
+from service.feedback.rows import Label, Standing
 
 
 def _text(value: str) -> str:
@@ -29,7 +27,7 @@ def _text(value: str) -> str:
 class FeedbackRequest(RequestModel):
     """What somebody says of an earlier answer."""
 
-    model_config = RequestModel.model_config | {"json_schema_extra": {"example": EXAMPLE}}
+    model_config = RequestModel.model_config | {"json_schema_extra": {"example": EXAMPLES["feedback"]}}
 
     id: StrictStr = Field(
         pattern=r"^[A-Za-z0-9._:-]{1,140}$",
@@ -94,28 +92,17 @@ async def feedback(body: Annotated[FeedbackRequest, Body()], request: Request, s
             f"caller{past}, or the answer was not kept",
             param="id",
         )
-    reason = _reason(body.label, stored)
     monitor = service.catalogue.monitors.get(stored.bundle)
     if monitor is not None and stored.tally is not None:
         monitor.count(stored.tally)
-    return FeedbackResponse(
-        id=body.id,
-        index=body.index,
-        label=body.label,
-        standing=stored.standing,
-        conflict=stored.conflict,
-        drawn=stored.drawn,
-        counts=reason is None,
-        reason=reason,
-    )
-
-
-def _reason(label: Label, stored: Stored) -> str | None:
-    """Why a label does not count."""
+    reason = None  # why a label does not count
     if not stored.answered:
-        return f"the decision was {stored.decision}: no answer of this model was given"
-    if label == "unclear":
-        return "it decides nothing"
-    if stored.conflict:
-        return "another caller says otherwise"
-    return None
+        reason = f"the decision was {stored.decision}: no answer of this model was given"
+    elif body.label == "unclear":
+        reason = "it decides nothing"
+    elif stored.conflict:
+        reason = "another caller says otherwise"
+    return FeedbackResponse(
+        id=body.id, index=body.index, label=body.label, standing=stored.standing, conflict=stored.conflict,
+        drawn=stored.drawn, counts=reason is None, reason=reason,
+    )  # fmt: skip

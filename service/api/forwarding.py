@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from httpx_sse import EventSource, SSEError
 
-from service.api.body import too_many_containers
+from service.api.middleware import too_many_containers
 from service.errors import HalluTracerError, UpstreamFailed
-from service.policies.upstreams import Upstream
+from service.policies.guard import Upstream
 from service.serving.metrics import Metrics, Outcome
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ class Forwarder:
     """One pool of connections for all upstreams."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._client = httpx.AsyncClient(follow_redirects=False)
-        self._metrics = metrics
+        self._client, self._metrics = httpx.AsyncClient(follow_redirects=False), metrics
 
     async def close(self) -> None:
         """End what is under way."""
@@ -36,58 +35,48 @@ class Forwarder:
     async def whole(
         self, upstream: Upstream, route: str, body: Mapping[str, Any], trace: RequestTrace | None = None
     ) -> dict[str, Any]:
-        """The upstream's answer: ``model``, ``choices`` and ``usage``.  Raises UpstreamFailed."""
-        call = None if trace is None else trace.upstream(upstream, route)
-        async with self._counted(call), self._response(upstream, route, body, call) as response:
-            response.stream = _Bounded(upstream, response.stream)
+        """Return the upstream's answer: ``model``, ``choices`` and ``usage``.  Raises UpstreamFailed."""
+        async with self._response(upstream, route, body, trace) as (response, call):
             return _document(upstream, await response.aread(), call)
 
     async def stream(
         self, upstream: Upstream, route: str, body: Mapping[str, Any], trace: RequestTrace | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Its chunks likewise.  Raises UpstreamFailed, also where the stream ends without [DONE]."""
-        call = None if trace is None else trace.upstream(upstream, route)
-        async with self._counted(call), self._response(upstream, route, body, call) as response:
-            response.stream = bounded = _Bounded(upstream, response.stream)
+        """Yield its chunks likewise.  Raises UpstreamFailed, also where the stream ends without [DONE]."""
+        async with self._response(upstream, route, body, trace) as (response, call):
             async for event in EventSource(response).aiter_sse():
                 if event.data == "[DONE]":
                     return
-                bounded.kept = 0
+                response.stream.kept = 0  # type: ignore[union-attr]
                 yield _document(upstream, event.data.encode(), call)
             raise UpstreamFailed(f"{upstream.host} closed its stream before the end")
 
     @asynccontextmanager
     async def _response(
-        self, upstream: Upstream, route: str, body: Mapping[str, Any], call: UpstreamCall | None
-    ) -> AsyncIterator[httpx.Response]:
-        address = upstream.url + route.removeprefix("/v1")
+        self, upstream: Upstream, route: str, body: Mapping[str, Any], trace: RequestTrace | None
+    ) -> AsyncIterator[tuple[httpx.Response, UpstreamCall | None]]:
+        call = None if trace is None else trace.upstream(upstream, route)
         timeout = httpx.Timeout(upstream.timeout_s, connect=min(CONNECT_S, upstream.timeout_s))
-        content, headers = {**body, "model": upstream.model}, upstream.headers() | {"accept-encoding": "identity"}
-        headers |= {} if call is None else call.headers
+        outcome: Outcome = "given_up"  # the client left, or the deadline passed
+        code: str | None = outcome
         try:
+            headers = upstream.headers() | {"accept-encoding": "identity"} | ({} if call is None else call.headers)
+            address, content = upstream.url + route.removeprefix("/v1"), {**body, "model": upstream.model}
             async with self._client.stream("POST", address, json=content, headers=headers, timeout=timeout) as response:
                 if response.status_code != httpx.codes.OK:
                     raise UpstreamFailed(f"{upstream.host} answered with status {response.status_code}")
                 if response.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
-                    raise UpstreamFailed(
-                        f"{upstream.host} sent a compressed answer, though it was asked for a plain one"
-                    )
-                yield response
-        except httpx.TimeoutException:
-            raise UpstreamFailed(f"{upstream.host} took longer than {upstream.timeout_s:g} s") from None
-        except (httpx.HTTPError, SSEError) as error:
-            raise UpstreamFailed(f"{upstream.host} could not be reached or read: {type(error).__name__}") from None
-
-    @asynccontextmanager
-    async def _counted(self, call: UpstreamCall | None) -> AsyncIterator[None]:
-        outcome: Outcome = "given_up"  # the client left, or the deadline passed
-        code: str | None = outcome
-        try:
-            yield
+                    raise UpstreamFailed(f"{upstream.host} sent a compressed answer, though asked for a plain one")
+                response.stream = _Bounded(upstream, response.stream)
+                yield response, call
             outcome, code = "answered", None
-        except HalluTracerError as error:
+        except (httpx.HTTPError, SSEError, HalluTracerError) as error:
+            if isinstance(error, httpx.TimeoutException):
+                error = UpstreamFailed(f"{upstream.host} took longer than {upstream.timeout_s:g} s")
+            elif not isinstance(error, HalluTracerError):
+                error = UpstreamFailed(f"{upstream.host} could not be reached or read: {type(error).__name__}")
             outcome, code = "failed", error.code
-            raise
+            raise error from None
         finally:
             self._metrics.count("upstream_requests_total", outcome)
             if call is not None:
@@ -118,13 +107,11 @@ def _refuse(constant: str) -> None:
 
 
 def _document(upstream: Upstream, content: bytes, call: UpstreamCall | None) -> dict[str, Any]:
-    """What is passed on of it, and nothing that an upstream may add."""
+    """Return what is passed on of it, and nothing that an upstream may add."""
     found = None
-    try:
-        if not too_many_containers(content):
+    if not too_many_containers(content):
+        with suppress(ValueError, RecursionError):
             found = json.loads(content.decode("utf-8", "replace"), parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        pass
     if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
         raise UpstreamFailed(f"{upstream.host} sent something else than an answer")
     if call is not None:

@@ -7,27 +7,21 @@ router (``http_classify``), gets the risk as the probability of a label and deci
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
 from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
-from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of
-from service.api.auth import TheService, caller_of
-from service.api.body import JsonRoute
-from service.api.openai_request import ChatMessage, size
-from service.api.openai_response import note, withheld
-from service.api.request_schema import RequestModel, Risk, Texts
-from service.api.response_schema import FAILURES
+from service.api.auth import TheService
+from service.api.middleware import JsonRoute
+from service.api.openai_routes import note, withheld
+from service.api.reply import FAILURES
+from service.api.request_schema import EXAMPLES, ChatMessage, Kind, RequestModel, Risk, Texts
+from service.api.score import answer, requested
 from service.errors import EmptyPrompt, RequestError
-from service.judging.guarantee import chat_violations
 from service.policies.guard import Action
-from service.prompts import Message
-from service.scoring import RiskReport
-from service.serving.feedback import Content
-
-LITELLM_EXAMPLE: Any = {"input_type": "request", "texts": ["What is the capital of France?"], "request_data": {}}
 
 
 class GuardrailParams(RequestModel):
@@ -41,7 +35,7 @@ class GuardrailParams(RequestModel):
 class GuardrailRequest(BaseModel):
     """What LiteLLM sends before a call."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"example": LITELLM_EXAMPLE})
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"example": EXAMPLES["guardrail"]})
 
     input_type: Literal["request", "response"]
     texts: Texts | None = None
@@ -86,49 +80,29 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     """LiteLLM's generic guardrail API, mode pre_call: BLOCKED where the policy withholds the answer."""
     if body.input_type != "request":
         raise RequestError("a risk is of a prompt: give this guardrail the mode pre_call", param="input_type")
-    chosen = body.additional_provider_specific_params or GuardrailParams()
-    caller = caller_of(request, service)
-    scorer, policy = service.ready.choose(
-        caller,
-        LITELLM_ROUTE,
-        bundle=chosen.bundle,
-        model=None,
-        policy=chosen.policy,
-        threshold=chosen.threshold,
-        session=session_of(request, lambda: _as_sent(body)),
-    )
+    chosen = (body.additional_provider_specific_params or GuardrailParams()).model_dump()
+    texts, sent = body.texts or [], body.structured_messages
+    kind: Kind = "messages" if sent else "prompt"
+    asked = requested(request, service, LITELLM_ROUTE, kind, [sent] if sent else texts, "texts", **chosen)
+    policy = asked.policy
     if policy.action is Action.ANNOTATE:
         raise RequestError(f"policy {policy.name!r} annotates answers, and this route sees none", param="policy")
     try:
-        conversation = _conversation(body)
+        if conversation := _conversation(body):
+            asked = replace(asked, prompts=[conversation])
     except _CannotRead as error:
         found: dict[str, Any] = {"hallutracer": {"error": str(error)}}
-        if policy.action.withholds:
-            return _json({"action": "BLOCKED", "blocked_reason": str(error)} | found)
-        return _json({"action": "NONE"} | found)
-    texts, violations = body.texts or [], chat_violations(conversation or ())
-    asked = ScoringRequest(
-        scorer,
-        policy,
-        caller,
-        count=len(texts) if conversation is None else 1,
-        field="texts",
-        size=size(texts if conversation is None else [message["content"] for message in conversation]),
-        token_ids=lambda: (
-            encoded(scorer, texts, lambda text: scorer.render(prompt=text))
-            if conversation is None
-            else rendered_chat(scorer, conversation, service.settings)
-        ),
-        contents=lambda: [{"prompt": text} for text in texts] if conversation is None else [{"messages": conversation}],
-        violations=violations,
-    )
+        blocked = {"action": "BLOCKED", "blocked_reason": str(error)}
+        return _json((blocked if policy.action.withholds else {"action": "NONE"}) | found)
     reply = await answer(request, service, asked)
     reply.end()
     found = {"hallutracer": note(reply.judgement)}
-    stopped = [report for report in reply.judgement.reports if withheld(report)]
-    if not stopped:
+    report = next(filter(withheld, reply.judgement.reports), None)
+    if report is None:
         return _json({"action": "NONE"} | found, reply.headers())
-    return _json({"action": "BLOCKED", "blocked_reason": _reason(stopped[0])} | found, reply.headers())
+    verdict = report.verdict
+    reason = verdict.message or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}"
+    return _json({"action": "BLOCKED", "blocked_reason": reason} | found, reply.headers())
 
 
 @router.post(
@@ -139,23 +113,8 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
 )
 async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, service: TheService) -> Response:
     """The risk of each text as the probability of a label, after text-embeddings-inference; the caller decides."""
-    caller = caller_of(request, service)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    session = session_of(request, lambda: [{"prompt": text} for text in texts])
-    scorer, policy = service.ready.choose(
-        caller, CLASSIFY_ROUTE, bundle=None, model=None, policy=None, threshold=None, session=session
-    )
-    asked = ScoringRequest(
-        scorer,
-        policy,
-        caller,
-        count=len(texts),
-        field="inputs",
-        size=size(texts),
-        token_ids=lambda: encoded(scorer, texts, lambda text: scorer.render(prompt=text)),
-        contents=lambda: [{"prompt": text} for text in texts],
-    )
-    reply = await answer(request, service, asked)
+    reply = await answer(request, service, requested(request, service, CLASSIFY_ROUTE, "prompt", texts, "inputs"))
     reply.end()
     found = [
         [{"label": "hallucinated", "score": report.risk}, {"label": "factual", "score": 1.0 - report.risk}]
@@ -168,14 +127,8 @@ class _CannotRead(Exception):
     """The call holds what no risk can be read from."""
 
 
-def _as_sent(body: GuardrailRequest) -> list[Content]:
-    if body.structured_messages:
-        return [{"messages": body.structured_messages}]
-    return [{"prompt": text} for text in body.texts or []]
-
-
-def _conversation(body: GuardrailRequest) -> list[Message] | None:
-    """The messages of a chat; None where there are only texts.  Raises _CannotRead, and EmptyPrompt for nothing."""
+def _conversation(body: GuardrailRequest) -> list[dict[str, str]] | None:
+    """Return a chat's messages; None where there are only texts.  Raises _CannotRead, and EmptyPrompt for nothing."""
     for name in ("images", "tools", "tool_calls"):
         if getattr(body, name):
             raise _CannotRead(f"the call has {name}, from which no risk can be read")
@@ -191,11 +144,6 @@ def _conversation(body: GuardrailRequest) -> list[Message] | None:
     if not messages:
         raise EmptyPrompt("'structured_messages' is empty", param="structured_messages")
     return [message.rendered() for message in messages]
-
-
-def _reason(report: RiskReport) -> str:
-    said = report.verdict.message
-    return said or f"withheld: risk {report.risk:.2f}, threshold {report.verdict.threshold:.2f}"
 
 
 def _json(content: Any, headers: dict[str, str] | None = None) -> Response:

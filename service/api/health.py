@@ -1,26 +1,35 @@
-"""Liveness, readiness and metrics.  Ready: the model is loaded and every bundle's golden prompts matched."""
+"""Liveness, readiness and metrics, and the reload.  Ready: the model is loaded and every golden prompt matched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
 from service.access.routes import RELOAD_ROUTE
 from service.api.auth import Admin, TheService, knows_caller
-from service.api.catalogue import bundle_list
-from service.api.catalogue_schema import BundleList, Status
-from service.api.response_schema import errors
+from service.api.catalogue import BundleList, bundle_list
+from service.api.reply import errors
+from service.api.request_schema import Strict
 from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
 from service.serving.service import Service
 
-router = APIRouter(tags=["operations"])
+
+class Status(Strict):
+    """A health check's answer."""
+
+    status: Literal["live", "ready"]
+    model: str | None = None
+    bundles: list[str] | None = None
+    keys: str | None = None  # why the file of named keys, as it is now, is not in force
+
+
+router, admin = APIRouter(tags=["operations"]), APIRouter(tags=["admin"])
 _TEXT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format"}
 }
-SCRAPED = _TEXT | errors(_401="metrics are protected and no key was sent")
 NOT_READY = errors(_503="loading, loading failed, or shutting down; the message says which")
 
 
@@ -48,12 +57,10 @@ async def ready(service: TheService, request: Request) -> Status:
         service.lifecycle.check_ready()
     if not knows_caller(request, service):
         return Status(status="ready")
-    return Status(
-        status="ready",
-        model=service.catalogue.scorers[0].engine.identity.model,
-        bundles=[scorer.bundle.reference for scorer in service.catalogue.scorers],
-        keys=service.access.keys.problem,
-    )
+    scorers = service.catalogue.scorers
+    names = [scorer.bundle.reference for scorer in scorers]
+    model, problem = scorers[0].engine.identity.model, service.access.keys.problem
+    return Status(status="ready", model=model, bundles=names, keys=problem)
 
 
 @contextmanager
@@ -67,7 +74,12 @@ def _reasons_for(service: Service, request: Request) -> Iterator[None]:
         raise NotReady("not ready; send a key for the reason") from None
 
 
-@router.get("/metrics", summary="Prometheus metrics", response_class=Response, responses=SCRAPED)
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses=_TEXT | errors(_401="metrics are protected and no key was sent"),
+)
 def metrics(service: TheService) -> Response:
     """Counters, histograms and gauges of this service."""
     service.metrics.ready(service.lifecycle.is_ready)
@@ -75,7 +87,6 @@ def metrics(service: TheService) -> Response:
     return Response(body, media_type=content_type)
 
 
-admin = APIRouter(tags=["admin"])
 RELOADED = errors(
     _401="no bearer key, or an unknown one",
     _403="the key does not have the scope admin, or there are no keys and the caller is not on this machine",

@@ -1,26 +1,35 @@
-"""Request ids, timing, body limits, unhandled errors and the log line.  Plain ASGI: no response is buffered."""
+"""What stands around every request: its id, its time, its body's limits, unhandled errors, the log line.
+
+Plain ASGI: no response is buffered.  A body is JSON in UTF-8, without a key twice, and with only so many lists and
+objects as a request can have.  Python's parser holds the event loop, and makes garbage collection walk all that it has
+made: without a bound, four megabytes of empty lists stop the service for seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import re
 import time
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access.routes import PROMPT_ROUTES
+from service.api.auth import caller_of
 from service.api.error_handlers import respond
-from service.errors import BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady
-from service.serving.metrics import Metrics
+from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady, Overloaded
 from service.serving.request_log import RequestRecord
-
-if TYPE_CHECKING:
-    from service.serving.tracing import Tracing
+from service.serving.service import Service
 
 log = logging.getLogger("hallutracer")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -29,40 +38,29 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class RequestFrame:
     """Sets x-request-id and x-total-time (ms), refuses bodies that are too large or too slow, answers unhandled errors.
 
-    Writes one log line per request; requests to the scoring routes are counted in ``metrics``.
+    Writes one log line per request; requests to the scoring routes are counted.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_body_bytes: int,
-        body_seconds: float,
-        metrics: Metrics,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self.app = app
-        self.max_body_bytes = max_body_bytes
-        self.body_seconds = body_seconds
-        self.metrics = metrics
-        self.tracing = tracing
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve or refuse one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = time.perf_counter()
-        headers = Headers(scope=scope)
+        started, headers = time.perf_counter(), Headers(scope=scope)
+        metrics, tracing, settings = self._service.metrics, self._service.tracing, self._service.settings
         given = headers.get("x-request-id", "")
         record = RequestRecord(
             request_id=given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}",
             method=scope["method"],
             path=scope["path"][:256],
         )
-        if self.tracing is not None and not record.routine:
-            record.trace = self.tracing.request(headers, record.method)
+        if tracing is not None and not record.routine:
+            record.trace = tracing.request(headers, record.method)
         scope.setdefault("state", {})["record"] = record
-        body = _Body(receive, self.max_body_bytes, self.body_seconds)
+        body = _Body(receive, settings.max_body_bytes, settings.deadline_s)
 
         async def framed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -74,10 +72,10 @@ class RequestFrame:
 
         scoring = record.path in PROMPT_ROUTES
         if scoring:
-            self.metrics.request_started()
+            metrics.request_started()
         try:
             length = headers.get("content-length", "")
-            if length.isdigit() and int(length) > self.max_body_bytes:
+            if length.isdigit() and int(length) > settings.max_body_bytes:
                 await respond(body.too_large(), scope, receive, framed)
             else:
                 await self.app(scope, body.receive, framed)
@@ -101,7 +99,7 @@ class RequestFrame:
             record.total_ms = seconds * 1e3
             record.write()
             if scoring:
-                self.metrics.request_ended(record.status, record.code, seconds)
+                metrics.request_ended(record.status, record.code, seconds)
             if record.trace is not None:
                 route = getattr(scope.get("route"), "path", None)
                 judgement, answers = record.judgement, record.answers
@@ -112,24 +110,17 @@ class _Body:
     """Limits the size and the arrival time of a request's body, and notices when the client disconnects."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
-        self._receive = receive
-        self._max_bytes = max_bytes
-        self._deadline = time.monotonic() + seconds
-        self._received = 0
-        self._complete = False
-        self.gone = False
-        self.cut_off = False  # gone before the body was complete
+        self._receive, self._max_bytes, self._deadline = receive, max_bytes, time.monotonic() + seconds
+        self._received, self._complete = 0, False
+        self.gone = self.cut_off = False  # the second: gone before the body was complete
 
     async def receive(self) -> Message:
-        """The next message.  Raises HTTPException: FastAPI turns any other exception here into a plain 400."""
-        if self._complete:
-            message = await self._receive()
-        else:
-            try:
-                async with asyncio.timeout(self._deadline - time.monotonic()):
-                    message = await self._receive()
-            except TimeoutError:
-                raise HTTPException(BodyTooSlow.status, "the body did not arrive before the deadline") from None
+        """Return the next message.  Raises HTTPException: FastAPI turns any other exception here into a plain 400."""
+        try:
+            async with asyncio.timeout(None if self._complete else self._deadline - time.monotonic()):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(BodyTooSlow.status, "the body did not arrive before the deadline") from None
         if message["type"] == "http.disconnect":
             self.gone = True
             self.cut_off = self.cut_off or not self._complete
@@ -141,3 +132,149 @@ class _Body:
 
     def too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body is larger than {self._max_bytes} bytes; split the prompts over several requests")
+
+
+MAX_CONTAINERS = 8192  # lists and objects of one body; more than the prompts and messages of any request
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also one that does not end: linear in any body
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read by ``parse``."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return FastAPI's handler for another request class."""
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return parse(await self.body())
+
+
+def parse(body: bytes) -> Any:
+    """Return a body's value.
+
+    Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant.
+    """
+    if too_many_containers(body):
+        raise HTTPException(413, f"the body has more than {MAX_CONTAINERS} lists and objects")
+    try:
+        return json.loads(body.decode("utf-8"), object_pairs_hook=_distinct)
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError(f"not UTF-8, at byte {error.start}", "", 0) from None
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+
+
+def too_many_containers(body: bytes) -> bool:
+    """Return whether its lists and objects are more than ``MAX_CONTAINERS``; brackets in texts are not counted."""
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:  # cheap, and mostly so
+        return False
+    bare = _STRINGS.sub(b"", body)
+    return bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Two readers of a body with a key twice may each see another value: what was checked may not be what is used."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise json.JSONDecodeError("an object has the same key twice", "", 0)
+    return content
+
+
+FREE = 16 * 1024  # bytes of each body that are not counted: most have no more, and ``max_connections`` bounds them
+LEAST = 128 * 2**20  # bytes of all bodies that are always allowed
+LARGEST = 32  # so many of the largest bodies as well
+
+
+class LoadShedder:
+    """Answers 429 if ``Lifecycle.check_not_full`` raises Overloaded, 503 if ``BodyMemory`` raises BodiesFull."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self._service = app, service
+        self._memory = BodyMemory(max(LEAST, LARGEST * service.settings.max_body_bytes))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or refuse one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["path"] in PROMPT_ROUTES:
+            try:
+                self._service.lifecycle.check_not_full(caller_of(HTTPConnection(scope), self._service).name)
+            except Overloaded as full:
+                await respond(full, scope, receive, send)
+                return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        told = length.isdecimal() and "transfer-encoding" not in headers  # then the server lets no more arrive
+        size = int(length) if told else 0
+        if told and size <= FREE:
+            await self.app(scope, receive, send)
+            return
+        caller = caller_of(HTTPConnection(scope), self._service).name
+        memory, parts, taken = self._memory, bytearray(), 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if (more := size - FREE - taken) > 0:
+                try:
+                    memory.take(caller, more)
+                except BodiesFull as full:  # FastAPI turns any other exception here into a plain 400
+                    raise HTTPException(full.status, full.message, {"Retry-After": str(full.retry_after_s)}) from None
+                taken += more
+
+        async def whole() -> Message:
+            """The body in one message: Starlette would keep its parts in a list and join them, which takes more.
+
+            Its memory is taken before it is read, or as it comes where it does not say how long it is.
+            """
+            nonlocal parts
+            take(size)
+            while (message := await receive())["type"] == "http.request":
+                parts += message.get("body", b"")
+                take(len(parts))
+                if not message.get("more_body", False):
+                    body, parts = bytes(parts), bytearray()
+                    return {"type": "http.request", "body": body, "more_body": False}
+            return message
+
+        try:
+            await self.app(scope, whole, send)
+        finally:
+            memory.give_back(caller, taken)
+
+
+class BodyMemory:
+    """The bytes of all requests' bodies, from their arrival to the end of the answer, shared by callers.
+
+    A caller may hold as much as it leaves free (dynamic thresholds: Choudhury, Hahne, 1998): one alone a half, two a
+    third each, and a newcomer finds something left.  On the event loop only.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.free = most  # bytes
+        self._held: Counter[str] = Counter()
+
+    def take(self, caller: str, size: int) -> None:
+        """Take ``size`` bytes more.  Raises BodiesFull."""
+        held = self._held[caller]
+        if held + size > self.free - size:
+            raise BodiesFull(
+                f"the bodies of this caller's unfinished requests hold {held} bytes, and {size} more do not fit now; "
+                f"try again in {BodiesFull.retry_after_s} s, or send fewer at once"
+            )
+        self._held[caller] += size
+        self.free -= size
+
+    def give_back(self, caller: str, size: int) -> None:
+        """Give back ``size`` bytes that were taken."""
+        self.free += size
+        self._held[caller] -= size
+        if not self._held[caller]:
+            del self._held[caller]

@@ -1,173 +1,280 @@
-"""POST /v1/chat/completions and /v1/completions, for clients of OpenAI's API: the answer, where its risk allows one."""
+"""POST /v1/chat/completions and /v1/completions, for clients of OpenAI's API: the answer, where its risk allows one.
+
+The risk is the response's ``hallutracer``.  A withheld answer has no text and the finish reason ``content_filter``, in
+a chat the policy's message as ``refusal``: OpenAI's clients know both.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
+from pydantic import BaseModel, Field
 
 from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
-from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of, while_connected
-from service.api.auth import TheService, caller_of
-from service.api.body import JsonRoute
+from service.api import reply as wire
+from service.api.auth import TheService
 from service.api.forwarding import Forwarder
-from service.api.openai_request import (
-    OPENAI_TEMPERATURE,
-    Arguments,
-    ChatRequest,
-    OpenAIRequest,
-    TextRequest,
-    size,
-)
-from service.api.openai_response import Kind, OpenAIResponse, chunks, response
-from service.api.reply import EventStream
-from service.api.response_schema import FAILURES, HEADERS, events
+from service.api.middleware import JsonRoute
+from service.api.request_schema import OPENAI_TEMPERATURE, Arguments, ChatRequest, Kind, TextRequest
+from service.api.score import answer, requested, while_connected
 from service.engines.base import Sampling
 from service.errors import RequestError
-from service.judging.guarantee import NO_TEMPLATE, TOKEN_IDS, chat_violations
 from service.policies.guard import Action, Decision
-from service.scoring import Scorer
+from service.scoring import RiskReport
 from service.serving.admission import Deadline
-from service.serving.feedback import Content
+from service.serving.judgement import Judgement
 from service.serving.service import Service
+
+Route = Literal["chat", "text"]
+Chunks = AsyncGenerator[dict[str, Any], None]
+WITHHELD = "content_filter"
+
+
+class TokenDetails(BaseModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class OpenAIUsage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+
+
+class AnswerMessage(BaseModel):
+    """A chat's answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = Field(None, description="the policy's message, where the answer is withheld")
+
+
+class Choice(BaseModel):
+    """The answer to one prompt: ``message`` of a chat, ``text`` of a text completion."""
+
+    index: int
+    message: AnswerMessage | None = None
+    text: str | None = None
+    finish_reason: Literal["stop", "length", "content_filter"]
+    logprobs: None = None
+
+
+class OpenAIResponse(BaseModel):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion", "text_completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: OpenAIUsage
+    hallutracer: dict[str, Any] = Field(description="bundle, policy, guarantee and data as /v1/risk/score answers them")
+
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 _ANSWERED: dict[int | str, dict[str, Any]] = {
     200: {
         "model": OpenAIResponse,
         "description": "the answer, or with 'stream' its chunks; of a withheld answer its refusal",
-        "headers": HEADERS,
+        "headers": wire.HEADERS,
         "content": {
             "text/event-stream": {
-                "schema": events(
+                "schema": wire.events_schema(
                     "chat.completion.chunk or text_completion objects, the first with the risk, or an error"
                 )
             }
         },
     }
 }
-RESPONSES = _ANSWERED | FAILURES
+RESPONSES = _ANSWERED | wire.FAILURES
 
 
 @router.post(CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES)
 async def chat(body: Annotated[ChatRequest, Body()], request: Request, service: TheService) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
-    conversation = body.conversation()
-    return await _served(
-        "chat",
-        body,
-        request,
-        service,
-        limit=body.limit(service.settings.max_new_tokens),
-        count=1,
-        length=size([message["content"] for message in conversation]),
-        token_ids=lambda scorer: rendered_chat(scorer, conversation, service.settings),
-        contents=[{"messages": conversation}],
-        violations=chat_violations(conversation),
-    )
+    return await _served("chat", CHAT_ROUTE, body, request, service, "messages", [body.conversation()])
 
 
 @router.post(TEXT_ROUTE, summary="Text completion, as OpenAI's, with the risk", responses=RESPONSES)
 async def text(body: Annotated[TextRequest, Body()], request: Request, service: TheService) -> Response:
     """A continuation of each prompt, which goes through no chat template."""
     prompts = body.prompts()
-    as_ids = bool(prompts) and not isinstance(prompts[0], str)
-
-    def token_ids(scorer: Scorer) -> list[list[int]]:
-        if not as_ids:
-            return encoded(scorer, prompts, scorer.engine.tokenize)  # type: ignore[arg-type]
-        scorer.engine.check(prompts)  # type: ignore[arg-type]
-        return prompts  # type: ignore[return-value]
-
-    return await _served(
-        "text",
-        body,
-        request,
-        service,
-        limit=body.limit(service.settings.max_new_tokens),
-        count=len(prompts),
-        length=size(prompts),
-        token_ids=token_ids,
-        contents=[{"input_ids" if as_ids else "text": prompt} for prompt in prompts],
-        violations=(TOKEN_IDS,) if as_ids else (NO_TEMPLATE,),
-    )
+    kind: Kind = "text" if not prompts or isinstance(prompts[0], str) else "input_ids"
+    return await _served("text", TEXT_ROUTE, body, request, service, kind, prompts)
 
 
 async def _served(
-    kind: Kind,
-    body: OpenAIRequest,
+    to: Route,
+    route: str,
+    body: ChatRequest | TextRequest,
     request: Request,
     service: Service,
-    *,
-    limit: int,
-    count: int,
-    length: int,
-    token_ids: Callable[[Scorer], list[list[int]]],
-    contents: list[Content],
-    violations: tuple[str, ...],
+    kind: Kind,
+    prompts: list[Any],
 ) -> Response:
-    caller, chosen = caller_of(request, service), body.vllm_xargs or Arguments()
-    deadline = Deadline(service.settings.deadline_s)
-    scorer, policy = service.ready.choose(
-        caller,
-        route := CHAT_ROUTE if kind == "chat" else TEXT_ROUTE,
-        bundle=chosen.hallutracer_bundle,
-        model=body.model,
-        policy=chosen.hallutracer_policy,
-        threshold=chosen.hallutracer_threshold,
-        session=session_of(request, lambda: contents),
-    )
-    if body.stream and count != 1:
+    deadline, settings = Deadline(service.settings.deadline_s), service.settings
+    chosen, limit = body.vllm_xargs or Arguments(), body.limit(settings.max_new_tokens)
+    asked = requested(
+        request, service, route, kind, prompts, "messages" if to == "chat" else "prompt", model=body.model,
+        bundle=chosen.hallutracer_bundle, policy=chosen.hallutracer_policy, threshold=chosen.hallutracer_threshold,
+    )  # fmt: skip
+    policy = asked.policy
+    if body.stream and len(prompts) != 1:
         raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
-    if policy.action is Action.FALLBACK and (count != 1 or TOKEN_IDS in violations):
+    if policy.action is Action.FALLBACK and (len(prompts) != 1 or kind == "input_ids"):
         raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
-    if scorer.prompt_format != "chat":
-        violations = tuple(one for one in violations if one != NO_TEMPLATE)
-    asked = ScoringRequest(
-        scorer,
-        policy,
-        caller,
-        count=count,
-        field="messages" if kind == "chat" else "prompt",
-        size=length,
-        token_ids=lambda: token_ids(scorer),
-        sampling=_sampling(body, limit, service.settings.max_new_tokens, deadline),
+    if limit > settings.max_new_tokens:
+        raise RequestError(f"at most {settings.max_new_tokens} answer tokens here, not {limit}", param="max_tokens")
+    asked = replace(
+        asked,
+        sampling=Sampling(
+            limit,
+            OPENAI_TEMPERATURE if body.temperature is None else body.temperature,
+            1.0 if body.top_p is None else body.top_p,
+            body.seed,
+            body.stops(),
+            math.inf if body.names_length else deadline.nearly,
+        ),
         deadline=deadline,
         stream=bool(body.stream),
-        violations=violations,
         retrieval_of=chosen.hallutracer_retrieval_of,
-        contents=lambda: [_as_trained(one, scorer) for one in contents],
     )
     reply = await answer(request, service, asked)
     forwarder: Forwarder = request.app.state.forwarder
+    # The policy that judged: with a passage, a fetching policy has become one that abstains.
     upstream = policy.upstream if reply.judgement.reports[0].decision is Decision.FALLBACK else None
     sent_on = body.model_dump(mode="json", exclude_none=True, exclude={"vllm_xargs"})
-    in_content, trace = service.settings.message_in_content, reply.record.trace
+    in_content, trace = settings.message_in_content, reply.record.trace
     if body.stream:
         foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on, trace)
-        return EventStream(reply, chunks(kind, reply, body.with_usage, in_content, foreign))
+        return wire.EventStream(reply, _chunks(to, reply, body.with_usage, in_content, foreign))
     try:
-        content = response(kind, reply, in_content)
+        reports = reply.judgement.reports
+        content = _head(to, reply.judgement) | {
+            "choices": [_choice(to, index, report, in_content) for index, report in enumerate(reports)],
+            "usage": _counted(reports),
+            "hallutracer": note(reply.judgement),
+        }
         if upstream is not None:
             async with while_connected(request), reply.handle.deadline.enforced():
                 content |= await forwarder.whole(upstream, route, sent_on, trace)
     finally:
         reply.end()
-    text = json.dumps(content, ensure_ascii=False)
-    return Response(text, media_type="application/json", headers=reply.headers())
+    answered = json.dumps(content, ensure_ascii=False)
+    return Response(answered, media_type="application/json", headers=reply.headers())
 
 
-def _as_trained(content: Content, scorer: Scorer) -> Content:
-    """A text that goes through no template is a prompt where the bundle's own rows went through none."""
-    return {"prompt": content["text"]} if "text" in content and scorer.prompt_format == "text" else content
+def withheld(report: RiskReport) -> bool:
+    """Return whether the model's own answer is not given."""
+    return report.decision is not Decision.CONTINUE
 
 
-def _sampling(body: OpenAIRequest, limit: int, most: int, deadline: Deadline) -> Sampling:
-    if limit > most:
-        raise RequestError(f"at most {most} answer tokens here, not {limit}", param="max_tokens")
-    temperature = OPENAI_TEMPERATURE if body.temperature is None else body.temperature
-    until = math.inf if body.names_length else deadline.nearly
-    return Sampling(limit, temperature, 1.0 if body.top_p is None else body.top_p, body.seed, body.stops(), until)
+def note(judgement: Judgement) -> dict[str, Any]:
+    """Return the risks, without the answers."""
+    risks = [wire.risk_out(one.index, replace(one.report, completion=None)) for one in judgement.prompts]
+    found, retrieved = wire.risk_note(judgement, risks), wire.retrieval_out(judgement)
+    return found if retrieved is None else found | {"retrieval": retrieved.model_dump(exclude_none=True)}
+
+
+def _head(to: Route, judgement: Judgement, chunk: bool = False) -> dict[str, Any]:
+    """Return what each event of a stream begins with, too."""
+    ids, kind = ("chatcmpl", "chat.completion") if to == "chat" else ("cmpl", "text_completion")
+    return {
+        "id": f"{ids}-{judgement.request_id}",
+        "object": f"{kind}.chunk" if to == "chat" and chunk else kind,
+        "created": judgement.created,
+        "model": judgement.model,
+    }
+
+
+def _counted(reports: list[RiskReport]) -> dict[str, Any]:
+    counts = wire.usage(reports)
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    cached = {"prompt_tokens_details": {"cached_tokens": counts.cached_tokens}}
+    return {name: getattr(counts, name) for name in names} | cached
+
+
+def _annotation(report: RiskReport) -> str:
+    """Return what stands before an answer that is given with a warning."""
+    message = report.verdict.message
+    return "" if message is None or withheld(report) else f"{message}\n\n"
+
+
+def _finish_reason(report: RiskReport) -> str:
+    if report.completion is None:
+        return WITHHELD
+    return "stop" if report.completion.finish_reason == "stop" else "length"
+
+
+def _refusal(report: RiskReport, in_content: bool) -> dict[str, Any]:
+    """Return what a withheld answer's message holds; many clients show its ``content`` and drop its ``refusal``."""
+    message = report.verdict.message
+    return {"content": message if in_content else None, "refusal": message}
+
+
+def _choice(to: Route, index: int, report: RiskReport, in_content: bool) -> dict[str, Any]:
+    if report.completion is None:
+        said = _refusal(report, in_content)
+    else:
+        said = {"content": _annotation(report) + report.completion.text, "refusal": None}
+    own = {"text": said["content"] or ""} if to == "text" else {"message": {"role": "assistant", **said}}
+    return {"index": index, **own, "finish_reason": _finish_reason(report), "logprobs": None}
+
+
+async def _chunks(
+    to: Route, reply: wire.Reply, with_usage: bool, in_content: bool, foreign: Chunks | None
+) -> AsyncIterator[bytes]:
+    """Yield the stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
+    same = _head(to, reply.judgement, chunk=True) | ({"usage": None} if with_usage else {})
+    report = reply.judgement.reports[0]
+
+    def sent(content: dict[str, Any]) -> bytes:
+        return wire.event(json.dumps(same | content, ensure_ascii=False))
+
+    def chunk(delta: dict[str, Any], end: str | None = None, **more: Any) -> bytes:
+        own = {"delta": delta} if to == "chat" else {"text": delta.get("content") or ""}
+        return sent({"choices": [{"index": 0, "finish_reason": end, "logprobs": None} | own]} | more)
+
+    def used(reports: list[RiskReport]) -> bytes:
+        return sent({"choices": [], "usage": _counted(reports)}) if with_usage else b""
+
+    def last(reports: list[RiskReport]) -> bytes:
+        return chunk({}, _finish_reason(reports[0])) + used(reports)
+
+    if foreign is None and withheld(report):
+        said = {"role": "assistant", **_refusal(report, in_content)}
+        yield chunk(said, WITHHELD, hallutracer=note(reply.judgement)) + used([report])
+    else:
+        yield chunk({"role": "assistant", "content": _annotation(report)}, hallutracer=note(reply.judgement))
+        if foreign is None:
+            async for part in wire.answer_events(reply, lambda piece: chunk({"content": piece}), last):
+                yield part
+        else:
+            try:
+                async with aclosing(foreign), aclosing(_in_time(reply, foreign)) as timely:
+                    async for found in timely:
+                        yield sent(found)
+            except Exception as error:
+                yield wire.failure(reply, error)
+    yield wire.DONE
+
+
+async def _in_time(reply: wire.Reply, foreign: Chunks) -> Chunks:
+    """Yield each chunk before the request's deadline.  Raises DeadlineExceeded."""
+    while True:
+        try:
+            async with reply.handle.deadline.enforced():
+                chunk = await anext(foreign)
+        except StopAsyncIteration:
+            return
+        yield chunk

@@ -1,30 +1,19 @@
-"""From a judgement to the wire: the body and the headers of one scoring request."""
+"""From a judgement to the wire: the schema of what the scoring routes answer, and body, headers and stream of one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.error_handlers import error_body
-from service.api.request_schema import Include
-from service.api.response_schema import (
-    BundleRef,
-    CompletionChunk,
-    CompletionOut,
-    Delta,
-    GuaranteeOut,
-    RetrievalOut,
-    RiskOut,
-    ScoreResponse,
-    Usage,
-)
+from service.api.request_schema import Include, Risk, Strict
 from service.engines.base import Completion
 from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
 from service.judging.guarantee import GuaranteeStatus
@@ -38,6 +27,160 @@ from service.serving.request_log import RequestRecord
 from service.serving.service import Service
 
 
+class BundleRef(Strict):
+    """The bundle whose probes gave the risk."""
+
+    name: str
+    version: int
+    digest: str
+
+
+class CompletionOut(Strict):
+    """The answer, decoded from the same KV cache as the risk."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    completion_tokens: int
+
+
+class GuaranteeOut(Strict):
+    """The promise of the bundle's threshold, as it stands for this request."""
+
+    alpha: float = Field(
+        description="of the question groups that are answered, counted equally, at most this share is answered with a "
+        "hallucination"
+    )
+    delta: float = Field(description="the promise has confidence 1 - delta")
+    holds: bool = Field(description="nothing is known here that voids it; GET /v1/bundles has its whole statement")
+    void: list[str] = Field(description="why it does not hold for this request")
+
+
+class RiskOut(Strict):
+    """One prompt's risk."""
+
+    index: int
+    risk: Risk
+    depth_mean: float
+    decision: Annotated[str, WithJsonSchema({"type": "string", "enum": [*map(str, Decision)], "title": "Decision"})]
+    flagged: bool = Field(description="the risk applies and reached the threshold, whatever the policy's action")
+    threshold: float
+    interval: list[Risk] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="where 95 % of refits on other training rows would put the risk; not where the truth lies",
+    )
+    outside_training: bool | None = Field(None, description="the prompt lies outside what training saw")
+    distance: float | None = Field(None, description="of the prompt's logits to training's; outside from 1 on")
+    applies: bool | None = Field(
+        None,
+        description="false: the prompt asks for no fact, so the risk says nothing of it; null: the bundle cannot tell",
+    )
+    asks: Risk | None = Field(None, description="the probability that the prompt asks for a fact")
+    message: str | None = Field(None, description="to show instead of an answer; before it, if that is given")
+    trajectory: list[float] | None = Field(None, description="truth logit of each layer")
+    running_mean: list[float] | None = Field(None, description="mean of the truth logits up to each layer")
+    completion: CompletionOut | None = None
+
+
+class Usage(Strict):
+    """Token counts, as vLLM and OpenAI name them."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int
+
+
+class RetrievalOut(Strict):
+    """What fetching a passage changed."""
+
+    of: str = Field(description="id of the earlier answer")
+    known: bool = Field(description="this service remembers its risk, and the same bundle says both")
+    risk_before: Risk | None = None
+    drop: float | None = Field(None, description="risk_before minus the risk now")
+
+
+class ScoreResponse(Strict):
+    """A list of risks, in the order of the prompts."""
+
+    id: str
+    object: Literal["risk.list"] = "risk.list"
+    created: int
+    model: str
+    policy: str
+    bundle: BundleRef
+    guarantee: GuaranteeOut | None = Field(None, description="if the bundle has one")
+    retrieval: RetrievalOut | None = Field(None, description="if the request names an earlier one")
+    data: list[RiskOut]
+    usage: Usage
+
+
+class ErrorBody(BaseModel):
+    """The cause and the remedy."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class ErrorResponse(BaseModel):
+    """The error envelope."""
+
+    error: ErrorBody
+
+
+def events_schema(data: str) -> dict[str, Any]:
+    """Return the schema of server-sent events, as their readers see each; ``data``: what its JSON may be."""
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"type": "string", "description": f"JSON: {data}; at last [DONE]"}},
+    }
+
+
+HEADERS: dict[str, Any] = {
+    name: {"description": description, "schema": {"type": "string"}}
+    for name, description in {
+        "x-request-id": "the request's own, or a generated one",
+        "x-queue-time": "milliseconds until the forward pass began",
+        "x-total-time": "milliseconds until the answer began",
+        "x-inference-time": "milliseconds of prefill, probe and decoding",
+        "x-hallutracer-bundle": "name:version of the bundle",
+        "x-hallutracer-risk": "if there is one prompt",
+        "x-hallutracer-decision": "if there is one prompt",
+    }.items()
+}
+_RETRY = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
+
+
+def errors(**descriptions: str) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI responses of the error envelope: ``errors(_404="no such bundle")``."""
+    return {
+        int(status.removeprefix("_")): {"model": ErrorResponse, "description": description}
+        | ({"headers": _RETRY} if status in ("_429", "_503") else {})
+        for status, description in descriptions.items()
+    }
+
+
+FAILURES = errors(
+    _400="the body is not JSON",
+    _401="no bearer key, or an unknown one",
+    _403="the request lets more through than its caller may (--callers-may)",
+    _404="no such model, bundle or policy is loaded",
+    _408="the body did not arrive in time",
+    _413="the body or a prompt is too large; prompts are never truncated",
+    _422="a field is wrong, or not supported",
+    _429="the queue is full",
+    _500="the engine failed",
+    _502="the server that the policy falls back on failed",
+    _503="not ready: loading, or shutting down; or no memory for the body: Retry-After",
+    _504="the deadline passed",
+)
+"""Of every route that reads a prompt."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """A judgement on its way to whoever asked, and the work that goes on behind it."""
@@ -46,16 +189,6 @@ class Reply:
     handle: RequestHandle
     service: Service
     record: RequestRecord
-    include: tuple[Include, ...] = ()
-
-    @property
-    def id(self) -> str:
-        """Return the id, the same in every event of a stream."""
-        return f"risk-{self.judgement.request_id}"
-
-    def body(self) -> ScoreResponse:
-        """Return the whole answer, or a stream's first event."""
-        return score_response(self.judgement, self.include)
 
     def headers(self) -> dict[str, str]:
         """Return times in ms, of the prompt that took longest, and ``risk_headers``."""
@@ -73,17 +206,12 @@ class Reply:
 
 def score_response(judgement: Judgement, include: Collection[Include] = ()) -> ScoreResponse:
     """Return the document that answers a scoring request, over HTTP and on the command line."""
+    data = [risk_out(prompt.index, prompt.report, include) for prompt in judgement.prompts]
     return ScoreResponse(
-        id=f"risk-{judgement.request_id}",
-        created=judgement.created,
-        model=judgement.model,
-        policy=judgement.policy.name,
-        bundle=bundle_ref(judgement.scorer),
-        guarantee=guarantee_out(judgement.guarantee),
-        retrieval=retrieval_out(judgement),
-        data=[risk_out(prompt.index, prompt.report, include) for prompt in judgement.prompts],
-        usage=usage(judgement.reports),
-    )
+        id=f"risk-{judgement.request_id}", created=judgement.created, model=judgement.model,
+        policy=judgement.policy.name, bundle=bundle_ref(judgement.scorer), guarantee=guarantee_out(judgement.guarantee),
+        retrieval=retrieval_out(judgement), data=data, usage=usage(judgement.reports),
+    )  # fmt: skip
 
 
 def retrieval_out(judgement: Judgement) -> RetrievalOut | None:
@@ -114,9 +242,9 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         decision=verdict.decision.value,
         flagged=verdict.flagged,
         threshold=verdict.threshold,
-        interval=list(known.interval) if known and known.interval else None,
-        outside_training=known.outside if known else None,
-        distance=known.distance if known else None,
+        interval=list(known.interval) if known.interval else None,
+        outside_training=known.outside,
+        distance=known.distance,
         applies=report.context.said,
         asks=report.context.asks,
         message=verdict.message,
@@ -163,13 +291,9 @@ def completion_out(completion: Completion | None) -> CompletionOut | None:
     """Return an answer, where there is one."""
     if completion is None:
         return None
-    reason = completion.finish_reason
-    assert reason != "cancelled", "a cancelled answer has no reader"
-    return CompletionOut(
-        text=completion.text,
-        finish_reason="stop" if reason == "stop" else "length",
-        completion_tokens=len(completion.token_ids),
-    )
+    assert completion.finish_reason != "cancelled", "a cancelled answer has no reader"
+    reason: Literal["stop", "length"] = "stop" if completion.finish_reason == "stop" else "length"
+    return CompletionOut(text=completion.text, finish_reason=reason, completion_tokens=len(completion.token_ids))
 
 
 DONE = b"data: [DONE]\n\n"
@@ -201,44 +325,28 @@ class EventStream(StreamingResponse):
             self._reply.end()
 
 
-async def events(reply: Reply) -> AsyncIterator[bytes]:
-    """The stream of a scoring request."""
-    yield _event(reply.body())
-    if reply.judgement.reports[0].decision is Decision.CONTINUE:
-        try:
-            async for pieces in reply.handle.pieces():
-                yield b"".join(_chunk(CompletionChunk(id=reply.id, delta=Delta(text=piece))) for piece in pieces)
-                await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
-            answers = await reply.handle.answers()
-        except Exception as error:
-            yield failure(reply, error)
-        else:
-            completion = completion_out(answers[0].completion)
-            assert completion is not None
-            yield _chunk(
-                CompletionChunk(
-                    id=reply.id,
-                    delta=Delta(text=""),
-                    finish_reason=completion.finish_reason,
-                    usage=usage(answers),
-                )
-            )
-    yield DONE
-
-
-def _event(content: BaseModel) -> bytes:
-    return b"data: " + content.model_dump_json(exclude_none=True).encode() + b"\n\n"
-
-
-def _chunk(content: CompletionChunk) -> bytes:
-    """As ``_event``, but with the ``"finish_reason": null`` that readers of OpenAI's streams look for."""
-    left_out = {"usage"} if content.usage is None else None
-    return b"data: " + content.model_dump_json(exclude=left_out).encode() + b"\n\n"
+def event(document: str) -> bytes:
+    """Return one server-sent event."""
+    return f"data: {document}\n\n".encode()
 
 
 def failure(reply: Reply, error: Exception) -> bytes:
-    """An error after the status line has been sent; one that is not ours keeps its details to itself."""
+    """Return an error after the status line has been sent; one that is not ours keeps its details to itself."""
     known = error if isinstance(error, HalluTracerError) else HalluTracerError("an internal error under way")
     reply.record.code = known.code
-    content: dict[str, Any] = error_body(known.status, known.message, known.code, known.param)
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
+    return event(json.dumps(error_body(known.status, known.message, known.code, known.param)))
+
+
+async def answer_events(
+    reply: Reply, chunk: Callable[[str], bytes], last: Callable[[list[RiskReport]], bytes]
+) -> AsyncIterator[bytes]:
+    """Yield the answer to a stream's one prompt as it is decoded, and how it ended: ``last``, or an error."""
+    try:
+        async for pieces in reply.handle.pieces():
+            yield b"".join(map(chunk, pieces))
+            await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
+        reports = await reply.handle.answers()
+    except Exception as error:
+        yield failure(reply, error)
+    else:
+        yield last(reports)

@@ -1,19 +1,28 @@
-"""The request of /v1/risk/score.  Unknown fields are refused."""
+"""The requests of /v1/risk/score and of OpenAI's routes.  Unknown fields are refused.
+
+Of OpenAI's parameters one that would change the answer and that no engine here has is refused by name, unless it has
+the value of its absence; one that only concerns OpenAI's own service is ignored.  Arguments of ours stand in
+``vllm_xargs``, as for the vLLM plugin.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 Include = Literal["trajectory", "running_mean"]
+Kind = Literal["prompt", "text", "messages", "input_ids"]  # a text's own form is the bundle's; "text": no template
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 # fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors on the event loop.
 Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 MAX_FIELDS = 32
+EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text("utf-8"))  # of OpenAPI
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
 
 
@@ -117,65 +126,188 @@ class ScoreRequest(RequestModel):
             raise ValueError(f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}")
         if self.stream and self.generate is None:
             raise ValueError("'stream' needs 'generate'")
-        if self.stream and self.prompt_count() != 1:
+        if self.stream and len(self.given()[1]) != 1:
             raise ValueError("'stream' takes exactly one prompt; send one request per prompt")
         return self
 
-    def prompt_count(self) -> int:
-        """Number of prompts."""
-        if isinstance(self.prompt, list):
-            return len(self.prompt)
-        if self.input_ids and isinstance(self.input_ids[0], list):
-            return len(self.input_ids)
-        return 0 if self.input_ids == [] else 1
-
-    def contents(self) -> list[Mapping[str, Any]]:
-        """Each prompt as it was given."""
+    def given(self) -> tuple[Kind, list[Any]]:
+        """Return what the prompts are, and each of them: a conversation is one."""
         if self.messages is not None:
-            return [{"messages": [message.model_dump() for message in self.messages]}]
+            return "messages", [[{"role": one.role, "content": one.content} for one in self.messages]]
         if self.prompt is not None:
-            return [{"prompt": text} for text in ([self.prompt] if isinstance(self.prompt, str) else self.prompt)]
-        ids = self.input_ids or []
-        return [{"input_ids": one} for one in (ids if ids and isinstance(ids[0], list) else [ids])]
-
-    def size(self) -> int:
-        """Total length in characters or token ids, templates included, to separate short requests from long ones."""
-        if self.messages is not None:
-            return sum(len(message.content) + TEMPLATE_CHARACTERS for message in self.messages)
-        items = self.prompt if self.prompt is not None else self.input_ids
-        assert items is not None
-        if isinstance(items, str) or not items or isinstance(items[0], int):
-            return len(items)
-        return sum(len(item) + TEMPLATE_CHARACTERS for item in items if not isinstance(item, int))
+            return "prompt", [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids: list[Any] = self.input_ids or []
+        return "input_ids", [ids] if ids and not isinstance(ids[0], list) else ids
 
 
-REQUEST_EXAMPLES: dict[str, Any] = {
-    "one question": {"value": {"prompt": "What is the capital of France?"}},
-    "several questions": {
-        "value": {"prompt": ["Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"]}
-    },
-    "a conversation, answered where the risk allows": {
-        "value": {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "What is the capital of France?"},
-            ],
-            "generate": {"max_tokens": 16},
-        }
-    },
-    "a stream": {
-        "summary": "the risk first, then the answer's text",
-        "value": {"prompt": "Which city is the capital of Yemen?", "generate": {"max_tokens": 16}, "stream": True},
-    },
-    "watch without gating": {
-        "summary": "under a policy that withholds, where its operator allows it: --callers-may policy",
-        "value": {"prompt": "What is the capital of Nauru?", "policy": "observe", "generate": {"max_tokens": 16}},
-    },
-    "your own threshold, and the readings of every layer": {
-        "value": {"prompt": "What is the capital of Chad?", "threshold": 0.2, "include": ["trajectory", "running_mean"]}
-    },
-    "token ids and another bundle": {
-        "summary": "under a policy that withholds, where its operator allows it: --callers-may bundle",
-        "value": {"input_ids": [[1, 300, 301], [1, 302]], "bundle": "demo-fused"},
-    },
-}
+def size_of(kind: Kind, prompts: Sequence[Any]) -> int:
+    """Return characters or token ids of all prompts, templates included, to separate short requests from long ones."""
+    if kind == "messages":
+        prompts = [message["content"] for conversation in prompts for message in conversation]
+    return sum(len(one) + TEMPLATE_CHARACTERS for one in prompts)
+
+
+OPENAI_TEMPERATURE = 1.0  # of a request that names none, as OpenAI and vLLM have it
+TEXT_MAX_TOKENS = 16  # likewise, on TEXT_ROUTE
+Stop = Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(max_length=8)]
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "logprobs": (False, 0),
+    "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "functions": ([],),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "web_search_options": (), "audio": (), "prediction": (),
+}  # fmt: skip
+"""Parameters that no engine here has -> the values that change nothing; null changes nothing either."""
+IGNORED = frozenset(
+    ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+     "reasoning_effort", "verbosity", "prompt_cache_retention")
+)  # fmt: skip
+
+
+class TextPart(RequestModel):
+    """A part of a message; only text can be read."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class ChatMessage(RequestModel):
+    """One turn.  ``developer`` is OpenAI's newer name of ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
+    refusal: StrictStr | None = Field(None, description="of an earlier answer that was withheld; read as its text")
+    name: StrictStr | None = Field(None, description="ignored: chat templates have no place for it")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, data: Any) -> Any:
+        """An answer of ours that comes back in a conversation has all of OpenAI's keys, most of them null.
+
+        LiteLLM puts what it does not know of an answer, its refusal too, under ``provider_specific_fields``.
+        """
+        if not isinstance(data, dict):
+            return data
+        moved = data.get("provider_specific_fields") if data.get("role") == "assistant" else None
+        if isinstance(moved, dict):
+            data = {"refusal": moved.get("refusal")} | data
+            del data["provider_specific_fields"]
+        return {key: value for key, value in data.items() if value not in (None, [])}
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and (self.role != "assistant" or self.refusal is None):
+            raise ValueError("'content' is missing; only a withheld answer has a 'refusal' instead")
+        return self
+
+    def rendered(self) -> dict[str, str]:
+        """Return it for the chat template."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text if self.content is not None else self.refusal or ""}
+
+
+class Arguments(RequestModel):
+    """``vllm_xargs``: what a request may choose, as ``bundle``, ``policy`` and ``threshold`` of /v1/risk/score."""
+
+    hallutracer_bundle: StrictStr | None = None
+    hallutracer_policy: StrictStr | None = None
+    hallutracer_threshold: Annotated[Risk, Field(strict=True)] | None = None
+    hallutracer_retrieval_of: Annotated[StrictStr, Field(max_length=256)] | None = None
+
+
+class StreamOptions(RequestModel):
+    """What a stream has besides."""
+
+    include_usage: StrictBool = False
+    include_obfuscation: StrictBool | None = Field(None, description="ignored")
+
+
+class OpenAIRequest(RequestModel):
+    """What both routes take."""
+
+    model: StrictStr = Field(description="must be the loaded model, as GET /v1/models names it")
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description="default 1; 0 is greedy")
+    top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
+    seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StrictStr | Stop | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    vllm_xargs: Arguments | None = Field(
+        None, description="hallutracer_policy, hallutracer_threshold, hallutracer_bundle"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_changes_nothing(cls, data: Any) -> Any:
+        """Drop what is ignored, and refuse what would change the answer."""
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in NEUTRAL:
+                allowed = NEUTRAL[name]
+                if value is not None and value not in allowed:
+                    than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
+                    raise ValueError(f"{name!r} is not supported here{than}; leave it out")
+            elif name not in IGNORED:
+                kept[name] = value  # refused by its name
+        return kept
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> OpenAIRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' needs 'stream'")
+        return self
+
+    def stops(self) -> tuple[str, ...]:
+        """Return the texts that end the answer."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def names_length(self) -> bool:
+        """Return whether it says how long an answer may be."""
+        return self.max_tokens is not None
+
+    @property
+    def with_usage(self) -> bool:
+        """Return whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(OpenAIRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
+    max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
+
+    @property
+    def names_length(self) -> bool:
+        """Return whether it says how long an answer may be."""
+        return self.max_completion_tokens is not None or super().names_length
+
+    def limit(self, most: int) -> int:
+        """Return how many answer tokens at most; ``most`` where the request names none."""
+        return self.max_completion_tokens or self.max_tokens or most
+
+    def conversation(self) -> list[dict[str, str]]:
+        """Return the messages for the chat template."""
+        return [message.rendered() for message in self.messages]
+
+
+class TextRequest(OpenAIRequest):
+    """POST /v1/completions: each prompt as it is, without the chat template."""
+
+    prompt: StrictStr | Texts | Ids | Batches
+
+    def limit(self, most: int) -> int:
+        """Return how many answer tokens at most."""
+        return self.max_tokens or min(TEXT_MAX_TOKENS, most)
+
+    def prompts(self) -> list[Any]:
+        """Return texts, or lists of token ids."""
+        single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if single else self.prompt  # type: ignore[return-value]

@@ -1,102 +1,314 @@
-"""POST /v1/risk/score and its alias /score: what a request asks for, and its answer."""
+"""POST /v1/risk/score and its alias /score, and the way of every request that reads a prompt.
+
+Admission -> token ids -> dispatcher -> judgement, given up where the client goes away.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
-from service.access.routes import SCORE_ROUTES
-from service.api.answering import ScoringRequest, answer, encoded, rendered_chat, session_of
-from service.api.auth import TheService, caller_of
-from service.api.body import JsonRoute
-from service.api.reply import EventStream, events
-from service.api.request_schema import REQUEST_EXAMPLES, ScoreRequest
-from service.api.response_schema import SCORE_RESPONSES
-from service.engines.base import Sampling
-from service.errors import RequestError
-from service.judging.guarantee import TOKEN_IDS, chat_violations
-from service.scoring import Scorer
+from service.access.callers import Caller
+from service.access.routes import SCORE_ROUTES, canonical
+from service.api import reply as wire
+from service.api.auth import TheService, caller_of, who_of
+from service.api.middleware import JsonRoute
+from service.api.request_schema import EXAMPLES, Kind, ScoreRequest, size_of
+from service.engines.base import Sampling, TokenIds
+from service.engines.checks import check_length, check_special_tokens
+from service.errors import ClientGone, EmptyPrompt, RequestError
+from service.judging import guarantee
+from service.policies.guard import Action, Decision, Policy
+from service.scoring import RiskReport, Scorer
+from service.serving import observers
 from service.serving.admission import Deadline
+from service.serving.catalogue import untemplated
+from service.serving.judgement import JudgedPrompt, Judgement, StoredPrompt
+from service.serving.request_log import record_of
+from service.serving.service import Service
 from service.settings import ServiceSettings
+
+
+@dataclass(frozen=True)
+class ScoringRequest:
+    """What a request asks for, whichever route it came by."""
+
+    scorer: Scorer
+    policy: Policy
+    caller: Caller
+    kind: Kind
+    prompts: Sequence[Any]  # texts, conversations or lists of token ids, by ``kind``
+    field: str  # that they came in, for messages
+    sampling: Sampling | None = None
+    stream: bool = False
+    deadline: Deadline | None = None  # None: the service's own
+    retrieval_of: str | None = None  # id of an earlier answer
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        """Return what its rendering violates of what a guarantee assumes."""
+        if self.kind == "messages":
+            return guarantee.chat_violations(self.prompts[0])
+        if self.kind == "text":
+            return (guarantee.NO_TEMPLATE,) if self.scorer.prompt_format == "chat" else ()
+        return (guarantee.TOKEN_IDS,) if self.kind == "input_ids" else ()
+
+    def check(self, settings: ServiceSettings) -> None:
+        """Raise EmptyPrompt for no prompt, RequestError for too many, or more than one with ``retrieval_of``."""
+        count, most = len(self.prompts), min(settings.max_prompts, settings.max_queue)
+        if count == 0:
+            raise EmptyPrompt(f"{self.field!r} is an empty list: give at least one prompt", param=self.field)
+        if count > most:
+            raise RequestError(f"{count} prompts in one request; at most {most} are taken", param=self.field)
+        if self.retrieval_of is not None and count != 1:
+            raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
+
+    def token_ids(self, settings: ServiceSettings) -> Sequence[list[int]]:
+        """Render and check every prompt, so that nothing a request says can spoil a batch it shares; slow."""
+        scorer, engine = self.scorer, self.scorer.engine
+        ids: Sequence[list[int]] = self.prompts
+        if self.kind == "messages":
+            contents = [message["content"] for message in self.prompts[0]]
+            check_length(contents, engine)
+            if settings.refuse_special_tokens:
+                check_special_tokens(contents, engine)
+            ids = [scorer.render(messages=self.prompts[0])]
+        elif self.kind != "input_ids":
+            ids = found = list[list[int]]()
+            for text in self.prompts:
+                check_length([text], engine)
+                found.append(engine.tokenize(text) if self.kind == "text" else scorer.render(prompt=text))
+                if len(found[-1]) > engine.identity.max_tokens:
+                    break  # refused below: the others are not worth encoding
+        engine.check(ids)
+        return ids
+
+
+def requested(
+    request: Request, service: Service, route: str, kind: Kind, prompts: Sequence[Any], field: str = "", **chosen: Any
+) -> ScoringRequest:
+    """Return the request with the bundle and the policy that judge it.  Raises NotReady and what ``choose`` raises.
+
+    ``chosen``: its bundle, model, policy and threshold, where it names them.  The header ``x-session-id`` names its
+    session; without it, what the first prompt begins with.
+    """
+    caller = caller_of(request, service)
+
+    def session() -> str:
+        named = request.headers.get("x-session-id")
+        return named or (_beginning(kind, prompts[0]) if prompts else "")
+
+    every = dict.fromkeys(("bundle", "model", "policy", "threshold")) | chosen
+    scorer, policy = service.ready.choose(caller, route, session=session, **every)
+    return ScoringRequest(scorer, policy, caller, kind, prompts, field or kind)
+
+
+def _beginning(kind: Kind, prompt: Any) -> str:
+    """Return a conversation up to its first user message; any other prompt whole."""
+    if kind != "messages":
+        return json.dumps({kind: prompt})
+    before = list(takewhile(lambda message: message.get("role") != "user", prompt))
+    return json.dumps(prompt[: len(before) + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadPrompt:
+    token_ids: TokenIds
+    shape: guarantee.Shape | None  # None where it is not known: a text without a template may hold a conversation
+    stored: StoredPrompt | None
+
+
+def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
+    """Return each prompt's token ids, its shape, and what feedback stores of it."""
+    kind, chat = asked.kind, asked.scorer.prompt_format == "chat"
+    if kind == "text" and not chat:
+        kind = "prompt"  # the bundle's own rows went through no template either
+    found = []
+    for ids, prompt in zip(asked.token_ids(service.settings), asked.prompts, strict=True):
+        turns = prompt if kind == "messages" else [{"role": "user", "content": prompt}]
+        shape = guarantee.shape_of(turns) if kind == "messages" or (kind == "prompt" and chat) else None
+        stored = None if service.feedback is None else service.feedback.stored({kind: prompt})
+        found.append(_ReadPrompt(ids, shape, stored))
+    return found
+
+
+async def answer(request: Request, service: Service, asked: ScoringRequest) -> wire.Reply:
+    """Return the reply with the answers; of a stream with the risks, before any answer.
+
+    The caller ends the reply where it returns; where this raises, it has been ended.
+    """
+    asked.check(service.settings)
+    policy = asked.policy
+    if asked.retrieval_of is not None and policy.action is Action.RETRIEVE:
+        # With a passage that did not help, nobody is sent to fetch one for ever.
+        policy = replace(policy, action=Action.ABSTAIN, message=service.catalogue.abstain_message)
+    if asked.violations:
+        policy = untemplated(asked.scorer, policy)
+    # Before any work is spent on what would be refused.
+    handle = service.lifecycle.dispatcher.admit(
+        len(asked.prompts),
+        asked.scorer,
+        policy,
+        caller=asked.caller.name,
+        sampling=asked.sampling,
+        deadline=asked.deadline or Deadline(service.settings.deadline_s),
+        streams=asked.stream,
+        shadows=service.catalogue.rollout.watching(asked.scorer),
+    )
+    created, record, named = int(time.time()), record_of(request), asked.retrieval_of
+    retrieval = None if named is None else service.retrievals.recall(asked.caller.name, named)
+    monitor = service.catalogue.monitors.get(asked.scorer.bundle.reference)
+    prompts: list[_ReadPrompt] = []
+
+    def judgement() -> Judgement:
+        """Return that of the prompts that are scored by now."""
+        shapes = guarantee.shape_violations(asked.scorer.bundle.manifest, [one.shape for one in prompts])
+        jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
+        return Judgement(
+            scorer=asked.scorer,
+            policy=policy,
+            prompts=tuple(
+                JudgedPrompt(
+                    index,
+                    replace(job.report, completion=None) if asked.stream else job.report,
+                    token_ids=job.token_ids,
+                    timings=job.timings,
+                    submitted_ns=job.submitted_ns,
+                    shape=one.shape,
+                    stored=one.stored,
+                )
+                for index, (job, one) in jobs
+                if job.report is not None
+            ),
+            unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
+            request_id=record.request_id,
+            created=created,
+            route=canonical(record.path),
+            caller=asked.caller,
+            who=who_of(request),
+            sampling=asked.sampling,
+            streams=asked.stream,
+            request_violations=(*asked.violations, *guarantee.decoding_violations(asked.sampling), *shapes),
+            monitor=monitor,
+            bundle_violations=() if monitor is None else monitor.reasons,
+            retrieval=retrieval,
+        )
+
+    judged: Judgement | None = None
+    try:
+        async with while_connected(request):
+            async with handle.deadline.enforced():
+                size = size_of(asked.kind, asked.prompts)
+                prompts = await service.tokenizing.run(size, lambda: _read(asked, service))
+            handle.start([one.token_ids for one in prompts])
+            await (handle.risks() if asked.stream else handle.answers())
+            judged = judgement()
+            await observers.judged(service, judged)
+            return wire.Reply(judged, handle, service, record)
+    except BaseException:
+        handle.cancel()
+        wire.Reply(judged or judgement(), handle, service, record).end()
+        raise
+
+
+@asynccontextmanager
+async def while_connected(request: Request) -> AsyncIterator[None]:
+    """Raise ClientGone inside the block when the client closes its connection, as a timeout would."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone or task.uncancel() > 0:
+            raise  # the server's own, at its shutdown
+        raise ClientGone("the client closed its connection before its answer was there") from None
+    finally:
+        watcher.cancel()
+
 
 router = APIRouter(tags=["risk"], route_class=JsonRoute)
 
-
+SCORED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": wire.ScoreResponse,
+        "description": "the risks, or with 'stream' the events: the risk first, then the answer",
+        "headers": wire.HEADERS,
+        "content": {
+            "application/json": {"example": EXAMPLES["risk"]},
+            "text/event-stream": {
+                "schema": wire.events_schema("first one risk.list, then completion.chunk objects or an error"),
+                "example": EXAMPLES["stream"],
+            },
+        },
+    }
+}
 SUMMARY = "Risk of each prompt before it is answered, and the answer if the policy lets it"
 
 
-@router.post(SCORE_ROUTES[0], summary=SUMMARY, responses=SCORE_RESPONSES)
-@router.post(SCORE_ROUTES[1], summary=SUMMARY, responses=SCORE_RESPONSES)
+@router.post(SCORE_ROUTES[0], summary=SUMMARY, responses=SCORED | wire.FAILURES)
+@router.post(SCORE_ROUTES[1], summary=SUMMARY, responses=SCORED | wire.FAILURES)
 async def score(
-    body: Annotated[ScoreRequest, Body(openapi_examples=REQUEST_EXAMPLES)],
-    request: Request,
-    service: TheService,
+    body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES["score"])], request: Request, service: TheService
 ) -> Response:
     """The risk of each prompt's answer, before its first token; with ``generate``, the answer where it may go on."""
-    settings = service.settings
-    caller = caller_of(request, service)
-    scorer, policy = service.ready.choose(
-        caller,
-        SCORE_ROUTES[0],
-        bundle=body.bundle,
-        model=body.model,
-        policy=body.policy,
-        threshold=body.threshold,
-        session=session_of(request, body.contents),
-    )
-    last = [message.model_dump() for message in (body.messages or [])[-1:]]
-    violations = chat_violations(last) if body.input_ids is None else (TOKEN_IDS,)
-    asked = ScoringRequest(
-        scorer,
-        policy,
-        caller,
-        count=body.prompt_count(),
-        field="input_ids" if body.prompt is None else "prompt",
-        size=body.size(),
-        token_ids=lambda: _token_ids(scorer, body, settings),
-        sampling=_sampling(body, settings.max_new_tokens),
+    kind, prompts = body.given()
+    field = "input_ids" if body.prompt is None else "prompt"
+    names = {name: getattr(body, name) for name in ("bundle", "model", "policy", "threshold")}
+    asked = requested(request, service, SCORE_ROUTES[0], kind, prompts, field, **names)
+    deadline_ms, most = body.deadline_ms, service.settings.deadline_s * 1e3
+    sampling, wanted, limit = None, body.generate, service.settings.max_new_tokens
+    if wanted is not None:
+        if wanted.max_tokens > limit:
+            raise RequestError(f"generate.max_tokens is at most {limit} here", param="generate.max_tokens")
+        sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed, tuple(wanted.stop))
+    if deadline_ms is not None and deadline_ms > most:
+        raise RequestError(f"deadline_ms is at most {most:g} here", param="deadline_ms")
+    asked = replace(
+        asked,
+        sampling=sampling,
         stream=body.stream,
-        deadline=_deadline(body, settings),
-        include=body.include,
-        violations=violations,
+        deadline=None if deadline_ms is None else Deadline(deadline_ms / 1e3),
         retrieval_of=body.retrieval_of,
-        contents=body.contents,
     )
     reply = await answer(request, service, asked)
+    first = wire.score_response(reply.judgement, body.include).model_dump_json(exclude_none=True)
     if body.stream:
-        return EventStream(reply, events(reply))
+        return wire.EventStream(reply, _events(reply, first))
     reply.end()
-    content = reply.body().model_dump_json(exclude_none=True)
-    return Response(content, media_type="application/json", headers=reply.headers())
+    return Response(first, media_type="application/json", headers=reply.headers())
 
 
-def _deadline(body: ScoreRequest, settings: ServiceSettings) -> Deadline:
-    if body.deadline_ms is None:
-        return Deadline(settings.deadline_s)
-    if body.deadline_ms > settings.deadline_s * 1e3:
-        raise RequestError(f"deadline_ms is at most {settings.deadline_s * 1e3:g} here", param="deadline_ms")
-    return Deadline(body.deadline_ms / 1e3)
+async def _events(reply: wire.Reply, first: str) -> AsyncIterator[bytes]:
+    def chunk(text: str, finish_reason: str | None = None, **more: Any) -> bytes:
+        same = {"id": f"risk-{reply.judgement.request_id}", "object": "completion.chunk", "index": 0}
+        content = same | {"delta": {"text": text}, "finish_reason": finish_reason} | more
+        return wire.event(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
 
+    def last(reports: list[RiskReport]) -> bytes:
+        completion = wire.completion_out(reports[0].completion)
+        assert completion is not None
+        return chunk("", completion.finish_reason, usage=wire.usage(reports).model_dump())
 
-def _sampling(body: ScoreRequest, limit: int) -> Sampling | None:
-    wanted = body.generate
-    if wanted is None:
-        return None
-    if wanted.max_tokens > limit:
-        raise RequestError(f"generate.max_tokens is at most {limit} here", param="generate.max_tokens")
-    return Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed, tuple(wanted.stop))
-
-
-def _token_ids(scorer: Scorer, body: ScoreRequest, settings: ServiceSettings) -> list[list[int]]:
-    """Every prompt, rendered and checked."""
-    if body.messages is not None:
-        return rendered_chat(scorer, [message.model_dump() for message in body.messages], settings)
-    if body.prompt is not None:
-        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        return encoded(scorer, texts, lambda text: scorer.render(prompt=text))
-    assert body.input_ids is not None
-    nested = isinstance(body.input_ids[0], list)
-    prompts: list[list[int]] = body.input_ids if nested else [body.input_ids]  # type: ignore[assignment, list-item]
-    scorer.engine.check(prompts)
-    return prompts
+    yield wire.event(first)
+    if reply.judgement.reports[0].decision is Decision.CONTINUE:
+        async for part in wire.answer_events(reply, chunk, last):
+            yield part
+    yield wire.DONE

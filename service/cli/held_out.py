@@ -60,8 +60,7 @@ def held_out(
 
 def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> Tried:
     from service.engines.bridge import gather_all, wait_for
-    from service.judging.coverage import coverage
-    from service.judging.sample import sample_of
+    from service.judging.evaluation import coverage, sample_of
     from service.serving.sampled import TOGETHER, ask
 
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
@@ -89,7 +88,7 @@ def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoic
 def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
     from concurrent.futures import ThreadPoolExecutor
 
-    from service.judging.coverage import Tenth
+    from service.judging.evaluation import Tenth
     from service.serving.sampled import TOGETHER
 
     if len(bundles.bundle) > 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from probes_store.bundle import Bundle
-    from service.judging.coverage import Tenth
+    from service.judging.evaluation import Tenth
     from service.scoring import RiskReport
 
 ROWS = 11  # of a trajectory's plot

@@ -146,7 +146,7 @@ async def example(scorer: Scorer) -> list[str]:
     Their prefills alone, about a second on SmolLM2.  ``FALLBACK`` where the bundle has no sample that can be read.
     """
     from service.engines.bridge import gather_all
-    from service.judging.sample import sample_of
+    from service.judging.evaluation import sample_of
 
     try:
         if (sample := sample_of(scorer.bundle)) is None:

@@ -1,18 +1,20 @@
-"""Do the prompts of today look like those of training?  Numbers over a window of served risks, both ways.
+"""Whether the prompts of today look like those of training: numbers over a window of served risks, on both sides.
 
-A gate that lets everything pass drifts as much as one that withholds everything: the comparison has two sides.
+A gate that lets everything pass drifts as much as one that withholds everything.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from probes_store.bundle import Bundle
-from service.judging.coverage import training_risks
+from service.judging.evaluation import training_risks
 
 Floats = NDArray[np.float64]
 BINS = 10  # of the population stability index: tenths of the reference
@@ -37,15 +39,15 @@ class DriftLimits:
     back: float = 0.8  # a limit is no longer exceeded below this share of it
 
     def of_ks(self, independent: float, rows: int) -> float:
-        """For so many independent prompts beside a reference of ``rows``."""
+        """Return the limit for so many independent prompts beside a reference of ``rows``."""
         return max(self.ks, KS_BY_CHANCE * math.sqrt(1 / independent + 1 / rows))
 
     def of_psi(self, independent: float, rows: int) -> float:
-        """As ``of_ks``."""
+        """Return the limit as ``of_ks`` does."""
         return max(self.psi, PSI_BY_CHANCE * (1 / independent + 1 / rows))
 
     def of_outside(self, independent: float, share: float) -> float:
-        """For so many independent prompts, of which ``share`` lie outside."""
+        """Return the limit for so many independent prompts, of which ``share`` lie outside."""
         return max(self.outside, SHARE_BY_CHANCE * math.sqrt(share * (1 - share) / independent))
 
 
@@ -60,20 +62,23 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A window beside the reference."""
+    """The newest window of prompts that this bundle judged, beside its training rows."""
 
-    prompts: int  # different ones
-    independent: float  # prompts that tell as much as these, which depend on their neighbours
-    ks: float  # largest distance of the two distribution functions
-    psi: float  # population stability index over the reference's tenths
-    shift: float  # mean risk of the window less the reference's
-    outside: float | None  # share of the window outside training
+    prompts: Annotated[int, Field(description="different ones, the newest")]
+    independent: Annotated[
+        float, Field(description="prompts that tell as much, since neighbours are alike; limits follow it")
+    ]
+    ks: Annotated[float, Field(description="largest distance of the two distribution functions of the risk")]
+    psi: Annotated[float, Field(description="population stability index over the tenths of training")]
+    shift: Annotated[float, Field(description="mean risk of the window less that of training")]
+    outside: Annotated[
+        float | None, Field(description="share of prompts outside training; null where the bundle cannot tell")
+    ]
 
 
 def reference_of(bundle: Bundle) -> Reference | None:
     """Return what the bundle keeps of its out-of-fold risks; None where it keeps none."""
-    found = training_risks(bundle)
-    if found is None:
+    if (found := training_risks(bundle)) is None:
         return None
     risks = np.sort(found)
     edges = np.asarray(np.quantile(risks, np.arange(1, BINS) / BINS), np.float64)
@@ -85,18 +90,23 @@ def compare(risks: Floats, outside: NDArray[np.bool_] | None, reference: Referen
     sample = np.sort(risks)
     ranks = np.searchsorted(reference.risks, risks) / len(reference.risks)
     alike = max(alike_of(ranks), 1.0 if outside is None else alike_of(outside.astype(np.float64)))
+    sides = (sample, reference.risks)
+    below = [np.searchsorted(one, np.concatenate(sides), side="right") / len(one) for one in sides]
+    # Half a count more in each bin, so that an empty one is no infinity.
+    counts = [np.bincount(np.searchsorted(reference.edges, one, "right"), minlength=BINS) + 0.5 for one in sides]
+    now, before = (one / one.sum() for one in counts)
     return Drift(
         prompts=len(sample),
         independent=len(sample) / min(alike, MOST_ALIKE),
-        ks=kolmogorov_smirnov(sample, reference.risks),
-        psi=stability_index(sample, reference),
+        ks=float(np.abs(below[0] - below[1]).max()),  # the two-sample statistic of Kolmogorov and Smirnov
+        psi=float(np.sum((now - before) * np.log(now / before))),
         shift=float(sample.mean() - reference.risks.mean()),
         outside=None if outside is None else float(outside.mean()),
     )
 
 
 def alike_of(values: Floats) -> float:
-    """How many neighbouring values [n] tell as much as one independent value, by their autocorrelation; at least 1.
+    """Return how many neighbouring values [n] tell as much as one independent value, by their autocorrelation; >= 1.
 
     Sums of two autocorrelations in turn, each at most the one before, up to the first that is not positive (Geyer 1992,
     Statist. Sci. 7(4), 473-483).  Values that are all the same tell nothing of dependence: 1.
@@ -113,26 +123,8 @@ def alike_of(values: Floats) -> float:
     return max(1.0, float(2 * positive.sum() - 1))
 
 
-def kolmogorov_smirnov(sample: Floats, reference: Floats) -> float:
-    """The two-sample statistic, of sorted numbers."""
-    both = np.concatenate([sample, reference])
-    first = np.searchsorted(sample, both, side="right") / len(sample)
-    second = np.searchsorted(reference, both, side="right") / len(reference)
-    return float(np.abs(first - second).max())
-
-
-def stability_index(sample: Floats, reference: Reference) -> float:
-    """Sum over bins of (p - q) log(p / q), with half a count more in each bin so that an empty one is no infinity."""
-    shares = []
-    for numbers in (sample, reference.risks):
-        counts = np.bincount(np.searchsorted(reference.edges, numbers, side="right"), minlength=BINS) + 0.5
-        shares.append(counts / counts.sum())
-    now, before = shares
-    return float(np.sum((now - before) * np.log(now / before)))
-
-
 class LabelTest:
-    """Have more of the answers that were drawn been wrong than a guarantee allows?  May be asked after every label.
+    """Whether more of the answers that were drawn were wrong than a guarantee allows; may be asked after every label.
 
     The likelihood ratio of a beta mixture over shares above alpha against alpha is a nonnegative martingale of mean at
     most 1 while the share is at most alpha, so that it ever reaches 1 / error has a probability of at most ``error``
@@ -145,12 +137,12 @@ class LabelTest:
         self._shares = alpha + (1 - alpha) * (np.arange(points) + 0.5) / points
 
     def evidence(self, wrong: int, drawn: int) -> float:
-        """Log of the mixture's likelihood ratio: of ``drawn`` answers so many are known to be wrong."""
+        """Return the log of the mixture's likelihood ratio: of ``drawn`` answers so many are known to be wrong."""
         terms = wrong * np.log(self._shares / self.alpha)
         terms += (drawn - wrong) * np.log((1 - self._shares) / (1 - self.alpha))
         top = terms.max()
         return float(top + np.log(np.mean(np.exp(terms - top))))
 
     def broken(self, wrong: int, drawn: int) -> bool:
-        """Whether that is at odds with the guarantee."""
+        """Return whether that is at odds with the guarantee."""
         return self.evidence(wrong, drawn) >= self._limit

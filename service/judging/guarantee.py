@@ -1,4 +1,8 @@
-"""Whether a bundle's guarantee holds for one request, and if not, why.
+"""The shape of a conversation, and whether a bundle's guarantee holds for one request, and if not, why.
+
+A passage is guessed from the form of the last user message, and never looked for in more than ``LONG`` characters, so
+that it is cheap enough for every request.  Examples in front of the question, the options of a multiple choice, or much
+junk on lines of its own look the same and count too; a passage in a system prompt does not, which ``system`` shows.
 
 The manifest's statement names more reasons than a service can see: whether the questions are drawn as those of the
 calibration were is the operator's to know.
@@ -6,14 +10,74 @@ calibration were is the operator's to know.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, Literal, get_args
 
 from probes_store.manifest import Manifest
 from service.engines.base import Sampling
-from service.judging.conversation import Shape
 from service.policies.guard import Policy
+
+Turns = Literal["0", "1", "2-4", "5+"]
+LONG = 400  # characters, about 60 words: hardly any question alone is longer
+BESIDE = 60  # characters, about ten words, on other lines than the question's: more than a greeting or "Answer:"
+QUESTION = ("?", "\uff1f", "\u061f")  # as Chinese and Arabic write it, too
+_MARKER = re.compile(
+    r"^[ \t#*<]*(?:contexts?|documents?|passages?|background|sources?|search results?|references?|excerpts?)"
+    r"[ \t]*\d*[ \t]*(?:[:*>]|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The shape of one conversation, for ``/metrics`` and guarantees; ``turns`` are the assistant's earlier ones."""
+
+    turns: Turns
+    passage: bool  # the last user message brings text along
+    system: bool  # a system prompt stands above it
+
+    def __str__(self) -> str:
+        """Return what a guarantee calls it."""
+        passage, system = ("a" if there else "no" for there in (self.passage, self.system))
+        turns = "1 earlier turn" if self.turns == "1" else f"{self.turns} earlier turns"
+        return f"{turns}, {passage} passage, {system} system prompt"
+
+
+SHAPES = tuple(Shape(*one) for one in product(get_args(Turns), (False, True), (False, True)))
+"""All there are."""
+
+
+def shape_of(messages: Sequence[object]) -> Shape:
+    """Return the shape of messages as anybody may send them: what is no message, or has no text, is nothing said."""
+    known = [one for one in messages if isinstance(one, Mapping)]
+    roles = [one.get("role") for one in known]
+    answers = roles[:-1].count("assistant")  # one at the end is the answer's beginning
+    asked = next((one.get("content") for one in reversed(known) if one.get("role") == "user"), "")
+    parts = asked if isinstance(asked, list) else [asked]
+    texts = [part.get("text") if isinstance(part, Mapping) and isinstance(asked, list) else part for part in parts]
+    return Shape(
+        turns="0" if answers == 0 else "1" if answers == 1 else "2-4" if answers < 5 else "5+",
+        passage=has_passage("\n".join(text for text in texts if isinstance(text, str))),
+        system="system" in roles or "developer" in roles,
+    )
+
+
+def has_passage(text: str) -> bool:
+    """Return whether it is long, names a passage ("Context:"), or has text on other lines than its question's.
+
+    The question is the last line that ends in a question mark, else the last that does not end in a colon.
+    """
+    text = text.strip()
+    if len(text) > LONG:
+        return True
+    lines = [line for part in text.splitlines() if (line := part.strip())]
+    asks = [line for line in lines if line.endswith(QUESTION)] or [line for line in lines if not line.endswith(":")]
+    beside = sum(map(len, lines)) - len((asks or lines or [""])[-1])
+    return beside > BESIDE or _MARKER.search(text) is not None
+
 
 TOKEN_IDS = "rendering: the prompt came as token ids"
 NO_TEMPLATE = "rendering: this route applies no chat template"
@@ -56,7 +120,7 @@ def guarantee_status(
 
 
 def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
-    """Whether ``policy`` treats prompts outside training as the bundle's calibration did.
+    """Return whether ``policy`` treats prompts outside training as the bundle's calibration did.
 
     It withheld them exactly where a policy that says nothing does (``Scorer.withholds_outside``).
     """
@@ -64,29 +128,24 @@ def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
 
 
 def chat_violations(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """How a conversation departs from a question: an answer's beginning moves the risk of what follows it."""
+    """Return how a conversation departs from a question: an answer's beginning moves the risk of what follows it."""
     return (ANSWERED,) if messages and messages[-1].get("role") == "assistant" else ()
 
 
 def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:
-    """Shapes of conversation that no row of the calibration had; of one that is not known, that it is not.
-
-    Nothing of a bundle that does not name its own.
-    """
+    """Return which shapes no row of the calibration had, or are not known; nothing of a bundle that names none."""
     known = manifest.guarantee_shapes
-    if known is None:
-        return ()
     others = dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
-    return tuple(f"conversation: {shape}; the calibration had none like it" for shape in others if shape not in known)
+    return tuple(
+        f"conversation: {shape}; the calibration had none like it"
+        for shape in others
+        if known is not None and shape not in known
+    )
 
 
 def decoding_violations(sampling: Sampling | None) -> tuple[str, ...]:
-    """How an answer that is decoded here departs from a greedy one; nothing to say where none is."""
+    """Return how an answer that is decoded here departs from a greedy one; none where none is."""
     if sampling is None:
         return ()
-    found = []
-    if sampling.temperature != 0:
-        found.append(f"decoding: temperature {sampling.temperature:g}, not greedy")
-    if sampling.stop:
-        found.append("decoding: ends at texts of the request's own")
-    return tuple(found)
+    warm = () if sampling.temperature == 0 else (f"decoding: temperature {sampling.temperature:g}, not greedy",)
+    return (*warm, *(("decoding: ends at texts of the request's own",) if sampling.stop else ()))

@@ -1,6 +1,6 @@
-"""What a bundle tells of one risk's uncertainty: does training know such prompts, and where would refits put the risk?
+"""What a bundle tells of one risk's uncertainty: whether training knows such prompts, and where refits would put it.
 
-After the trajectory and numpy only, so that every engine gives the same.
+From the trajectory and numpy alone, so that every engine gives the same.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ class Uncertain:
 
     @property
     def outside(self) -> bool:
-        """Whether the prompt lies outside what training saw."""
+        """Return whether the prompt lies outside what training saw."""
         return self.distance >= OUTSIDE
 
 
 def uncertain(bundle: Bundle, logits: Floats, signals: Floats) -> Uncertain:
     """Return the uncertainty of a prompt's logits [(1 + A) m] and the classifier's input [k]."""
-    record, probes, classifier = bundle.manifest.uncertainty, bundle.probes, bundle.manifest.classifier
+    manifest, probes = bundle.manifest, bundle.probes
     away = float(distance(logits, probes.reference_mean, probes.reference_whitening))
-    if record.interval is None:
+    if (record := manifest.uncertainty.interval) is None:
         return Uncertain(away, None)
-    weight = np.array(classifier.weight, np.float64)
-    half = record.interval.half_width(float(signals @ weight) + classifier.intercept, away)
-    low, high = (float(served_risk(signals, bundle.manifest, side)) for side in (half, -half))
-    return Uncertain(away, (low, high))
+    log_odds = float(signals @ np.array(manifest.classifier.weight, np.float64)) + manifest.classifier.intercept
+    half = record.half_width(log_odds, away)
+    return Uncertain(away, (float(served_risk(signals, manifest, half)), float(served_risk(signals, manifest, -half))))

@@ -1,13 +1,18 @@
-"""From a risk to a decision: policies and verdicts."""
+"""From a risk to a decision: actions, policies and verdicts, and the server that answers instead."""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
+from urllib.parse import urlsplit
 
-from service.errors import RequestError
-from service.policies.upstreams import Upstream
+from service.errors import HalluTracerError, RequestError
+
+TIMEOUT_S = 60.0
+_FETCH = "I cannot tell this from memory. Fetch a passage about it and ask again."
 
 
 class Decision(StrEnum):
@@ -21,47 +26,64 @@ class Decision(StrEnum):
 
 
 class Action(StrEnum):
-    """What a policy does with a flagged prompt."""
+    """What a policy does with a flagged prompt.  A new action is one more line: name, decision, strictness, message."""
 
-    OBSERVE = "observe"  # nothing
-    ANNOTATE = "annotate"  # answers, and says that the answer may be wrong
-    ABSTAIN = "abstain"
-    BLOCK = "block"
-    RETRIEVE = "retrieve"
-    FALLBACK = "fallback"
+    decision: Decision
+    strictness: int  # a higher number lets less through, or less without a warning
+    message: str | None  # where the policies file gives none; "": the service's own; None: it comes with none
+
+    def __new__(cls, name: str, decision: Decision, strictness: int, message: str | None = None) -> Self:
+        """Make the member that is called ``name``."""
+        action = str.__new__(cls, name)
+        action._value_ = name
+        action.decision, action.strictness, action.message = decision, strictness, message
+        return action
+
+    OBSERVE = "observe", Decision.CONTINUE, 0
+    ANNOTATE = "annotate", Decision.CONTINUE, 1, "Caution: this answer may be wrong (risk {risk})."
+    ABSTAIN = "abstain", Decision.ABSTAIN, 3, ""
+    BLOCK = "block", Decision.BLOCK, 3
+    RETRIEVE = (
+        "retrieve",
+        Decision.RETRIEVE,
+        3,
+        "I cannot tell this from memory. Fetch a passage about it and ask again.",
+    )
+    FALLBACK = "fallback", Decision.FALLBACK, 2  # an answer is given, from elsewhere
 
     @property
     def withholds(self) -> bool:
-        """Whether the model's own answer is withheld."""
-        return DECISIONS[self] is not Decision.CONTINUE
+        """Return whether the model's own answer is withheld."""
+        return self.decision is not Decision.CONTINUE
 
     @property
     def says(self) -> bool:
-        """Whether it comes with a message."""
-        return self in (Action.ANNOTATE, Action.ABSTAIN, Action.RETRIEVE)
+        """Return whether it comes with a message."""
+        return self.message is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Another OpenAI-compatible server, to which a withheld prompt is sent instead, and as what."""
+
+    url: str  # up to and with /v1
+    model: str
+    key_env: str | None = None  # the environment variable that holds its bearer key
+    timeout_s: float = TIMEOUT_S  # until it begins to answer, and between two pieces of a stream
 
     @property
-    def strictness(self) -> int:
-        """A higher number lets less through, or less without a warning."""
-        return STRICTNESS[self]
+    def host(self) -> str:
+        """Return host and port, for messages: the address may hold a password."""
+        parts = urlsplit(self.url)
+        return parts.hostname + (f":{parts.port}" if parts.port else "") if parts.hostname else self.url
 
-
-DECISIONS = {
-    Action.OBSERVE: Decision.CONTINUE,
-    Action.ANNOTATE: Decision.CONTINUE,
-    Action.ABSTAIN: Decision.ABSTAIN,
-    Action.BLOCK: Decision.BLOCK,
-    Action.RETRIEVE: Decision.RETRIEVE,
-    Action.FALLBACK: Decision.FALLBACK,
-}
-STRICTNESS = {
-    Action.OBSERVE: 0,
-    Action.ANNOTATE: 1,
-    Action.FALLBACK: 2,  # an answer is given, from elsewhere
-    Action.RETRIEVE: 3,
-    Action.ABSTAIN: 3,
-    Action.BLOCK: 3,
-}
+    def headers(self) -> dict[str, str]:
+        """Return the headers that it needs.  Raises HalluTracerError where the key's variable is empty."""
+        if self.key_env is None:
+            return {}
+        if not (key := os.environ.get(self.key_env, "")):
+            raise HalluTracerError(f"the environment variable {self.key_env} holds no key for {self.host}")
+        return {"authorization": f"Bearer {key}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +111,7 @@ class Policy:
             check_threshold(self.threshold)
 
     def at(self, threshold: float | None) -> Policy:
-        """This policy with another threshold; unchanged if ``threshold`` is None."""
+        """Return this policy with another threshold; unchanged if ``threshold`` is None."""
         return self if threshold is None else replace(self, threshold=threshold)
 
 
@@ -112,7 +134,7 @@ class Verdict:
 
 
 def check_threshold(threshold: float) -> float:
-    """A threshold on a probability.  Raises RequestError unless 0 <= threshold <= 1 (a NaN is neither)."""
+    """Return a threshold on a probability.  Raises RequestError unless 0 <= threshold <= 1 (a NaN is neither)."""
     if not (math.isfinite(threshold) and 0.0 <= threshold <= 1.0):
         raise RequestError(f"threshold must lie in [0, 1], not {threshold}", param="threshold")
     return threshold
@@ -131,6 +153,6 @@ def judge(
     threshold = check_threshold(default_threshold if policy.threshold is None else policy.threshold)
     flagged = risk >= threshold and (applies or policy.withhold_no_fact)
     stopped = flagged or outside
-    decision = DECISIONS[policy.action] if stopped else Decision.CONTINUE
+    decision = policy.action.decision if stopped else Decision.CONTINUE
     says = policy.message if stopped and policy.action.says else None
     return Verdict(decision, flagged, threshold, None if says is None else says.replace("{risk}", f"{risk:.2f}"))

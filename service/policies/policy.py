@@ -1,22 +1,4 @@
-"""Named policies: the built-in ones and those of a TOML file.
-
-[support]                       # "policy": "support"
-action = "abstain"              # observe | annotate | abstain | block | retrieve | fallback
-threshold = 0.4                 # optional: else the service's, else the bundle's
-message = "Let me ask a colleague."   # optional, with annotate, abstain and retrieve
-withhold_outside = true         # optional, not with observe and annotate: also stop what lies outside training
-
-[bigger]
-action = "fallback"             # another server answers
-upstream = "https://api.example.com/v1"
-upstream_model = "large"
-upstream_key_env = "BIG_KEY"    # optional: the environment variable with its key
-upstream_timeout_s = 60         # optional
-
-[[rule]]                        # the first that fits chooses, where a request names no policy
-route = "/v1/chat/completions"  # optional, and so are model and key (its name)
-policy = "bigger"
-"""
+"""Named policies: the built-in ones and those of a TOML file; docs/serving.md shows one with every field."""
 
 from __future__ import annotations
 
@@ -32,18 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from service.access.routes import PROMPT_ROUTES, canonical
 from service.errors import HalluTracerError, first_problem
-from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Policy
-from service.policies.upstreams import TIMEOUT_S, Upstream
+from service.policies.guard import BLOCK, GATE, OBSERVE, TIMEOUT_S, Action, Policy, Upstream
 from service.settings import DEFAULT_MESSAGE
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 Text = Annotated[str, Field(pattern=r"\S")]
 Table = TypeVar("Table", bound=BaseModel)
-MESSAGES = {
-    Action.ANNOTATE: "Caution: this answer may be wrong (risk {risk}).",
-    Action.RETRIEVE: "I cannot tell this from memory. Fetch a passage about it and ask again.",
-}
-"""Where the file gives none; of abstain it is the service's own."""
 
 
 def built_in(message: str = DEFAULT_MESSAGE) -> dict[str, Policy]:
@@ -147,7 +123,7 @@ class PolicyTable(BaseModel):
         url = self.upstream.rstrip("/")
         try:
             parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:
             usable = False
         if not usable or parts.query or parts.fragment:
@@ -166,10 +142,9 @@ def _read(model: type[Table], where: str, table: Any) -> Table:
 
 def _rule(where: str, table: Any, named: Mapping[str, Policy]) -> Rule:
     rule = _read(Rule, where, table)
-    if rule.policy not in named:
-        raise HalluTracerError(f"{where}: policy must be one of {', '.join(sorted(named))}, not {rule.policy!r}")
-    if rule.route is not None and rule.route not in PROMPT_ROUTES:
-        raise HalluTracerError(f"{where}: route must be one of {', '.join(PROMPT_ROUTES)}, not {rule.route!r}")
+    for field, value, known in (("policy", rule.policy, sorted(named)), ("route", rule.route, PROMPT_ROUTES)):
+        if value is not None and value not in known:
+            raise HalluTracerError(f"{where}: {field} must be one of {', '.join(known)}, not {value!r}")
     return rule.model_copy(update={"route": rule.route and canonical(rule.route)})
 
 
@@ -184,5 +159,5 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
         upstream = found.sent_to()
     except HalluTracerError as error:
         raise HalluTracerError(f"{where}: {error}") from None
-    says = (found.message or MESSAGES.get(found.action, message)) if found.action.says else None
+    says = (found.message or found.action.message or message) if found.action.says else None
     return Policy(name, found.action, found.threshold, says, found.withhold_outside, found.withhold_no_fact, upstream)

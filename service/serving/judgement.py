@@ -16,8 +16,7 @@ from functools import cached_property
 from service.access.callers import Caller
 from service.audit.events import Who
 from service.engines.base import Completion, Sampling, TokenIds
-from service.judging.conversation import Shape
-from service.judging.guarantee import GuaranteeStatus, guarantee_status
+from service.judging.guarantee import GuaranteeStatus, Shape, guarantee_status
 from service.policies.guard import Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.monitor import Monitor

@@ -33,8 +33,8 @@ from service.audit.auditor import Fate as AuditFate
 from service.errors import HalluTracerError
 from service.feedback.rows import LABELS, Label
 from service.feedback.writer import Fate
-from service.judging.conversation import SHAPES, Shape
 from service.judging.drift import Drift
+from service.judging.guarantee import SHAPES, Shape
 from service.policies.guard import Decision
 from service.scoring import RiskReport, ShadowRisk
 from service.serving.judgement import AnswerEnd, Judgement

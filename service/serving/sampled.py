@@ -15,7 +15,7 @@ from service.data.judges import make_judge
 from service.data.labels import verdict_on
 from service.data.options import JudgeOptions
 from service.engines.base import Sampling
-from service.judging.sample import Sample, SampleQuestion
+from service.judging.evaluation import Sample, SampleQuestion
 from service.policies.guard import OBSERVE
 from service.scoring import RiskReport, Scorer
 

@@ -34,8 +34,7 @@ from opentelemetry.util.types import AttributeValue
 from service import __version__
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
 from service.errors import ClientGone, HalluTracerError
-from service.policies.guard import Decision
-from service.policies.upstreams import Upstream
+from service.policies.guard import Decision, Upstream
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement
 
 FLUSH_S = 5.0  # how long the end of the service waits for its last spans

@@ -21,7 +21,7 @@ from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.fitting.recalibration import ChosenMap
 from service.fitting.scores import gain
 from service.fitting.thresholds import LEAST_ANSWERED, GuaranteeStep
-from service.judging.form_table import kept_forms
+from service.judging.evaluation import kept_forms
 from service.risk import risk
 from service.trainer.presentation import aligned_table, markdown_table
 

@@ -32,7 +32,7 @@ from service.fitting.thresholds import (
     threshold_sequence,
 )
 from service.fitting.thresholds import certify as test_sequence
-from service.judging.conversation import shape_of
+from service.judging.guarantee import shape_of
 from service.scoring import Scorer
 from service.trainer.cards import guaranteed_card, statement
 from service.trainer.new_rows import (

@@ -30,8 +30,8 @@ from service.fitting.probes import Readouts
 from service.fitting.scores import at_threshold
 from service.fitting.thresholds import by_wrong_costs, choose_threshold, gate_profile
 from service.fitting.uncertainty import fit_interval, fit_reference
-from service.judging.sample import KEY as SAMPLE
-from service.judging.sample import Sample
+from service.judging.evaluation import SAMPLE_KEY as SAMPLE
+from service.judging.evaluation import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
 from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card

@@ -25,7 +25,7 @@ from service.data.run_folder import IN_FORMS
 from service.data.training_rows import Dataset, Row, missing_groups, read_dataset
 from service.engines.base import Engine
 from service.errors import RequestError, TrainingError
-from service.judging.sample import MOST_TOKENS, Sample, SampleQuestion
+from service.judging.evaluation import MOST_TOKENS, Sample, SampleQuestion
 from service.prompts import PromptFormat, render
 from service.trainer.options import MIXTURE, Console, TrainOptions
 

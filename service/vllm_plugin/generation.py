@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from service.access.callers import Caller
 from service.access.routes import canonical
-from service.api.openai_request import Arguments
+from service.api.request_schema import Arguments
 from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import KEY

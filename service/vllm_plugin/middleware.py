@@ -21,13 +21,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.openai_response import WITHHELD
+from service.api.openai_routes import WITHHELD
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.events import Who
 from service.errors import NotReady
-from service.judging.conversation import Shape, shape_of
-from service.judging.guarantee import chat_violations
+from service.judging.guarantee import Shape, chat_violations, shape_of
 from service.policies.guard import Decision, Verdict
+from service.scoring import RiskReport
 from service.serving.judgement import Judgement
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")

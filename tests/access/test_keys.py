@@ -41,38 +41,23 @@ policies = ["gate"]
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no key"),
-        ("# nothing\n", "holds no key"),
-        ("[one", "is not TOML"),
-        (ONE + f"may = {'[' * 5000}\n", "is not TOML"),
-        (ONE + ONE, "is not TOML"),
-        (ONE + ONE.replace("[one]", "[two]"), "one and two are the same key"),
-        ("one = 1\n", "outside a table"),
-        (ONE.replace("[one]", "[One]"), "lower-case"),
-        (ONE.replace("[one]", '["a.b"]'), "lower-case"),
-        (ONE + 'scope = ["admin"]\n', "unknown field 'scope'"),
-        (ONE + 'name = "two"\n', "unknown field 'name'"),
+        ("", "holds no key"), ("# nothing\n", "holds no key"), ("[one", "is not TOML"),
+        (ONE + f"may = {'[' * 5000}\n", "is not TOML"), (ONE + ONE, "is not TOML"),
+        (ONE + ONE.replace("[one]", "[two]"), "one and two are the same key"), ("one = 1\n", "outside a table"),
+        (ONE.replace("[one]", "[One]"), "lower-case"), (ONE.replace("[one]", '["a.b"]'), "lower-case"),
+        (ONE + 'scope = ["admin"]\n', "unknown field 'scope'"), (ONE + 'name = "two"\n', "unknown field 'name'"),
         (ONE + "requests_per_minute = 600\n", "unknown field 'requests_per_minute'"),
-        (ONE.replace(D1, "secret"), "sha256"),
-        (ONE.replace(D1, D1.upper()), "sha256"),
-        (ONE.replace(D1, D1 + "\\n"), "sha256"),
-        ('[one]\nscopes = ["score"]\n', "sha256"),
-        (f'[one]\nsha256 = "{D1}"\n', "scopes"),
-        (ONE.replace('["score"]', "[]"), "scopes"),
-        (ONE.replace('["score"]', '"score"'), "scopes"),
-        (ONE.replace('"score"', '"scor"'), "scopes.0"),
-        (ONE + "may = []\n", "may"),
-        (ONE + 'may = ["all"]\n', "may.0"),
-        (ONE + "policies = []\n", "policies"),
-        (ONE + "policies = [1]\n", "policies.0"),
+        *((ONE.replace(D1, other), "sha256") for other in ("secret", D1.upper(), D1 + "\\n")),
+        ('[one]\nscopes = ["score"]\n', "sha256"), (f'[one]\nsha256 = "{D1}"\n', "scopes"),
+        (ONE.replace('["score"]', "[]"), "scopes"), (ONE.replace('["score"]', '"score"'), "scopes"),
+        (ONE.replace('"score"', '"scor"'), "scopes.0"), (ONE + "may = []\n", "may"), (ONE + 'may = ["all"]\n', "may.0"),
+        (ONE + "policies = []\n", "policies"), (ONE + "policies = [1]\n", "policies.0"),
         (ONE + 'policies = ["gat"]\n', "no policy 'gat'"),
-        (ONE + "expires = 2027-02-21\n", "expires"),
-        (ONE + "expires = 2027-02-21T00:00:00\n", "expires"),
-        (ONE + 'expires = "2027-02-21T00:00:00Z"\n', "expires"),
-        (ONE + "revoked = 0\n", "revoked"),
-        (ONE + "created = true\n", "created"),
+        *((ONE + f"expires = {date}\n", "expires") for date in (
+            "2027-02-21", "2027-02-21T00:00:00", '"2027-02-21T00:00:00Z"')),
+        (ONE + "revoked = 0\n", "revoked"), (ONE + "created = true\n", "created"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_and_opens_nothing(text: str, said: str) -> None:
     with pytest.raises(HalluTracerError) as refused:
         parse_keys(text, "f", {"gate", "block"})
@@ -157,16 +142,15 @@ def test_a_change_of_the_file_is_seen_told_and_put_in_force(tmp_path: Path) -> N
     assert not ring.changed_on_disk()
     two = add_key(path, "two", SCORE)
     revoke_key(path, "one")
-    assert ring.changed_on_disk()
-    assert not ring.changed_on_disk()
+    assert [ring.changed_on_disk(), ring.changed_on_disk()] == [True, False]
     keys, changes = ring.read()
     assert changes == Changes(added=("two",), removed=(), changed=("one",))
-    assert ring.find(two) is None
-    assert (before := ring.find(one)) is not None
-    assert before.revoked is None
+    before = ring.find(one)
+    assert (ring.find(two), before and before.revoked) == (None, None)
     ring.use(keys)
+    after = ring.find(one)
     assert ring.find(two) is not None
-    assert (after := ring.find(one)) is not None
+    assert after is not None
     assert after.revoked is not None
     path.unlink()
     assert ring.changed_on_disk()
@@ -174,40 +158,38 @@ def test_a_change_of_the_file_is_seen_told_and_put_in_force(tmp_path: Path) -> N
         ring.read()
 
 
-def test_a_file_with_its_old_time_and_size_or_another_mode_is_a_change(tmp_path: Path) -> None:
-    (path := tmp_path / "keys.toml").write_text(ONE)
-    ring, before = KeyRing([], path), path.stat()
-    path.write_text(ONE.replace("score", "admin"))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_ino) == (before.st_size, before.st_ino)
-    assert ring.changed_on_disk()
-    path.chmod(0o666)
-    assert ring.changed_on_disk()
-
-
-def test_a_file_of_equal_size_and_time_under_another_name_is_another(tmp_path: Path) -> None:
-    """As Kubernetes replaces a mounted Secret: by a link to another folder."""
+def test_what_else_is_a_change_of_the_file(tmp_path: Path) -> None:
     path, other, link = tmp_path / "keys.toml", tmp_path / "other.toml", tmp_path / "link"
     for file in (path, other):
         file.write_text(ONE)
     os.utime(other, ns=((times := path.stat()).st_atime_ns, times.st_mtime_ns))
     link.symlink_to(path)
-    ring = KeyRing([], link)
+    ring, linked = KeyRing([], path), KeyRing([], link)
     link.unlink()
-    link.symlink_to(other)
+    link.symlink_to(other)  # as Kubernetes replaces a mounted Secret: its size and its time are the same
+    assert linked.changed_on_disk()
+    path.write_text(ONE.replace("score", "admin"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_ino) == (times.st_size, times.st_ino)
+    assert ring.changed_on_disk()
+    path.chmod(0o666)
     assert ring.changed_on_disk()
 
 
 def test_what_two_files_have_in_common(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     secrets = {name: add_key(path, name, SCORE) for name in ("stays", "goes", "changes")}
-    ring = KeyRing([ApiKey("f" * 20, "fixed").hashed()], path)
+    ring, alone = KeyRing([ApiKey("f" * 20, "fixed").hashed()], path), KeyRing([], path)
     text = path.read_text().replace("[goes]", "[new]").replace(digest_of(secrets["goes"]), digest_of("new"))
     path.write_text(text + "may = ['policy']")
     keys, changes = ring.read()
     assert changes == Changes(("new",), ("goes",), ("changes",))
     ring.keep_common(keys)
     assert ring.names == {"fixed", "stays"}
+    path.unlink()
+    add_key(path, "two", SCORE)
+    alone.keep_common(alone.read()[0])  # it has lost its last key, and opens nothing
+    assert (alone.find(secrets["stays"]), alone.names, alone.closed) == (None, frozenset(), True)
 
 
 def test_a_file_without_keys_and_clashes_with_the_options_are_errors(tmp_path: Path) -> None:
@@ -215,20 +197,6 @@ def test_a_file_without_keys_and_clashes_with_the_options_are_errors(tmp_path: P
     with pytest.raises(HalluTracerError, match="cannot read"):
         KeyRing([], path)
     secret = add_key(path, "one", SCORE)
-    with pytest.raises(HalluTracerError, match="two keys are named 'one'"):
-        KeyRing([ApiKey("x" * 20, "one").hashed()], path)
-    with pytest.raises(HalluTracerError, match="given by --api-key"):
-        KeyRing([ApiKey(secret, "key-1").hashed()], path)
-
-
-def test_a_ring_that_lost_its_last_key_opens_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    one = add_key(path, "one", SCORE)
-    ring = KeyRing([], path)
-    path.unlink()
-    add_key(path, "two", SCORE)
-    keys, _ = ring.read()
-    ring.keep_common(keys)
-    assert ring.find(one) is None
-    assert ring.names == frozenset()
-    assert ring.closed
+    for key, said in ((ApiKey("x" * 20, "one"), "two keys are named 'one'"), (ApiKey(secret, "k"), "by --api-key")):
+        with pytest.raises(HalluTracerError, match=said):
+            KeyRing([key.hashed()], path)

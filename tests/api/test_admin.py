@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +50,11 @@ class Served:
     def default(self) -> str:
         return str(self.app.state.catalogue.scorers[0].bundle.reference)
 
-    def break_log(self) -> None:
+    @contextmanager
+    def broken_log(self) -> Iterator[None]:
         self.log.rename(self.log.with_suffix(".kept"))
         self.log.mkdir()
-
-    def mend_log(self) -> None:
+        yield
         self.log.rmdir()
         self.log.with_suffix(".kept").rename(self.log)
 
@@ -90,16 +90,12 @@ def test_one_reload_takes_keys_and_bundles(served: Served) -> None:
     assert (answer.status_code, answer.json()["data"][0]["id"]) == (200, "two:1")
     assert served.finds(two)
     begun, done = served.lines("bundles.reload")
-    assert [(line["key"], line["by"], line["outcome"]) for line in (begun, done)] == [
-        ("operator", "api", "begun"), ("operator", "api", "done"),
-    ]  # fmt: skip
+    for line, outcome in ((begun, "begun"), (done, "done")):
+        assert (line["key"], line["by"], line["outcome"]) == ("operator", "api", outcome)
     digests = {bundle.reference: bundle.manifest.digest for bundle in served.app.bundles}
-    assert begun["what"] == {
-        "before": [
-            {"bundle": "one:1", "digest": digests["one:1"], "role": "default"},
-            {"bundle": "two:1", "digest": digests["two:1"], "role": "none"},
-        ]
-    }
+    roles = {"one:1": "default", "two:1": "none"}
+    before = [{"bundle": name, "digest": digests[name], "role": role} for name, role in roles.items()]
+    assert begun["what"] == {"before": before}
     assert [one["bundle"] for one in done["what"]["after"]] == ["two:1", "one:1"]
     assert served.lines("keys.reload")[1]["key"] == "operator"
 
@@ -107,54 +103,49 @@ def test_one_reload_takes_keys_and_bundles(served: Served) -> None:
 def test_each_failure_is_told_by_itself_and_keeps_the_other_from_nothing(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = served.keys.read_text()
+    good, kept = served.keys.read_text(), f"keys: the keys in force stay: {served.keys}"
+
+    def refused() -> str:
+        caplog.clear()
+        answer = served.reload()
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (409, "reload_failed")
+        return str(error["message"])
+
     served.keys.write_text(good + "typo\n")
     served.app.bundles.reverse()
     for _ in range(2):  # the second time, too
-        caplog.clear()
-        refused = served.reload()
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (409, "reload_failed")
-        assert f"keys: the keys in force stay: {served.keys}" in error["message"]
-        assert error["message"].endswith("bundles: swapped")
+        message = refused()
+        assert (kept in message, message.endswith("bundles: swapped")) == (True, True)
         assert "the keys in force stay" in caplog.text
     assert served.default() == "two:1"
-
     served.gone.append("one:1 is gone")
-    both = served.reload().json()["error"]["message"]
-    assert "the keys in force stay" in both
-    assert "not swapped, those that were loaded stay: one:1 is gone" in both
-
+    both = refused()
+    assert (kept in both, "not swapped, those that were loaded stay: one:1 is gone" in both) == (True, True)
     served.keys.write_text(good)
     two = add_key(served.keys, "two", {"scopes": ["score"]})
-    error = served.reload().json()["error"]
-    assert error["message"].startswith("keys: as their file says; bundles: not swapped")
-    assert served.finds(two)
-    assert served.default() == "two:1"
+    assert refused().startswith("keys: as their file says; bundles: not swapped")
+    assert (served.finds(two), served.default()) == (True, "two:1")
     assert served.lines("bundles.reload")[-1]["what"]["error"].endswith("one:1 is gone")
-
     served.gone.clear()
     assert served.reload().status_code == 200
 
 
 def test_without_the_audit_log_nothing_is_added_or_swapped(served: Served) -> None:
     served.app.bundles.reverse()
-    served.break_log()
-    two = add_key(served.keys, "two", {"scopes": ["score"]})
-    refused = served.reload()
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
-    assert "no key was added or changed" in refused.json()["error"]["message"]
-    assert not served.finds(two)
-    assert served.default() == "one:1"
-    assert "audit log" in str(served.app.state.lifecycle.reload_error)
-    served.mend_log()
+    with served.broken_log():
+        two = add_key(served.keys, "two", {"scopes": ["score"]})
+        refused = served.reload()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
+        assert "no key was added or changed" in refused.json()["error"]["message"]
+        assert (served.finds(two), served.default()) == (False, "one:1")
+        assert "audit log" in str(served.app.state.lifecycle.reload_error)
     assert served.reload().status_code == 200
-    assert served.finds(two)
-    assert served.default() == "two:1"
+    assert (served.finds(two), served.default()) == (True, "two:1")
 
 
-def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served) -> None:
-    dispatcher, served.app.state.lifecycle._dispatcher = served.app.state.lifecycle._dispatcher, None
+def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.app.state.lifecycle, "_dispatcher", None)
     two = add_key(served.keys, "two", {"scopes": ["score"]})
     error = served.reload().json()["error"]
     assert (error["code"], error["message"].startswith("keys: as their file says; bundles: not")) == ("not_ready", True)
@@ -164,7 +155,13 @@ def test_while_it_loads_keys_are_taken_and_told_all_the_same(served: Served) -> 
     refused = served.reload()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
     assert "the keys in force stay" in refused.json()["error"]["message"]
-    served.app.state.lifecycle._dispatcher = dispatcher
+    monkeypatch.undo()
+
+
+def watching(served: Served, look: Callable[[], Stamps], seconds: float) -> None:
+    portal = served.app.client.portal
+    assert portal is not None
+    portal.call(lambda: watch(served.app.state, look, {"mine": "one"}, seconds))
 
 
 def test_a_moved_alias_that_could_not_be_audited_is_taken_once_it_can_be(served: Served) -> None:
@@ -175,15 +172,12 @@ def test_a_moved_alias_that_could_not_be_audited_is_taken_once_it_can_be(served:
         return {"mine": resolved[0]}
 
     served.app.bundles.reverse()
-    portal = served.app.client.portal
-    assert portal is not None
-    portal.call(lambda: watch(served.app.state, look, {"mine": "one"}, 0.02))
+    watching(served, look, 0.02)
     until(lambda: looks)
-    served.break_log()
-    resolved[0] = "two"
-    until(lambda: served.app.state.lifecycle.reload_error is not None)
-    assert served.default() == "one:1"
-    served.mend_log()
+    with served.broken_log():
+        resolved[0] = "two"
+        until(lambda: served.app.state.lifecycle.reload_error is not None)
+        assert served.default() == "one:1"
     until(lambda: served.default() == "two:1")
     assert served.lines("bundles.reload")[-1]["by"] == "alias"
 
@@ -196,12 +190,9 @@ def test_what_fails_is_not_tried_at_every_look(served: Served) -> None:
         return {"mine": looks[-1]}
 
     served.gone.append("one:1 is gone")
-    portal = served.app.client.portal
-    assert portal is not None
-    portal.call(lambda: watch(served.app.state, look, {"mine": "one"}, 0.005))
+    watching(served, look, 0.005)
     until(lambda: len(looks) > 100)
-    failed = [line for line in served.lines("bundles.reload") if line["outcome"] == "failed"]
-    assert 2 <= len(failed) <= 20
+    assert 2 <= sum(line["outcome"] == "failed" for line in served.lines("bundles.reload")) <= 20
     served.gone.clear()
     served.app.bundles.reverse()
     assert served.reload().status_code == 200

@@ -1,331 +1,344 @@
-"""What needs a real socket: clients that leave, streams, a stop while requests run."""
+"""Connections as uvicorn serves them here: what a client without a key can cost, one write an answer, and leaving."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
+import re
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn.server import ServerState
 
-from service.engines.base import Update
-from tests.engine_kinds import KINDS
+from service.api import connections
 from tests.matching import Held
-from tests.running import App, Running, running, until
+from tests.running import Served, listening, until
 
-both_kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(params=KINDS)
-def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
-    with running(tmp_path, request.param) as service:
-        yield service
+BODY = b'{"prompt": "a"}'
+POST = b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+SCORE = POST + b"content-length: %d\r\n" % len(BODY)
+LAST = SCORE + b"connection: close\r\n\r\n" + BODY
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("shared")) as service:
-        yield service
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    with listening(Served(tmp_path, max_connections=16)) as served:
+        yield served
 
 
-def events(text: str) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+def received(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    content = b""
+    with suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            content += piece
+    connection.close()
+    return content
 
 
-def send(service: Running, body: dict[str, Any], *, cut: int = 0, buffer: int | None = None) -> socket.socket:
-    """Open a connection and send a request, without its last ``cut`` bytes; ``buffer`` bytes of an answer fit in."""
-    content = json.dumps(body).encode()
-    head = (
-        f"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
-    connection = socket.socket()
-    connection.settimeout(20)
-    if buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    connection.connect(("127.0.0.1", service.port))
-    connection.sendall(head.encode() + content[: len(content) - cut])
-    return connection
-
-
-def idle(service: Running) -> bool:
-    gauges = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
-    return all(service.metric(name) == 0 for name in gauges) and service.engine.counters.open_continuations == 0
-
-
-def test_a_stream_is_the_risk_then_the_answer(service: Running) -> None:
-    response = service.post(prompt="a", generate={"max_tokens": 5}, threshold=1, stream=True)
-    assert response.headers["content-type"].startswith("text/event-stream")
-    first, *pieces, last = events(response.text)
-    plain = service.post(prompt="a", generate={"max_tokens": 5}, threshold=1).json()
-    assert first["object"] == "risk.list"
-    assert "completion" not in first["data"][0]
-    assert first["data"][0]["risk"] == plain["data"][0]["risk"] == pytest.approx(
-        float(response.headers["x-hallutracer-risk"]), abs=1e-6
-    )  # fmt: skip
-    assert {piece["object"] for piece in pieces} == {"completion.chunk"}
-    assert "".join(piece["delta"]["text"] for piece in pieces) == plain["data"][0]["completion"]["text"]
-    assert last["finish_reason"] == plain["data"][0]["completion"]["finish_reason"] == "length"
-    assert last["usage"] == plain["usage"]
-    assert {event["id"] for event in (first, *pieces, last)} == {f"risk-{response.headers['x-request-id']}"}
-
-
-def test_cached_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(tmp_path) as service:
-        answer_of = service.served.answer
-
-        async def cached(*arguments: Any, **options: Any) -> AsyncGenerator[Update, None]:
-            async for update in answer_of(*arguments, **options):
-                yield dataclasses.replace(update, cached_tokens=4)
-
-        monkeypatch.setattr(service.served, "answer", cached)
-        assert service.post(prompt=["a", "b"]).json()["usage"]["cached_tokens"] == 8
-        answer: dict[str, Any] = {"prompt": "a", "generate": {"max_tokens": 5}, "threshold": 1}
-        plain = service.post(**answer).json()["usage"]
-        assert (plain["cached_tokens"], plain["completion_tokens"]) == (4, 5)
-        first, *_, last = events(service.post(**answer, stream=True).text)
-        assert first["usage"]["cached_tokens"] == last["usage"]["cached_tokens"] == 4
-
-
-@pytest.mark.parametrize("policy", ["gate", "block"])
-def test_a_gated_stream_carries_no_token(service: Running, policy: str) -> None:
-    response = service.post(prompt="a", generate={}, threshold=0, policy=policy, stream=True)
-    (only,) = events(response.text)
-    assert only["data"][0]["decision"] == {"gate": "abstain", "block": "block"}[policy]
-    assert only["data"][0].get("message") == {"gate": "I am not sure.", "block": None}[policy]
-    assert service.engine.counters.decode_steps == 0
-
-
-def test_a_failure_after_the_risk_is_an_event(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = 0
-
-    def wait() -> None:
-        nonlocal turns
-        turns += 1
-        time.sleep(0.05)
-        if turns == 5:
-            raise ZeroDivisionError
-
-    monkeypatch.setattr(service.engine, "wait", wait)
-    response = service.post(prompt="a", generate={}, threshold=1, stream=True)
-    assert response.status_code == 200
-    assert events(response.text)[-1]["error"]["code"] == "internal_error"
-    assert service.metric("hallutracer_errors_total") == 1
-
-
-def test_an_error_before_the_risk_is_a_plain_error(service: Running) -> None:
-    response = service.post(prompt="a" * 5000, generate={}, stream=True)
-    assert response.status_code == 413
-    assert response.json()["error"]["code"] == "prompt_too_long"
+# --- bounds on heads ---
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "code"),
+    ("begin", "chunk"),
     [
-        (json.dumps({"input_ids": [65] * 100_000}).encode(), 413, "prompt_too_long"),
-        (json.dumps({"prompt": "why " * 100_000}).encode(), 413, "prompt_too_long"),
-        (b'{"input_ids": []}', 422, "empty_prompt"),
-        (b'{"input_ids": [[]]}', 422, "empty_prompt"),
-        (b'{"prompt": ""}', 422, "empty_prompt"),
-        (b'{"prompt": [""]}', 422, "empty_prompt"),
-        (b'{"prompt": []}', 422, "empty_prompt"),
-        (b'{"messages": []}', 422, "empty_prompt"),
-        (b"[]", 422, "invalid_request"),
-        (b"", 422, "invalid_request"),
-        (b'{"prompt": "a"', 400, "invalid_json"),
-        (b'{"prompt": "\xff\xfe"}', 400, "invalid_json"),
-        (b'{"prompt": "\\ud800"}', 422, "invalid_request"),
-        (b'{"prompt": "a", "threshold": NaN}', 422, "invalid_request"),
-        (b'{"prompt": "a", "threshold": "0.5"}', 422, "invalid_request"),
-        (b'{"prompt": {"a": 1}}', 422, "invalid_request"),
-        (b'{"prompt": "' + b"a" * (4 * 1024 * 1024) + b'"}', 413, "body_too_large"),
-        (b'{"prompt": "a", "stream": true}', 422, "invalid_request"),
-        (b'{"prompt": ["a", "b"], "generate": {}, "stream": true}', 422, "invalid_request"),
-        (b'{"prompt": "a", "deadline_ms": 0}', 422, "invalid_request"),
-        (b'{"prompt": "a", "deadline_ms": 40000}', 422, "invalid_request"),
-        (b'{"prompt": "a", "policy": "none"}', 404, "not_found"),
-        (b"[" * 5_000, 400, "invalid_json"),
-        (b"[" * 100_000, 413, "body_too_large"),
+        (b"GET /health HTTP/1.1\r\n", b"a:b\r\n" * 2000),
+        (b"GET /health HTTP/1.1\r\na: ", b"b" * 10000),
+        (b"GET /", b"b" * 10000),
+        (POST + b"transfer-encoding: chunked\r\n\r\n0\r\n", b"a:b\r\n" * 2000),
+        (POST + b"transfer-encoding: chunked\r\n\r\n0\r\na: ", b"b" * 10000),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1;", b"b" * 10000),
     ],
+    ids=["many headers", "a long header", "a long path", "many trailers", "a long trailer", "a long chunk extension"],
 )
-def test_what_cannot_be_scored_gets_its_documented_error(
-    shared: Running, content: bytes, status: int, code: str
-) -> None:
-    response = httpx.post(f"{shared.url}/score", content=content, headers={"content-type": "application/json"})
-    assert (response.status_code, response.json()["error"]["code"]) == (status, code), response.text[:300]
-    assert response.json()["error"]["message"]
-    assert idle(shared)
+def test_a_head_without_end_is_cut_off(service: Served, begin: bytes, chunk: bytes) -> None:
+    connection, sent = service.connect(begin), 0
+    with suppress(OSError):
+        while sent < 50_000_000:
+            connection.sendall(chunk)
+            sent += len(chunk)
+    assert sent < 20_000_000  # what fits into the sockets' buffers
+    connection.close()
+    until(lambda: len(service.server.server_state.connections) == 0)
+    assert service.connect(HEALTH).recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_a_deadline_under_way_is_an_event(service: Running) -> None:
-    service.engine.answer = "x" * 400
-    service.engine.sleep_s = 0.01
-    response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500)
-    assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
-    until(lambda: idle(service))
+def test_what_is_refused_says_so(service: Served) -> None:
+    answer = received(service.connect(b"GET /health HTTP/1.1\r\n", b"a:b\r\n" * 101, b"\r\n"))
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    assert b'"invalid_http"' in received(service.connect(b"\x16\x03\x01nonsense\r\n\r\n"))
+    hundred = b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 99 + b"connection: close\r\n\r\n"
+    assert received(service.connect(hundred)).startswith(b"HTTP/1.1 200")
 
 
-def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
-    service.engine.answer = "x" * 400
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_length_of_a_head_is_bounded_to_the_byte_however_it_arrives(service: Served, pieces: int) -> None:
+    begin, end = b"GET /health HTTP/1.1\r\nhost: x\r\na: ", b"\r\nconnection: close\r\n\r\n"
+    for size, status in ((0, b"200"), (1, b"431"), (36_000, b"431"), (500_000, b"431")):  # beyond the bound
+        head = begin + b"b" * (connections.HEAD_BYTES - len(begin) - len(end) + size) + end
+        connection = service.connect()
+        with suppress(OSError):  # it hangs up before all is sent
+            for first, last in pairwise(len(head) * n // pieces for n in range(pieces + 1)):
+                connection.sendall(head[first:last])
+                time.sleep(0.02 * (pieces > 1))
+        answer = received(connection)  # which a reset may overtake
+        assert answer.startswith(b"HTTP/1.1 " + status) or (size > 1 and not answer), (size, answer[:100])
+
+
+def test_a_body_in_one_read_with_its_head_is_whole(service: Served) -> None:
+    """The head is small; what is beyond the bound is body."""
+    text = json.dumps({"prompt": "a" * 300_000}).encode()
+    spaces = json.dumps({"prompt": "a", "policy": "observe"}).encode() + b" " * 300_000
+    for body, said in ((text, b"prompt_too_long"), (spaces, b"HTTP/1.1 200")):
+        head = POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        assert said in received(service.connect(head + body))
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /hea", HEALTH], ids=repr)
+def test_a_connection_that_asks_for_nothing_is_ended(service: Served, begin: bytes) -> None:
+    started = time.monotonic()
+    answer = received(service.connect(begin))
+    assert 0.4 < time.monotonic() - started < 15
+    assert (b" 408 " in answer) == (begin == b"GET /hea")
+    if begin == HEALTH:  # a second head has no more time than the first
+        connection = service.connect(HEALTH)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /hea")
+        assert b" 408 " in received(connection)
+
+
+# --- so many connections ---
+
+
+def test_idle_connections_make_room_and_busy_ones_stay(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 60)
     service.engine.before = held = Held()
-    holder = send(service, {"prompt": "held"})
+    busy = service.connect(LAST)
     assert held.entered.wait(20)
-    prefills = service.engine.counters.prefills
-    answer = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 400}}
-    for body, cut in (({"prompt": "b"}, 0), (answer, 0), (answer | {"stream": True}, 0), ({"prompt": "c"}, 3)):
-        send(service, body, cut=cut).close()
-    until(lambda: service.metric("hallutracer_errors_total") == 4)
-    until(lambda: all(one.cancelled for one in service.served._queue.waiting))  # told by a thread of its own
+    idle = [service.connect() for _ in range(100)]
+    for _ in range(3):
+        assert httpx.get(f"{service.url}/health/live", timeout=20).status_code == 200
     held.release.set()
-    until(lambda: idle(service))
-    assert service.engine.counters.prefills == prefills + 1  # only the one that was held
-    holder.close()
-    assert 'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
-
-    service.engine.before, service.engine.sleep_s = None, 0.02
-    streaming = send(service, answer | {"stream": True})
-    text = b""
-    while b"risk.list" not in text:
-        text += streaming.recv(4096)
-    steps = service.engine.counters.decode_steps
-    streaming.close()
-    until(lambda: idle(service))
-    assert service.engine.counters.decode_steps - steps < 300
-    assert service.post(prompt="a").status_code == 200
+    assert received(busy).startswith(b"HTTP/1.1 200")
+    closed = 0
+    for connection in idle:
+        connection.settimeout(0.05)
+        try:
+            closed += not connection.recv(1)
+        except OSError as error:
+            closed += not isinstance(error, TimeoutError)
+        connection.close()
+    assert closed >= 80
+    assert len(service.server.server_state.connections) <= 16
 
 
-def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
-    with running(tmp_path, deadline_s=0.3) as service:
-        slow = send(service, {"prompt": "a"}, cut=3)
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
-        slow.close()
-        assert service.metric("hallutracer_requests_in_flight") == 0
+def test_no_place_is_taken_from_those_that_wait_for_an_answer(service: Served) -> None:
+    service.engine.before = held = Held()
+    busy = [service.connect(LAST) for _ in range(16)]
+    until(lambda: len(service.server.server_state.connections) == 16)
+    until(lambda: not service.server.config.http.idle)  # type: ignore[union-attr]
+    assert received(service.connect(LAST)) == b""
+    held.release.set()
+    assert all(received(connection).startswith(b"HTTP/1.1 200") for connection in busy)
 
 
-@both_kinds
-def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.api.reply.SLOW_READER_S", 0.2)
-    with running(tmp_path, kind, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
-        service.engine.answer = "x" * 50_000
-        service.engine.identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
-        body = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 50_000}, "stream": True}
-        readers = [send(service, body, buffer=1024) for _ in range(2)]
-        until(lambda: service.metric("hallutracer_http_requests_total") == 2)
-        until(lambda: idle(service))
-        for connection in readers:
-            connection.close()
+# --- what comes with or after a request ---
 
 
-@both_kinds
-def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: str) -> None:
-    service = App(tmp_path, kind, max_new_tokens=500)
-    service.engine.answer = "x" * 500
-    body = json.dumps({"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}).encode()
-    requests = [{"type": "http.request", "body": body}]
-    turns, decoded = 0, False
-    sent_in_turn: Counter[int] = Counter()
-
-    async def receive() -> dict[str, Any]:
-        if not requests:
-            await asyncio.Event().wait()
-        return requests.pop()
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal decoded
-        while not decoded and "body" in message:  # the first write: until the whole answer waits to be written
-            await asyncio.sleep(0.05)
-            decoded = service.engine.counters.open_continuations == 0
-        sent_in_turn[turns] += message.get("body", b"").count(b"completion.chunk")
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def stream() -> None:
-        counting = asyncio.create_task(count_turns())
-        async with service.app.router.lifespan_context(service.app):
-            while not service.state.lifecycle.is_ready:
-                await asyncio.sleep(0.01)
-            headers = [(b"content-type", b"application/json")]
-            scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": headers}
-            await service.app(scope, receive, send)
-        counting.cancel()
-
-    asyncio.run(stream())
-    assert sent_in_turn.total() == 501
-    assert max(sent_in_turn.values()) <= 64
+def test_requests_sent_ahead_and_junk_end_the_connection_after_the_answer(
+    service: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = SCORE + b"\r\n" + BODY
+    for chunks in ([one * 50 + b"junk" * 1000], [one, b"junk\r\n\r\n" * 100], [one + HEALTH], [one, one[:50]]):
+        answer = received(service.connect(*chunks))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert len(re.findall(rb"HTTP/1\.1 \d{3} ", answer)) <= 2  # what comes after the answer may be refused, once
+    assert 'hallutracer_errors_total{code="internal_error"} 0.0' in httpx.get(f"{service.url}/metrics").text
+    assert not [record for record in caplog.records if record.exc_info]
 
 
-@both_kinds
-def test_stopping_finishes_what_is_in_flight(tmp_path: Path, kind: str) -> None:
-    with running(tmp_path, kind) as service:
-        service.engine.answer, service.engine.sleep_s = "x" * 100, 0.01
-        streaming = send(service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True})
-        text = streaming.recv(4096)
-        service.server.should_exit = True
-        while chunk := streaming.recv(4096):
-            text += chunk
-        assert text.count(b"completion.chunk") == 101
-        assert b"[DONE]" in text
-        with pytest.raises(httpx.ConnectError):
-            service.post(prompt="b")
+def test_what_is_sent_while_an_answer_is_under_way_does_not_cost_the_answer(service: Served) -> None:
+    service.engine.before = held = Held()
+    connection = service.connect(SCORE + b"\r\n" + BODY)
+    assert held.entered.wait(20)
+    connection.sendall(HEALTH * 5000)  # more than a head may have
+    time.sleep(0.2)
+    held.release.set()
+    assert received(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) -> None:
-    service.engine.answer = "Zürich, 日本 and 🙂"
-
-    def ask(n: int) -> tuple[str, str]:
-        body = {"prompt": f"prompt {n}", "generate": {"max_tokens": 64}, "policy": "observe"}
-        plain = service.post(**body).json()["data"][0]["completion"]["text"]
-        streamed = events(service.post(**body, stream=True).text)
-        return plain, "".join(event["delta"]["text"] for event in streamed[1:])
-
-    with ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(ask, range(12))) == [(service.engine.answer, service.engine.answer)] * 12
-    until(lambda: idle(service))
+def test_a_websocket_is_answered_like_any_get(service: Served) -> None:
+    handshake = (
+        b"host: x\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+        b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    for path, status in ((b"/score", b"405"), (b"/nothing", b"404")):
+        answer = received(service.connect(b"GET " + path + b" HTTP/1.1\r\n", handshake))
+        assert answer.startswith(b"HTTP/1.1 " + status)
 
 
-@both_kinds
-def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(tmp_path, kind) as service:
-        told = threading.Event()
-        service.state.lifecycle.on_broken = told.set
-        assert httpx.get(f"{service.url}/health/live").status_code == 200
-        monkeypatch.setattr(service.served, "on_prefill", lambda *_: 1 / 0)
-        assert service.post(prompt="a").status_code == 503
-        assert told.wait(20)
-        for path in ("live", "ready"):
-            answer = httpx.get(f"{service.url}/health/{path}")
-            assert answer.status_code == 503
-            assert "the engine broke" in answer.json()["error"]["message"]
-        assert service.metric("hallutracer_ready") == 0
+# --- an answer leaves in one piece: of a process that dies it leaves none or all, so that another can be asked ---
 
 
-@both_kinds
-def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, kind: str) -> None:
-    with running(tmp_path, kind, max_queue=3, max_prompts=2) as service:
-        service.engine.before = held = Held()
-        first = send(service, {"prompt": "held"})
-        assert held.entered.wait(20)
-        second = send(service, {"prompt": ["a", "b"]})
-        until(lambda: service.metric("hallutracer_queue_depth") == 3)
-        refused = service.post(prompt="c")
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"]["code"] == "overloaded"
-        held.release.set()
-        for connection in (first, second):
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-            connection.close()
+class Recorder(asyncio.Transport):
+    """Keeps what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        assert not self.closed
+        self.writes.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def get(endpoint: Callable[[Request], Any], end: bytes, *headers: bytes) -> Recorder:
+    """What was written when it ended so; TimeoutError where it never does."""
+    recorder = Recorder()
+
+    async def answered() -> None:
+        app = Starlette(routes=[Route("/", endpoint)])
+        config = uvicorn.Config(app, http=connections.connections(16), ws="none", log_config=None)
+        config.load()
+        made: Callable[..., Any] = config.http_protocol_class
+        protocol = made(config=config, server_state=ServerState(), app_state={})
+        protocol.connection_made(recorder)
+        protocol.data_received(b"\r\n".join((b"GET / HTTP/1.1", b"Host: localhost", *headers, b"", b"")))
+        async with asyncio.timeout(30):
+            while not b"".join(recorder.writes).endswith(end):
+                await asyncio.sleep(0.001)
+        protocol.connection_lost(None)
+
+    asyncio.run(answered())
+    return recorder
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_head_does_not_leave_without_its_body(close: bool) -> None:
+    async def plain(request: Request) -> Response:
+        return JSONResponse({"risk": 0.5})
+
+    recorder = get(plain, b'\r\n\r\n{"risk":0.5}', *([b"Connection: close"] if close else []))
+    [written] = recorder.writes
+    assert written.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert recorder.closed or not close
+
+
+def test_a_piece_of_a_stream_waits_for_no_other() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"first"
+        await asyncio.sleep(60)
+        yield b"second"
+
+    async def stream(request: Request) -> Response:
+        return StreamingResponse(endless())
+
+    assert get(stream, b"5\r\nfirst\r\n").writes
+
+
+# --- a server that is told to stop refuses first, so that a balancer can take each request elsewhere, then closes ---
+
+
+@pytest.fixture
+def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, threading.Thread]]:
+    for name in ("LEAVING_S", "MOST_S"):
+        monkeypatch.setattr(connections, name, 60.0)  # each test ends it earlier
+    served = Served(tmp_path)
+    thread = threading.Thread(target=lambda: served.server.run(sockets=[served.socket]))
+    thread.start()
+    until(lambda: served.state.lifecycle.is_ready)
+    yield served, thread
+    served.server.should_exit = served.server.force_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def told_to_stop(served: Served) -> None:
+    served.server.should_exit = True
+    until(lambda: served.state.lifecycle.stopping)
+
+
+def test_a_request_is_refused_and_not_reset(leaving: tuple[Served, threading.Thread]) -> None:
+    served, _ = leaving
+    with httpx.Client(base_url=served.url, timeout=30) as client:
+        assert client.post("/score", json={"prompt": "x"}).headers.get("connection") is None
+        told_to_stop(served)
+        found = client.post("/score", json={"prompt": "x"})
+        assert (found.status_code, found.json()["error"]["code"]) == (503, "not_ready")
+        assert (int(found.headers["retry-after"]) > 0, found.headers["connection"]) == (True, "close")
+        # So is one on a new connection.
+        assert [httpx.get(f"{served.url}/health/{name}").status_code for name in ("ready", "live")] == [503, 200]
+        assert httpx.post(f"{served.url}/score", json={"prompt": "x"}).status_code == 503
+
+
+def test_without_clients_it_stops_at_once(leaving: tuple[Served, threading.Thread]) -> None:
+    served, thread = leaving
+    served.server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_request_under_way_is_answered(leaving: tuple[Served, threading.Thread]) -> None:
+    served, thread = leaving
+    served.engine.before = held = Held()
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(served.post(prompt="x")))
+    asking.start()
+    assert held.entered.wait(30)
+    told_to_stop(served)
+    held.release.set()
+    asking.join(30)
+    assert [answer.status_code for answer in answers] == [200]
+    assert thread.is_alive()  # it goes on refusing
+
+
+@pytest.mark.parametrize(
+    ("gaps", "seconds"),
+    [
+        ((), connections.LEAVING_S),
+        ((0.9, 0.9), 1.8 + connections.LEAVING_S),
+        ((0.9, 1.2), 0.9 + connections.LEAVING_S),
+        ((0.5,) * 100, connections.MOST_S),
+    ],
+    ids=["none comes", "two come", "one comes too late", "they never end"],
+)
+def test_it_refuses_until_no_request_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gaps: tuple[float, ...], seconds: float
+) -> None:
+    server, due, now = Served(tmp_path).server, list(accumulate(gaps)), 0.0
+
+    async def sleep(slept: float) -> None:
+        nonlocal now
+        now += slept
+        server.server_state.total_requests = sum(moment <= now for moment in due)
+
+    async def refusing() -> float:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        monkeypatch.setattr(connections.asyncio, "sleep", sleep)
+        await server._refuse()
+        return now
+
+    assert asyncio.run(refusing()) == pytest.approx(seconds, abs=0.06)

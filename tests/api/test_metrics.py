@@ -20,20 +20,24 @@ from prometheus_client.parser import text_string_to_metric_families
 from service import __version__
 from service.api import error_handlers as problems
 from service.errors import DeadlineExceeded, HalluTracerError, Overloaded
-from service.judging.conversation import SHAPES, Shape
+from service.judging.guarantee import SHAPES, Shape
+from service.judging.uncertainty import Uncertain
 from service.policies.guard import GATE, Decision, Verdict
 from service.scoring import RiskReport
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.metrics import FOLDER_VARIABLE, STATUS_OF, Metrics
 
 ROOT = Path(__file__).parent.parent.parent
-LABELS = {"model_name": "m", "bundle": "demo:1"}
 PASSED, FLAGGED = Verdict(Decision.CONTINUE, False, 0.5, None), Verdict(Decision.ABSTAIN, True, 0.5, None)
-REPORT = RiskReport(0.25, 0.0, np.zeros(1), np.zeros(1), PASSED, prompt_tokens=11)
+REPORT = RiskReport(0.25, 0.0, np.zeros(1), np.zeros(1), PASSED, 11, Uncertain(0.0, None))
+WITHHELD = replace(REPORT, risk=0.75, verdict=FLAGGED, prompt_tokens=10)
 ANSWERED, TIMINGS = AnswerEnd(5, 0.3), PromptTimings(queue=0.002, prefill=0.02, probe=0.0002)
 SCORER: Any = SimpleNamespace(
     engine=SimpleNamespace(identity=SimpleNamespace(model="m")), bundle=SimpleNamespace(reference="demo:1")
 )
+LOADED = [("m", "demo:1", "sha256:ab")]
+OF = 'model_name="m",bundle="demo:1"'
+UNKNOWN = 'turns="unknown",passage="unknown",system="unknown"'
 
 
 def judge(
@@ -60,90 +64,70 @@ def samples(body: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
-def value(body: bytes, name: str, **labels: str) -> float | None:
-    return samples(body).get((f"hallutracer_{name}", frozenset(labels.items())))
+def check(metrics: Metrics | bytes, expected: dict[str, float]) -> None:
+    """Series, as ``name{label="value"}`` without our prefix, have these values."""
+    found = samples(metrics if isinstance(metrics, bytes) else metrics.render()[0])
+    text = "".join(f"hallutracer_{series} {value}\n" for series, value in expected.items())
+    wanted = samples(text.encode())
+    assert {series: found.get(series) for series in wanted} == wanted
 
 
 def test_a_prompt_moves_every_number_it_should() -> None:
     metrics = Metrics()
     judge(metrics)
-    withheld = replace(REPORT, risk=1.0, verdict=FLAGGED)
-    judge(metrics, withheld, AnswerEnd(), route="/classify")
-    body, kind = metrics.render()
-    assert kind.startswith("text/plain; version=0.0.4")
-    assert value(body, "prompts_total", **LABELS, decision="continue") == 1
-    assert value(body, "prompts_total", **LABELS, decision="abstain") == 1
-    assert value(body, "flagged_total", **LABELS) == 1
-    assert value(body, "route_prompts_total", **LABELS, route="/v1/risk/score", flagged="no") == 1  # of its alias
-    assert value(body, "route_prompts_total", **LABELS, route="/classify", flagged="yes") == 1
-    assert value(body, "route_prompts_total", **LABELS, route="/classify", flagged="no") == 0
-    assert value(body, "gated_by_route_total", **LABELS, route="/classify") == 1
-    assert value(body, "gated_by_route_total", **LABELS, route="/v1/risk/score") == 0
-    assert value(body, "prompt_tokens_total", **LABELS) == 22
-    assert value(body, "completion_tokens_total", **LABELS) == 5
-    assert value(body, "risk_sum", **LABELS) == 1.25
-    assert [value(body, "risk_bucket", **LABELS, le=f"{n / 10}") for n in (2, 3, 9, 10)] == [0, 1, 1, 2]
-    assert value(body, "prompt_length_tokens_bucket", le="8.0") == 0
-    assert value(body, "prompt_length_tokens_bucket", le="16.0") == 2
-    for phase, times in {"queue": 2, "prefill": 2, "probe": 2, "decode": 1}.items():
-        assert value(body, f"{phase}_seconds_count") == times
-    assert value(body, "decode_seconds_sum") == 0.3
+    judge(metrics, replace(WITHHELD, risk=1.0, prompt_tokens=11), AnswerEnd(), route="/classify")
+    assert metrics.render()[1].startswith("text/plain; version=0.0.4")
+    score, classify = 'route="/v1/risk/score"', 'route="/classify"'
+    check(metrics, {
+        f'prompts_total{{{OF},decision="continue"}}': 1, f'prompts_total{{{OF},decision="abstain"}}': 1,
+        f"flagged_total{{{OF}}}": 1, f'route_prompts_total{{{OF},{score},flagged="no"}}': 1,
+        f'route_prompts_total{{{OF},{classify},flagged="yes"}}': 1,
+        f'route_prompts_total{{{OF},{classify},flagged="no"}}': 0, f"gated_by_route_total{{{OF},{classify}}}": 1,
+        f"gated_by_route_total{{{OF},{score}}}": 0, f"prompt_tokens_total{{{OF}}}": 22,
+        f"completion_tokens_total{{{OF}}}": 5, f"risk_sum{{{OF}}}": 1.25,
+        **{f'risk_bucket{{{OF},le="{le}"}}': n for le, n in ((0.2, 0), (0.3, 1), (0.9, 1), (1.0, 2))},
+        'prompt_length_tokens_bucket{le="8.0"}': 0, 'prompt_length_tokens_bucket{le="16.0"}': 2,
+        "queue_seconds_count": 2, "prefill_seconds_count": 2, "probe_seconds_count": 2, "decode_seconds_count": 1,
+        "decode_seconds_sum": 0.3,
+    })  # fmt: skip
 
 
 def test_risks_are_counted_by_the_shape_of_the_conversation() -> None:
-    metrics = Metrics()
-    withheld, shape = replace(REPORT, risk=0.75, verdict=FLAGGED), Shape("2-4", passage=True, system=False)
+    metrics, shape = Metrics(), Shape("2-4", passage=True, system=False)
     judge(metrics, shape=shape)
-    judge(metrics, withheld, AnswerEnd(), shape=shape)
-    judge(metrics, withheld, AnswerEnd())
-    body, _ = metrics.render()
-    for (turns, passage, system), (risk, count, gated) in {
-        ("2-4", "yes", "no"): (1.0, 2, 1),
-        ("unknown",) * 3: (0.75, 1, 1),
-        ("2-4", "yes", "yes"): (0, 0, 0),
-    }.items():
-        labels = LABELS | {"turns": turns, "passage": passage, "system": system}
-        assert value(body, "risk_by_conversation_sum", **labels) == risk
-        assert value(body, "risk_by_conversation_count", **labels) == count
-        assert value(body, "gated_by_conversation_total", **labels) == gated
-    series = [name for name, _ in samples(body) if "_by_conversation_" in name]
+    judge(metrics, WITHHELD, AnswerEnd(), shape=shape)
+    judge(metrics, WITHHELD, AnswerEnd())
+    for labels, risk, count, gated in (
+        ('turns="2-4",passage="yes",system="no"', 1.0, 2, 1), (UNKNOWN, 0.75, 1, 1),
+        ('turns="2-4",passage="yes",system="yes"', 0, 0, 0),
+    ):  # fmt: skip
+        check(metrics, {
+            f"risk_by_conversation_sum{{{OF},{labels}}}": risk, f"risk_by_conversation_count{{{OF},{labels}}}": count,
+            f"gated_by_conversation_total{{{OF},{labels}}}": gated,
+        })  # fmt: skip
+    series = [name for name, _ in samples(metrics.render()[0]) if "_by_conversation_" in name]
     assert len(series) == 3 * (len(SHAPES) + 1) == 51
 
 
-def test_batches_and_the_queue() -> None:
+def test_batches_the_queue_and_requests_in_flight() -> None:
     metrics = Metrics()
     metrics.batch(3, 40)
     metrics.queue(7, 2)
     metrics.queue(4, 1)
-    body, _ = metrics.render()
-    assert value(body, "batch_prompts_sum") == 3
-    assert value(body, "batch_tokens_bucket", le="32.0") == 0
-    assert value(body, "batch_tokens_bucket", le="64.0") == 1
-    assert (value(body, "queue_depth"), value(body, "running_decodes")) == (4, 1)
-
-
-def test_requests_are_in_flight_until_they_end() -> None:
-    metrics = Metrics()
-    metrics.request_started()
-    metrics.request_started()
-    metrics.request_ended(200, None, 0.1)
-    assert value(metrics.render()[0], "requests_in_flight") == 1
-    metrics.request_ended(429, Overloaded.code, 0.001)
-    body, _ = metrics.render()
-    assert value(body, "requests_in_flight") == 0
-    assert value(body, "http_requests_total", status="200") == 1
-    assert value(body, "http_requests_total", status="429") == 1
-    assert value(body, "errors_total", code="overloaded") == 1
-    assert value(body, "request_seconds_count") == 1  # a refusal takes no time
-
-
-def test_a_status_and_a_code_that_nobody_foresaw_are_counted_too() -> None:
-    metrics = Metrics()
-    for _ in range(2):
+    check(metrics, {"batch_prompts_sum": 3, 'batch_tokens_bucket{le="32.0"}': 0, 'batch_tokens_bucket{le="64.0"}': 1,
+                    "queue_depth": 4, "running_decodes": 1})  # fmt: skip
+    for _ in range(4):
         metrics.request_started()
+    metrics.request_ended(200, None, 0.1)
+    check(metrics, {"requests_in_flight": 3})
+    metrics.request_ended(429, Overloaded.code, 0.001)
+    check(metrics, {"request_seconds_count": 1})  # a refusal takes no time
+    for _ in range(2):  # nobody foresaw them
         metrics.request_ended(418, "teapot", 0.1)
-    body, _ = metrics.render()
-    assert (value(body, "http_requests_total", status="418"), value(body, "errors_total", code="teapot")) == (2, 2)
+    check(metrics, {
+        "requests_in_flight": 0, 'http_requests_total{status="200"}': 1, 'http_requests_total{status="429"}': 1,
+        'errors_total{code="overloaded"}': 1, 'http_requests_total{status="418"}': 2, 'errors_total{code="teapot"}': 2,
+    })  # fmt: skip
 
 
 def test_a_registry_that_has_the_process_already_takes_ours() -> None:
@@ -155,38 +139,31 @@ def test_a_registry_that_has_the_process_already_takes_ours() -> None:
 
 def test_a_route_that_is_none_of_ours_is_no_label() -> None:
     metrics = Metrics()
-    judge(metrics, route="/v1/whatever-a-caller-wrote")
-    judge(metrics, route="")
-    body, _ = metrics.render()
-    assert value(body, "route_prompts_total", **LABELS, route="other", flagged="no") == 2
-    assert b"whatever" not in body
+    for route in ("/v1/whatever-a-caller-wrote", ""):
+        judge(metrics, route=route)
+    check(metrics, {f'route_prompts_total{{{OF},route="other",flagged="no"}}': 2})
+    assert b"whatever" not in metrics.render()[0]
 
 
 def test_the_newest_reload_is_told_until_one_goes_well() -> None:
     metrics = Metrics()
-    told = []
-    for done in (None, False, False, True):
+    for done, successful in ((None, 1), (False, 0), (False, 0), (True, 1)):
         if done is not None:
             metrics.reloaded(done)
-        told.append(value(metrics.render()[0], "last_reload_successful"))
-    assert told == [1, 0, 0, 1]
+        check(metrics, {"last_reload_successful": successful})
 
 
 def test_series_are_there_before_the_first_request() -> None:
     metrics = Metrics()
-    metrics.bundles([("m", "demo:1", "sha256:ab")])
-    body, _ = metrics.render()
-    for decision in Decision:
-        assert value(body, "prompts_total", **LABELS, decision=decision) == 0
-    assert value(body, "risk_bucket", **LABELS, le="0.5") == 0
-    assert value(body, "flagged_total", **LABELS) == 0
-    assert value(body, "bundle_info", **LABELS, digest="sha256:ab") == 1
-    assert value(body, "build_info", version=__version__) == 1
-    assert value(body, "ready") == 0
-    assert value(body, "http_requests_total", status="504") == 0
-    assert value(body, "errors_total", code=DeadlineExceeded.code) == 0
+    metrics.bundles(LOADED)
+    check(metrics, {
+        **{f'prompts_total{{{OF},decision="{decision}"}}': 0 for decision in Decision},
+        f'risk_bucket{{{OF},le="0.5"}}': 0, f"flagged_total{{{OF}}}": 0, f'bundle_info{{{OF},digest="sha256:ab"}}': 1,
+        f'build_info{{version="{__version__}"}}': 1, "ready": 0, 'http_requests_total{status="504"}': 0,
+        f'errors_total{{code="{DeadlineExceeded.code}"}}': 0,
+    })  # fmt: skip
     metrics.ready(True)
-    assert value(metrics.render()[0], "ready") == 1
+    check(metrics, {"ready": 1})
 
 
 def test_every_code_of_the_wire_starts_at_zero() -> None:
@@ -197,23 +174,19 @@ def test_every_code_of_the_wire_starts_at_zero() -> None:
                 yield from tree(child)
 
     wire = {error.code: error.status for error in tree(HalluTracerError)}
-    wire |= {code: status for status, code in problems.CODES.items()}
-    wire["client_closed_request"] = 499
+    wire |= {code: status for status, code in problems.CODES.items()} | {"client_closed_request": 499}
     assert wire.items() <= STATUS_OF.items()
-    body, _ = Metrics().render()
-    assert all(value(body, "errors_total", code=code) == 0 for code in wire)
+    check(Metrics(), {f'errors_total{{code="{code}"}}': 0 for code in wire})
 
 
 def test_a_bundle_that_is_swapped_out_is_no_longer_listed() -> None:
     metrics = Metrics()
     judge(metrics)
-    for loaded in ([("m", "demo:1", "sha256:ab")], [("m", "demo:2", "sha256:cd"), ("m", "other:1", "sha256:ef")]):
+    for loaded in (LOADED, [("m", "demo:2", "sha256:cd"), ("m", "other:1", "sha256:ef")]):
         metrics.bundles(loaded)
-    body, _ = metrics.render()
-    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
-    listed = {(sample.labels["bundle"], sample.value) for sample in families["hallutracer_bundle_info"].samples}
-    assert listed == {("demo:2", 1.0), ("other:1", 1.0)}
-    assert value(body, "prompt_tokens_total", **LABELS) == 11  # a sum does not fall
+    listed = [dict(labels)["bundle"] for name, labels in samples(metrics.render()[0]) if "bundle_info" in name]
+    assert sorted(listed) == ["demo:2", "other:1"]
+    check(metrics, {f"prompt_tokens_total{{{OF}}}": 11})  # a sum does not fall
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prometheus_client reads /proc")
@@ -231,10 +204,10 @@ def test_the_process_is_measured_under_the_names_that_every_exporter_uses() -> N
 def test_instances_share_nothing() -> None:
     one, other = Metrics(), Metrics()
     judge(one)
-    other.bundles([("m", "demo:1", "sha256:ab")])
-    assert value(other.render()[0], "prompt_tokens_total", **LABELS) == 0
+    other.bundles(LOADED)
+    check(other, {f"prompt_tokens_total{{{OF}}}": 0})
     one.close()
-    assert value(one.render()[0], "prompt_tokens_total", **LABELS) == 11
+    check(one, {f"prompt_tokens_total{{{OF}}}": 11})
 
 
 def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
@@ -245,28 +218,22 @@ def test_names_end_in_their_unit_and_nothing_is_said_twice() -> None:
     assert len(names) == len(set(names))
     assert not [name for name in names if name.endswith("_created")]
     labels = {label for family in families for sample in family.samples for label in sample.labels}
-    feedback = {"label", "flagged", "fate"}
-    shape = {"turns", "passage", "system"}
-    own = {"model_name", "bundle", "decision", "route", "status", "code", "outcome", "le", "version"}
-    assert labels == own | feedback | shape
+    assert labels == {"model_name", "bundle", "decision", "route", "status", "code", "outcome", "le", "version",
+                      "label", "flagged", "fate", "turns", "passage", "system"}  # fmt: skip
 
 
 # --- several processes, one folder ---
 
 WRITER = """
 import sys
-import numpy as np
-from service.policies.guard import Decision, Verdict
-from tests.api.test_metrics import AnswerEnd, Metrics, RiskReport, judge
+from tests.api.test_metrics import LOADED, WITHHELD, AnswerEnd, Metrics, judge
 metrics = Metrics()
-metrics.bundles([("m", "demo:1", "sha256:ab")])
+metrics.bundles(LOADED)
 metrics.ready(True)
 metrics.request_started()
 metrics.queue(5, 2)
 for _ in range({times}):
-    verdict = Verdict(Decision.ABSTAIN, True, 0.5, None)
-    report = RiskReport(0.75, 0.0, np.zeros(1), np.zeros(1), verdict, prompt_tokens=10)
-    judge(metrics, report, AnswerEnd())
+    judge(metrics, WITHHELD, AnswerEnd())
 print("written", flush=True)
 if sys.stdin.readline().strip() == "close":
     metrics.close()
@@ -295,7 +262,7 @@ def read(folder: Path | str, ready: bool = True) -> bytes:
 
 
 def line(stream: IO[str] | None) -> str:
-    return stream.readline().strip()
+    return "" if stream is None else stream.readline().strip()
 
 
 @pytest.fixture
@@ -312,21 +279,14 @@ def writers(tmp_path: Path) -> Iterator[tuple[Path, list[subprocess.Popen[str]]]
 
 def test_processes_that_share_a_folder_add_up(writers: tuple[Path, list[subprocess.Popen[str]]]) -> None:
     folder, _ = writers
-    body = read(folder)
-    assert value(body, "prompts_total", **LABELS, decision="abstain") == 7
-    assert value(body, "prompts_total", **LABELS, decision="block") == 0
-    assert value(body, "risk_bucket", **LABELS, le="0.7") == 0
-    assert value(body, "risk_bucket", **LABELS, le="0.8") == 7
-    assert value(body, "risk_count", **LABELS) == 7
-    unknown = dict.fromkeys(("turns", "passage", "system"), "unknown")
-    assert value(body, "risk_by_conversation_count", **LABELS, **unknown) == 7
-    assert value(body, "gated_by_conversation_total", **LABELS, **unknown) == 7
-    assert (value(body, "queue_depth"), value(body, "running_decodes")) == (10, 4)
-    assert value(body, "requests_in_flight") == 2
-    assert value(body, "ready") == 1
-    assert value(body, "bundle_info", **LABELS, digest="sha256:ab") == 1
-    assert value(body, "build_info", version=__version__) == 1
-    assert value(read(folder, ready=False), "ready") == 0, "not ready while one process is not"
+    check(read(folder), {
+        f'prompts_total{{{OF},decision="abstain"}}': 7, f'prompts_total{{{OF},decision="block"}}': 0,
+        f'risk_bucket{{{OF},le="0.7"}}': 0, f'risk_bucket{{{OF},le="0.8"}}': 7, f"risk_count{{{OF}}}": 7,
+        f"risk_by_conversation_count{{{OF},{UNKNOWN}}}": 7, f"gated_by_conversation_total{{{OF},{UNKNOWN}}}": 7,
+        "queue_depth": 10, "running_decodes": 4, "requests_in_flight": 2, "ready": 1,
+        f'bundle_info{{{OF},digest="sha256:ab"}}': 1, f'build_info{{version="{__version__}"}}': 1,
+    })  # fmt: skip
+    check(read(folder, ready=False), {"ready": 0})  # while one process is not
 
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
@@ -337,30 +297,22 @@ def test_a_dead_process_leaves_its_counts_and_takes_its_gauges(
     if how == "killed":
         dead.kill()
     dead.communicate("close\n" if how == "closed" else None, timeout=60)
-    body = read(folder)
-    assert value(body, "prompts_total", **LABELS, decision="abstain") == 7
-    assert value(body, "queue_depth") == 5
-    assert value(body, "requests_in_flight") == 1
-    assert value(body, "ready") == 1
+    check(read(folder), {f'prompts_total{{{OF},decision="abstain"}}': 7, "queue_depth": 5, "requests_in_flight": 1,
+                         "ready": 1})  # fmt: skip
     assert not list(folder.glob(f"gauge_live*_{dead.pid}.db"))
 
 
 @pytest.mark.parametrize("case", ["missing", "a file", "read-only", "empty"])
 def test_a_folder_that_cannot_be_shared_is_said_at_start(tmp_path: Path, case: str) -> None:
-    name = {"missing": str(tmp_path / "no"), "a file": str(tmp_path / "file"), "read-only": "/proc/self", "empty": ""}[
-        case
-    ]
-    if case == "read-only" and not Path(name).is_dir():
+    names = {"missing": str(tmp_path / "no"), "a file": str(tmp_path / "file"), "read-only": "/proc/self", "empty": ""}
+    if case == "read-only" and not Path(names[case]).is_dir():
         pytest.skip("no folder here that even root cannot write to")
     (tmp_path / "file").touch()
-    child = process("from service.serving.metrics import Metrics\nMetrics()", name)
-    _, error = child.communicate(timeout=60)
+    child = process("from service.serving.metrics import Metrics\nMetrics()", names[case])
+    last = child.communicate(timeout=60)[1].strip().splitlines()[-1]
     assert child.returncode == 1
-    last = error.strip().splitlines()[-1]
     assert last.startswith("service.errors.HalluTracerError:")
-    assert FOLDER_VARIABLE in last
-    assert name in last
-    assert "before the service starts" in last
+    assert all(said in last for said in (FOLDER_VARIABLE, names[case], "before the service starts"))
     assert not list(ROOT.glob("*.db"))
 
 
@@ -368,5 +320,5 @@ def test_setting_the_folder_too_late_is_an_error_and_not_a_silent_loss(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    with pytest.raises(HalluTracerError, match="set it before Python starts"):
+    with pytest.raises(HalluTracerError, match="before Python starts"):
         Metrics()

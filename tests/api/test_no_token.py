@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -111,9 +110,8 @@ def test_no_request_gets_a_token(tmp_path: Path) -> None:
         check_all(app.client, app.engine.counters, 1000)
 
 
-@pytest.fixture
-def demo() -> Iterator[tuple[TestClient, Counters]]:
-    """The real model."""
+@pytest.mark.long
+def test_no_request_gets_a_token_of_the_demo_model() -> None:
     engine = Scheduled(TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))))
     store = Store(Path("/nonexistent"), fallbacks=[SHIPPED])
     state = Service.of(
@@ -122,13 +120,7 @@ def demo() -> Iterator[tuple[TestClient, Counters]]:
     )
     with TestClient(create_app(state)) as client:
         until(lambda: state.lifecycle.is_ready)
-        yield client, engine.counters
-
-
-@pytest.mark.long
-def test_no_request_gets_a_token_of_the_demo_model(demo: tuple[TestClient, Counters]) -> None:
-    client, counters = demo
-    check_all(client, counters, 5000)
+        check_all(client, engine.counters, 5000)
 
 
 def test_the_check_would_find_one(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service.feedback.databases import location
 from service.serving.feedback import Feedback
-from tests.running import App, Running, running
+from tests.running import Running, running
 
 HERE = Path(__file__).parent
 
@@ -49,43 +48,3 @@ def test_the_checks_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         done = run(service, tmp_path, "--max-examples", "10", "--include-path", "/score")
     assert done.returncode == 1
     assert "Server error" in done.stdout
-
-
-CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
-
-
-@pytest.mark.parametrize(
-    ("route", "body", "message"),
-    [
-        ("/score", {"prompts": ["a"]}, "prompts: no such field; did you mean 'prompt'?"),
-        ("/score", {"prompt": "a", "generate": True}, 'generate: expected an object, such as {"max_tokens": 64}'),
-        ("/score", {"prompt": "a", "max_tokens": 3},
-         'max_tokens: no such field here: put it into generate, {"generate": {"max_tokens": ...}}'),
-        ("/score", {"prompt": "a", "generate": {"max_token": 3}},
-         "generate.max_token: no such field; did you mean 'max_tokens'?"),
-        ("/score", {"messages": [{"role": "user", "content": "a", "nome": ""}]}, "messages.0.nome: no such field"),
-        ("/v1/chat/completions", CHAT | {"policy": "gate"},
-         'policy: no such field here: put it into vllm_xargs, {"vllm_xargs": {"hallutracer_policy": ...}}'),
-        ("/v1/chat/completions", CHAT | {"temprature": 1}, "temprature: no such field; did you mean 'temperature'?"),
-        ("/score", {"prompt": "a", "x-y": 1}, "no such field"),
-        ("/score", {"prompt": "a", "generate": {"x-y": 1}}, "generate: no such field"),
-        ("/classify", {"inputs": "a", "zz": 1}, "zz: no such field"),
-    ],
-)  # fmt: skip
-def test_an_unknown_field_names_the_one_that_was_meant(
-    tmp_path: Path, route: str, body: dict[str, Any], message: str
-) -> None:
-    with App(tmp_path).started() as app:
-        response = app.client.post(route, json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["message"], error["param"]) == (
-        422,
-        message,
-        message.partition(": ")[0] if ": " in message else None,
-    )
-
-
-def test_another_method_and_another_path_name_what_there_is(tmp_path: Path) -> None:
-    with App(tmp_path).started() as app:
-        assert app.client.get("/score").json()["error"]["message"] == "GET is not for this route; it takes POST"
-        assert "/health/ready" in app.client.get("/healthz").json()["error"]["message"]

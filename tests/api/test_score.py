@@ -1,164 +1,336 @@
-"""The wire of /score, on the scripted engine."""
+"""The wire of /score on the scripted engine: what is asked, answered, streamed and refused; clients that leave."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
+import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from service.api.app import create_app
+from service.engines.base import Update
+from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.service import Service
 from tests.engine_kinds import KINDS
 from tests.matching import Held
-from tests.running import App, until
+from tests.running import App, Running, running, until
+
+both_kinds = pytest.mark.parametrize("kind", KINDS)
+ALIASES = {"two": {"canary": 1}}
 
 
-class ScoringApp(App):
-    """A running app with its engine in reach."""
-
-    def post(self, **body: Any) -> Any:
-        return self.client.post("/score", json=body)
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    """For tests that change nothing of it."""
+    options: dict[str, Any] = {"max_body_bytes": 20_000, "max_prompts": 8}
+    found = App(tmp_path_factory.mktemp("app"), aliases_of=lambda name: ALIASES.get(name, {}), **options)
+    with found.started():
+        yield found
 
 
 @pytest.fixture(params=KINDS)
-def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScoringApp]:
-    with ScoringApp(
-        tmp_path,
-        request.param,
-        aliases_of=lambda name: {"canary": 1} if name == "two" else {},
-        max_body_bytes=20_000,
-        max_prompts=8,
-    ).started() as service:
+def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    with running(tmp_path, request.param) as service:
         yield service
 
 
-def test_one_prompt(service: ScoringApp) -> None:
-    response = service.post(prompt="What is the capital of France?")
+def score(app: App, status: int = 200, **body: Any) -> Any:
+    answer = app.client.post("/score", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def send(service: Running, body: dict[str, Any], *, cut: int = 0, buffer: int | None = None) -> socket.socket:
+    """Open a connection and send a request, without its last ``cut`` bytes; ``buffer`` bytes of an answer fit in."""
+    content = json.dumps(body).encode()
+    head = f"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    connection = socket.socket()
+    connection.settimeout(20)
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", service.port))
+    connection.sendall(f"{head}\r\n\r\n".encode() + content[: len(content) - cut])
+    return connection
+
+
+def idle(service: Running) -> bool:
+    gauges = ("hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight")
+    return all(service.metric(name) == 0 for name in gauges) and service.engine.counters.open_continuations == 0
+
+
+# --- what is answered ---
+
+
+def test_one_prompt(service: Running) -> None:
+    question = "What is the capital of France?"
+    response = service.post(prompt=question)
     body = response.json()
-    assert response.status_code == 200, body
-    assert body["object"] == "risk.list"
+    assert (response.status_code, body["object"]) == (200, "risk.list")
     assert body["bundle"] == {"name": "one", "version": 1, "digest": service.bundles[0].manifest.digest}
     (row,) = body["data"]
-    assert set(row) == {
-        "index", "risk", "depth_mean", "decision", "flagged", "threshold", "outside_training", "distance"
-    }  # fmt: skip
+    assert set(row) == {"index", "risk", "depth_mean", "decision", "flagged", "threshold", "outside_training",
+                        "distance"}  # fmt: skip
     assert 0 <= row["risk"] <= 1
     assert row["decision"] == ("abstain" if row["risk"] >= row["threshold"] else "continue")
-    tokens = len(service.engine.render_chat([{"role": "user", "content": "What is the capital of France?"}]))
-    assert body["usage"] == {
-        "prompt_tokens": tokens, "cached_tokens": 0, "completion_tokens": 0, "total_tokens": tokens,
-    }  # fmt: skip
+    tokens = len(service.engine.render_chat([{"role": "user", "content": question}]))
+    assert body["usage"] == {"prompt_tokens": tokens, "cached_tokens": 0, "completion_tokens": 0,
+                             "total_tokens": tokens}  # fmt: skip
     assert float(response.headers["x-hallutracer-risk"]) == pytest.approx(row["risk"], abs=1e-6)
     assert response.headers["x-hallutracer-decision"] == row["decision"]
-    for header in ("x-queue-time", "x-inference-time", "x-total-time"):
-        assert float(response.headers[header]) >= 0
+    assert all(float(response.headers[f"x-{name}-time"]) >= 0 for name in ("queue", "inference", "total"))
 
 
-def test_a_list_messages_and_ids_agree_with_single_prompts(service: ScoringApp) -> None:
-    both = service.post(prompt=["a", "b"]).json()["data"]
-    assert [row["index"] for row in both] == [0, 1]
-    assert both[1]["risk"] == service.post(prompt="b").json()["data"][0]["risk"]
+def test_lists_messages_and_ids_agree_with_single_prompts_on_both_routes(app: App) -> None:
     message = [{"role": "user", "content": "b"}]
-    assert both[1]["risk"] == service.post(messages=message).json()["data"][0]["risk"]
-    ids = service.engine.render_chat(message)
-    assert both[1]["risk"] == service.post(input_ids=ids).json()["data"][0]["risk"]
-    assert both[1]["risk"] == service.post(input_ids=[ids, ids]).json()["data"][1]["risk"]
-
-
-def test_both_routes_are_one(service: ScoringApp) -> None:
-    long = service.client.post("/v1/risk/score", json={"prompt": "b"}).json()
-    assert long["data"] == service.post(prompt="b").json()["data"]
-
-
-def test_include(service: ScoringApp) -> None:
-    (row,) = service.post(prompt="b", include=["trajectory", "running_mean"]).json()["data"]
+    ids = app.engine.render_chat(message)
+    both = score(app, prompt=["a", "b"])["data"]
+    assert [row["index"] for row in both] == [0, 1]
+    for body in ({"prompt": "b"}, {"messages": message}, {"input_ids": ids}, {"input_ids": [ids, ids]}):
+        assert score(app, **body)["data"][-1]["risk"] == both[1]["risk"], body
+    alias = app.client.post("/v1/risk/score", json={"prompt": ["a", "b"]}).json()
+    assert alias["data"] == both
+    (row,) = score(app, prompt="b", include=["trajectory", "running_mean"])["data"]
     assert len(row["trajectory"]) == len(row["running_mean"]) == 4
     assert row["running_mean"][-1] == pytest.approx(row["depth_mean"])
     assert sum(row["trajectory"]) / 4 == pytest.approx(row["depth_mean"])
 
 
+def test_bundles_by_name_and_reference_and_what_is_loaded(app: App) -> None:
+    for reference in ("two", "two:1", "two@canary"):
+        assert score(app, prompt="b", bundle=reference)["bundle"]["name"] == "two"
+    for missing in ("two@other", "one@canary", "nosuch@x", "three"):
+        error = score(app, 404, prompt="b", bundle=missing)["error"]
+        assert (error["code"], "/" in error["message"]) == ("not_found", False), "no path of the server is told"
+        assert "one:1, two:1" in error["message"]
+    assert score(app, 404, prompt="b", model="other")["error"]["param"] == "model"
+    score(app, prompt="b", model="scripted")
+    (model,) = app.client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["bundles"]) == ("scripted", "model", ["one:1", "two:1"])
+    one, _ = app.client.get("/v1/bundles").json()["data"]
+    assert (one["id"], one["default"], one["signals"]) == ("one:1", True, ["depth_mean"])
+    assert one["digest"].startswith("sha256:")
+
+
 def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
     """Also where the alias moved meanwhile."""
-    app = ScoringApp(tmp_path, aliases_of=lambda name: {"production": 2})
+    app = App(tmp_path, aliases_of=lambda name: {"production": 2})
     load = app.state.lifecycle.load
     app.state.lifecycle.load = lambda: dict(zip(["one@production", "two"], load().values(), strict=True))
-    with app.started() as service:
-        assert service.post(prompt="b", bundle="one@production").json()["bundle"]["version"] == 1
-        assert service.post(prompt="b", bundle="two@production").status_code == 404
+    with app.started():
+        assert score(app, prompt="b", bundle="one@production")["bundle"]["version"] == 1
+        score(app, 404, prompt="b", bundle="two@production")
 
 
-def test_bundles_by_name_and_reference(service: ScoringApp) -> None:
-    for reference in ("two", "two:1", "two@canary"):
-        assert service.post(prompt="b", bundle=reference).json()["bundle"]["name"] == "two"
-    for missing in ("two@other", "one@canary", "nosuch@x"):
-        error = service.post(prompt="b", bundle=missing).json()["error"]
-        assert error["code"] == "not_found"
-        assert "/" not in error["message"], "no path of the server is told"
-    missing = service.post(prompt="b", bundle="three")
-    assert missing.status_code == 404
-    assert "one:1, two:1" in missing.json()["error"]["message"]
-    assert service.post(prompt="b", model="other").json()["error"]["param"] == "model"
-    assert service.post(prompt="b", model="scripted").status_code == 200
+def test_policies_and_whose_threshold_counts(tmp_path: Path) -> None:
+    support = Policy("support", Action.ABSTAIN, threshold=0.0, message="Ask Ada.")
+    with App(tmp_path, policies={"support": support}, policy="support", threshold=1.0).started() as app:
+        names = ("policy", "decision", "threshold", "flagged", "message")
+        for choice, expected in (
+            ({}, ("support", "abstain", 0.0, True, "Ask Ada.")),
+            ({"policy": "gate"}, ("gate", "continue", 1.0, False, None)),  # the service's: the policy names none
+            ({"policy": "gate", "threshold": 0.0}, ("gate", "abstain", 0.0, True, "I am not sure.")),
+            ({"policy": "observe", "threshold": 0.0}, ("observe", "continue", 0.0, True, None)),
+            ({"policy": "block", "threshold": 0.0}, ("block", "block", 0.0, True, None)),
+        ):
+            found = score(app, prompt="a", generate={}, **choice)
+            row = found | found["data"][0]
+            assert tuple(row.get(name) for name in names) == expected
+            assert row.get("completion", {}).get("text") == ("It is so." if row["decision"] == "continue" else None)
+        assert score(app, 404, prompt="a", policy="none")["error"]["param"] == "policy"
+        assert app.client.get("/v1/bundles").json()["policies"] == ["support", "block", "gate", "observe"]
 
 
-def test_generate_goes_on_only_below_the_threshold(service: ScoringApp) -> None:
-    gated = service.post(prompt="b", threshold=0, generate={}).json()
-    assert gated["data"][0]["decision"] == "abstain"
-    assert "completion" not in gated["data"][0]
+def test_generate_goes_on_only_below_the_threshold(service: Running) -> None:
+    for policy, message in (("gate", "I am not sure."), ("block", None)):
+        withheld = {"prompt": "b", "threshold": 0, "generate": {}, "policy": policy}
+        (only,) = events(service.post(**withheld, stream=True).text)
+        for row in (service.post(**withheld).json()["data"][0], only["data"][0]):
+            assert (row["decision"], row.get("message")) == ({"gate": "abstain"}.get(policy, policy), message)
+            assert "completion" not in row
     assert service.engine.counters.decode_steps == 0
     (row,) = service.post(prompt="b", threshold=1, generate={"max_tokens": 4}).json()["data"]
     assert row["completion"] == {"text": "It i", "finish_reason": "length", "completion_tokens": 4}
 
 
+def test_a_stream_is_the_risk_then_the_answer(service: Running) -> None:
+    response = service.post(prompt="a", generate={"max_tokens": 5}, threshold=1, stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    first, *pieces, last = events(response.text)
+    plain = service.post(prompt="a", generate={"max_tokens": 5}, threshold=1).json()
+    assert (first["object"], "completion" in first["data"][0]) == ("risk.list", False)
+    risk = first["data"][0]["risk"]
+    assert risk == plain["data"][0]["risk"] == pytest.approx(float(response.headers["x-hallutracer-risk"]), abs=1e-6)
+    assert {piece["object"] for piece in pieces} == {"completion.chunk"}
+    assert {piece["finish_reason"] for piece in pieces} == {None}
+    completion = plain["data"][0]["completion"]
+    assert "".join(piece["delta"]["text"] for piece in pieces) == completion["text"]
+    assert (last["finish_reason"], completion["finish_reason"], last["usage"]) == ("length", "length", plain["usage"])
+    assert {event["id"] for event in (first, *pieces, last)} == {f"risk-{response.headers['x-request-id']}"}
+
+
+def test_cached_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path) as service:
+        answer_of = service.served.answer
+
+        async def cached(*arguments: Any, **options: Any) -> AsyncGenerator[Update, None]:
+            async for update in answer_of(*arguments, **options):
+                yield dataclasses.replace(update, cached_tokens=4)
+
+        monkeypatch.setattr(service.served, "answer", cached)
+        assert service.post(prompt=["a", "b"]).json()["usage"]["cached_tokens"] == 8
+        first, *_, last = events(service.post(prompt="a", generate={"max_tokens": 5}, threshold=1, stream=True).text)
+        assert first["usage"]["cached_tokens"] == last["usage"]["cached_tokens"] == 4
+        assert last["usage"]["completion_tokens"] == 5
+
+
+def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) -> None:
+    service.engine.answer = "Zürich, 日本 and 🙂"
+
+    def ask(n: int) -> tuple[str, str]:
+        body = {"prompt": f"prompt {n}", "generate": {"max_tokens": 64}, "policy": "observe"}
+        plain = service.post(**body).json()["data"][0]["completion"]["text"]
+        return plain, "".join(event["delta"]["text"] for event in events(service.post(**body, stream=True).text)[1:])
+
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, range(12))) == [(service.engine.answer, service.engine.answer)] * 12
+    until(lambda: idle(service))
+
+
+def test_request_ids_and_the_document(app: App) -> None:
+    given = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc-1"})
+    assert (given.headers["x-request-id"], given.json()["id"]) == ("abc-1", "risk-abc-1")
+    made = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
+    assert len(made.headers["x-request-id"]) == 32
+    document = app.client.get("/openapi.json").text
+    assert '"/v1/risk/score"' in document
+    assert "capital of France" in document
+
+
+# --- what is refused ---
+
+CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
+
+
 @pytest.mark.parametrize(
-    ("body", "status", "param"),
+    ("body", "status", "code", "param"),
     [
-        ({}, 422, None),
-        ({"prompt": "a", "input_ids": [1]}, 422, None),
-        ({"prompt": ""}, 422, "prompt"),
-        ({"prompt": []}, 422, "prompt"),
-        ({"input_ids": []}, 422, "input_ids"),
-        ({"prompt": ["a", " "]}, 422, "prompt"),
-        ({"prompt": 3}, 422, "prompt"),
-        ({"prompt": ["a", 5]}, 422, "prompt.1"),
-        ({"input_ids": [[1, 2], [3, "x"]]}, 422, "input_ids.1.1"),
-        ({"input_ids": [2**70]}, 422, "input_ids"),
-        ({"input_ids": [True]}, 422, "input_ids.0"),
-        ({f"f{n}": 1 for n in range(40)}, 422, None),
-        ({"prompt": "a", "threshold": True}, 422, "threshold"),
-        ({"prompt": "a", "threshold": "0.5"}, 422, "threshold"),
-        ({"prompt": "a", "generate": {"seed": 2**64}}, 422, "generate.seed"),
-        ({"prompt": "a", "generate": {"temperature": True}}, 422, "generate.temperature"),
-        ({"prompt": "a", "treshold": 0.1}, 422, "treshold"),
-        ({"prompt": "a", "threshold": 1.5}, 422, "threshold"),
-        ({"prompt": "a", "threshold": "0.5x"}, 422, "threshold"),
-        ({"prompt": "a", "include": ["all"]}, 422, "include.0"),
-        ({"prompt": "a" * 600}, 413, "prompt"),
-        ({"prompt": ["a"] * 9}, 422, "prompt"),
-        ({"input_ids": [-1]}, 422, "input_ids"),
-        ({"input_ids": [[1], []]}, 422, "input_ids"),
-        ({"input_ids": [999_999]}, 422, "input_ids"),
-        ({"messages": []}, 422, "messages"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, 422, "messages.0.role"),
-        ({"prompt": "a", "generate": {"max_tokens": 0}}, 422, "generate.max_tokens"),
-        ({"prompt": "a", "generate": {"max_tokens": 10**6}}, 422, "generate.max_tokens"),
+        *((body, 422, "invalid_request", None) for body in (
+            {}, {"prompt": "a", "input_ids": [1]}, {f"f{n}": 1 for n in range(40)}, {"prompt": "a", "stream": True},
+            {"prompt": ["a", "b"], "generate": {}, "stream": True})),
+        *((body, 422, "empty_prompt", name) for name, body in (
+            ("prompt", {"prompt": ""}), ("prompt", {"prompt": []}), ("prompt", {"prompt": ["a", " "]}),
+            ("input_ids", {"input_ids": []}), ("input_ids", {"input_ids": [[1], []]}), ("messages", {"messages": []}))),
+        *((body, 422, "invalid_request", name) for name, body in (
+            ("prompt", {"prompt": 3}), ("prompt", {"prompt": {"a": 1}}), ("prompt.1", {"prompt": ["a", 5]}),
+            ("input_ids.1.1", {"input_ids": [[1, 2], [3, "x"]]}), ("input_ids", {"input_ids": [2**70]}),
+            ("input_ids.0", {"input_ids": [True]}), ("prompt", {"prompt": ["a"] * 9}),
+            ("input_ids", {"input_ids": [-1]}), ("input_ids", {"input_ids": [999_999]}),
+            ("messages.0.role", {"messages": [{"role": "robot", "content": "a"}]}))),
+        *(({"prompt": "a"} | more, 422, "invalid_request", name) for name, more in (
+            ("threshold", {"threshold": True}), ("threshold", {"threshold": "0.5"}), ("threshold", {"threshold": 1.5}),
+            ("generate.seed", {"generate": {"seed": 2**64}}), ("treshold", {"treshold": 0.1}),
+            ("generate.temperature", {"generate": {"temperature": True}}), ("include.0", {"include": ["all"]}),
+            ("generate.max_tokens", {"generate": {"max_tokens": 0}}), ("deadline_ms", {"deadline_ms": 0}),
+            ("generate.max_tokens", {"generate": {"max_tokens": 10**6}}), ("deadline_ms", {"deadline_ms": 40_000}))),
+        ({"prompt": "a" * 600}, 413, "prompt_too_long", "prompt"),
+        ({"input_ids": [65] * 3000}, 413, "prompt_too_long", "prompt"),
+        ({"prompt": "a", "policy": "none"}, 404, "not_found", "policy"),
+    ],
+)  # fmt: skip
+def test_bad_requests(app: App, body: dict[str, Any], status: int, code: str, param: str | None) -> None:
+    error = score(app, status, **body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, param)
+    assert 0 < len(error["message"]) < 500
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (b"[]", 422, "invalid_request"),
+        (b"", 422, "invalid_request"),
+        (b'{"prompt": "a"', 400, "invalid_json"),
+        (b'{"prompt": "\xff\xfe"}', 400, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', 422, "invalid_request"),
+        (b'{"prompt": "a", "threshold": NaN}', 422, "invalid_request"),
+        (b'{"prompt": "' + b"a" * 20_000 + b'"}', 413, "body_too_large"),
+        (b"[" * 5_000, 400, "invalid_json"),
     ],
 )
-def test_bad_requests(service: ScoringApp, body: dict[str, Any], status: int, param: str | None) -> None:
-    response = service.client.post("/score", json=body)
+def test_bodies_that_are_none(app: App, content: bytes, status: int, code: str) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield content[:10]
+        yield content[10:]
+
+    for sent in (content, chunks()):
+        answer = app.client.post("/score", content=sent, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text[:300]
+    for body in ({"input_ids": [""] * 4000}, {"messages": [0] * 4000}, {"prompt": [0] * 3000}):
+        assert len(score(app, 422, **body)["error"]["message"]) < 200  # many wrong elements are one error
+
+
+@pytest.mark.parametrize("declared", [None, "application/x-www-form-urlencoded", "text/plain", "x" * 500])
+def test_another_content_type_is_named(app: App, declared: str | None) -> None:
+    """As curl sends one by default."""
+    headers = {"content-type": declared} if declared else {}
+    response = app.client.post("/score", content=b'{"prompt": "a"}', headers=headers)
     error = response.json()["error"]
-    assert response.status_code == status, error
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == param
-    assert error["type"] == "invalid_request_error"
-    assert error["message"]
+    assert (response.status_code, error["code"], error["type"]) == (422, "invalid_request", "invalid_request_error")
+    assert "Content-Type: application/json" in error["message"]
+    assert (declared or "none")[:80] in error["message"]
+    assert len(error["message"]) < 200
+    for right in ("application/json", "application/json; charset=utf-8", "application/x+json"):
+        assert app.client.post("/score", content=b'{"prompt": "a"}', headers={"content-type": right}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "message"),
+    [
+        ("/score", {"prompts": ["a"]}, "prompts: no such field; did you mean 'prompt'?"),
+        ("/score", {"prompt": "a", "generate": True}, 'generate: expected an object, such as {"max_tokens": 64}'),
+        ("/score", {"prompt": "a", "max_tokens": 3},
+         'max_tokens: no such field here: put it into generate, {"generate": {"max_tokens": ...}}'),
+        ("/score", {"prompt": "a", "generate": {"max_token": 3}},
+         "generate.max_token: no such field; did you mean 'max_tokens'?"),
+        ("/score", {"messages": [{"role": "user", "content": "a", "nome": ""}]}, "messages.0.nome: no such field"),
+        ("/v1/chat/completions", CHAT | {"policy": "gate"},
+         'policy: no such field here: put it into vllm_xargs, {"vllm_xargs": {"hallutracer_policy": ...}}'),
+        ("/v1/chat/completions", CHAT | {"temprature": 1}, "temprature: no such field; did you mean 'temperature'?"),
+        ("/score", {"prompt": "a", "x-y": 1}, "no such field"),
+        ("/score", {"prompt": "a", "generate": {"x-y": 1}}, "generate: no such field"),
+        ("/classify", {"inputs": "a", "zz": 1}, "zz: no such field"),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_names_the_one_that_was_meant(
+    app: App, route: str, body: dict[str, Any], message: str
+) -> None:
+    response = app.client.post(route, json=body)
+    error, param = response.json()["error"], message.partition(": ")[0] if ": " in message else None
+    assert (response.status_code, error["message"], error["param"]) == (422, message, param)
+
+
+def test_another_method_and_another_path_name_what_there_is(app: App) -> None:
+    for path, code, said in (("/score", "method_not_allowed", "it takes POST"), ("/no", "not_found", "/health/ready")):
+        error = app.client.get(path).json()["error"]
+        assert (error["code"], said in error["message"]) == (code, True)
 
 
 @pytest.mark.parametrize("refuses", [True, False])
@@ -166,95 +338,169 @@ def test_a_message_that_spells_out_a_special_token_is_refused_where_the_operator
     tmp_path: Path, refuses: bool
 ) -> None:
     with App(tmp_path, refuse_special_tokens=refuses).started() as app:
-        for content in ("a", "a <|end|> b"):
-            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
-            response = app.client.post("/score", json={"messages": messages})
-            if refuses and content != "a":
-                assert (response.status_code, response.json()["error"]["param"]) == (422, "messages.1.content")
-                assert "<|end|>" in response.json()["error"]["message"]
-            else:
-                assert response.status_code == 200
+        asked = [{"role": "user", "content": "a"}]
+        score(app, messages=[*asked, {"role": "assistant", "content": "a"}])
+        odd = score(app, 422 if refuses else 200, messages=[*asked, {"role": "assistant", "content": "a <|end|> b"}])
+        assert not refuses or (odd["error"]["param"], "<|end|>" in odd["error"]["message"]) == (
+            "messages.1.content", True,
+        )  # fmt: skip
 
 
-def test_a_body_meets_its_limit_whole_or_chunked(service: ScoringApp) -> None:
-    def chunks() -> Iterator[bytes]:
-        yield b'{"prompt": "'
-        for _ in range(40):
-            yield b"a" * 1000
-        yield b'"}'
-
-    for content in (b"".join(chunks()), chunks()):
-        response = service.client.post("/score", content=content, headers={"content-type": "application/json"})
-        assert response.status_code == 413, response.text
+# --- failures, deadlines, clients that leave ---
 
 
-def test_request_ids(service: ScoringApp) -> None:
-    given = service.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc-1"})
-    assert given.headers["x-request-id"] == "abc-1"
-    assert given.json()["id"] == "risk-abc-1"
-    made = service.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
-    assert len(made.headers["x-request-id"]) == 32
+def test_engine_failures_are_500_without_details(tmp_path: Path) -> None:
+    with App(tmp_path).started() as app:
+        app.engine.fail = RuntimeError("secret detail")
+        response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+        assert ("secret" in response.text, response.headers["x-request-id"]) == (False, "abc")
+        app.engine.fail, app.engine.nan_layer = None, 0
+        assert score(app, 500, prompt="a")["error"]["code"] == "non_finite_readout"
 
 
-def test_engine_failures_are_500_without_details(service: ScoringApp) -> None:
-    service.engine.fail = RuntimeError("secret detail")
-    response = service.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
-    assert response.status_code == 500
-    assert "secret" not in response.text
-    assert response.json()["error"]["code"] == "internal_error"
-    assert response.headers["x-request-id"] == "abc"
-    service.engine.fail = None
-    service.engine.nan_layer = 0
-    assert service.post(prompt="a").json()["error"]["code"] == "non_finite_readout"
+def test_an_error_before_the_risk_is_plain_and_one_after_it_an_event(
+    service: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = service.post(prompt="a" * 5000, generate={}, stream=True)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "prompt_too_long")
+    turns = 0
+
+    def wait() -> None:
+        nonlocal turns
+        turns += 1
+        time.sleep(0.05)
+        if turns == 5:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(service.engine, "wait", wait)
+    response = service.post(prompt="a", generate={}, threshold=1, stream=True)
+    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "internal_error")
+    assert service.metric("hallutracer_errors_total") == 2
 
 
-def test_unknown_paths_and_methods_use_the_envelope(service: ScoringApp) -> None:
-    assert service.client.get("/nothing").json()["error"]["code"] == "not_found"
-    assert service.client.get("/score").json()["error"]["code"] == "method_not_allowed"
+def test_a_deadline_under_way_is_an_event(service: Running) -> None:
+    service.engine.answer, service.engine.sleep_s = "x" * 400, 0.01
+    response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500)
+    assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
+    until(lambda: idle(service))
 
 
-def test_many_wrong_elements_are_one_error(service: ScoringApp) -> None:
-    for body in ({"input_ids": [""] * 4000}, {"messages": [0] * 4000}, {"prompt": [0] * 4000}):
-        error = service.client.post("/score", json=body).json()["error"]
-        assert len(error["message"]) < 200
-
-
-def test_shutting_down_answers_503_to_queued_work(service: ScoringApp) -> None:
+def test_clients_that_leave_take_their_work_with_them(service: Running) -> None:
+    service.engine.answer = "x" * 400
     service.engine.before = held = Held()
-    with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(service.post, prompt="a") for _ in range(2)]
-        assert held.entered.wait(10)
-        until(lambda: "hallutracer_queue_depth 2.0" in service.client.get("/metrics").text)
-        pool.submit(service.state.stop)
-        time.sleep(0.2)
-        held.release.set()
-    answers = [one.result() for one in asked]
-    assert [answer.status_code for answer in answers] == [503, 503]
-    assert all(answer.headers["content-type"] == "application/json" for answer in answers)
+    holder = send(service, {"prompt": "held"})
+    assert held.entered.wait(20)
+    prefills = service.engine.counters.prefills
+    answer = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 400}}
+    for body, cut in (({"prompt": "b"}, 0), (answer, 0), (answer | {"stream": True}, 0), ({"prompt": "c"}, 3)):
+        send(service, body, cut=cut).close()
+    until(lambda: service.metric("hallutracer_errors_total") == 4)
+    until(lambda: all(one.cancelled for one in service.served._queue.waiting))  # told by a thread of its own
+    held.release.set()
+    until(lambda: idle(service))
+    assert service.engine.counters.prefills == prefills + 1  # only the one that was held
+    holder.close()
+    assert 'errors_total{code="client_closed_request"} 4.0' in httpx.get(f"{service.url}/metrics").text
 
-
-def test_openapi_names_the_examples(service: ScoringApp) -> None:
-    schema = service.client.get("/openapi.json").json()
-    assert "/v1/risk/score" in schema["paths"]
-    assert "capital of France" in json.dumps(schema)
-
-
-def test_not_ready_while_the_engine_stands_still(service: ScoringApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service.state.lifecycle.dispatcher, "stalled", True)
-    assert service.client.get("/health/live").status_code == 200
-    for answer in (service.client.get("/health/ready"), service.post(prompt="a")):
-        assert answer.status_code == 503
-        assert "has given nothing for 20 s" in answer.json()["error"]["message"]
-    monkeypatch.undo()
+    service.engine.before, service.engine.sleep_s = None, 0.02
+    streaming = send(service, answer | {"stream": True})
+    text = b""
+    while b"risk.list" not in text:
+        text += streaming.recv(4096)
+    steps = service.engine.counters.decode_steps
+    streaming.close()
+    until(lambda: idle(service))
+    assert service.engine.counters.decode_steps - steps < 300
     assert service.post(prompt="a").status_code == 200
 
 
-def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path) -> None:
-    state = Service.of(lambda: {})
-    app = create_app(state)
-    early = TestClient(app).post("/score", json={"prompt": "a"})  # without the lifespan nothing is loaded
-    assert early.status_code == 503
-    assert early.headers["retry-after"] == "1"
+def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
+    with running(tmp_path, deadline_s=0.3) as service:
+        slow = send(service, {"prompt": "a"}, cut=3)
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+        slow.close()
+        assert service.metric("hallutracer_requests_in_flight") == 0
+
+
+@both_kinds
+def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.api.reply.SLOW_READER_S", 0.2)
+    with running(tmp_path, kind, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
+        service.engine.answer = "x" * 50_000
+        service.engine.identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
+        body = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 50_000}, "stream": True}
+        readers = [send(service, body, buffer=1024) for _ in range(2)]
+        until(lambda: service.metric("hallutracer_http_requests_total") == 2)
+        until(lambda: idle(service))
+        for connection in readers:
+            connection.close()
+
+
+@both_kinds
+def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: str) -> None:
+    service = App(tmp_path, kind, max_new_tokens=500)
+    service.engine.answer = "x" * 500
+    body = json.dumps({"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}).encode()
+    requests = [{"type": "http.request", "body": body}]
+    turns, decoded = 0, False
+    sent_in_turn: Counter[int] = Counter()
+
+    async def receive() -> dict[str, Any]:
+        if not requests:
+            await asyncio.Event().wait()
+        return requests.pop()
+
+    async def take(message: MutableMapping[str, Any]) -> None:
+        nonlocal decoded
+        while not decoded and "body" in message:  # the first write: until the whole answer waits to be written
+            await asyncio.sleep(0.05)
+            decoded = service.engine.counters.open_continuations == 0
+        sent_in_turn[turns] += message.get("body", b"").count(b"completion.chunk")
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def stream() -> None:
+        counting = asyncio.create_task(count_turns())
+        async with service.app.router.lifespan_context(service.app):
+            while not service.state.lifecycle.is_ready:
+                await asyncio.sleep(0.01)
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/score", "query_string": b"", "headers": headers}
+            await service.app(scope, receive, take)
+        counting.cancel()
+
+    asyncio.run(stream())
+    assert (sent_in_turn.total(), max(sent_in_turn.values()) <= 64) == (501, True)
+
+
+@both_kinds
+def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, kind: str) -> None:
+    with running(tmp_path, kind, max_queue=3, max_prompts=2) as service:
+        service.engine.before = held = Held()
+        first = send(service, {"prompt": "held"})
+        assert held.entered.wait(20)
+        second = send(service, {"prompt": ["a", "b"]})
+        until(lambda: service.metric("hallutracer_queue_depth") == 3)
+        refused = service.post(prompt="c")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        held.release.set()
+        for connection in (first, second):
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.close()
+
+
+# --- ready, alive, stopping ---
+
+
+def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = TestClient(create_app(Service.of(lambda: {}))).post("/score", json={"prompt": "a"})  # without the lifespan
+    assert (early.status_code, early.headers["retry-after"]) == (503, "1")
 
     def broken() -> dict[str, Scorer]:
         raise RuntimeError("no such model")
@@ -262,7 +508,56 @@ def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path) -> None:
     state = Service.of(broken)
     with TestClient(create_app(state)) as client:
         until(lambda: state.lifecycle.failure is not None)
-        assert client.get("/health/live").status_code == 503
-        ready = client.get("/health/ready")
-    assert ready.status_code == 503
-    assert "no such model" in ready.json()["error"]["message"]
+        live, ready = client.get("/health/live"), client.get("/health/ready")
+    assert (live.status_code, ready.status_code, "no such model" in ready.text) == (503, 503, True)
+    with App(tmp_path).started() as app:  # the engine stands still
+        monkeypatch.setattr(app.state.lifecycle.dispatcher, "stalled", True)
+        assert app.client.get("/health/live").status_code == 200
+        for answer in (app.client.get("/health/ready"), app.client.post("/score", json={"prompt": "a"})):
+            assert (answer.status_code, "has given nothing for 20 s" in answer.text) == (503, True)
+        monkeypatch.undo()
+        score(app, prompt="a")
+
+
+@both_kinds
+def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, kind) as service:
+        told = threading.Event()
+        service.state.lifecycle.on_broken = told.set
+        assert httpx.get(f"{service.url}/health/live").status_code == 200
+        monkeypatch.setattr(service.served, "on_prefill", lambda *_: 1 / 0)
+        assert service.post(prompt="a").status_code == 503
+        assert told.wait(20)
+        for path in ("live", "ready"):
+            answer = httpx.get(f"{service.url}/health/{path}")
+            assert (answer.status_code, "the engine broke" in answer.text) == (503, True)
+        assert service.metric("hallutracer_ready") == 0
+
+
+@both_kinds
+def test_stopping_finishes_what_is_in_flight(tmp_path: Path, kind: str) -> None:
+    with running(tmp_path, kind) as service:
+        service.engine.answer, service.engine.sleep_s = "x" * 100, 0.01
+        streaming = send(service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True})
+        text = streaming.recv(4096)
+        service.server.should_exit = True
+        while chunk := streaming.recv(4096):
+            text += chunk
+        assert (text.count(b"completion.chunk"), b"[DONE]" in text) == (101, True)
+        with pytest.raises(httpx.ConnectError):
+            service.post(prompt="b")
+
+
+@both_kinds
+def test_shutting_down_answers_503_to_queued_work(tmp_path: Path, kind: str) -> None:
+    with App(tmp_path, kind).started() as app, ThreadPoolExecutor(3) as pool:
+        app.engine.before = held = Held()
+        asked = [pool.submit(app.client.post, "/score", json={"prompt": "a"}) for _ in range(2)]
+        assert held.entered.wait(10)
+        until(lambda: "hallutracer_queue_depth 2.0" in app.client.get("/metrics").text)
+        pool.submit(app.state.stop)
+        time.sleep(0.2)
+        held.release.set()
+        answers = [one.result() for one in asked]
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert all(answer.headers["content-type"] == "application/json" for answer in answers)

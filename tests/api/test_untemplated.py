@@ -51,75 +51,65 @@ def client(scorer: Scorer) -> Iterator[TestClient]:
         yield client
 
 
-def texts(client: TestClient, scorer: Scorer, prompt: Any, policy: str) -> dict[str, Any]:
-    model = scorer.engine.identity.model
-    body = {"model": model, "prompt": prompt, "max_tokens": 4, "vllm_xargs": {"hallutracer_policy": policy}}
-    answer = client.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
-
-
 def scored(client: TestClient, policy: str, **body: Any) -> list[dict[str, Any]]:
-    answer = client.post("/score", json={"policy": policy, "generate": {"max_tokens": 4}} | body)
+    """What /score says of prompts; with ``text`` what /v1/completions says of them."""
+    if "text" in body:
+        (model,) = client.get("/v1/models").json()["data"]
+        body = {"model": model["id"], "prompt": body["text"], "max_tokens": 4}
+        answer = client.post("/v1/completions", json=body | {"vllm_xargs": {"hallutracer_policy": policy}})
+    else:
+        answer = client.post("/score", json={"policy": policy, "generate": {"max_tokens": 4}} | body)
     assert answer.status_code == 200, answer.text
-    return list(answer.json()["data"])
+    found = answer.json()
+    return list(found.get("hallutracer", found)["data"])
+
+
+def withheld(rows: list[dict[str, Any]]) -> list[bool]:
+    return [row["decision"] == "abstain" for row in rows]
 
 
 @pytest.mark.parametrize("form", ["Q: {0}\nA:", "{1}\n", "{1} The capital is", "{0}"])
 def test_no_prompt_that_is_withheld_comes_free_outside_training(client: TestClient, scorer: Scorer, form: str) -> None:
     asked = [row["prompt"] for row in questions("test")[:120]]
-    withheld = [text for text, row in zip(asked, scored(client, "gate", prompt=asked), strict=True) if row["flagged"]]
-    prompts = [form.format(text, render(text)) for text in withheld]
+    stopped = [text for text, row in zip(asked, scored(client, "gate", prompt=asked), strict=True) if row["flagged"]]
+    prompts = [form.format(text, render(text)) for text in stopped]
     tokens = [scorer.engine.tokenize(prompt) for prompt in prompts]
-    for rows in (
-        texts(client, scorer, prompts, "gate")["hallutracer"]["data"],
-        scored(client, "gate", input_ids=tokens),
-    ):
-        assert sum(row["outside_training"] and not row["flagged"] for row in rows) > len(withheld) / 4
-        for row in rows:
-            stopped = row["flagged"] or row["outside_training"]
-            assert (row["decision"] == "abstain") is stopped
-            assert not (stopped and "completion" in row)
-    freed = texts(client, scorer, prompts, "open")["hallutracer"]["data"]
-    assert [row["decision"] == "abstain" for row in freed] == [row["flagged"] for row in freed]
-    freed = scored(client, "open", input_ids=tokens)
-    assert [row["decision"] == "abstain" for row in freed] == [row["flagged"] for row in freed]
-    assert {row["decision"] for row in scored(client, "observe", input_ids=tokens)} == {"continue"}
+    for body in ({"text": prompts}, {"input_ids": tokens}):
+        rows = scored(client, "gate", **body)
+        assert sum(row["outside_training"] and not row["flagged"] for row in rows) > len(stopped) / 4
+        assert withheld(rows) == [row["flagged"] or row["outside_training"] for row in rows]
+        assert not any("completion" in row for row in rows if row["decision"] == "abstain")
+        freed = scored(client, "open", **body)
+        assert withheld(freed) == [row["flagged"] for row in freed]
+    assert not any(withheld(scored(client, "observe", input_ids=tokens)))
 
 
-def test_a_question_goes_through_the_template_and_is_judged_by_its_risk(client: TestClient, scorer: Scorer) -> None:
+def test_a_question_goes_through_the_template_and_is_judged_by_its_risk(client: TestClient) -> None:
     asked = [row["prompt"] for row in questions("test")[:120]]
     for body in ({"prompt": asked}, {"messages": [{"role": "user", "content": f"Q: {UNKNOWN}\nA:"}]}):
         rows = scored(client, "gate", **body)
-        assert [row["decision"] == "abstain" for row in rows] == [row["flagged"] for row in rows]
+        assert withheld(rows) == [row["flagged"] for row in rows]
 
 
 @pytest.mark.parametrize("route", ["/score", "/v1/chat/completions"])
 def test_a_chat_that_ends_with_an_answer_is_no_question(client: TestClient, scorer: Scorer, route: str) -> None:
     found = []
+    more = {} if route == "/score" else {"model": scorer.engine.identity.model, "max_tokens": 1}
     for row in questions("test")[:60]:
         messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "The capital is"}]
-        body: dict[str, Any] = {"messages": messages}
-        if route != "/score":
-            body |= {"model": scorer.engine.identity.model, "max_tokens": 1}
-        answer = client.post(route, json=body).json()
+        answer = client.post(route, json={"messages": messages} | more).json()
         found += answer.get("hallutracer", answer)["data"]
     assert any(row["outside_training"] and not row["flagged"] for row in found)
-    assert all((row["decision"] == "abstain") is (row["flagged"] or row["outside_training"]) for row in found)
+    assert withheld(found) == [row["flagged"] or row["outside_training"] for row in found]
 
 
-def test_probes_that_learnt_from_texts_know_texts(scorer: Scorer) -> None:
+def test_probes_that_learnt_from_texts_know_texts(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = built_in()["gate"]
     assert untemplated(scorer, gate).withhold_outside is True
     for policy in (OPEN, built_in()["observe"], Policy("warn", Action.ANNOTATE)):
         assert untemplated(scorer, policy) is policy
-    own, manifest = scorer.prompt_format, scorer.bundle.manifest
-    try:
-        scorer.prompt_format = "text"
-        assert untemplated(scorer, gate) is gate
-    finally:
-        scorer.prompt_format = own
-    assert manifest.uncertainty is not None
+    monkeypatch.setattr(scorer, "prompt_format", "text")
+    assert untemplated(scorer, gate) is gate
 
 
 @pytest.mark.parametrize(
@@ -131,6 +121,5 @@ def test_only_an_operator_lets_them_through(scorer: Scorer, own: str, wanted: st
     known = built_in() | {"open": OPEN, "careful": CAREFUL, "warn": Policy("warn", Action.ANNOTATE, message="Hm.")}
     with nullcontext() if allowed else pytest.raises(NotAllowed, match="outside training") as refused:
         check_choice(scorer, known[wanted], scorer, known[own], Caller())
-    if refused is not None:
-        assert refused.value.param == "policy"
+    assert refused is None or refused.value.param == "policy"
     check_choice(scorer, known[wanted], scorer, known[own], Caller(may=frozenset({"policy"})))

@@ -18,8 +18,7 @@ from playwright.sync_api import Browser, Page, expect
 from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.policies.guard import Action, Policy
-from service.policies.policy import Policies
-from tests.api.test_uncertainty import known
+from tests.api.test_reply import known
 from tests.browser.chromium import Tab, faults, sideways, tab
 from tests.matching import contextual_bundle, matching_draft
 from tests.probes_store.factory import write_bundle
@@ -49,7 +48,7 @@ def counted(engine: ScriptedEngine, folder: Path) -> Bundle:
 @pytest.fixture(scope="module")
 def shared(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A service that lets a request choose, with bundles of every kind: one, two, known, counted."""
-    service = running(tmp_path_factory.mktemp("bundles"), add=[known, counted], policy="observe")
+    service = running(tmp_path_factory.mktemp("bundles"), add=[known, counted], policy="observe", policies=POLICIES)
     with service as started:
         yield started
 
@@ -143,23 +142,41 @@ def test_the_trajectory_stands_against_the_bundles_classes(service: Running, pag
         assert ".line" in part or box["height"] > 20, part
 
 
-def test_a_withheld_answer_shows_the_message_and_decodes_nothing(service: Running, page: Page) -> None:
+POLICIES = {
+    "fetch": Policy("fetch", Action.RETRIEVE, 0.0, "Fetch a passage."),
+    "warn": Policy("warn", Action.ANNOTATE, 0.0, "Take care."),
+    "send": Policy("send", Action.FALLBACK, 0.0),
+}
+
+
+def test_what_each_policy_does_with_a_flagged_prompt(service: Running, page: Page) -> None:
     steps = service.engine.counters.decode_steps
-    page.select_option("#policy", "gate")
-    page.locator("#threshold").press("Home")  # 0: everything is withheld
-    answered(page)
-    expect(page.locator(".decision")).to_have_text("Withheld before the first token")
-    expect(page.locator(".answer")).to_have_text("I am not sure.")
-    expect(page.locator(".facts").last).to_have_text("No answer token was decoded.")
-    expect(page.locator("#history li")).to_contain_text("withheld (abstain)")
-    assert service.engine.counters.decode_steps == steps
-
-
-def test_a_policy_that_only_watches_says_so(page: Page) -> None:
-    page.locator("#threshold").press("Home")
-    answered(page)
-    expect(page.locator(".decision")).to_contain_text("although flagged: the policy observe only watches")
-    expect(page.locator(".answer")).to_have_text("It is so.")
+    page.locator("#threshold").press("Home")  # 0: everything is flagged
+    for policy, decision, answer in (
+        ("gate", "Withheld before the first token", "I am not sure."),
+        ("send", "Left to another server before the first token", None),
+        ("warn", "Answered although flagged: the policy warn warns", "It is so."),
+        ("observe", "although flagged: the policy observe only watches", "It is so."),
+        ("fetch", "Sent to fetch a passage before the first token", "Fetch a passage."),
+    ):
+        page.select_option("#policy", policy)
+        answered(page)
+        expect(page.locator(".decision")).to_contain_text(decision)
+        if answer is not None:
+            expect(page.locator(".answer")).to_have_text(answer)
+        if policy == "gate":
+            expect(page.locator(".facts").last).to_have_text("No answer token was decoded.")
+            expect(page.locator("#history li")).to_contain_text("withheld (abstain)")
+        if policy == "fetch":
+            page.click("summary:has-text('Passage')")
+            page.fill("#passage", "It is so, says the book.")
+            answered(page)
+            expect(page.locator(".decision")).to_have_text("Withheld before the first token")
+            expect(page.locator(".facts", has_text="Without the passage the risk was")).to_be_visible()
+        if policy in ("gate", "send"):
+            assert service.engine.counters.decode_steps == steps
+        if policy == "warn":
+            expect(page.locator(".facts.warn").first).to_have_text("Take care.")
 
 
 def test_the_interval_and_what_lies_outside_training(service: Running, page: Page) -> None:
@@ -215,44 +232,30 @@ class Slow:
                 raise self.error
 
 
-def test_a_slow_answer_comes_piece_by_piece(service: Running, page: Page) -> None:
-    slow = Slow(after=4)
+@pytest.mark.parametrize("ends", ["whole", "stopped", "failed"])
+def test_a_slow_answer_comes_piece_by_piece_and_keeps_what_was_said(service: Running, page: Page, ends: str) -> None:
+    slow = Slow(after=4, error=EngineError("the device is gone") if ends == "failed" else None)
     service.engine.wait = slow  # type: ignore[method-assign]
     ask(page)
-    expect(page.locator(".answer")).to_have_text("It i")
-    expect(page.locator(".answer")).to_have_attribute("aria-busy", "true")
+    answer, problem = page.locator(".answer"), page.locator(".reading .problem")
+    expect(answer).to_have_text("It i")
+    expect(answer).to_have_attribute("aria-busy", "true")
     expect(page.locator("#ask")).to_be_disabled()
     expect(page.locator(".risk")).to_be_visible()  # long before the answer ends
     assert faults(page) == []
+    if ends == "stopped":
+        page.click("#stop")
+        expect(problem).to_have_text("Stopped.")
+        expect(page.locator("#stop")).to_be_hidden()
     slow.go_on.set()
+    if ends == "failed":
+        expect(problem).to_contain_text("the device is gone")
     finished(page)
-    expect(page.locator(".answer")).to_have_text("It is so.")
-    assert page.get_attribute(".answer", "aria-busy") is None
-    expect(page.locator("#ask")).to_be_enabled()
-
-
-def test_stop_ends_the_work(service: Running, page: Page) -> None:
-    slow = Slow(after=4)
-    service.engine.wait = slow  # type: ignore[method-assign]
-    ask(page)
-    expect(page.locator(".answer")).to_have_text("It i")
-    page.click("#stop")
-    expect(page.locator(".reading .problem")).to_have_text("Stopped.")
-    expect(page.locator("#stop")).to_be_hidden()
-    slow.go_on.set()
     until(lambda: service.engine.counters.open_continuations == 0)
-    expect(page.locator(".answer")).to_have_text("It i")
-
-
-def test_a_failure_under_way_keeps_what_was_said(service: Running, page: Page) -> None:
-    slow = Slow(after=4, error=EngineError("the device is gone"))
-    service.engine.wait = slow  # type: ignore[method-assign]
-    ask(page)
-    expect(page.locator(".answer")).to_have_text("It i")
-    slow.go_on.set()
-    expect(page.locator(".reading .problem")).to_contain_text("the device is gone")
-    expect(page.locator(".answer")).to_have_text("It i")
-    finished(page)
+    expect(answer).to_have_text("It is so." if ends == "whole" else "It i")
+    if ends == "whole":
+        assert page.get_attribute(".answer", "aria-busy") is None
+    expect(page.locator("#ask")).to_be_enabled()
 
 
 def test_a_service_that_stopped(browser: Browser, tmp_path: Path) -> None:
@@ -274,14 +277,9 @@ def closed(service: Running) -> bool:
 
 def test_a_service_that_is_loading_is_asked_again(opened: Open) -> None:
     with opened(allowed=("503",)) as tab:
-        error = {
-            "error": {"message": "the model is loading", "type": "server_error", "param": None, "code": "not_ready"}
-        }
-        tab.page.route(
-            "**/v1/bundles",
-            lambda route: route.fulfill(status=503, headers={"retry-after": "1"}, body=json.dumps(error)),
-            times=1,
-        )
+        error = {"message": "the model is loading", "type": "server_error", "param": None, "code": "not_ready"}
+        loading = {"status": 503, "headers": {"retry-after": "1"}, "body": json.dumps({"error": error})}
+        tab.page.route("**/v1/bundles", lambda route: route.fulfill(**loading), times=1)
         page = tab.open()
         expect(page.locator("#state")).to_have_text("Not ready yet: the model is loading")
         expect(page.locator("#ask")).to_be_disabled()
@@ -289,21 +287,20 @@ def test_a_service_that_is_loading_is_asked_again(opened: Open) -> None:
         expect(page.locator("#state")).to_contain_text("scripted")
 
 
-def test_a_choice_that_is_not_allowed_names_the_cure(browser: Browser, tmp_path: Path) -> None:
-    with running(tmp_path, callers_may=["none"]) as service, tab(browser, service.url, allowed=("403",)) as opened:
+@pytest.mark.parametrize("rights", [["none"], []])
+def test_a_choice_that_is_not_allowed_names_the_cure_and_on_this_machine_the_page_is_the_owners(
+    browser: Browser, tmp_path: Path, rights: list[Any]
+) -> None:
+    service = running(tmp_path, callers_may=rights, threshold=0.0)
+    with service as started, tab(browser, started.url, allowed=("403",)) as opened:
         page = ready(opened)
         page.select_option("#policy", "observe")
         ask(page)
-        expect(page.locator(".reading .problem")).to_contain_text("--callers-may policy")
-        expect(page.locator("#history li")).to_have_count(0)
-
-
-def test_on_this_machine_and_without_keys_the_page_is_the_owners(browser: Browser, tmp_path: Path) -> None:
-    with running(tmp_path, callers_may=(), threshold=0.0) as service, tab(browser, service.url) as opened:
-        page = ready(opened)
-        page.select_option("#policy", "observe")
-        ask(page)
-        expect(page.locator(".answer:not([aria-busy])")).to_have_text("It is so.")
+        if rights:
+            expect(page.locator(".reading .problem")).to_contain_text("--callers-may policy")
+            expect(page.locator("#history li")).to_have_count(0)
+        else:
+            expect(page.locator(".answer:not([aria-busy])")).to_have_text("It is so.")
 
 
 def test_keys(browser: Browser, tmp_path: Path) -> None:
@@ -333,6 +330,8 @@ def test_keys(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_the_slider_tells_what_the_bundle_counted(service: Running, page: Page) -> None:
+    expect(page.locator("#gate-source")).to_contain_text("keeps too little")
+    expect(page.locator("#gate-figure")).to_be_hidden()
     page.select_option("#bundle", "counted:1")
     expect(page.locator("#gate-source")).to_contain_text("Counted on")
     expect(page.locator("#threshold-value")).to_have_text("0.500 (the bundle's own)")
@@ -385,11 +384,6 @@ def test_the_table_by_form_of_conversation(opened: Open) -> None:
             ["lone", "1,200", "0.50", "0.51", "0.80", "30 %", "–"],
         ]
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-
-
-def test_a_bundle_that_keeps_little_says_so(page: Page) -> None:
-    expect(page.locator("#gate-source")).to_contain_text("keeps too little")
-    expect(page.locator("#gate-figure")).to_be_hidden()
 
 
 def test_two_bundles_on_one_prompt(service: Running, page: Page) -> None:
@@ -510,35 +504,3 @@ def test_every_width_and_light(service: Running, opened: Open, width: int, schem
         assert faults(page) == []
         if width == 360:
             assert page.evaluate("document.getElementById('result').getBoundingClientRect().top < innerHeight")
-
-
-def test_what_else_a_policy_does(shared: Running, opened: Open) -> None:
-    policies = {
-        "fetch": Policy("fetch", Action.RETRIEVE, 0.0, "Fetch a passage."),
-        "warn": Policy("warn", Action.ANNOTATE, 0.0, "Take care."),
-        "send": Policy("send", Action.FALLBACK, 0.0),
-    }
-    catalogue = shared.state.catalogue
-    before, catalogue.policies = catalogue.policies, Policies({**catalogue.policies.named, **policies})
-    try:
-        with opened() as tab:
-            page = ready(tab)
-            page.select_option("#policy", "warn")
-            answered(page)
-            expect(page.locator(".facts.warn").first).to_have_text("Take care.")
-            expect(page.locator(".decision")).to_have_text("Answered although flagged: the policy warn warns")
-            expect(page.locator(".answer")).to_have_text("It is so.")
-            page.select_option("#policy", "send")
-            answered(page)
-            expect(page.locator(".decision")).to_have_text("Left to another server before the first token")
-            page.select_option("#policy", "fetch")
-            answered(page)
-            expect(page.locator(".decision")).to_have_text("Sent to fetch a passage before the first token")
-            expect(page.locator(".answer")).to_have_text("Fetch a passage.")
-            page.click("summary:has-text('Passage')")
-            page.fill("#passage", "It is so, says the book.")
-            answered(page)
-            expect(page.locator(".decision")).to_have_text("Withheld before the first token")
-            expect(page.locator(".facts", has_text="Without the passage the risk was")).to_be_visible()
-    finally:
-        catalogue.policies = before

@@ -12,8 +12,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from probes_store.bundle import Bundle
 from service.errors import EngineError
-from service.judging.sample import Sample, SampleQuestion
-from tests.browser.chromium import Tab, faults, sideways, tab
+from service.judging.evaluation import Sample, SampleQuestion
+from tests.browser.chromium import faults, sideways, tab
 from tests.matching import matching_bundle
 from tests.running import Running, running
 from tests.scripted_engine import ScriptedEngine
@@ -39,10 +39,12 @@ def other(engine: ScriptedEngine, folder: Path) -> Bundle:
     return matching_bundle(engine, folder, "other")
 
 
-def listed(tab: Tab) -> Page:
-    page = tab.open()
-    expect(page.locator("#sample-rows tr[data-number]")).to_have_count(24)
-    return page
+@pytest.fixture
+def page(service: Running, browser: Browser) -> Iterator[Page]:
+    with tab(browser, service.url) as opened:
+        page = opened.open()
+        expect(page.locator("#sample-rows tr[data-number]")).to_have_count(24)
+        yield page
 
 
 def rows(page: Page) -> list[dict[str, Any]]:
@@ -54,70 +56,61 @@ def rows(page: Page) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_questions_are_answered_and_sorted(service: Running, browser: Browser) -> None:
-    with tab(browser, service.url) as opened:
-        page = listed(opened)
-        assert faults(page) == []
+def test_the_questions_are_answered_and_sorted(service: Running, page: Page) -> None:
+    assert faults(page) == []
+    found = rows(page)
+    assert [row["risk"] for row in found] == sorted(row["risk"] for row in found)
+    answers = {row["number"]: row["cells"] for row in found if row["number"] is not None}
+    assert set(answers) == {str(number) for number in range(24)}
+    assert answers["1"][1].splitlines() == ["Question <b>1</b> x?", "It is so."]  # text, no markup
+    assert answers["1"][2].strip() == "\u2713 right"
+    assert answers["3"][2].split("\n")[0] == "\u2717 wrong"
+    assert answers["3"][2].split("\n")[-1] == "not <i>that</i>"
+    assert "24 questions" in page.inner_text("#sample-note")
+
+
+def test_the_line_tells_what_a_gate_there_would_do(service: Running, page: Page) -> None:
+    threshold = service.bundles[0].manifest.threshold
+    assert f"{threshold:.2f}" in page.inner_text("#sample-value")
+    for at in (None, 0.0, 0.4, 1.0):
+        if at is not None:
+            page.locator("#sample-threshold").fill(str(at))
         found = rows(page)
-        assert [row["risk"] for row in found] == sorted(row["risk"] for row in found)
-        answers = {row["number"]: row["cells"] for row in found if row["number"] is not None}
-        assert set(answers) == {str(number) for number in range(24)}
-        assert answers["1"][1].splitlines() == ["Question <b>1</b> x?", "It is so."]  # text, no markup
-        assert answers["1"][2].strip() == "\u2713 right"
-        assert answers["3"][2].split("\n")[0] == "\u2717 wrong"
-        assert answers["3"][2].split("\n")[-1] == "not <i>that</i>"
-        assert "24 questions" in page.inner_text("#sample-note")
+        [place] = [place for place, row in enumerate(found) if row["kind"] == "line-row"]
+        passed, stopped = found[:place], found[place + 1 :]
+        value = threshold if at is None else at
+        assert all(row["risk"] <= value + 0.005 for row in passed)
+        assert all(row["risk"] >= value - 0.005 for row in stopped)
+        wrong = sum("wrong" in row["cells"][2] for row in passed)
+        right = sum("right" in row["cells"][2] for row in stopped)
+        assert page.inner_text("#sample-text") == (
+            f"A gate at {value:.2f} answers {len(passed)}, {wrong} of them wrong, "
+            f"and withholds {len(stopped)}, {right} of them right."
+        )
 
 
-def test_the_line_tells_what_a_gate_there_would_do(service: Running, browser: Browser) -> None:
-    with tab(browser, service.url) as opened:
-        page = listed(opened)
-        threshold = service.bundles[0].manifest.threshold
-        assert f"{threshold:.2f}" in page.inner_text("#sample-value")
-        for at in (None, 0.0, 0.4, 1.0):
-            if at is not None:
-                page.locator("#sample-threshold").fill(str(at))
-            found = rows(page)
-            [place] = [place for place, row in enumerate(found) if row["kind"] == "line-row"]
-            passed, stopped = found[:place], found[place + 1 :]
-            value = threshold if at is None else at
-            assert all(row["risk"] <= value + 0.005 for row in passed)
-            assert all(row["risk"] >= value - 0.005 for row in stopped)
-            wrong = sum("wrong" in row["cells"][2] for row in passed)
-            right = sum("right" in row["cells"][2] for row in stopped)
-            assert page.inner_text("#sample-text") == (
-                f"A gate at {value:.2f} answers {len(passed)}, {wrong} of them wrong, "
-                f"and withholds {len(stopped)}, {right} of them right."
-            )
+def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 800})
+    assert sideways(page) == 0
+    page.click("#sample-rows tr[data-number='4'] button")
+    expect(page.locator("#asked")).to_have_text(QUESTIONS[4].prompt)
+    expect(page.locator(".answer:not([aria-busy])")).to_have_text("It is so.")
 
 
-def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, browser: Browser) -> None:
-    with tab(browser, service.url, width=360) as opened:
-        page = listed(opened)
-        assert sideways(page) == 0
-        page.click("#sample-rows tr[data-number='4'] button")
-        expect(page.locator("#asked")).to_have_text(QUESTIONS[4].prompt)
-        expect(page.locator(".answer:not([aria-busy])")).to_have_text("It is so.")
+def test_the_keyboards_place_is_kept_while_the_list_is_drawn_anew(service: Running, page: Page) -> None:
+    page.locator("#sample-rows tr[data-number='7'] button").focus()
+    page.evaluate("""() => { const line = document.getElementById("sample-threshold");
+        line.value = "0.9"; line.dispatchEvent(new Event("input")); }""")
+    kept = page.evaluate("document.activeElement.closest('tr').dataset.number")
+    assert kept == "7"
 
 
-def test_the_keyboards_place_is_kept_while_the_list_is_drawn_anew(service: Running, browser: Browser) -> None:
-    with tab(browser, service.url) as opened:
-        page = listed(opened)
-        page.locator("#sample-rows tr[data-number='7'] button").focus()
-        page.evaluate("""() => { const line = document.getElementById("sample-threshold");
-            line.value = "0.9"; line.dispatchEvent(new Event("input")); }""")
-        kept = page.evaluate("document.activeElement.closest('tr').dataset.number")
-        assert kept == "7"
-
-
-def test_another_bundle_without_questions_has_no_list(service: Running, browser: Browser) -> None:
-    with tab(browser, service.url) as opened:
-        page = listed(opened)
-        page.click("#choices > summary")
-        page.select_option("#bundle", "other:1")
-        expect(page.locator("#sample")).to_be_hidden()
-        page.select_option("#bundle", "carrying:1")
-        expect(page.locator("#sample-rows tr[data-number]")).to_have_count(24)
+def test_another_bundle_without_questions_has_no_list(service: Running, page: Page) -> None:
+    page.click("#choices > summary")
+    page.select_option("#bundle", "other:1")
+    expect(page.locator("#sample")).to_be_hidden()
+    page.select_option("#bundle", "carrying:1")
+    expect(page.locator("#sample-rows tr[data-number]")).to_have_count(24)
 
 
 def test_a_failure_is_told_beside_what_came(browser: Browser, tmp_path: Path) -> None:

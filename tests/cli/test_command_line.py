@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from service import __version__, progress
-from service.api.response_schema import BundleRef, RiskOut, ScoreResponse
+from service.api.reply import BundleRef, RiskOut, ScoreResponse
 from service.cli.main import make_app
 from service.options import Sources, commands_of
 from tests.command_line import hallutracer, one_line_says

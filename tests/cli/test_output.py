@@ -16,7 +16,7 @@ from probes_store.bundle import BundleDraft, load_bundle
 from probes_store.store import SHIPPED, Store
 from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines, print_card
 from service.engines.scheduler import Scheduled
-from service.judging.coverage import Tenth
+from service.judging.evaluation import Tenth
 from service.library.results import risk_of
 from service.scoring import Scorer
 from service.serving.judgement import JudgedPrompt

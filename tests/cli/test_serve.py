@@ -24,7 +24,7 @@ from service.cli.running import FALLBACK, example
 from service.cli.serve_options import TraceOptions, load_keys
 from service.engines.bridge import wait_for
 from service.errors import HalluTracerError, NonFiniteReadout
-from service.judging.sample import sample_of
+from service.judging.evaluation import sample_of
 from tests.command_line import hallutracer, one_line_says
 from tests.serve_process import PATHS, ROOT, ServeProcess, inherited, serve
 

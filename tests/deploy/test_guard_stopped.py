@@ -16,8 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from hallutracer_client import AsyncClient, Client, Generate, TransportError
-from service.policies.guard import Action, Policy
-from service.policies.upstreams import Upstream
+from service.policies.guard import Action, Policy, Upstream
 from tests.deploy import balancer
 from tests.deploy.test_rag_app import FOLDER
 from tests.running import Running, running, until

@@ -34,7 +34,6 @@ def test_outside_from_a_distance_of_1(bundle: Bundle) -> None:
     signals = np.array([0.0])
     for step, outside in ((0.99, False), (1.0, True), (-1.5, True)):
         found = uncertain(bundle, np.array([0.5, 0.5 + step, 0.5]), signals)
-        assert found is not None
         assert (found.distance, found.outside) == (pytest.approx(abs(step)), outside)
 
 
@@ -43,7 +42,6 @@ def test_the_interval_holds_the_risk_and_has_the_records_width(bundle: Bundle) -
     for mean, step in ((0.3, 0.0), (-2.0, 0.8), (40.0, 0.0), (1e6, 1e6)):
         signals = np.array([mean])
         found = uncertain(bundle, np.array([0.5 + step, 0.5, 0.5]), signals)
-        assert found is not None
         assert found.interval is not None
         z = classifier.weight[0] * mean + classifier.intercept
         half = INTERVAL.half_width(z, step)
@@ -55,7 +53,6 @@ def test_the_interval_holds_the_risk_and_has_the_records_width(bundle: Bundle) -
 def test_without_refits_there_is_a_distance_and_no_interval(tmp_path: Path) -> None:
     alone = dataclasses.replace(UNCERTAINTY, interval=None)
     found = uncertain(write_bundle(make_draft(uncertainty=alone), tmp_path / "a"), np.full(3, 0.5), np.zeros(1))
-    assert found is not None
     assert (found.distance, found.interval) == (0.0, None)
 
 
@@ -64,8 +61,6 @@ def test_the_ends_of_the_interval_are_recalibrated_as_the_risk_is(tmp_path: Path
     mapped = write_bundle(make_draft(uncertainty=UNCERTAINTY, recalibration=recalibration), tmp_path / "mapped")
     for mean in (-1.0, 0.3):
         plain, found = (uncertain(one, np.full(3, 0.6), np.array([mean])) for one in (bundle, mapped))
-        assert plain is not None
         assert plain.interval is not None
-        assert found is not None
         assert found.interval == pytest.approx([float(recalibration(end)) for end in plain.interval])
         assert found.distance == plain.distance

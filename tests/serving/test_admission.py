@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.request_schema import ScoreRequest
+from service.api.request_schema import ScoreRequest, size_of
 from service.errors import Overloaded
 from service.serving.admission import (
     INLINE,
@@ -151,7 +151,7 @@ async def test_short_texts_pass_a_long_one_and_results_come_back(lanes: Tokenizi
 def test_many_empty_prompts_are_not_short() -> None:
     """A template is rendered for each of them."""
     for body in ({"prompt": [""] * 1000}, {"messages": [{"role": "user", "content": ""}] * 1000}):
-        assert ScoreRequest.model_validate(body).size() > INLINE
+        assert size_of(*ScoreRequest.model_validate(body).given()) > INLINE
 
 
 @pytest.mark.anyio

@@ -18,12 +18,10 @@ import httpx
 import pytest
 
 from service.errors import HalluTracerError
-from service.policies.guard import Action, Policy
-from service.policies.upstreams import Upstream
+from service.policies.guard import Action, Policy, Upstream
 from service.serving import tracing
 from service.serving.tracing import Tracing
-from tests.api.test_guarantee import guaranteed
-from tests.api.test_uncertainty import known
+from tests.api.test_reply import guaranteed, known
 from tests.local_server import answer, listening
 from tests.otlp import Collector, Span, collector
 from tests.running import running, until

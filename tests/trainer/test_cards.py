@@ -20,7 +20,7 @@ from probes_store.store import SHIPPED, Store
 from service.errors import TrainingError
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
 from service.fitting.scores import at_threshold, auroc_interval, reliability, risk_auroc
-from service.judging.coverage import coverage
+from service.judging.evaluation import coverage
 from service.trainer.cards import (
     better_options,
     cell,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.data.training_rows import Dataset, read_dataset
-from service.judging.sample import Sample, sample_of
+from service.judging.evaluation import Sample, sample_of
 from service.trainer.options import TrainOptions
 from service.trainer.training_set import KEPT, SHARE, draw_sample
 from tests.fitting.planted import Quiet, planted_rows, write_rows

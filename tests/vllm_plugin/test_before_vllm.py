@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from service.errors import HalluTracerError
-from service.judging.conversation import Shape
+from service.judging.guarantee import Shape
 from service.vllm_plugin import load
 from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
 from service.vllm_plugin.middleware import CURRENT, Note, RiskNotes

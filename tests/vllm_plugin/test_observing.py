@@ -20,14 +20,14 @@ vllm_or_skip()
 import openai  # noqa: E402
 
 from probes_store.store import SHIPPED, Store  # noqa: E402
-from service.audit.verify import verify  # noqa: E402
+from service.audit.file import verify  # noqa: E402
 from service.demo import MODEL_DIR  # noqa: E402
 from service.engines.base import EngineOptions, Sampling  # noqa: E402
 from service.engines.scheduler import Scheduled  # noqa: E402
 from service.engines.transformers.engine import TransformersEngine  # noqa: E402
 from service.policies.guard import OBSERVE  # noqa: E402
 from service.scoring import Scorer  # noqa: E402
-from tests.api.test_audit import audited, lines  # noqa: E402
+from tests.api.test_observers import audited, lines  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, MODEL, SURE, UNKNOWN, serving  # noqa: E402
 from tests.vllm_plugin.test_gated import CHATS, TEXTS, documents, token_ids, tokenizer, turn  # noqa: E402
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.data.forms import FORMS, chosen, in_forms
-from service.judging.conversation import BESIDE, LONG, SHAPES, Shape, Turns, has_passage, shape_of
+from service.judging.guarantee import BESIDE, LONG, SHAPES, Shape, Turns, has_passage, shape_of
 from tests.data.test_forms import SAID, made
 
 QUESTION = {"role": "user", "content": "What is the capital of Nauru?"}
@@ -58,32 +58,24 @@ def test_earlier_answers_are_counted_and_not_the_beginning_of_this_one(answers: 
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "passage"),
     [
-        "# Context\nLand is wide.\n\nWhat is it?",
-        "<document>It is so.</document> Is it?",
-        "Search results: one. What is it?",
-        "What is it?\r\n\r\n**Documents:**\r\nIt is so.",
-        "It is so. " * (BESIDE // 10 + 1) + "\nWhat is it?",
-        "\u5b83\u662f" * BESIDE + "\n\u662f\u4ec0\u4e48\uff1f",
-        "w" * (LONG + 1),
+        *((text, True) for text in (
+            "# Context\nLand is wide.\n\nWhat is it?", "<document>It is so.</document> Is it?",
+            "Search results: one. What is it?", "What is it?\r\n\r\n**Documents:**\r\nIt is so.",
+            "It is so. " * (BESIDE // 10 + 1) + "\nWhat is it?",
+            "\u5b83\u662f" * BESIDE + "\n\u662f\u4ec0\u4e48\uff1f", "w" * (LONG + 1))),
+        *((text, False) for text in (
+            "", " \n\n ", ":", "?", "Hi!\n\nWhat is it?\n\nThanks a lot, Ada", "w" * LONG,
+            "In this context: what is it?", "Contextual menus: what are they?",
+            f"Hello,\n{'very ' * 60}much?\nAnswer:")),
     ],
-)
-def test_what_is_a_passage(text: str) -> None:
-    assert has_passage(text)
-    assert shape_of(asked(text)).passage
-    assert shape_of([*asked(text), ANSWER, QUESTION]) == Shape(
-        "1", passage=False, system=False
-    )  # of an earlier question
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", " \n\n ", ":", "?", "Hi!\n\nWhat is it?\n\nThanks a lot, Ada", "w" * LONG, "In this context: what is it?",
-     f"Hello,\n{'very ' * 60}much?\nAnswer:", "Contextual menus: what are they?"],
 )  # fmt: skip
-def test_what_is_none(text: str) -> None:
-    assert not has_passage(text)
+def test_what_is_a_passage(text: str, passage: bool) -> None:
+    assert has_passage(text) is passage
+    assert shape_of(asked(text)).passage is passage
+    earlier = shape_of([*asked(text), ANSWER, QUESTION])  # that of an earlier question does not count
+    assert earlier == Shape("1", passage=False, system=False)
 
 
 @pytest.mark.parametrize(
@@ -92,25 +84,18 @@ def test_what_is_none(text: str) -> None:
         [],
         [None, 3, "user", [], {}],
         [{"role": "user"}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": []}],
-        [
-            {
-                "role": "user",
-                "content": [None, {}, {"type": "image_url", "image_url": {"url": "w" * LONG * 2}}, {"text": 3}],
-            }
-        ],
+        *([{"role": "user", "content": content}] for content in (
+            None, [], [None, {}, {"type": "image_url", "image_url": {"url": "w" * LONG * 2}}, {"text": 3}])),
         [{"role": ["system"], "content": {"text": "w" * LONG * 2}}, {"role": None}, {"content": "x"}],
         [{"role": "assistant", "content": "The"}],
         [QUESTION | {"content": [{"type": "text", "text": "Who?"}]}],
     ],
-)
+)  # fmt: skip
 def test_what_no_message_should_be_is_nothing_said(messages: list[Any]) -> None:
     assert shape_of(messages) == ALONE
 
 
 def test_parts_are_one_text() -> None:
-    part = {"type": "text", "text": "It is so. " * 5}
-    assert shape_of(
-        [{"role": "developer", "content": None}, QUESTION | {"content": [part, "It is so. " * 5, "Is it?"]}]
-    ) == (Shape("0", passage=True, system=True))
+    parts = [{"type": "text", "text": "It is so. " * 5}, "It is so. " * 5, "Is it?"]
+    found = shape_of([{"role": "developer", "content": None}, QUESTION | {"content": parts}])
+    assert found == Shape("0", passage=True, system=True)

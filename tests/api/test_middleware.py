@@ -1,25 +1,77 @@
-"""Bodies that arrive and do not end: what they hold of the memory, and who is still answered.  On real sockets."""
+"""Bodies: those that nobody means, and those that arrive and do not end; what they hold, and who is still answered."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
 from service.access.callers import ApiKey
-from service.api.body import FREE, BodyMemory
-from service.errors import BodiesFull
+from service.api.middleware import FREE, MAX_CONTAINERS, BodyMemory, parse
+from service.engines.checks import SEGMENT, check_length
+from service.errors import BodiesFull, PromptTooLong
 from tests.matching import Held
-from tests.running import Served, listening, until
+from tests.running import App, Served, listening, until
+from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import serve
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    with App(tmp_path_factory.mktemp("app")).started() as app:
+        yield app
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b'{"input_ids": [' + b"[]," * 1_000_000 + b"[]]}", 413, "lists and objects"),
+        (b'{"prompt": "a", "x": [' + b"{}," * 1_000_000 + b"{}]}", 413, "lists and objects"),
+        (b'{"prompt": "' + b"[{" * 100_000, 400, "not valid JSON"),
+        (b'{"prompt": "a", "prompt": "b"}', 400, "same key twice"),
+        (b'{"prompt": "a", "generate": {"max_tokens": 1, "max_tokens": 2}}', 400, "same key twice"),
+        ('{"prompt": "a"}'.encode("utf-16"), 400, "not UTF-8"),
+        (b'{"prompt": "\xff"}', 400, "not UTF-8, at byte 12"),
+        (b"[" * 8000, 400, "not valid JSON"),
+        (b"[" * 100_000, 413, "lists and objects"),
+        (b'{"prompt": "' + b"a" * (4 * 2**20) + b'"}', 413, "larger than"),
+    ],
+    ids=range(10),
+)
+def test_bodies_that_nobody_means(app: App, body: bytes, status: int, said: str) -> None:
+    answer = app.client.post("/score", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_brackets_in_texts_are_not_counted() -> None:
+    text = '[{\\"' * MAX_CONTAINERS
+    assert parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    nested = {"prompt": [text], "x": [[]] * (MAX_CONTAINERS - 3)}
+    assert parse(json.dumps(nested).encode()) == nested
+
+
+def test_a_text_far_beyond_the_context_is_not_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, encoded = ScriptedEngine(), list[int]()
+    tokenize = engine.tokenize
+    monkeypatch.setattr(engine, "tokenize", lambda text: encoded.append(len(text)) or tokenize(text))
+    for texts in (["x" * 4_000_000], ["x" * 2000] * 2000):
+        encoded.clear()
+        with pytest.raises(PromptTooLong, match="holds 512"):
+            check_length(texts, engine)
+        assert sum(encoded) <= SEGMENT + 2000
+    encoded.clear()
+    check_length(["x" * SEGMENT], engine)
+    assert encoded == []
+
+
+# --- bodies that do not end, on real sockets ---
 
 MIB = 2**20
 KEYS = ("one-key-of-sixteen-characters", "another-key-of-16-characters")
@@ -31,24 +83,24 @@ def padded(size: int) -> bytes:
     return b'{"prompt": "a"}'.ljust(size)
 
 
-def head(length: int | None, key: str | None = A.secret, path: str = "/score") -> bytes:
-    """Of a request with a body of so many bytes, or in chunks; the server says when it is ready to read it."""
-    lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", "expect: 100-continue"]
-    lines += [f"content-length: {length}" if length is not None else "transfer-encoding: chunked"]
-    lines += [f"authorization: Bearer {key}"] if key is not None else []
-    return "\r\n".join(lines).encode() + b"\r\n\r\n"
-
-
 class Client:
-    """One connection that has sent a request's head; ``status`` is what came back: 100 where the body is awaited."""
+    """One connection that has sent the head of a request with a body of so many bytes, or in chunks.
 
-    def __init__(self, port: int, *head_of: Any) -> None:
+    ``status`` is what came back: 100 where the body is awaited.
+    """
+
+    def __init__(self, port: int, length: int | None, key: str | None = A.secret, path: str = "/score") -> None:
+        lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json"]
+        framing = f"content-length: {length}" if length is not None else "transfer-encoding: chunked"
+        lines += ["expect: 100-continue", framing]
+        lines += [f"authorization: Bearer {key}"] if key is not None else []
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
-        self.socket.sendall(head(*head_of))
-        self.text = b""
-        self.status = self._next()
+        self.status = self.finish("\r\n".join(lines).encode() + b"\r\n\r\n")
 
-    def _next(self) -> int:
+    def finish(self, content: bytes = b"") -> int:
+        """Send what is left; the status of what comes back."""
+        self.socket.sendall(content)
+        self.text = b""
         while b"\r\n\r\n" not in self.text:
             self._more()
         return int(self.text[9:12])
@@ -57,15 +109,6 @@ class Client:
         part = self.socket.recv(65536)
         assert part, self.text
         self.text += part
-
-    def send(self, content: bytes) -> None:
-        self.socket.sendall(content)
-
-    def finish(self, content: bytes = b"") -> int:
-        """Send the body's end; the answer's status."""
-        self.text = b""
-        self.send(content)
-        return self._next()
 
     def error(self) -> tuple[str, str]:
         """Of the answer: its code, and Retry-After."""
@@ -77,15 +120,10 @@ class Client:
         after = re.search(rb"retry-after: (\d+)", start)
         return json.loads(body)["error"]["code"], after[1].decode() if after else ""
 
-    def close(self) -> None:
-        self.socket.close()
-
 
 def score(port: int, key: str, size: int = 20) -> int:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-        connection.request("POST", "/score", padded(size), headers)
-        return connection.getresponse().status
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    return httpx.post(f"http://127.0.0.1:{port}/score", content=padded(size), headers=headers, timeout=60).status_code
 
 
 def test_four_hundred_unfinished_bodies_hold_the_memory_of_sixteen() -> None:
@@ -97,29 +135,28 @@ def test_four_hundred_unfinished_bodies_hold_the_memory_of_sixteen() -> None:
             (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{service.process.pid}/status").read_text())
             return int(line) / 1024
 
-        for key in KEYS:
-            assert score(port, key, 2 * MIB) == 200
+        assert [score(port, key, 2 * MIB) for key in KEYS] == [200, 200]
         before = highest()
         clients = [Client(port, 4 * MIB) for _ in range(400)]
         reading = [client for client in clients if client.status == 100]
         for client in reading:
-            client.send(b" " * int(3.9 * MIB))
+            client.socket.sendall(b" " * int(3.9 * MIB))
         assert len(reading) == 16
         refused = [client for client in clients if client.status != 100]
         assert {(client.status, *client.error()) for client in refused} == {(503, "bodies_full", "1")}
         assert Client(port, 4 * MIB, None).status == 401
         assert [score(port, key) for key in KEYS] == [200, 200]
-        assert score(port, B.secret, 4 * MIB) == 200
-        assert score(port, A.secret, 4 * MIB) == 503
+        assert [score(port, key.secret, 4 * MIB) for key in (B, A)] == [200, 503]
         assert highest() - before < 160
         for client in clients:
-            client.close()
+            client.socket.close()
         until(lambda: score(port, A.secret, 4 * MIB) == 200)
 
 
 SMALL_MEMORY, LARGEST = MIB, MIB // 32
 COUNTED = LARGEST - FREE
 HALF = SMALL_MEMORY // 2 // COUNTED  # so many of the largest bodies are what one caller may hold
+CHUNK = b"%x\r\n%b\r\n"
 
 
 @pytest.fixture
@@ -132,16 +169,17 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[BodyMemory]:
             super().__init__(most)
             made.append(self)
 
-    monkeypatch.setattr("service.api.body.LEAST", SMALL_MEMORY)
-    monkeypatch.setattr("service.api.body.BodyMemory", Seen)
+    monkeypatch.setattr("service.api.middleware.LEAST", SMALL_MEMORY)
+    monkeypatch.setattr("service.api.middleware.BodyMemory", Seen)
     return made
 
 
 @pytest.fixture
 def service(tmp_path: Path, memory: list[BodyMemory]) -> Iterator[Served]:
+    """In the end all memory is given back."""
     with listening(Served(tmp_path, api_keys=[A, B], max_body_bytes=LARGEST)) as served:
         yield served
-    assert memory[0].free == SMALL_MEMORY
+        until(lambda: memory[0].free == SMALL_MEMORY)
 
 
 def accepted(port: int, key: str) -> list[Client]:
@@ -154,25 +192,23 @@ def accepted(port: int, key: str) -> list[Client]:
 
 
 def test_callers_share_the_memory_and_get_it_back(service: Served, memory: list[BodyMemory]) -> None:
-    first = accepted(service.port, A.secret)
-    assert len(first) == HALF
-    second = accepted(service.port, B.secret)
-    assert len(second) == HALF // 2
+    first, second = accepted(service.port, A.secret), accepted(service.port, B.secret)
+    assert (len(first), len(second)) == (HALF, HALF // 2)
     assert [client.finish(padded(LARGEST)) for client in first] == [200] * HALF
     until(lambda: memory[0].free == SMALL_MEMORY - len(second) * COUNTED)
     third = accepted(service.port, A.secret)
     assert len(third) == HALF * 3 // 4  # as much as it leaves free beside the second's
+    assert [score(service.port, key, FREE) for key in KEYS] == [200, 200]  # small ones are answered whatever is held
     for client in second + third:
-        client.close()
-    until(lambda: memory[0].free == SMALL_MEMORY)
+        client.socket.close()
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/chat/completions", "/v1/feedback", "/classify"])
-def test_a_body_in_chunks_counts_as_it_comes(service: Served, memory: list[BodyMemory], path: str) -> None:
+def test_a_body_in_chunks_counts_as_it_comes(service: Served, path: str) -> None:
     clients = [Client(service.port, None, A.secret, path) for _ in range(HALF + 20)]
     assert {client.status for client in clients} == {100}
     for client in clients:
-        client.send(b"%x\r\n%b\r\n" % (LARGEST, padded(LARGEST)))
+        client.socket.sendall(CHUNK % (LARGEST, padded(LARGEST)))
     refused: list[socket.socket] = []
     waiting = [client.socket for client in clients]
 
@@ -186,63 +222,40 @@ def test_a_body_in_chunks_counts_as_it_comes(service: Served, memory: list[BodyM
     assert waiting
     for client in clients:
         if client.socket in refused:
-            client.text = b""
-            assert (client._next(), *client.error()) == (503, "bodies_full", "1")
-    taken = [client for client in clients if client.socket in waiting]
-    assert all(client.finish(b"0\r\n\r\n") != 503 for client in taken)
-    until(lambda: memory[0].free == SMALL_MEMORY)
+            assert (client.finish(), *client.error()) == (503, "bodies_full", "1")
+        else:
+            assert client.finish(b"0\r\n\r\n") != 503
 
 
-def test_small_bodies_are_answered_whatever_is_held(service: Served, memory: list[BodyMemory]) -> None:
-    held = accepted(service.port, A.secret)
-    assert score(service.port, A.secret, FREE) == 200
-    assert score(service.port, A.secret, FREE + 1) in (200, 503)  # half a body may be left
-    assert score(service.port, A.secret, LARGEST) == 503
-    assert score(service.port, B.secret, LARGEST) == 200
-    for client in held:
-        client.close()
-    until(lambda: memory[0].free == SMALL_MEMORY)
-
-
-def test_a_body_counts_until_it_is_answered(service: Served, memory: list[BodyMemory]) -> None:
-    held = Held()
-    service.engine.before = held
+def test_a_body_counts_until_it_is_answered(service: Served) -> None:
+    service.engine.before = held = Held()
     clients = accepted(service.port, A.secret)
     for client in clients:
-        client.send(padded(LARGEST))
+        client.socket.sendall(padded(LARGEST))
     assert held.entered.wait(20)
     until(lambda: service.metric("hallutracer_queue_depth") == HALF)
     assert score(service.port, A.secret, LARGEST) == 503
     held.release.set()
     assert [client.finish() for client in clients] == [200] * HALF
-    until(lambda: memory[0].free == SMALL_MEMORY)
 
 
 def test_a_body_gives_its_memory_back_however_it_ends(service: Served, memory: list[BodyMemory]) -> None:
     gone = Client(service.port, LARGEST)
-    gone.send(b" " * FREE)
+    gone.socket.sendall(b" " * FREE)
     assert memory[0].free == SMALL_MEMORY - COUNTED
-    gone.close()
-    large = Client(service.port, None)
-    assert large.finish(b"%x\r\n%b\r\n" % (2 * LARGEST, b" " * 2 * LARGEST)) == 413
-    broken = Client(service.port, LARGEST)
-    assert broken.finish(b"{".ljust(LARGEST)) == 400
-    cut = Client(service.port, None)
-    cut.finish(b"%x\r\n%b\r\nno chunk\r\n" % (LARGEST, b" " * LARGEST))
-    until(lambda: memory[0].free == SMALL_MEMORY)
+    gone.socket.close()
+    assert Client(service.port, None).finish(CHUNK % (2 * LARGEST, b" " * 2 * LARGEST)) == 413
+    assert Client(service.port, LARGEST).finish(b"{".ljust(LARGEST)) == 400
+    Client(service.port, None).finish(CHUNK % (LARGEST, b" " * LARGEST) + b"no chunk\r\n")
+    for length in (LARGEST, None):  # who has no key is refused before the body
+        client = Client(service.port, length, None)
+        assert (client.status, client.error()[0]) == (401, "unauthorized")
 
 
 def test_a_body_that_never_comes_gives_its_memory_back(tmp_path: Path, memory: list[BodyMemory]) -> None:
     with listening(Served(tmp_path, max_body_bytes=LARGEST, deadline_s=0.3)) as service:
         assert Client(service.port, LARGEST).finish() == 408
         until(lambda: memory[0].free == SMALL_MEMORY)
-
-
-def test_who_has_no_key_is_refused_before_the_body(service: Served, memory: list[BodyMemory]) -> None:
-    for length in (LARGEST, None):
-        client = Client(service.port, length, None)
-        assert (client.status, client.error()[0]) == (401, "unauthorized")
-    assert memory[0].free == SMALL_MEMORY
 
 
 def test_many_callers_together_hold_no_more_than_there_is() -> None:

@@ -1,0 +1,473 @@
+"""Who may ask, and what each may choose: keys, their scopes and their file, hosts, owners, rights."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import APIRouter
+from fastapi.testclient import TestClient
+from starlette.requests import HTTPConnection
+from starlette.routing import Route
+
+from service.access.callers import OWNERS, ApiKey, Key, Right, Scope, digest_of
+from service.access.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
+from service.api import app as application
+from service.api.app import pages
+from service.api.auth import HEALTH, Admin, caller_of
+from service.audit.events import Who
+from service.cli.running import known_hosts
+from service.errors import HalluTracerError
+from service.policies.guard import Action, Policy
+from service.settings import ServiceSettings
+from tests.key_files import add_key, revoke_key
+from tests.running import App, Running, running, until
+from tests.serve_process import serve
+
+NOW = datetime.now(UTC)
+KEY = {"authorization": "Bearer sesame"}
+
+
+@contextmanager
+def client(tmp_path: Path, **options: Any) -> Iterator[TestClient]:
+    with App(tmp_path, **{"names": ["tiny"]} | options).started() as app:
+        yield app.client
+
+
+def named(name: str, **fields: Any) -> Key:
+    return Key(name=name, digest=digest_of(name), **{"scopes": frozenset({Scope.SCORE})} | fields)
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+KEYS = [named(str(scope), scopes=frozenset({scope})) for scope in Scope]
+
+
+# --- a key is asked for ---
+
+
+@pytest.mark.parametrize("protect_metrics", [False, True])
+def test_every_route_but_health_metrics_and_the_pages_asks_for_a_key(tmp_path: Path, protect_metrics: bool) -> None:
+    with client(tmp_path, api_keys=("other", "sesame"), protect_metrics=protect_metrics) as opened:
+        routes = [route for route in opened.app.routes if isinstance(route, Route)]  # type: ignore[attr-defined]
+        routes += [route for route in opened.app.routes if hasattr(route, "endpoint")]  # type: ignore[attr-defined]
+        walked = {(method, route.path) for route in routes for method in route.methods or ()}
+        assert {"/score", "/v1/models", "/openapi.json", "/docs", METRICS} <= {path for _, path in walked}
+        for method, path in [*walked, ("GET", "/nothing"), ("POST", "/health/%2e%2e/score"), ("POST", "//score")]:
+            refused = opened.request(method, path, json={"prompt": "a"}, follow_redirects=False)
+            is_open = path in HEALTH or (path == METRICS and not protect_metrics)
+            is_open = is_open or (path in pages(True) and method in ("GET", "HEAD"))
+            assert (refused.status_code == 401) is not is_open, (method, path, refused.status_code)
+            if not is_open and method != "HEAD":
+                assert refused.json()["error"]["code"] == "unauthorized"
+                assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.headers["x-request-id"]
+            assert opened.request(method, path, json={"prompt": "a"}, headers=KEY).status_code != 401
+        for sent in ({}, {"x-api-key": ""}, {"x-api-key": "Bearer sesame"},
+                     {"x-api-key": "sesame", "authorization": "Bearer no"},
+                     *({"authorization": one} for one in ("", "sesame", "Bearer", "Bearer ", "Bearer sesam",
+                       "Bearer sesamee", "Basic sesame", "Bearer SESAME", b"Bearer \xff\xfe"))):  # fmt: skip
+            assert opened.get("/v1/models", headers=sent).status_code == 401, sent  # type: ignore[arg-type]
+        for sent in ({"authorization": "bearer sesame"}, {"x-api-key": "sesame"}):
+            assert opened.get("/v1/models", headers=sent).status_code == 200
+        assert opened.post("/score", content=b"{" * 100).status_code == 401  # without reading a body
+
+
+def test_without_the_key_health_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client(tmp_path, api_keys=("sesame",)) as opened:
+        assert opened.get("/health/ready").json() == {"status": "ready"}
+        assert opened.get("/health/ready", headers=KEY).json()["bundles"] == ["tiny:1"]
+        state = opened.app.state.service  # type: ignore[attr-defined]
+        monkeypatch.setattr(state.lifecycle, "error", OSError("/srv/models/secret"))
+        for path in ("/health/live", "/health/ready"):
+            hidden, told = opened.get(path), opened.get(path, headers=KEY)
+            assert (hidden.status_code, told.status_code) == (503, 503)
+            assert ("/srv" in hidden.text, "/srv/models/secret" in told.text) == (False, True)
+
+
+def test_openapi_declares_the_keys_where_they_are_asked_for(tmp_path: Path) -> None:
+    with client(tmp_path, api_keys=("sesame",)) as opened:
+        document = opened.get("/openapi.json", headers=KEY).json()
+        assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+        assert document["paths"]["/score"]["post"]["security"] == [{"key": []}]
+        assert not {"security"} & {*document["paths"]["/health/live"]["get"], *document["paths"]["/metrics"]["get"]}
+    with client(tmp_path / "open") as opened:
+        assert "securitySchemes" not in opened.get("/openapi.json").json()["components"]
+
+
+def test_cors_is_off_unless_an_origin_is_named(tmp_path: Path) -> None:
+    origin = {"origin": "https://a.example"}
+    preflight = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with client(tmp_path) as opened:
+        assert "access-control-allow-origin" not in opened.get("/v1/models", headers=origin).headers
+        assert opened.options("/score", headers=preflight).status_code == 405
+    with client(tmp_path / "on", cors_origins=("https://a.example",), api_keys=("sesame",)) as opened:
+        assert opened.options("/score", headers=preflight).status_code == 200
+        allowed = opened.get("/v1/models", headers=origin | KEY)
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        assert "x-hallutracer-risk" in allowed.headers["access-control-expose-headers"]
+        other = opened.get("/v1/models", headers={"origin": "https://b.example"} | KEY)
+        assert "access-control-allow-origin" not in other.headers
+
+
+# --- what a key opens ---
+
+
+def with_admin_route(app: App) -> TestClient:
+    """As the rollout's routes are made."""
+
+    @app.app.post(f"{ADMIN}try")
+    async def change(who: Admin) -> dict[str, Any]:
+        return {"key": who.key, "address": who.address}
+
+    return app.client
+
+
+def test_each_scope_opens_its_routes_and_no_others(tmp_path: Path) -> None:
+    with App(tmp_path, names=["tiny"], api_keys=KEYS, protect_metrics=True).started() as app:
+        client = with_admin_route(app)
+        score, both, every = {"score"}, {"observe", "score"}, {"admin", "observe", "score"}
+        opened = {
+            **{("POST", path): score for path in CALLED}, ("GET", "/metrics"): {"observe"},
+            **{("GET", f"/v1/{path}"): both for path in ("models", "models/scripted", "bundles", "bundles/tiny")},
+            ("POST", f"{ADMIN}try"): {"admin"}, ("POST", f"{ADMIN}nothing"): {"admin"},
+            ("GET", "/openapi.json"): every, ("GET", "/nowhere"): every,
+        }  # fmt: skip
+        for (method, path), scopes in opened.items():
+            assert client.request(method, path, json={}).status_code == 401, path
+            for key in KEYS:
+                answer = client.request(method, path, json={"prompt": "a"}, headers=bearer(key.name))
+                if key.name in scopes:
+                    assert answer.status_code not in (401, 403), (path, key.name, answer.text)
+                    continue
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (403, "missing_scope"), (path, key.name)
+                assert all(repr(scope) in error["message"] for scope in scopes)
+                assert key.name in error["message"]
+        assert client.post(f"{ADMIN}try", headers=bearer("admin")).json() == {"key": "admin", "address": "testclient"}
+
+        @app.app.post("/v1/elsewhere")  # it only depends on who is an administrator
+        async def change(who: Admin) -> str:
+            return str(who.key)
+
+        assert client.post("/v1/elsewhere", headers=bearer("score")).json()["error"]["code"] == "missing_scope"
+        assert client.post("/v1/elsewhere", headers=bearer("admin")).json() == "admin"
+
+
+def test_every_route_is_sorted_into_a_scope(tmp_path: Path) -> None:
+    """A new route is open to every key until it stands in service/access/routes.py, or here."""
+    open_to_all_keys = {"/openapi.json", "/docs/oauth2-redirect"} | HEALTH | set(pages(True))
+    with App(tmp_path, names=["tiny"]).started() as app:
+        found = {route.path for route in app.app.routes if isinstance(route, Route)} | set(app.app.openapi()["paths"])
+    assert {*CALLED, METRICS, *CATALOGUE} <= found
+    assert {path for path in found if not scopes_of(path)} <= open_to_all_keys
+
+
+def test_a_new_route_is_a_router_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/contributing.md says: the module, and its router in ``ROUTERS``."""
+    router = APIRouter(tags=["mine"])
+
+    @router.get("/v1/models/hello/mine")
+    async def hello() -> str:
+        return "hello"
+
+    monkeypatch.setattr(application, "ROUTERS", (router, *application.ROUTERS))
+    with client(tmp_path, api_keys=[named("score")]) as opened:
+        assert opened.get("/v1/models/hello/mine").status_code == 401
+        assert opened.get("/v1/models/hello/mine", headers=bearer("score")).json() == "hello"
+        assert "/v1/models/hello/mine" in opened.get("/openapi.json", headers=bearer("score")).json()["paths"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"expires": NOW - timedelta(seconds=1)}, "key_expired"),
+        ({"revoked": NOW}, "key_revoked"),
+        ({"revoked": NOW, "expires": NOW - timedelta(1)}, "key_revoked"),
+    ],
+)
+def test_a_key_that_is_over_is_401_with_its_own_code_and_learns_nothing(
+    tmp_path: Path, fields: dict[str, Any], code: str
+) -> None:
+    keys = [named("over", **fields), named("soon", expires=NOW + timedelta(hours=1))]
+    with client(tmp_path, api_keys=keys) as opened:
+        refused = opened.post("/score", json={"prompt": "a"}, headers=bearer("over"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, code)
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert opened.get("/health/ready", headers=bearer("over")).json() == {"status": "ready"}
+        assert opened.get("/", headers=bearer("over")).status_code == 200
+        assert opened.post("/score", json={"prompt": "a"}, headers=bearer("soon")).status_code == 200
+        assert opened.get("/health/ready", headers=bearer("soon")).json()["bundles"] == ["tiny:1"]
+
+
+def test_a_key_may_be_held_to_some_policies(tmp_path: Path) -> None:
+    mild = Policy("mild", Action.ABSTAIN, threshold=0.2, message="Ask Ada.")
+    keys = [named("held", policies=("mild", "block"), may=frozenset({"policy"})), named("free")]
+    chat = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
+    with client(tmp_path, api_keys=keys, policies={"mild": mild}) as opened:
+        for key, path, body, status in (
+            *(("held", "/score", {"prompt": "a", "policy": one}, 200) for one in ("mild", "block")),
+            *(
+                ("held", "/score", {"prompt": "a"} | one, 403)
+                for one in ({"policy": "observe"}, {"policy": "gate"}, {})
+            ),
+            ("held", "/v1/chat/completions", chat, 403),
+            ("held", "/classify", {"inputs": "a"}, 403),
+            ("free", "/score", {"prompt": "a"}, 200),
+        ):
+            answer = opened.post(path, json=body, headers=bearer(key))
+            assert answer.status_code == status, (path, body)
+            if status == 403:
+                assert answer.json()["error"]["code"] == "not_allowed"
+                assert "'mild' or 'block' alone" in answer.text
+                assert "--callers-may" not in answer.text
+
+
+def test_prompts_are_counted_by_the_name_of_the_key_and_never_by_the_key(tmp_path: Path) -> None:
+    with client(tmp_path, api_keys=[named("app"), named("batch")]) as opened:
+        for key, threshold in (("app", 1.0), ("app", 0.0), ("batch", 1.0)):
+            opened.post("/score", json={"prompt": "A", "threshold": threshold}, headers=bearer(key)).raise_for_status()
+        lines = [line for line in opened.get("/metrics").text.splitlines() if "hallutracer_key_prompts_total{" in line]
+    assert sorted(lines) == [
+        f'hallutracer_key_prompts_total{{key="{key}",withheld="{withheld}"}} 1.0'
+        for key, withheld in (("app", "no"), ("app", "yes"), ("batch", "no"))
+    ]
+
+
+# --- a file of keys that changes ---
+
+
+def test_a_changed_file_is_in_force_soon_and_a_broken_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.serving.service.WATCH_S", 0.02)
+    path = tmp_path / "keys.toml"
+    one = add_key(path, "one", {"scopes": ["score"]})
+    with client(tmp_path, keys_file=path) as opened:
+
+        def status(secret: str) -> int:
+            return opened.post("/score", json={"prompt": "a"}, headers=bearer(secret)).status_code
+
+        def stale() -> bool:
+            return "hallutracer_keys_stale 1.0" in opened.get("/metrics").text
+
+        assert status(one) == 200
+        two = add_key(path, "two", {"scopes": ["score"]})
+        until(lambda: status(two) == 200)
+        good = path.read_text()
+        for broken in ("[one", "", good.replace("sha256", "sha265"), good + '[three]\nscopes = ["score"]\n'):
+            path.write_text(broken)
+            until(stale)
+            assert [status(one), status(two)] == [200, 200]
+            told = opened.get("/health/ready", headers=bearer(one)).json()
+            assert told["keys"].startswith(f"the keys in force stay: {path}")
+            assert "keys" not in opened.get("/health/ready").json()
+            path.write_text(good)
+            until(lambda: not stale())
+            assert "keys" not in opened.get("/health/ready", headers=bearer(one)).json()
+        revoke_key(path, "one")
+        until(lambda: status(one) == 401)
+        assert status(two) == 200
+
+
+def test_a_hangup_reads_the_file_without_a_change(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    add_key(path, "one", {"scopes": ["score"]})
+    app = App(tmp_path, names=["tiny"], keys_file=path)
+    two = add_key(path, "two", {"scopes": ["score"]})
+    assert app.state.access.keys.changed_on_disk()  # seen, and not yet read
+    assert asyncio.run(app.state.access.reload(Who(by="file")))
+    assert app.state.access.keys.find(two) is not None
+
+
+# --- without keys: this machine's programs ---
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("gated"), callers_may=()) as service:
+        with_admin_route(service)
+        yield service
+
+
+FOREIGN = [("x-forwarded-for", "10.0.0.1"), ("forwarded", "for=10.0.0.1"), ("x-real-ip", "10.0.0.1"),
+           ("via", "1.1 p"), ("origin", "http://evil.example"), ("origin", "null")]  # fmt: skip
+LOOSER = [{"policy": "observe"}, {"threshold": 1.0}]
+
+
+def status(service: Running, choice: dict[str, Any], **headers: str) -> int:
+    body = {"prompt": "A"} | choice
+    return httpx.post(f"{service.url}/score", json=body, headers=headers, timeout=30).status_code
+
+
+def test_programs_of_this_machine_own_the_service_and_what_others_pass_on_does_not(gated: Running) -> None:
+    url = f"{gated.url}{ADMIN}try"
+    assert httpx.post(url).json() == {"key": None, "address": "127.0.0.1"}
+    for choice in LOOSER:
+        assert [status(gated, choice), status(gated, choice, origin=gated.url)] == [200, 200]  # and the playground
+    assert status(gated, {"bundle": "two"}) == 403  # not the owner's choice by itself
+    for header in map(dict, ([one] for one in FOREIGN)):
+        refused = httpx.post(url, headers=header)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope"), header
+        assert [status(gated, choice, **header) for choice in ({}, *LOOSER)] == [200, 403, 403], header
+    for path in (f"{ADMIN}try", f"{ADMIN}nothing"):
+        elsewhere = gated.client.post(path)  # whose address is "testclient"
+        assert (elsewhere.status_code, "keys make NAME --scope admin" in elsewhere.text) == (403, True)
+    for host, allowed in (("10.1.2.3", 403), ("::2", 403), ("127.0.0.1.example", 403), ("", 403), ("::1", 200)):
+        assert TestClient(gated.app, client=(host, 1)).post(f"{ADMIN}try").status_code == allowed, host
+
+
+@pytest.mark.parametrize(
+    ("options", "headers"),
+    [
+        ({"callers_may": ["none"]}, {}),
+        ({"callers_may": ["feedback"]}, {}),
+        ({"callers_may": (), "host": "0.0.0.0"}, {}),
+        ({"callers_may": (), "api_keys": ["sesame"]}, KEY),
+    ],
+)
+def test_nobody_owns_it_where_the_operator_says_what_callers_may_or_others_reach_it(
+    tmp_path: Path, options: dict[str, Any], headers: dict[str, str]
+) -> None:
+    with running(tmp_path, **options) as service:
+        assert [status(service, choice, **headers) for choice in ({}, *LOOSER)] == [200, 403, 403]
+
+
+def test_a_request_without_a_key_owns_nothing_where_keys_are_asked_for(tmp_path: Path) -> None:
+    """It is refused before; this holds by itself, too."""
+    request = HTTPConnection({"type": "http", "headers": [], "client": ("127.0.0.1", 9), "server": ("127.0.0.1", 1),
+                              "scheme": "http", "path": "/score", "query_string": b""})  # fmt: skip
+    for keys, rights in (([], OWNERS), (["secret-one"], frozenset())):
+        with App(tmp_path / str(len(keys)), callers_may=(), api_keys=keys).started() as app:
+            assert caller_of(request, app.state).may == rights
+
+
+# --- a caller may always be stricter than the operator ---
+
+OWN = 0.5  # the scripted bundles' threshold
+LOOSE = Policy("loose", Action.ABSTAIN, threshold=0.9, message="Ask Ada.")
+# What a request chooses, and the field that it may not: under a policy that withholds at 0.5 by bundle "one".
+CHOICES: list[tuple[dict[str, Any], Right | None]] = [
+    ({}, None), ({"policy": "gate"}, None), ({"policy": "block"}, None), ({"threshold": 0.0}, None),
+    ({"threshold": OWN}, None), ({"threshold": 0.2, "policy": "block"}, None), ({"bundle": "one"}, None),
+    ({"bundle": "one:1"}, None), ({"threshold": 0.2, "policy": "loose"}, None),
+    ({"policy": "observe"}, "policy"), ({"policy": "observe", "threshold": 0.0}, "policy"),
+    ({"policy": "observe", "threshold": 1}, "policy"), ({"threshold": 0.500001}, "threshold"),
+    ({"threshold": 1}, "threshold"), ({"policy": "loose"}, "threshold"),
+    ({"policy": "block", "threshold": 0.9}, "threshold"), ({"bundle": "two"}, "bundle"),
+    ({"bundle": "two", "threshold": 0.0}, "bundle"),
+]  # fmt: skip
+LOOSENING: tuple[Right, ...] = ("policy", "threshold", "bundle")
+RIGHTS = [frozenset(chosen) for n in range(4) for chosen in itertools.combinations(LOOSENING, n)]
+
+
+@pytest.mark.parametrize("rights", RIGHTS, ids=lambda rights: "+".join(sorted(rights)) or "none")
+def test_only_what_is_allowed_loosens(tmp_path: Path, rights: frozenset[Right]) -> None:
+    with client(tmp_path, names=["one", "two"], callers_may=rights, policies={"loose": LOOSE}) as opened:
+        for (choice, needed), generate in itertools.product(CHOICES, (None, {"max_tokens": 1})):
+            answer = opened.post("/score", json={"prompt": "a", "generate": generate, **choice})
+            if needed is None or needed in rights:
+                assert answer.status_code == 200, (choice, answer.text)
+                continue
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (403, "not_allowed", needed), choice
+            assert f"--callers-may {needed}" in error["message"]
+
+
+@pytest.mark.parametrize("threshold", [None, 0.3])
+def test_under_a_policy_that_observes_every_choice_is_stricter(tmp_path: Path, threshold: float | None) -> None:
+    options: dict[str, Any] = {"policies": {"loose": LOOSE}, "policy": "observe", "threshold": threshold}
+    with client(tmp_path, names=["one", "two"], callers_may=(), **options) as opened:
+        for choice, _ in CHOICES:
+            assert opened.post("/score", json={"prompt": "a", **choice}).status_code == 200, choice
+
+
+def test_the_services_own_threshold_is_the_highest_and_a_key_may_be_allowed_more(tmp_path: Path) -> None:
+    with client(tmp_path, callers_may=(), threshold=0.8) as opened:
+        for threshold, expected in [(0.8, 200), (0.79, 200), (0.81, 403)]:
+            assert opened.post("/score", json={"prompt": "a", "threshold": threshold}).status_code == expected
+    keys = [ApiKey("for the evaluation", "evaluation", frozenset({"policy"})), ApiKey("for the app", "app")]
+    with client(tmp_path / "k", names=["one", "two"], callers_may=("threshold",), api_keys=keys) as opened:
+        for choice, statuses in (({"policy": "observe"}, [200, 403]), ({"threshold": 1}, [200, 200]),
+                                 ({"bundle": "two"}, [403, 403])):  # fmt: skip
+            answers = [opened.post("/score", json={"prompt": "a"} | choice, headers=bearer(key.secret)) for key in keys]
+            assert [answer.status_code for answer in answers] == statuses
+
+
+# --- hosts: no page can rebind its name to a service that asks for no key ---
+
+LOOPBACK = known_hosts(ServiceSettings(), keyed=False)
+OWN_NAMES = {"localhost", socket.gethostname()}
+KNOWN = ["localhost", "LocalHost:8765", "127.0.0.1:8765", "127.0.0.1", "[::1]:8765", "[::1]", "10.0.0.5:8765",
+         "[fd00::17]:8765"]  # fmt: skip
+UNKNOWN = ["evil.example", "evil.example:8765", "localhost.evil.example", "127.0.0.1.evil.example", "", ":8765", "::1",
+           "[evil.example]", "[127.0.0.1]", "10.0.0.5.", "10.0.0.005", "010.0.0.5", "0x7f.1", "2130706433",
+           "[::1"]  # fmt: skip
+
+
+def test_loopbacks_names_and_addresses_are_served_and_others_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with client(tmp_path, allowed_hosts=LOOPBACK) as opened:
+        for host in KNOWN:
+            assert opened.post("/score", json={"prompt": "a"}, headers={"host": host}).status_code == 200, host
+    with client(tmp_path / "keys", allowed_hosts=LOOPBACK, api_keys=("sesame",)) as opened:
+        paths = [("POST", "/score"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/nothing"), ("GET", "/docs")]
+        for host, (method, path) in itertools.product(UNKNOWN, paths):
+            refused = opened.request(method, path, headers={"host": host})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (421, "wrong_host"), (host, path)
+    with client(tmp_path / "any", allowed_hosts=("*",)) as opened:
+        assert opened.get("/health", headers={"host": "evil.example"}).status_code == 200
+        for path in HEALTH:
+            assert (opened.head(path).status_code, opened.head(path).content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("settings", "keyed", "known"),
+    [
+        ({}, False, {"localhost"}),
+        ({}, True, {"localhost"}),
+        ({"host": "::1"}, True, {"localhost"}),
+        ({"host": "localhost"}, False, {"localhost"}),
+        ({"host": "0.0.0.0"}, False, OWN_NAMES),
+        ({"host": "::"}, False, OWN_NAMES),
+        ({"host": "10.0.0.5"}, False, OWN_NAMES),
+        ({"host": "guard.example"}, False, OWN_NAMES | {"guard.example"}),
+        ({"host": "0.0.0.0"}, True, {"*"}),
+        ({"host": "0.0.0.0", "allowed_hosts": ("guard.example",)}, False, {"guard.example"}),
+        ({"host": "0.0.0.0", "allowed_hosts": ("guard.example",)}, True, {"guard.example"}),
+        ({"host": "0.0.0.0", "allowed_hosts": ("*",)}, False, {"*"}),
+        ({"allowed_hosts": ("*",)}, False, {"*"}),
+    ],
+)
+def test_the_names_follow_from_the_address_and_the_keys(settings: dict[str, Any], keyed: bool, known: set[str]) -> None:
+    assert set(known_hosts(ServiceSettings(**settings), keyed=keyed)) == known
+
+
+@pytest.mark.parametrize("name", ["a:8765", "http://a", "a,b", "*.example", "a/b", "[::1]:80", ""])
+def test_a_name_that_no_request_could_have_is_refused(name: str) -> None:
+    with pytest.raises(HalluTracerError, match="--allowed-host"):
+        known_hosts(ServiceSettings(allowed_hosts=("good.example", name)), keyed=True)
+
+
+def test_a_service_for_everybody_is_not_for_every_name(tmp_path: Path) -> None:
+    """As a browser would ask it, on all interfaces, without keys and without ``--allowed-host``."""
+    with serve("--host", "0.0.0.0", "--allow-anonymous", HALLUTRACER_STORE=str(tmp_path)) as service:
+        port = service.url.rpartition(":")[2]
+        hosts = [("evil.example", 421), *((host, 200) for host in ("127.0.0.1", "10.0.0.5", *OWN_NAMES))]
+        for (method, path), (host, expected) in itertools.product(
+            (("POST", "/score"), ("GET", "/metrics"), ("GET", "/")), hosts
+        ):
+            body = {"json": {"prompt": "Why?"}} if method == "POST" else {}
+            headers = {"host": f"{host}:{port}"}
+            answer = httpx.request(method, service.url + path, headers=headers, timeout=60, **body)
+            assert answer.status_code == expected, (path, host)
+        assert "--allowed-host" in service.log()

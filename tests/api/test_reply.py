@@ -1,0 +1,361 @@
+"""What an answer tells beside its risk: guarantee, uncertainty, whether the risk applies; and what counts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hallutracer_client.results import BundleList, ScoreResult, parse
+from probes_store.bundle import Bundle
+from service.engines.base import Sampling
+from service.feedback.databases import location
+from service.judging.drift import DriftLimits
+from service.judging.guarantee import TOKEN_IDS, decoding_violations, guarantee_status, outside_as_calibrated
+from service.policies.guard import GATE, OBSERVE, Action, Policy
+from service.serving.feedback import Feedback
+from service.serving.judgement import Judgement
+from service.serving.monitor import Monitor, digest_of
+from service.vllm_plugin.middleware import Note
+from tests.feedback.made import rows
+from tests.matching import contextual_bundle, matching_draft
+from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle
+from tests.running import App
+from tests.scripted_engine import ScriptedEngine
+
+GUARANTEED = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}
+ALONE = "0 earlier turns, no passage, no system prompt"
+NEAR, FAR = [256, 65, 66], [256, 67]
+CAREFUL = Policy("careful", Action.ABSTAIN, threshold=1.0, message="Never heard of it.", withhold_outside=True)
+ALL = Policy("all", Action.ABSTAIN, message="Not sure.", withhold_no_fact=True)
+OPEN = Policy("open", Action.ABSTAIN, message="Not sure.", withhold_outside=False)
+
+
+def guaranteed(
+    engine: ScriptedEngine, folder: Path, name: str = "sure", shapes: tuple[str, ...] | None = None
+) -> Bundle:
+    draft = matching_draft(engine, name, 0, threshold=GUARANTEE.threshold)
+    draft.manifest = dataclasses.replace(draft.manifest, guarantee=GUARANTEE, guarantee_shapes=shapes)
+    return write_bundle(draft, folder / name)
+
+
+def known(engine: ScriptedEngine, folder: Path) -> Bundle:
+    """A bundle whose reference lies at the first golden prompt, and ends before the second."""
+    draft = matching_draft(engine, "known", 0)
+    near, far = draft.golden.trajectory
+    whitening = np.eye(len(near), dtype=np.float32) / (float(np.linalg.norm(far - near)) / 2)
+    draft.manifest = dataclasses.replace(draft.manifest, uncertainty=UNCERTAINTY)
+    draft.probes = dataclasses.replace(draft.probes, reference_mean=near, reference_whitening=whitening)
+    return write_bundle(draft, folder / "known")
+
+
+def serving(folder: Path, reach: float = 1e3, **options: Any) -> App:
+    """An app whose first bundle has context probes, and a reference that ends at ``reach``."""
+    app = App(folder, policies={"all": ALL, "open": OPEN}, **options)
+    app.bundles.insert(0, contextual_bundle(app.engine, folder, reach=reach))
+    return app
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    """With bundles "one", "two", "sure" and "alone", which have guarantees, and "known"."""
+    add = [guaranteed, lambda engine, folder: guaranteed(engine, folder, "alone", (ALONE,)), known]
+    with App(tmp_path_factory.mktemp("bundles"), policies={"careful": CAREFUL}, add=add).started() as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def contextual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    with serving(tmp_path_factory.mktemp("context")).started() as app:
+        yield app
+
+
+def told(app: App, **body: Any) -> Any:
+    """The answer, which the client reads as it is."""
+    response = app.client.post("/score", json=body)
+    assert response.status_code == 200, response.text
+    found, parsed = response.json(), parse(ScoreResult, response.content)
+    guarantee, row, one = found.get("guarantee"), found["data"][0], parsed.data[0]
+    holds = None if parsed.guarantee is None else parsed.guarantee.holds
+    interval = None if one.interval is None else list(one.interval)
+    assert (guarantee or {}).get("holds") == holds
+    read = {"interval": interval, "outside_training": one.outside_training, "distance": one.distance,
+            "applies": one.applies, "asks": one.asks}  # fmt: skip
+    assert {name: row.get(name) for name in read} == read
+    return found
+
+
+def events(app: App, **body: Any) -> list[Any]:
+    lines = app.client.post("/score", json=body | {"stream": True}).text.strip().split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def series(app: App, name: str, bundle: str) -> float:
+    start = f'hallutracer_{name}{{bundle="{bundle}"'
+    values = [line for line in app.client.get("/metrics").text.splitlines() if line.startswith(start)]
+    assert values, name
+    return sum(float(line.split()[-1]) for line in values)
+
+
+# --- guarantee ---
+
+# A prompt without a template is withheld where it lies outside training; the calibration had none.
+OUTSIDE = "policy: 'gate' also withholds prompts outside training, the calibration did not"
+HOLDS = {"alpha": 0.1, "delta": 0.05, "holds": True, "void": []}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKS, SAYS = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+
+
+def unlike(*shapes: str) -> list[str]:
+    return [f"conversation: {shape}; the calibration had none like it" for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("bundle", "body", "reasons"),
+    [
+        *(("sure", body, []) for body in ({}, {"policy": "block"}, {"threshold": 0.25}, {"include": ["trajectory"]},
+                                          {"generate": {"max_tokens": 2}})),
+        ("sure", {"policy": "observe"}, ["policy: 'observe' withholds nothing"]),
+        ("sure", {"threshold": 0.2}, ["threshold: 0.2 applies, 0.25 is guaranteed"]),
+        ("sure", {"generate": {"max_tokens": 2, "temperature": 0.7}}, ["decoding: temperature 0.7, not greedy"]),
+        ("sure", {"generate": {"max_tokens": 2, "stop": ["."]}}, ["decoding: ends at texts of the request's own"]),
+        ("sure", {"input_ids": [1, 2]}, [OUTSIDE, TOKEN_IDS]),
+        ("sure", {"policy": "observe", "threshold": 1.0},
+         ["policy: 'observe' withholds nothing", "threshold: 1 applies, 0.25 is guaranteed"]),
+        ("alone", {}, []),
+        ("alone", {"messages": [ASKS]}, []),
+        ("alone", {"messages": [SYSTEM, ASKS]}, unlike("0 earlier turns, no passage, a system prompt")),
+        ("alone", {"messages": [ASKS, SAYS, ASKS]}, unlike("1 earlier turn, no passage, no system prompt")),
+        ("alone", {"prompt": f"Context: {'A fact. ' * 60}\n\nWhy?"},
+         unlike("0 earlier turns, a passage, no system prompt")),
+        ("alone", {"input_ids": [1, 2]}, [OUTSIDE, TOKEN_IDS, *unlike("not known")]),
+        ("one", {}, None),
+    ],
+)  # fmt: skip
+def test_a_guarantee_holds_or_says_why_not(
+    service: App, bundle: str, body: dict[str, Any], reasons: list[str] | None
+) -> None:
+    asked = {} if {"messages", "input_ids", "prompt"} & set(body) else {"prompt": "Why?"}
+    found = told(service, bundle=bundle, **asked, **body).get("guarantee")
+    assert found == (None if reasons is None else HOLDS | {"holds": not reasons, "void": reasons})
+
+
+def test_streams_bundles_and_metrics_tell_what_the_answer_tells(service: App) -> None:
+    warm = {"max_tokens": 2, "temperature": 1.0}
+    first, *_ = events(service, prompt="Why?", generate=warm, bundle="sure")
+    assert first["guarantee"]["holds"] is False
+    first, *_ = events(service, input_ids=FAR, generate={"max_tokens": 2}, policy="observe", bundle="known")
+    assert (first["data"][0]["outside_training"], len(first["data"][0]["interval"])) == (True, 2)
+    response = service.client.get("/v1/bundles")
+    one, _, sure, alone, near = response.json()["data"]
+    assert (one["guarantee"], sure["guarantee"]) == (None, dataclasses.asdict(GUARANTEE))
+    assert [card["guarantee_shapes"] for card in (one, sure, alone)] == [None, None, [ALONE]]
+    assert (one["uncertainty"]["interval"], near["uncertainty"]) == (None, dataclasses.asdict(UNCERTAINTY))
+    parsed = parse(BundleList, response.content).data
+    assert parsed[2].guarantee is not None
+    assert parsed[2].guarantee.statement == GUARANTEE.statement
+    assert parsed[4].uncertainty is not None
+    assert parsed[4].uncertainty.statement == UNCERTAINTY.statement
+    lines = [line for line in service.client.get("/metrics").text.splitlines() if "guarantee_info{" in line]
+    (line,) = [line for line in lines if 'bundle="sure:1"' in line]
+    assert 'alpha="0.1"' in line
+    assert 'delta="0.05"' in line
+    assert line.endswith(" 1.0")
+    service.state.metrics.guarantees([])
+    assert "guarantee_info{" not in service.client.get("/metrics").text
+
+
+VOID = {
+    (True, True): None,
+    (True, None): None,
+    (True, False): "does not withhold prompts outside training, the calibration did",
+    (False, True): "also withholds prompts outside training, the calibration did not",
+    (False, None): None,
+    (False, False): None,
+}
+
+
+@pytest.mark.parametrize(("context", "outside"), VOID)
+def test_a_guarantee_is_void_where_outside_is_treated_otherwise(
+    contextual: App, context: bool, outside: bool | None
+) -> None:
+    manifest = dataclasses.replace(contextual.bundles[0].manifest, **GUARANTEED)
+    if not context:
+        manifest = dataclasses.replace(manifest, context=None)
+    policy, why = Policy("mine", Action.BLOCK, withhold_outside=outside), VOID[context, outside]
+    stands = guarantee_status(manifest, policy, "float32")
+    assert stands is not None
+    assert (stands.violations, stands.holds) == (() if why is None else (f"policy: 'mine' {why}",), why is None)
+    assert outside_as_calibrated(manifest, policy) is (why is None)
+    other = guarantee_status(manifest, policy, "bfloat16")
+    assert other is not None
+    assert other.violations[-1] == "dtype: the engine computes in bfloat16, the calibration did in float32"
+    assert guarantee_status(dataclasses.replace(manifest, guarantee=None), OBSERVE, "float32") is None
+    assert decoding_violations(None) == decoding_violations(Sampling()) == ()
+
+
+def test_vllms_note_has_it_all(service: App, contextual: App) -> None:
+    scorers = {one.bundle.manifest.name: one for one in service.state.catalogue.scorers}
+    judged = {name: Judgement.of(one, GATE, one.score([FAR])) for name, one in scorers.items()}
+    body = Note([judged["sure"]], violations=("decoding: ...",)).body() or {}
+    assert body["guarantee"] == HOLDS | {"holds": False, "void": ["decoding: ..."]}
+    body = Note([judged["known"]]).body() or {}
+    assert "guarantee" not in body
+    assert (body["data"][0]["outside_training"], len(body["data"][0]["interval"])) == (True, 2)
+    scorer = contextual.state.catalogue.scorers[0]
+    reports = scorer.score([scorer.render(prompt=f"prompt {number}") for number in range(40)])
+    odd = next(report for report in reports if not report.context.applies)
+    assert (Note([Judgement.of(scorer, GATE, [odd])]).body() or {})["data"][0]["applies"] is False
+
+
+# --- uncertainty ---
+
+
+def test_an_answer_tells_its_interval_and_its_distance(service: App) -> None:
+    before = series(service, "outside_training_total", "known:1")
+    near, far = (told(service, input_ids=ids, bundle="known")["data"][0] for ids in (NEAR, FAR))
+    assert series(service, "outside_training_total", "known:1") == before + 1
+    assert (near["outside_training"], far["outside_training"]) == (False, True)
+    assert (near["distance"], far["distance"]) == (pytest.approx(0, abs=1e-5), pytest.approx(2, rel=1e-5))
+    for row in (near, far):
+        low, high = row["interval"]
+        assert 0 < low < row["risk"] < high < 1
+        z = np.log((1 - row["risk"]) / row["risk"])
+        half = UNCERTAINTY.interval.half_width(z, row["distance"])  # type: ignore[union-attr]
+        assert np.log((1 - low) / low) - z == pytest.approx(half, rel=1e-4)
+
+
+@pytest.mark.parametrize("generate", [None, {"max_tokens": 2}])
+def test_a_policy_may_withhold_what_lies_outside(service: App, generate: Any) -> None:
+    chosen = {"bundle": "known", "policy": "careful", "generate": generate}
+    far, near = (told(service, input_ids=ids, **chosen)["data"][0] for ids in (FAR, NEAR))
+    assert (far["decision"], far["flagged"], far["message"]) == ("abstain", False, "Never heard of it.")
+    assert "completion" not in far
+    assert (near["decision"], "completion" in near) == ("continue", generate is not None)
+    if generate is not None:
+        (only,) = events(service, input_ids=FAR, **chosen)
+        assert only["data"][0]["decision"] == "abstain"
+
+
+def test_a_caller_may_not_choose_a_policy_that_lets_it_through(tmp_path: Path) -> None:
+    app = App(tmp_path, policies={"careful": CAREFUL}, policy="careful", callers_may=("bundle", "threshold"))
+    app.bundles.insert(0, known(app.engine, tmp_path))
+    with app.started():
+        answer = app.client.post("/score", json={"input_ids": FAR, "policy": "block"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (403, "policy")
+        assert app.client.post("/score", json={"input_ids": FAR}).json()["data"][0]["decision"] == "abstain"
+
+
+# --- prompts that ask for no fact ---
+
+Kind = tuple[bool, bool]  # whether the risk is at or above the bundle's threshold, and whether it applies
+KINDS: list[Kind] = [(high, applies) for high in (True, False) for applies in (True, False)]
+
+
+@pytest.fixture(scope="module")
+def prompts(contextual: App) -> dict[Kind, list[str]]:
+    found: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
+    scorer = contextual.state.catalogue.scorers[0]
+    texts = [f"prompt {number}" for number in range(80)]
+    for text, report in zip(texts, scorer.score([scorer.render(prompt=text) for text in texts]), strict=True):
+        found[report.risk >= scorer.bundle.manifest.threshold, report.context.applies].append(text)
+    assert all(len(found[kind]) >= 3 for kind in KINDS)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["gate", "all"])
+@pytest.mark.parametrize("generate", [None, {"max_tokens": 3}])
+def test_an_answer_tells_whether_its_risk_applies_and_a_policy_may_judge_it_all_the_same(
+    contextual: App, prompts: dict[Kind, list[str]], kind: Kind, policy: str, generate: Any
+) -> None:
+    high, applies = kind
+    row = told(contextual, prompt=prompts[kind][0], policy=policy, generate=generate)["data"][0]
+    flagged = high and (applies or policy == "all")
+    assert row["applies"] is applies is (row["asks"] >= 0.5)
+    assert (row["risk"] >= row["threshold"], row["flagged"]) == (high, flagged)
+    assert row["decision"] == ("abstain" if flagged else "continue")
+    assert ("completion" in row, "message" in row) == (generate is not None and not flagged, flagged)
+    body = {"model": "scripted", "messages": [{"role": "user", "content": prompts[kind][0]}], "max_tokens": 3}
+    body |= {"vllm_xargs": {"hallutracer_policy": policy}}
+    answer = contextual.client.post("/v1/chat/completions", json=body).json()
+    (choice,), (noted,) = answer["choices"], answer["hallutracer"]["data"]
+    assert (noted["applies"], noted["decision"]) == (applies, row["decision"])
+    assert choice["message"]["content"] == (None if flagged else contextual.engine.answer[:3])
+    assert not {"applies", "asks"} & set(told(contextual, prompt="a", bundle="one")["data"][0])  # it cannot tell
+
+
+def test_no_caller_lets_prompts_that_ask_for_no_fact_through(tmp_path: Path, prompts: dict[Kind, list[str]]) -> None:
+    text, rights = prompts[True, False][0], ("bundle", "threshold")
+    with serving(tmp_path, policy="all", callers_may=rights).started() as app:
+        assert told(app, prompt=text)["data"][0]["decision"] == "abstain"
+        # By default the policy withholds what lies outside, so to open that is no less a choice.
+        for policy, said in (("gate", "that ask for no fact"), ("open", "outside training")):
+            answer = app.client.post("/score", json={"prompt": text, "policy": policy})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (403, "policy")
+            assert f"lets prompts {said} through" in answer.json()["error"]["message"]
+    with serving(tmp_path / "may", policy="all", callers_may=("policy",)).started() as app:
+        assert told(app, prompt=text, policy="gate")["data"][0]["decision"] == "continue"
+    with serving(tmp_path / "stricter", callers_may=()).started() as app:
+        assert series(app, "no_fact_total", "context:1") == 0  # the series is there before anything is counted
+        assert told(app, prompt=text, policy="all")["data"][0]["decision"] == "abstain"
+
+
+def test_by_default_what_lies_outside_is_withheld_where_the_bundle_can_tell(
+    tmp_path: Path, prompts: dict[Kind, list[str]]
+) -> None:
+    with serving(tmp_path, reach=1e-3).started() as app:
+        for kind in KINDS:
+            row = told(app, prompt=prompts[kind][0], generate={"max_tokens": 2})["data"][0]
+            assert (row["outside_training"], row["decision"]) == (True, "abstain")
+            row = told(app, prompt=prompts[kind][0], policy="open", generate={"max_tokens": 2})["data"][0]
+            assert (row["decision"] == "abstain") is (kind == (True, True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "moved"),
+    [
+        ((True, False), "gate", (1, 0, 0, 0, 1)),
+        ((False, False), "gate", (1, 0, 0, 0, 1)),
+        ((True, True), "gate", (0, 1, 1, 1, 1)),
+        ((False, True), "gate", (0, 1, 1, 0, 1)),
+        ((True, False), "all", (1, 0, 0, 1, 1)),
+    ],
+)
+def test_metrics_count_it_apart(
+    contextual: App, prompts: dict[Kind, list[str]], kind: Kind, policy: str, moved: tuple[int, ...]
+) -> None:
+    names = ("no_fact_total", "risk_count", "risk_by_conversation_count", "flagged_total", "prompts_total")
+    before = [series(contextual, name, "context:1") for name in names]
+    told(contextual, prompt=prompts[kind][1], policy=policy)
+    assert tuple(series(contextual, name, "context:1") - old for name, old in zip(names, before, strict=True)) == moved
+
+
+def test_the_monitor_does_not_watch_it(contextual: App, prompts: dict[Kind, list[str]]) -> None:
+    scorer = contextual.state.catalogue.scorers[0]
+    monitor = Monitor(scorer, DriftLimits(window=50, every=10), lambda _: None)
+    monitor.reference = object()  # type: ignore[assignment]  # compared with nothing: its window is never full
+    for kind in KINDS:
+        for text in prompts[kind][:3]:
+            ids = scorer.render(prompt=text)
+            monitor.observe(scorer.score([ids]), [digest_of(ids)])
+    assert len(monitor._window) == monitor._seen == 6
+
+
+def test_feedback_never_draws_it(tmp_path: Path, prompts: dict[Kind, list[str]]) -> None:
+    where = location(str(tmp_path / "feedback.db"))
+    keeping = serving(tmp_path, policy="observe", feedback=lambda metrics: Feedback(where, metrics, share=1.0))
+    with keeping.started() as app:
+        for text in (text for kind in KINDS for text in prompts[kind][:2]):
+            told(app, prompt=text, policy="gate")
+            told(app, prompt=text, policy="all")
+        app.state.feedback.close()
+        query = "SELECT policy, flagged, SUM(drawn), COUNT(*) FROM hallutracer_answers GROUP BY policy, flagged"
+        drawn = {row[:2]: row[2:] for row in rows(where, query)}
+    # Of each kind two: only those that ask, and are answered, are what a guarantee is about.
+    assert drawn == {("gate", 0): (2, 6), ("gate", 1): (0, 2), ("all", 0): (2, 4), ("all", 1): (0, 4)}
