@@ -45,8 +45,7 @@ class EvaluateChoices:
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
     skip_long: Annotated[
-        bool,
-        option("Leave out, and count, rows that the model's context cannot hold.  Without it they are an error."),
+        bool, option("Leave out, and count, rows that the model's context cannot hold.  Without it they are an error.")
     ] = False
     limit: Annotated[
         tuple[str, ...],

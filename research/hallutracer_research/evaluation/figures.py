@@ -22,42 +22,22 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from hallutracer_research.evaluation.options import CLASSES, Cost
 from hallutracer_research.evaluation.page import Figure
-from service.fitting.presentation import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    STYLE,
-    class_bands,
-    layer_ticks,
-    legend_below,
-    thinned,
-)
+from service.fitting import presentation as look
 from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, share_interval, shown_bins
 from service.fitting.scores import reliability as reliability_bins
 
 Floats = NDArray[np.float64]
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#E69F00", GREY)
+_COLOURS = (look.BLUE, look.ORANGE, look.GREEN, look.PURPLE, "#56B4E9", "#E69F00", look.GREY)
 _LINES = ("-", "--", "-.", ":")
 _INK = "#010203"  # becomes currentColor
-_STYLE = STYLE | {
-    "font.family": "sans-serif",
+_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
+_STYLE = {
+    **look.STYLE, **dict.fromkeys(_INKED, _INK), "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: every machine measures the same letters
-    "axes.titlesize": 9.5,
-    "grid.color": GREY,
-    "grid.alpha": 0.25,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "axes.facecolor": "none",
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "svg.fonttype": "none",
+    "axes.titlesize": 9.5, "grid.color": look.GREY, "grid.alpha": 0.25, "axes.facecolor": "none", "svg.fonttype": "none",
     "svg.hashsalt": "hallutracer",
-}
+}  # fmt: skip
 _MAX_TICKS = 12
 _MAX_POINTS = 200  # of a curve; more would not be seen
 
@@ -81,7 +61,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
             shown.append(f"{name}: {y[0]:.3f} with {x[0]:.0f}, {y[-1]:.3f} with {x[-1]:.0f}")
         axes.set(xlabel="layers included", ylabel="AUROC")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        legend_below(axes, columns=3)
+        look.legend_below(axes, columns=3)
         return Figure(
             "depth_subsampling",
             "Depth subsampling: AUROC of the depth mean against the number of layers it takes, evenly spaced over depth"
@@ -104,10 +84,10 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
             mean = inside.mean(axis=0)
             bands.append((f"{name} (n = {len(inside):,})", mean, inside.std(axis=0)))
             shown.append(f"{name} rows average {mean.mean():.2f} over depth, {mean[-1]:.2f} at the last layer")
-        class_bands(axes, bands)
+        look.class_bands(axes, bands)
         axes.set(xlabel="layer (0 is the first block)", ylabel=f"truth logit\n({unit})")
-        layer_ticks(axes, values.shape[1], _MAX_TICKS)
-        legend_below(axes, columns=2)
+        look.layer_ticks(axes, values.shape[1], _MAX_TICKS)
+        look.legend_below(axes, columns=2)
         return Figure(
             "trajectories",
             "Truth logit over depth: mean of each class, band of one standard deviation.",
@@ -130,21 +110,21 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
             score, width = _array(risk, name), 2.2 if index == 0 else 1.2
             area, precision_area = risk_auroc(classes, score), auprc(classes, score, positive=0)
             wrong, caught, _ = roc_curve(1 - classes, score)
-            thin = thinned(len(wrong), _MAX_POINTS)
+            thin = look.thinned(len(wrong), _MAX_POINTS)
             text = f"{name} ({area:.3f}, {precision_area:.3f})"
             left.plot(wrong[thin], caught[thin], line, color=colour, linewidth=width, label=text)
             precision, recall, _ = precision_recall_curve(1 - classes, score)
-            thin = thinned(len(recall), _MAX_POINTS)
+            thin = look.thinned(len(recall), _MAX_POINTS)
             right.step(recall[thin], precision[thin], line, where="post", color=colour, linewidth=width)
             shown.append(f"{name} {area:.3f} and {precision_area:.3f}")
-        left.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
-        right.axhline(share, color=GREY, linewidth=0.8)
+        left.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)
+        right.axhline(share, color=look.GREY, linewidth=0.8)
         left.set(title="ROC", xlabel="factual prompts flagged (share)", ylabel="hallucinated prompts flagged (share)",
                  xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
         right.set(title="Precision and recall", xlabel="hallucinated prompts flagged (share)",
                   ylabel="flagged prompts that are\nhallucinated (share)",
                   xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
-        legend_below(left, columns=2)
+        look.legend_below(left, columns=2)
         return Figure(
             "roc_pr",
             f"ROC and precision-recall curves of {len(classes):,} rows, {int(np.sum(classes == 0)):,} of them "
@@ -180,10 +160,10 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
             for place, name in zip(places, names, strict=True):
                 strong = name == ours
                 axes.errorbar(auroc[name].mean(), place, xerr=auroc[name].std(), fmt="o", elinewidth=0.8,
-                              markersize=6 if strong else 4, color=BLUE if strong else GREY)  # fmt: skip
+                              markersize=6 if strong else 4, color=look.BLUE if strong else look.GREY)  # fmt: skip
                 ticks.append((place, name))
             best = max(best, float(auroc[names[-1]].mean()))
-            axes.plot([best, best], [line - 0.6, line + len(names) - 0.4], color=ORANGE, linewidth=1.2)
+            axes.plot([best, best], [line - 0.6, line + len(names) - 0.4], color=look.ORANGE, linewidth=1.2)
             axes.text(1.02, float(np.mean(places)), heading, transform=axes.get_yaxis_transform(), va="center")
             line += len(names) + 0.6
             listed = ", ".join(f"{name} {auroc[name].mean():.3f}" for name in reversed(names))
@@ -209,7 +189,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
     groups, bins = np.arange(len(classes)) if group is None else np.asarray(group), shown_bins(len(classes))
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, width=4.8, height=4.4)
-        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
+        axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)
         shown, sizes = [], np.zeros(1, np.int64)
         for (name, risk), (colour, line), marker in zip(risks.items(), _looks(), "osD^vP*" * 4, strict=False):
             score = _array(risk, name)
@@ -227,7 +207,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
         axes.set(xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
                  xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
         axes.set_aspect("equal")
-        legend_below(axes, columns=1)
+        look.legend_below(axes, columns=1)
         rows = f"{sizes.min():,}" if sizes.min() == sizes.max() else f"{sizes.min():,} to {sizes.max():,}"
         few = "" if bins == ECE_BINS else f" So few rows give {len(sizes)} bins here and {ECE_BINS} in ECE."
         return Figure(
@@ -248,16 +228,18 @@ def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
     chance, even = math.sqrt(2 / (math.pi * width)), 1 / width
     with rc_context(_STYLE):
         figure, (left, right) = _figure(2, height=3.2)
-        left.plot(np.arange(len(cosines)), np.abs(cosines), "o-", color=BLUE, markersize=3.5, linewidth=1.0)
-        left.axhline(chance, color=ORANGE, linestyle="--", linewidth=1.4)
+        left.plot(np.arange(len(cosines)), np.abs(cosines), "o-", color=look.BLUE, markersize=3.5, linewidth=1.0)
+        left.axhline(chance, color=look.ORANGE, linestyle="--", linewidth=1.4)
         left.set(title="|cos| of neighbouring probes", xlabel="layer l of the pair (l, l + 1)")
-        right.plot(np.arange(len(shares)), shares, "o-", color=BLUE, markersize=3.5, linewidth=1.0, label="measured")
-        right.axhline(even, color=ORANGE, linestyle="--", linewidth=1.4, label="a random direction")
+        right.plot(
+            np.arange(len(shares)), shares, "o-", color=look.BLUE, markersize=3.5, linewidth=1.0, label="measured"
+        )
+        right.axhline(even, color=look.ORANGE, linestyle="--", linewidth=1.4, label="a random direction")
         right.set(title="share of variance along the probe", xlabel="layer")
         for axes, count, top in ((left, len(cosines), chance), (right, len(shares), even)):
-            layer_ticks(axes, count, _MAX_TICKS)
+            look.layer_ticks(axes, count, _MAX_TICKS)
             axes.set_ylim(0, 1.1 * max(float(axes.dataLim.ymax), top))
-        legend_below(right, columns=2)
+        look.legend_below(right, columns=2)
         return Figure(
             "geometry",
             f"Geometry of the probes by layer, d = {width}. A random direction has |cos| {chance:.3f} = √(2/(πd)) in"

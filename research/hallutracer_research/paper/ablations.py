@@ -100,11 +100,7 @@ def _feature_sets(result: SetResult, notes: list[str]) -> Row:
         source = _classifier_auroc(result, _source)
     except TrainingError as error:
         notes.append(f"13-D is left out: {error}")
-    return {
-        "trajectory": _classifier_auroc(result, FIVE_D),
-        "source": source,
-        "full": _classifier_auroc(result, FULL),
-    }
+    return {"trajectory": _classifier_auroc(result, FIVE_D), "source": source, "full": _classifier_auroc(result, FULL)}
 
 
 def _depth_subsampling(result: SetResult, notes: list[str]) -> Row:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hallutracer_research.evaluation.options import OURS, RESIDUAL
+from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.page import Claim, Verdict
 from hallutracer_research.evaluation.results import SetResult, measured
 from hallutracer_research.evaluation.tables import Cell, Table

@@ -134,16 +134,8 @@ UNTESTABLE: list[tuple[Callable[[SetResult, Any], ClaimFinding], Cells, str]] = 
     (rules.factual_varies_more, cells(kappa={"factual_larger": None}), "has no factual_larger"),
     (rules.median_no_better, cells(mean_dominance={"mean": 0.53}), "near chance"),
     (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.8)), "8 layers are too few: 1 size"),
-    (
-        rules.fisher_gap_small,
-        cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}),
-        "too few",
-    ),
-    (
-        rules.fisher_gap_small,
-        cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}),
-        "singular",
-    ),
+    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}), "too few"),
+    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}), "singular"),
     (rules.last_token_best, cells(readout_position={"last_1": 0.8}), "no other pooling"),
     (rules.last_token_best, cells(readout_position={"last_1": 0.5, "max": 0.1}), "near chance"),
     (rules.probe_part_of_k, cells(k_split={"signal_k": 0.52, "null": 0.51}), "too little to divide"),

@@ -10,14 +10,7 @@ Labels = NDArray[np.int64]
 
 
 def random_intercepts(
-    n: int,
-    m: int,
-    *,
-    alpha: float = 1.0,
-    epsilon: float = 1.0,
-    gap: ArrayLike = 0.8,
-    share: float = 0.5,
-    seed: int = 0,
+    n: int, m: int, *, alpha: float = 1.0, epsilon: float = 1.0, gap: ArrayLike = 0.8, share: float = 0.5, seed: int = 0
 ) -> tuple[Floats, Labels]:
     """L_l = alpha_i + gap_l label + eps_il with standard deviations alpha, epsilon: trajectory [n, m], label [n]."""
     rng = np.random.default_rng(seed)
