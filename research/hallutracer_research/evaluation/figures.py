@@ -35,8 +35,8 @@ _INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", 
 _STYLE = {
     **look.STYLE, **dict.fromkeys(_INKED, _INK), "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: every machine measures the same letters
-    "axes.titlesize": 9.5, "grid.color": look.GREY, "grid.alpha": 0.25, "axes.facecolor": "none", "svg.fonttype": "none",
-    "svg.hashsalt": "hallutracer",
+    "axes.titlesize": 9.5, "grid.color": look.GREY, "grid.alpha": 0.25, "axes.facecolor": "none",
+    "svg.fonttype": "none", "svg.hashsalt": "hallutracer",
 }  # fmt: skip
 _MAX_TICKS = 12
 _MAX_POINTS = 200  # of a curve; more would not be seen

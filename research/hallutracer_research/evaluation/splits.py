@@ -87,7 +87,7 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
 
 
 def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[NDArray[Any]]]:
-    """Return, for every task, some heads of one layer: direction, bias, scale, auroc and logits [n_test], stacked by head."""
+    """Return direction, bias, scale, auroc and logits [n_test], stacked by head of one layer, for every task."""
     readouts, tasks, layer, heads = item
     fitted: list[list[tuple[Any, ...]]] = [[] for _ in tasks]
     with threadpool_limits(1), one_torch_thread():

@@ -16,27 +16,10 @@ import numpy as np
 from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import Split
 from hallutracer_research.evaluation.tables import Cell, Column
-from hallutracer_research.paper.diagnostics.classes import mean_or_none, middle_layers
-from hallutracer_research.paper.diagnostics.geometry import (
-    ReadoutGeometry,
-    crossings,
-    decompose,
-    expected_cosine,
-    kappa_table,
-    layer_geometry,
-    readout_geometry,
-    transition_geometry,
-)
-from hallutracer_research.paper.diagnostics.heads import isotropy
-from hallutracer_research.paper.diagnostics.k_split import (
-    PARTS,
-    KTable,
-    StandardizedProbes,
-    k_table,
-    split_readout_change,
-)
+from hallutracer_research.paper.diagnostics import geometry, increments
+from hallutracer_research.paper.diagnostics.classes import ChenQin, chen_qin_by_group, mean_or_none, middle_layers
+from hallutracer_research.paper.diagnostics.increments import PARTS
 from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table, variance_components
-from hallutracer_research.paper.diagnostics.two_samples import chen_qin_by_group
 from hallutracer_research.paper.tables import Row, TableSpec, attributes
 from service.errors import TrainingError
 from service.fitting.probes import Floats, Index
@@ -76,7 +59,7 @@ def _kappa(result: SetResult, notes: list[str]) -> Row:
     crossed = np.full((len(trajectory), trajectory.shape[1] - 1), np.nan)
     for split in result.folds(0):
         crossed[split.test] = split.test_crossed
-    table = kappa_table(decompose(trajectory, crossed).w, result.label)
+    table = increments.kappa_table(increments.decompose(trajectory, crossed).w, result.label)
     return {**attributes(table, notes), "layers": trajectory.shape[1], "factual_larger": table.factual_wider}
 
 
@@ -133,8 +116,6 @@ KAPPA: Final = TableSpec(
     (OUT_OF_FOLD,),
 )  # fmt: skip
 TRAJECTORY: Final = (SNR, FISHER, VARIANCE, KAPPA)
-
-
 ALPHA: Final = 0.05  # of the layer-wise Chen-Qin tests
 PERMUTATIONS: Final = 200
 BY_FOLD: Final = "Each fold's probes on its test side, mean over the folds of the first seed."
@@ -152,15 +133,12 @@ def _geometry(result: SetResult, notes: list[str]) -> Row:
     drift, whole = (mean_or_none([fold.middle[name] for fold in folds]) for name in ("cohen_d", "increment_d"))
     cells["r_w"] = drift / whole if drift is not None and whole else None
     middle = middle_layers(len(folds[0].layers))
-    tests = [
-        [
-            chen_qin_by_group(
-                _selected_readout(result, split, layer), result.label[split.test], result.group[split.test]
-            )
-            for layer in middle
-        ]
-        for split in result.folds(0)
-    ]
+
+    def tested(split: Split, layer: int) -> ChenQin:
+        x = _selected_readout(result, split, layer)
+        return chen_qin_by_group(x, result.label[split.test], result.group[split.test])
+
+    tests = [[tested(split, layer) for layer in middle] for split in result.folds(0)]
     ratios = [test.energy_ratio for of_fold in tests for test in of_fold]
     cells["energy_ratio"] = _mean_defined(ratios, "energy_ratio", notes)
     counts = [sum(test.p_value is not None and test.p_value < ALPHA for test in of_fold) for of_fold in tests]
@@ -171,7 +149,7 @@ def _geometry(result: SetResult, notes: list[str]) -> Row:
     shown = tuple(_DIAGNOSTICS.values())
     notes += [note for fold in folds for note in fold.notes if note.startswith(shown)]
     return cells | {
-        "expected_cos": expected_cosine(folds[0].dim),
+        "expected_cos": geometry.expected_cosine(folds[0].dim),
         "cos_p": float(np.median(p_values)) if p_values else None,
         "random_energy": 1.0 / folds[0].dim,
     }
@@ -186,9 +164,12 @@ def _isotropy(result: SetResult, notes: list[str]) -> Row:
     head = int(complete[probes.auroc[:, complete].mean(axis=0).argmax()])
     direction = probes.direction[:, head]
     middle = list(middle_layers(len(direction)))
-    layers = [layer_geometry(readout_of(result, layer, head, split.test), label, direction[layer]) for layer in middle]
+    layers = [
+        geometry.layer_geometry(readout_of(result, layer, head, split.test), label, direction[layer])
+        for layer in middle
+    ]
     ranks = [layer.stable_rank for layer in layers if layer.stable_rank is not None]
-    tests = isotropy(direction, float(np.mean(ranks)) if ranks else None)
+    tests = geometry.isotropy(direction, float(np.mean(ranks)) if ranks else None)
     notes += tests.notes
     return {
         **vars(tests), "layers": len(direction), "head_dim": direction.shape[1], "head": head,
@@ -201,7 +182,7 @@ def _isotropy(result: SetResult, notes: list[str]) -> Row:
 
 
 def _k_split(result: SetResult, notes: list[str]) -> Row:
-    """The cells of both tables on the parts of the readout change."""
+    """Return the cells of both tables on the parts of the readout change."""
     folds = [_fold_k(result, split) for split in result.folds(0)]
     signal, null, variance = (
         {name: float(np.mean([getattr(fold.parts[name], field) for fold in folds])) for name in PARTS}
@@ -279,7 +260,7 @@ READOUTS: Final = (GEOMETRY, ISOTROPY, K_SPLIT, K_SPLIT_VARIANCE)
 
 
 def geometry_by_layer(result: SetResult) -> tuple[Floats, Floats, int]:
-    """Adjacent |cos| [m - 1], the probe's share of variance [m] (NaN where a fold has none), d; means over folds."""
+    """Return adjacent |cos| [m - 1], the probe's share of variance [m] (NaN where a fold has none), d; fold means."""
     folds = [_fold_geometry(result, split) for split in result.folds(0)]
     cosines = np.array([[transition.adjacent_cos for transition in fold.transitions] for fold in folds])
     energy = np.array([[layer.energy_fraction for layer in fold.layers] for fold in folds], np.float64)
@@ -287,42 +268,43 @@ def geometry_by_layer(result: SetResult) -> tuple[Floats, Floats, int]:
 
 
 def readout_of(result: SetResult, layer: int, head: int, rows: Index) -> Floats:
-    """One head's readouts at one layer, [r, d]."""
+    """Return one head's readouts at one layer, [r, d]."""
     heads = result.prepared.inputs.heads
     return heads.file.head(layer, head)[heads.index[rows]].astype(np.float64)
 
 
 def _selected_readout(result: SetResult, split: Split, layer: int) -> Floats:
-    """The selected head's readouts of the test side at one layer, [n_test, d]."""
     return readout_of(result, layer, int(split.probes.selected[layer]), split.test)
 
 
-def _fold_geometry(result: SetResult, split: Split) -> ReadoutGeometry:
+def _fold_geometry(result: SetResult, split: Split) -> geometry.ReadoutGeometry:
     label = result.label[split.test]
     direction, _ = split.probes.of(split.probes.selected)
-    layers = [layer_geometry(_selected_readout(result, split, layer), label, v) for layer, v in enumerate(direction)]
-    increments = decompose(split.test_trajectory, split.test_crossed)
-    return readout_geometry(layers, transition_geometry(increments, direction, label), direction.shape[1])
+    layers = [
+        geometry.layer_geometry(_selected_readout(result, split, layer), label, v) for layer, v in enumerate(direction)
+    ]
+    parts = increments.decompose(split.test_trajectory, split.test_crossed)
+    return geometry.readout_geometry(layers, geometry.transition_geometry(parts, direction, label), direction.shape[1])
 
 
-def _fold_k(result: SetResult, split: Split) -> KTable:
-    """The split of K on the test side; z is the standardisation of the selected heads' training rows."""
+def _fold_k(result: SetResult, split: Split) -> increments.KTable:
+    """Return the split of K on the test side; z is the standardisation of the selected heads' training rows."""
     heads, head = result.prepared.inputs.heads, split.probes.selected
     direction, bias = split.probes.of(head)
     mean, std = np.empty_like(direction), np.empty_like(direction)
     for layer, selected in enumerate(head.tolist()):
         x = readout_of(result, layer, selected, split.train)
         mean[layer], std[layer] = x.mean(axis=0), x.std(axis=0)
-    probes = StandardizedProbes.of(direction, bias, mean, np.where(std > 0, std, 1.0))
-    across = crossings(
+    probes = increments.StandardizedProbes.of(direction, bias, mean, np.where(std > 0, std, 1.0))
+    across = increments.crossings(
         lambda layer: heads.file.layer(layer)[heads.index[split.test]], head, heads.file.geometry, heads.file.site
     )
-    parts = split_readout_change(across, probes, direction, bias)
-    return k_table(parts, result.label[split.test], PERMUTATIONS, split.fold)
+    parts = increments.split_readout_change(across, probes, direction, bias)
+    return increments.k_table(parts, result.label[split.test], PERMUTATIONS, split.fold)
 
 
 def _mean_defined(values: Sequence[float | None], key: str, notes: list[str]) -> float | None:
-    """Mean of the defined ones; a note under ``key`` counts the others."""
+    """Return the mean of the defined ones; a note under ``key`` counts the others."""
     if missing := sum(value is None for value in values):
         notes.append(f"{key} has no value in {missing} of {len(values)} folds or layers")
     return mean_or_none(values)
