@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from hallutracer_research.evaluation.methods import METHODS
 from service.cli.options import EngineChoice, Out, UsageError
 from service.cli.output import print_line
 from service.data.options import Data, LabelOptions, Samples
@@ -35,10 +36,7 @@ class EvaluateChoices:
     ] = "main"
     methods: Annotated[
         str | None,
-        option("Comma-separated: hallutracer, residual-depth-mean, trajectory-ridge, iti, fact-probe, iris, p-ik, "
-               "saplma, mass-mean, sep, halluguard, perplexity, p-true, mind, semantic-entropy, "
-               "semantic-entropy-discrete, eigenscore, first-token-max-prob, first-token-entropy, prompt-length, "
-               "text-ngrams, kind-prior, shuffled-labels; or a class by its cost: none, A, B, C, D; or default, all.  "
+        option(f"Comma-separated: {', '.join(METHODS)}; or a class by its cost: none, A, B, C, D; or default, all.  "
                "Default: those that decode nothing."),
     ] = None  # fmt: skip
     samples: Samples = 10

@@ -129,7 +129,9 @@ def _drawing(figure: Figure, prefix: str) -> Markup:
 
 
 def _prose(text: str) -> Markup:
-    return Markup("\n").join(Markup("<p>{}</p>").format(_inline(part)) for part in re.split(r"\n\s*\n", text.strip()) if part)
+    return Markup("\n").join(
+        Markup("<p>{}</p>").format(_inline(part)) for part in re.split(r"\n\s*\n", text.strip()) if part
+    )
 
 
 def _inline(text: str) -> Markup:

@@ -15,7 +15,8 @@ import numpy as np
 
 import service
 from hallutracer_research.evaluation import figures
-from hallutracer_research.evaluation.options import OURS, SHUFFLED, TITLES, EvaluateOptions
+from hallutracer_research.evaluation.methods import METHODS, OURS, SHUFFLED
+from hallutracer_research.evaluation.options import EvaluateOptions
 from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html
 from hallutracer_research.evaluation.results import SetResult, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
@@ -144,7 +145,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
 def _detection(result: SetResult) -> list[Figure]:
     """AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
     label = result.label
-    ranks = {TITLES[name]: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
+    ranks = {METHODS[name].title: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
     calibrated = np.full(len(label), np.nan)
     for split in result.folds(0):
         inside = split.train_trajectory.mean(axis=1)[:, None]
@@ -158,7 +159,7 @@ def _detection(result: SetResult) -> list[Figure]:
     return [
         _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),
-        _named(figures.reliability(label, {TITLES[OURS]: calibrated}, result.group), result),
+        _named(figures.reliability(label, {METHODS[OURS].title: calibrated}, result.group), result),
     ]
 
 

@@ -188,9 +188,9 @@ def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = N
     """Return, for trajectory [N, m] and label [N], the gap between the Fisher-optimal weights and the plain mean.
 
     Sigma = sum_c pi_c Cov_c, with pi_c = n_c / N and unbiased Cov_c (App. uniform-proof).  ``shrinkage`` replaces it
-    by (1 - g) Sigma + g tr(Sigma) / m I: a share g in [0, 1], or "ledoit_wolf" to estimate g.  Raises TrainingError where Sigma
-     is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the two
-    computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on).
+    by (1 - g) Sigma + g tr(Sigma) / m I: a share g in [0, 1], or "ledoit_wolf" to estimate g.  Raises TrainingError
+    where Sigma is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the
+    two computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on).
     """
     values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
