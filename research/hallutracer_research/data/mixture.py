@@ -35,7 +35,7 @@ class Mixture(NamedTuple):
 
 
 def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = None) -> Mixture:
-    """Return rows of each file, group after group in the order of a hash of seed and group, until the wanted number is there.
+    """Return rows of each file, group after group in the order of a hash of seed and group, up to the wanted number.
 
     Rows of different files whose questions have the same words of content get one group.  Groups that ``without`` has a
     row of, such as a training file when held-out rows are drawn, are left out.  Raises DataError: damaged
@@ -80,7 +80,7 @@ def question_of(row: Row) -> str:
 
 
 def content_words(question: str) -> tuple[str, ...]:
-    """Return the words that make two questions the same, in order of the alphabet; () where there are fewer than two."""
+    """Return the words that make two questions the same, in alphabetical order; () where they are fewer than two."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
     plain = re.sub(r"['\u2019]s\b", "", question, flags=re.IGNORECASE)
@@ -107,7 +107,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _own_group(source: str, row: Row) -> str:
-    """Return the row's group; one that the file names is one for all files: readers name a question's or an entity's group alike."""
+    """Return the row's group; one that is named is one for all files: readers name a question's group alike."""
     return str(row["group"]) if row.get("group") else f"{source}/{row['id']}"
 
 

@@ -123,7 +123,7 @@ def read_opentriviaqa(folder: Path, problems: list[str]) -> Rows:
 
 
 def read_opentriviaqa_choice(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, prompt, answers, group, kind) whose answers are patterns, for the judge ``regex``; count {read}."""
+    """Return rows (id, prompt, answers, group, kind) whose answers are patterns for the judge ``regex``; {read}."""
     rows = []
     for question in _questions(folder, problems):
         letter = LETTERS[question.options.index(question.answer)]
