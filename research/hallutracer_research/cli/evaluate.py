@@ -95,17 +95,17 @@ def evaluate(
 
 
 def _sources(data: Sequence[str], model: str | None) -> tuple[EvaluationSource, ...]:
-    """The named data; without any, the demo's questions.  Raises UsageError."""
-    from hallutracer_research.evaluating import BadSource, demo_source, source
+    """Return the named data; without any, the demo's questions.  Raises UsageError."""
+    from hallutracer_research.evaluating import BadSource, source, sources_of
 
     try:
-        return tuple(map(source, data)) or (demo_source(model),)
+        return tuple(map(source, data)) or sources_of(None, model)
     except BadSource as error:
         raise UsageError("--data", str(error)) from None
 
 
 def limited(sources: Sequence[EvaluationSource], limits: Sequence[str]) -> tuple[EvaluationSource, ...]:
-    """The sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
+    """Return the sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
     rows: dict[str | None, int] = {}
     for text in limits:
         name, equals, count = text.rpartition("=")
