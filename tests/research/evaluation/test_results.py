@@ -1,25 +1,75 @@
-"""What is found on one set: the main table's numbers, DeLong's test, forms, from known scores."""
+"""Options and costs; what is found on one set: the main table's numbers, DeLong's test, forms, transfer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from torch import nn
 
-from hallutracer_research.evaluation.options import OURS, TITLES, cost
-from hallutracer_research.evaluation.results import (
-    SetResult,
-    compare,
-    delong,
-    form_table,
-    measured,
-    pooled_ranks,
-    rows_of,
-)
+from hallutracer_research.evaluation import options, results
+from hallutracer_research.evaluation.methods import METHODS, OURS
+from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.options import CLASSES, EvaluateOptions, EvaluationSource, Weights, cost
+from hallutracer_research.evaluation.results import SetResult, compare, delong, form_table, measured, transfer_table
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores
+from tests.research.made import method_inputs
+
+LENGTHS: Any = {"prompt": 20.0, "answer": 8, "samples": 3, "asked": 45.0}
+
+
+def test_every_method_has_a_class() -> None:
+    by_class = {cls: {name for name in METHODS if METHODS[name].cost == cls} for cls in CLASSES}
+    assert by_class["none"] == {"prompt-length", "text-ngrams", "kind-prior"}
+    assert by_class["B"] == {"first-token-max-prob", "first-token-entropy"}
+    assert by_class["C"] == {"halluguard", "perplexity", "p-true", "mind"}
+    assert by_class["D"] == {"semantic-entropy", "semantic-entropy-discrete", "eigenscore"}
+    assert len(by_class["A"]) == len(METHODS) - 12
+
+
+def test_methods_by_name_and_by_class() -> None:
+    assert options.method_names(None) == options.method_names("default") == options.DEFAULT_METHODS
+    assert not set(options.DEFAULT_METHODS) & {"halluguard", "sep", "perplexity", "p-true", "mind", "eigenscore"}
+    assert options.method_names("all") == tuple(METHODS)
+    assert options.method_names(" eigenscore, hallutracer ,eigenscore") == ("hallutracer", "eigenscore")
+    assert options.method_names("hallutracer,D,B") == (
+        "hallutracer", "semantic-entropy", "semantic-entropy-discrete", "eigenscore", "first-token-max-prob",
+        "first-token-entropy")  # fmt: skip
+    assert set(options.method_names("A,B,C,D,none")) == set(METHODS)
+    assert options.method_names("hallutracer,magic") == ("hallutracer", "magic")
+
+
+def test_costs_are_multiply_adds_over_those_of_the_prefill() -> None:
+    weights = Weights(blocks=1000, head=300)
+    prefill, head, token = 20 * 1000, 300, 1300
+    assert cost("p-ik", weights, **LENGTHS).prefills == 1.0
+    assert cost("sep", weights, **LENGTHS).prefills == 1.0
+    assert cost("text-ngrams", weights, **LENGTHS).prefills == 0.0
+    assert cost("first-token-entropy", weights, **LENGTHS).prefills == pytest.approx((prefill + head) / prefill)
+    for name in ("halluguard", "perplexity", "mind"):
+        assert cost(name, weights, **LENGTHS).prefills == pytest.approx((prefill + 8 * token) / prefill)
+    asked = prefill + 8 * token + 45 * 1000 + head
+    assert cost("p-true", weights, **LENGTHS).prefills == pytest.approx(asked / prefill)
+    for name in ("semantic-entropy", "eigenscore"):
+        assert cost(name, weights, **LENGTHS).prefills == pytest.approx((prefill + 3 * 8 * token) / prefill)
+
+
+def test_weights_are_those_of_the_blocks_and_of_the_head() -> None:
+    blocks = [nn.Linear(4, 4), nn.Linear(4, 4, bias=False)]
+    head = nn.Linear(4, 50, bias=False)
+    engine = cast(Any, SimpleNamespace(torch_model=SimpleNamespace(blocks=blocks, head=head)))
+    assert options.count_weights(engine) == Weights(blocks=36, head=200)
+    assert options.count_weights(cast(Any, SimpleNamespace(torch_model=None))) is None
+
+
+def test_without_weights_only_the_classes_that_need_them_are_unknown() -> None:
+    found = {name: cost(name, None, **LENGTHS).prefills for name in ("iti", "kind-prior", "first-token-entropy")}
+    assert found == {"iti": 1.0, "kind-prior": 0.0, "first-token-entropy": None}
 
 
 def runs_of(label: np.ndarray, score: np.ndarray, seeds: int = 2, folds: int = 4) -> list[FoldScores]:
@@ -53,7 +103,7 @@ def test_measures_are_means_over_the_test_sides_with_the_positive_class_named() 
 def test_folds_of_different_scales_are_ranked_within_themselves() -> None:
     label, score = planted(1.0, 0)
     runs = [run for run in runs_of(label, score) if run.seed == 0]
-    ranks = pooled_ranks(len(label), runs)
+    ranks = results.pooled_ranks(len(label), runs)
     assert not np.isnan(ranks).any()
     assert ranks.min() > 0
     assert ranks.max() < 1
@@ -87,9 +137,9 @@ def test_rows_stand_by_cost_class_and_else_in_the_order_asked_for() -> None:
     names = ("text-ngrams", OURS, "eigenscore", "halluguard", "first-token-entropy", "iti")
     measures = {name: {"auroc": {"mean": 0.6, "std": 0.1}} for name in names}
     costs = {name: cost(name, None, prompt=9.0, answer=5) for name in names}
-    rows = rows_of("set", measures, costs)
+    rows = results.rows_of("set", measures, costs)
     expected = [OURS, "iti", "first-token-entropy", "halluguard", "eigenscore", "text-ngrams"]
-    assert [row["method"] for row in rows] == [TITLES[name] for name in expected]
+    assert [row["method"] for row in rows] == [METHODS[name].title for name in expected]
     assert [row["class"] for row in rows] == ["A", "A", "B", "C", "D", "none"]
     assert [row["cost"] for row in rows] == [1.0, 1.0, None, None, None, 0.0]
 
@@ -192,3 +242,56 @@ def test_sets_of_one_form_or_none_have_no_table() -> None:
     mixed = form_table([with_forms(["lone"] * 44), with_forms()])
     assert mixed is not None
     assert len(mixed.rows) == 3
+
+
+OPTIONS = EvaluateOptions((EvaluationSource("a", Path("a")),), Path("out"), folds=3, inner_folds=2, c=0.3, jobs=1)
+
+
+def mixed(folder: Path, names: tuple[str, ...] = ("a/x", "b/y", "c/z")) -> MethodInputs:
+    """Groups of two rows, each group in one source."""
+    inputs = method_inputs(folder, count=360, strength=1.2)
+    return replace(inputs, kind=np.array([names[group % len(names)] for group in inputs.group], np.str_))
+
+
+def test_each_source_and_each_rest_is_trained_on(tmp_path: Path) -> None:
+    table = transfer_table({"mix": mixed(tmp_path)}, OPTIONS, tmp_path / "kept")
+    assert table is not None
+    depth = {row["train"]: row for row in table.rows if str(row["method"]).startswith("HalluTracer")}
+    assert list(depth) == ["a", "b", "c", "all but a", "all but b", "all but c"]
+    for trained_on, row in depth.items():
+        tested = {key for key in row if key in ("a", "b", "c")}
+        assert tested == ({trained_on[-1]} if "all but" in trained_on else {"a", "b", "c"})
+        assert all(float(row[name]) > 0.7 for name in tested)  # type: ignore[arg-type]
+    assert len(table.rows) == 2 * len(depth)
+
+
+def test_no_group_is_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = mixed(tmp_path)
+    kind = inputs.kind.copy()
+    kind[0] = "b/y" if kind[1].startswith("a") else "a/x"  # its other row stays where it was
+    inputs = replace(inputs, kind=kind)
+    seen = []
+
+    def watched(inputs: MethodInputs, train: np.ndarray, test: np.ndarray, *rest: Any) -> np.ndarray:
+        seen.append((set(inputs.group[train].tolist()), set(inputs.group[test].tolist())))
+        return np.zeros(len(test))
+
+    monkeypatch.setattr(results, "_depth_mean", watched)
+    monkeypatch.setattr(results, "text_ngrams", watched)
+    assert transfer_table({"mix": inputs}, OPTIONS, tmp_path / "kept") is not None
+    assert len(seen) == 2 * (3 * (1 + 3) + 3)
+    assert all(not train & test for train, test in seen)
+
+
+def test_a_killed_run_computes_only_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = mixed(tmp_path)
+    first = transfer_table({"mix": inputs}, OPTIONS, tmp_path / "kept")
+    monkeypatch.setattr(results, "_depth_mean", None)
+    assert transfer_table({"mix": inputs}, OPTIONS, tmp_path / "kept") == first
+
+
+def test_a_set_of_one_source_has_no_such_table(tmp_path: Path) -> None:
+    assert transfer_table({"mix": mixed(tmp_path, ("a/x", "a/y"))}, OPTIONS, tmp_path / "kept") is None
+    assert transfer_table({"mix": mixed(tmp_path, ("a/x", ""))}, OPTIONS, tmp_path / "kept") is None
+    assert transfer_table({"mix": mixed(tmp_path, ("a", "b"))}, OPTIONS, tmp_path / "kept") is None
+    assert results.sources_of(np.array(["a/b/c", "d", ""])).tolist() == ["a", "d", ""]

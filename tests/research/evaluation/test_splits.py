@@ -22,7 +22,7 @@ from hallutracer_research.evaluation.splits import (
 )
 from service.fitting.probes import Readouts, Task, fit_probes, require
 from service.fitting.scores import auroc
-from tests.research.evaluation.made_result import COUNT, OPTIONS, made_inputs
+from tests.research.made import COUNT, OPTIONS, level_inputs
 
 CHOSEN = replace(OPTIONS, seeds=1)
 TASK = Task(np.arange(0, 160), np.arange(160, COUNT), 0.3)
@@ -30,7 +30,7 @@ TASK = Task(np.arange(0, 160), np.arange(160, COUNT), 0.3)
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> MethodInputs:
-    return made_inputs(tmp_path, name="made", seed=0, strength=0.8)
+    return level_inputs(tmp_path, strength=0.8)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_labels_of_the_test_side_change_nothing(tmp_path: Path, inputs: MethodIn
 
 def test_rows_without_a_signal_have_none_out_of_fold(tmp_path: Path) -> None:
     """In-sample trajectories would separate noise: these must not."""
-    inputs = made_inputs(tmp_path, name="noise", seed=0, strength=0.0)
+    inputs = level_inputs(tmp_path, strength=0.0)
     aurocs = []
     for fold in outer_splits(inputs, CHOSEN):
         split = kept_split(tmp_path / "fits", inputs, *fold, CHOSEN)
