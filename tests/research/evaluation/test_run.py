@@ -1,4 +1,4 @@
-"""``hallutracer evaluate`` as a user runs it, on the demo model: the whole suite, a new rival, a killed run, wrong input."""
+"""``hallutracer evaluate`` as a user runs it, on the demo model: the suite, a new rival, a killed run, wrong input."""
 
 from __future__ import annotations
 
