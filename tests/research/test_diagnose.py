@@ -106,22 +106,17 @@ def test_numbers_up_to_the_limit_overflow_nowhere(tmp_path: Path, dtype: type) -
         assert found["geometry"][key] == pytest.approx(ordinary["geometry"][key], rel=1e-3)
 
 
-def test_readouts_without_groups_carry_what_their_p_values_assume(tmp_path: Path) -> None:
+def test_readouts_without_groups_carry_what_their_p_values_assume_without_directions_the_probe_free_part(
+    tmp_path: Path,
+) -> None:
     (note,) = diagnose(saved(tmp_path, group=None))["chen_qin"]["notes"]
     assert note.startswith("p-values are of independent rows")
     assert diagnose(saved(tmp_path, group=np.arange(120)))["chen_qin"]["notes"] == []
-
-
-def test_readouts_without_directions_give_the_probe_free_part(tmp_path: Path) -> None:
     document = diagnose(saved(tmp_path, direction=None))
     assert document["geometry"]["mean_shift_norm"] > 0
     assert document["geometry"]["energy_fraction"] is None
     assert document["chen_qin"]["layers"] == 9
-
-
-def test_directions_of_other_trajectories_are_noticed(tmp_path: Path) -> None:
-    data = arrays()
-    document = diagnose(saved(tmp_path, direction=np.roll(data["direction"], 1, axis=0)))
+    document = diagnose(saved(tmp_path, direction=np.roll(arrays()["direction"], 1, axis=0)))  # of other trajectories
     assert any("not direction . readout" in note for note in document["geometry"]["notes"])
 
 
@@ -146,7 +141,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"trajectory": np.zeros(120)}, r"trajectory: shape \[120\]"),
     ({"label": np.zeros(119, int)}, r"label: shape \[119\], \[120\] is needed"),
     ({"label": np.ones(120, int)}, r"label: 0 rows are 0 \(hallucinated\), at least 3"),
-    ({"label": np.arange(120) % 3}, r"label: holds \[2\]; 1 \(factual\) and 0"),
+    ({"label": np.arange(120) % 3}, r"label: holds \[2\]"),
     ({"label": np.full(120, np.nan)}, r"label: holds \[nan"),
     ({"label": np.array(["factual", "no"] * 60)}, "label: holds <U7, numbers are needed"),
     ({"group": np.arange(3)}, r"group: shape \[3\]"),
@@ -267,7 +262,9 @@ def test_what_is_missing_is_named(arguments: tuple[str, ...], said: str) -> None
     assert said in done.stderr
 
 
-def test_rows_that_ask_for_no_fact_are_refused(tmp_path: Path) -> None:
+def test_a_bundle_that_does_not_record_its_rows_says_so_and_rows_that_ask_for_no_fact_are_refused(
+    tmp_path: Path,
+) -> None:
     rows = demo_rows(tmp_path, "dev", 40)
     rows.write_text(rows.read_text() + json.dumps({"prompt": "Write a poem.", "applies": False}) + "\n")
     options = ("--run-dir", str(tmp_path / "run"), "--labels", "given")
@@ -275,9 +272,6 @@ def test_rows_that_ask_for_no_fact_are_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert 'line 41: "applies" is false' in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_bundle_that_does_not_record_its_rows_says_so(tmp_path: Path) -> None:
     rows = demo_rows(tmp_path, "dev", 60)
     without_in_evaluation(SHIPPED / "demo" / "1", tmp_path / "store" / "demo" / "1", "rows_seen")
     arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--store", str(tmp_path / "store"))
