@@ -1,4 +1,4 @@
-"""Every set by name: found, counted, described, accepted by the trainer; what each reader makes of the published format."""
+"""Every set by name: found, counted, described, accepted by the trainer; what each reader makes of its format."""
 
 from __future__ import annotations
 
@@ -241,8 +241,8 @@ def test_search_queries_become_questions(tmp_path: Path) -> None:
     rows, counts = read("nq-open", samples.write_nq_open(tmp_path))
     assert counts == {"read": 2, "left out: repeated": 0, "left out: no answer with a word": 0}
     assert rows[0] == {
-        "id": "nq-open-dev-1", "prompt": "Who flew the first kite? Answer briefly.", "answers": ["Ann Nobody", "Nobody"],
-        "group": "question/who flew the first kite", "kind": "dev",
+        "id": "nq-open-dev-1", "prompt": "Who flew the first kite? Answer briefly.",
+        "answers": ["Ann Nobody", "Nobody"], "group": "question/who flew the first kite", "kind": "dev",
     }  # fmt: skip
     asked = {"question": "what is written on page one", "answer": ["*", "a star"]}
     none = {"question": "what is written on page two", "answer": ["*", ","]}
