@@ -101,8 +101,8 @@ def method_names(text: str | None) -> tuple[str, ...]:
     Unknown names are returned as they are; ``EvaluateOptions`` refuses them.
     """
     names = tuple(METHODS)
-    known = {cls: tuple(name for name in names if METHODS[name].cost == cls) for cls in CLASSES}
-    groups: dict[str, tuple[str, ...]] = {**known, "default": DEFAULT_METHODS, "all": names}
+    groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": names}
+    groups |= {cls: tuple(name for name in names if METHODS[name].cost == cls) for cls in CLASSES}
     words = [word.strip() for word in (text or "default").split(",")]
     chosen = dict.fromkeys(name for word in words if word for name in groups.get(word, (word,)))
     return tuple(sorted(chosen, key=lambda name: names.index(name) if name in names else len(names)))

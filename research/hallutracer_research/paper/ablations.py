@@ -24,7 +24,7 @@ from hallutracer_research.paper.diagnostics import features
 from hallutracer_research.paper.diagnostics.classes import as_float, mean_or_none
 from hallutracer_research.paper.diagnostics.features import FIVE, GROUPS, trajectory_features
 from hallutracer_research.paper.diagnostics.increments import decompose
-from hallutracer_research.paper.tables import OVER_SPLITS, Row, TableSpec
+from hallutracer_research.paper.tables import Row, specs
 from service.errors import TrainingError
 from service.fitting.estimator import fit_classifier
 from service.fitting.nested_cv import FoldScores
@@ -33,10 +33,6 @@ from service.fitting.scores import auroc, risk_auroc
 from service.readout import Pooling, Site
 from service.risk import depth_mean
 
-_CLASSIFIER: Final = (
-    "Several features: a logistic regression on the training side's out-of-fold features, ranked on the test side."
-)
-_COMBINED: Final = "tab:ablation_combined", ("mean", "median", "mean_and_shape", "shape"), ("source", *GROUPS)
 Sides = tuple[Floats, Floats]  # features [n_train, k] and [n_test, k]
 Features = Callable[[Split], Sides]
 
@@ -120,47 +116,13 @@ def _logit_scale(result: SetResult, _: list[str]) -> Row:
     return {"unit_norm": spread(plain), "standardized": spread(even), "difference": spread(difference)}
 
 
-MEAN_DOMINANCE: Final = TableSpec(
-    "mean-dominance", "Mean dominance: trajectory statistics", _COMBINED[0], _COMBINED[1],
-    f"AUROC in percent, {OVER_SPLITS}. {_CLASSIFIER}", _mean_dominance,
+MEAN: Final = specs(
+    {
+        "mean-dominance": _mean_dominance, "mean-dominance-source": _mean_dominance_source, "location": _location,
+        "feature-sets": _feature_sets, "depth-subsampling": _depth_subsampling, "logit-scale": _logit_scale,
+    },
+    {"depth-subsampling": _depth_columns},
 )  # fmt: skip
-MEAN_DOMINANCE_SOURCE: Final = TableSpec(
-    "mean-dominance-source", "Mean dominance: source features", _COMBINED[0], _COMBINED[2],
-    f"AUROC in percent, {OVER_SPLITS}. {_CLASSIFIER}", _mean_dominance_source,
-    ("The paper names three of the 13 features and does not define them: rho, friction, condition number.",),
-)  # fmt: skip
-LOCATION: Final = TableSpec(
-    "location", "Mean, median, trimmed mean", "tab:mean-vs-median", ("mean", "median", "trimmed_mean", "correlation"),
-    f"AUROC in percent of each location estimator over depth, {OVER_SPLITS}; correlation of mean and "
-    "median, mean over splits.",
-    _location,
-)  # fmt: skip
-FEATURE_SETS: Final = TableSpec(
-    "feature-sets", "Trajectory statistics, source features, full trajectory", "tab:ablation-12d-22d",
-    (
-        Column("trajectory", "5-D", "percent", 3), Column("source", "13-D", "percent", 3),
-        Column("full", "2m + 5", "percent", 3),
-    ),
-    f"AUROC in percent, {OVER_SPLITS}. {_CLASSIFIER}", _feature_sets,
-)  # fmt: skip
-DEPTH_SUBSAMPLING: Final = TableSpec(  # the numbers of Fig. depth-subsampling (App. depth-weighting)
-    "depth-subsampling", "Depth subsampling", "", _depth_columns,
-    f"AUROC in percent of the mean of a few layers, evenly spaced over depth, {OVER_SPLITS}. One "
-    "layer: the best by AUROC on the training side. The last column takes every layer.",
-    _depth_subsampling,
-)  # fmt: skip
-LOGIT_SCALE: Final = TableSpec(
-    # Ours: head outputs grow with depth, so the plain mean weighs layers by their scale; the table shows the cost.
-    "logit-scale", "Scale of the truth logits", "",
-    (
-        Column("unit_norm", "Unit norm", "percent", 3), Column("standardized", "Standardised", "percent", 3),
-        Column("difference", "Difference, points", "percent", 3),
-    ),
-    f"AUROC in percent of the depth mean, {OVER_SPLITS}: logits of unit-norm probes as in the paper, "
-    "and each layer's logits divided by their within-class standard deviation on the training side.",
-    _logit_scale,
-)  # fmt: skip
-MEAN: Final = (MEAN_DOMINANCE, MEAN_DOMINANCE_SOURCE, LOCATION, FEATURE_SETS, DEPTH_SUBSAMPLING, LOGIT_SCALE)
 
 
 def depth_curve(results: Sequence[SetResult]) -> dict[str, tuple[list[int], list[float], list[float]]]:
@@ -174,7 +136,7 @@ def depth_curve(results: Sequence[SetResult]) -> dict[str, tuple[list[int], list
 
 
 def depth_key(size: int) -> str:
-    """Return the column of ``DEPTH_SUBSAMPLING`` for a number of layers."""
+    """Return the column of depth subsampling for a number of layers."""
     return f"layers_{size}"
 
 
@@ -334,36 +296,13 @@ def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) ->
     }  # fmt: skip
 
 
-READOUT_SITE: Final = TableSpec(
-    "readout-site", "Readout site", "tab:readout_ablation", ("head", "residual", "difference"),
-    f"AUROC of the depth mean, {OVER_SPLITS}: selected attention heads (L1) against the residual stream (L2, no "
-    "heads).",
-    _readout_site,
+READOUT: Final = specs(
+    {
+        "readout-site": _readout_site, "readout-position": _readout_position, "top-heads": _top_heads,
+        "head-distribution": _head_distribution,
+    },
+    draws=RANDOM_DRAWS,
 )  # fmt: skip
-READOUT_POSITION: Final = TableSpec(
-    "readout-position", "Readout position", "tab:ablation_pooling", tuple(pooling.value for pooling in Pooling),
-    "AUROC in percent of the depth mean at the last prompt token, and how many points that of each pooling differs "
-    "from it; mean ± standard deviation over folds.",
-    _readout_position,
-    ("Folds of the first seed only; every pooling has its own probes and heads, at the C chosen for last-1.",),
-)  # fmt: skip
-TOP_HEADS: Final = TableSpec(
-    "top-heads", "Head selection", "tab:topk_heads", ("top_1", "top_5", "bottom_1", "random_1", "difference"),
-    f"AUROC in percent of the depth mean, {OVER_SPLITS}; for Random-1 over {RANDOM_DRAWS} draws of a head for each "
-    "layer, each the mean over splits.",
-    _top_heads,
-    ("Heads are ranked by AUROC on the training side; a layer's logit is the mean of its heads' unit-norm logits.",),
-)  # fmt: skip
-HEAD_DISTRIBUTION: Final = TableSpec(
-    "head-distribution", "Head signal uniformity", "tab:head_distribution",
-    ("heads", "auc_cv", "switches", "correlation", "effective_rank", "rank_share"),
-    "Coefficient of variation of per-head AUROC within a layer; share of neighbouring layers between which the best "
-    "head changes; mean correlation of probe scores within a layer; effective rank of that correlation matrix, and its "
-    "share of the number of heads.",
-    _head_distribution,
-    ("AUROC on the training side, correlations of the logits on the test side; means over folds and seeds.",),
-)  # fmt: skip
-READOUT: Final = (READOUT_SITE, READOUT_POSITION, TOP_HEADS, HEAD_DISTRIBUTION)
 
 
 def _ranked(probes: HeadProbes) -> NDArray[np.int64]:

@@ -61,7 +61,7 @@ def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateO
     return "\n\n".join(paragraphs)
 
 
-SECTIONS: Mapping[str, Sequence[TableSpec]] = {
+SECTIONS: Mapping[str, Mapping[str, TableSpec]] = {
     "Does the mean suffice?": MEAN,
     "Readout and heads": READOUT,
     "Level and shape": TRAJECTORY,
@@ -116,7 +116,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
             "Geometry": list(_geometry(results)),
         }
         sections += [
-            Section(title, "", make_tables(specs, results), drawings.get(title, ()))
+            Section(title, "", make_tables(specs.values(), results), drawings.get(title, ()))
             for title, specs in SECTIONS.items()
         ]
         judged = claims(results, [table for section in sections[1:] for table in section.tables])

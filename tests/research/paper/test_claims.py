@@ -15,7 +15,7 @@ from hallutracer_research.evaluation.page import Verdict
 from hallutracer_research.evaluation.results import SetResult, compare, measured
 from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.paper import claims as rules
-from hallutracer_research.paper.ablations import FEATURE_SETS, MEAN_DOMINANCE, READOUT_SITE, depth_key
+from hallutracer_research.paper.ablations import MEAN, READOUT, depth_key
 from hallutracer_research.paper.claims import DifferenceInterval, Judge, NotTestable, ahead_of, cells_by_set
 from hallutracer_research.paper.report import SECTIONS
 from hallutracer_research.paper.tables import make_tables
@@ -27,7 +27,7 @@ Cells = Mapping[str, Any]
 
 @pytest.fixture(scope="module")
 def tables(result: SetResult) -> list[Table]:
-    return make_tables([spec for specs in SECTIONS.values() for spec in specs], [result])
+    return make_tables([spec for specs in SECTIONS.values() for spec in specs.values()], [result])
 
 
 def cells(**tables: Cells) -> dict[str, Cells]:
@@ -184,7 +184,9 @@ SHAPED: list[tuple[Judge, SetResult, Verdict]] = [
 
 @pytest.mark.parametrize(("judge", "result", "verdict"), SHAPED)
 def test_differences_are_judged_by_their_intervals(judge: Judge, result: SetResult, verdict: Verdict) -> None:
-    rows = cells_by_set(make_tables([MEAN_DOMINANCE, FEATURE_SETS, READOUT_SITE], [result]))[result.title]
+    rows = cells_by_set(make_tables([MEAN["mean-dominance"], MEAN["feature-sets"], READOUT["readout-site"]], [result]))[
+        result.title
+    ]
     found = judge(result, rows)
     assert found.verdict == verdict, found.text
     assert "points [" in found.text

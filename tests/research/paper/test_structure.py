@@ -26,7 +26,7 @@ def row(spec: TableSpec, result: SetResult) -> Mapping[str, Any]:
 
 
 def k_split(results: list[SetResult]) -> list[Table]:
-    return make_tables((structure.K_SPLIT, structure.K_SPLIT_VARIANCE), results)
+    return make_tables((structure.READOUTS["k-split"], structure.READOUTS["k-split-variance"]), results)
 
 
 def fixed_head(result: SetResult, head: int) -> SetResult:
@@ -40,9 +40,9 @@ def fixed_head(result: SetResult, head: int) -> SetResult:
 def test_rows_are_the_diagnostics_of_the_out_of_fold_trajectories(result: SetResult) -> None:
     trajectory = result.trajectory(0)
     assert np.isfinite(trajectory).all()
-    direct, found = snr_table(trajectory, result.label), row(structure.SNR, result)
+    direct, found = snr_table(trajectory, result.label), row(structure.TRAJECTORY["snr"], result)
     assert (found["rho"], found["r_plugin"], found["eta"]) == (direct.rho, direct.r_plugin, direct.eta)
-    gap, cells = fisher_gap(trajectory, result.label), row(structure.FISHER, result)
+    gap, cells = fisher_gap(trajectory, result.label), row(structure.TRAJECTORY["fisher"], result)
     assert cells["r_fisher"] == gap.r_fisher
     assert cells["r_fisher"] == pytest.approx(cells["r_fisher_direct"], rel=1e-9)
     assert gap.r_fisher_unbiased is not None
@@ -53,7 +53,7 @@ def test_rows_are_the_diagnostics_of_the_out_of_fold_trajectories(result: SetRes
 def test_a_singular_covariance_is_shrunk_and_says_so() -> None:
     logits = noise(8) + LABEL[:, None, None]
     logits[:, 5] = logits[:, 2]
-    table = structure.FISHER.table([scripted_result(logits, name="twice")])
+    table = structure.TRAJECTORY["fisher"].table([scripted_result(logits, name="twice")])
     found = table.rows[0]
     assert 0 < found["shrinkage"] < 1  # type: ignore[operator]
     assert np.isfinite(found["r_fisher"])  # type: ignore[arg-type]
@@ -65,7 +65,9 @@ def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
     flat = noise(8)
     flat[1::4] = flat[::4]  # rows 0, 1 of every 4 are of one class: their twins of the other class follow
     flat[2::4], flat[3::4] = flat[::4], flat[1::4]
-    table = structure.SNR.table([scripted_result(flat, name="flat"), scripted_result(noise(8, seed=1), name="fine")])
+    table = structure.TRAJECTORY["snr"].table(
+        [scripted_result(flat, name="flat"), scripted_result(noise(8, seed=1), name="fine")]
+    )
     assert table.rows[0] == {"set": "flat"}
     assert table.rows[1]["set"] == "fine"
     assert table.rows[1]["rho"] is not None
@@ -75,18 +77,18 @@ def test_a_set_without_a_gap_costs_its_row_and_not_the_table() -> None:
 def test_variance_components_have_their_lags_where_the_depth_allows() -> None:
     rng = np.random.default_rng(0)
     level = rng.standard_normal((len(LABEL), 1, 1))
-    deep = row(structure.VARIANCE, scripted_result(noise(16, seed=1) + level))
+    deep = row(structure.TRAJECTORY["variance"], scripted_result(noise(16, seed=1) + level))
     assert deep["layers"] == 16
     assert deep["icc_unbiased"] == pytest.approx(0.5, abs=0.06)
     assert deep["acf_1"] == pytest.approx(deep["acf_floor"], abs=0.05)
     assert deep["acf_8"] == pytest.approx(-1 / 15, abs=0.05)
-    table = structure.VARIANCE.table([scripted_result(noise(8))])
+    table = structure.TRAJECTORY["variance"].table([scripted_result(noise(8))])
     assert table.rows[0]["acf_8"] is None
     assert any("lag 8" in note for note in table.notes)
 
 
 def test_geometry_is_that_of_the_selected_heads_on_the_test_sides(result: SetResult) -> None:
-    found = row(structure.GEOMETRY, result)
+    found = row(structure.READOUTS["geometry"], result)
     energy = []
     for split in result.folds(0):
         direction, _ = split.probes.of(split.probes.selected)
@@ -110,7 +112,7 @@ def test_a_readout_is_its_heads_slice_of_the_labelled_rows(result: SetResult) ->
 
 def test_the_figures_curves_average_to_the_tables_cells(result: SetResult) -> None:
     cosines, energy, dim = structure.geometry_by_layer(result)
-    found = row(structure.GEOMETRY, result)
+    found = row(structure.READOUTS["geometry"], result)
     assert (len(cosines), len(energy), dim) == (7, 8, 8)
     assert cosines[1:7].mean() == pytest.approx(found["adjacent_cos"])
     assert energy[1:7].mean() == pytest.approx(found["energy"])
@@ -120,7 +122,7 @@ def test_the_figures_curves_average_to_the_tables_cells(result: SetResult) -> No
 
 def test_isotropy_takes_the_head_with_the_best_training_auroc_of_all_layers(result: SetResult) -> None:
     for head in (0, 2):
-        found = row(structure.ISOTROPY, fixed_head(result, head))
+        found = row(structure.READOUTS["isotropy"], fixed_head(result, head))
         assert found["head"] == head
         direction = result.folds(0)[0].probes.direction[:, head]
         cosines = np.abs(np.einsum("ld,ld->l", direction[:-1], direction[1:]))[1:7]
@@ -134,9 +136,9 @@ def test_isotropy_leaves_out_heads_without_a_probe_somewhere(result: SetResult) 
     quality[0] = [0.99, 0.99, 0.0]
     quality[1] = [0.0, 0.6, 0.99]
     lacking = replace(result, splits=[replace(split, probes=replace(split.probes, auroc=quality))])
-    assert row(structure.ISOTROPY, lacking)["head"] == 1
+    assert row(structure.READOUTS["isotropy"], lacking)["head"] == 1
     quality[2] = [0.9, 0.0, 0.9]
-    table = structure.ISOTROPY.table([lacking])
+    table = structure.READOUTS["isotropy"].table([lacking])
     assert table.rows[0] == {"set": "made"}
     assert "made: left out: no head has a probe at every layer: give a larger C" in table.notes
 

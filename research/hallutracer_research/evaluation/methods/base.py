@@ -127,7 +127,9 @@ Fit = Callable[[Any, NDArray[np.int64], Any], Floats]
 """Training rows [n, d], labels [n], rows to score [t, d] -> truth logits [t]; processes must be able to pickle it."""
 
 
-def linear_logits(c: float, kind: Penalty, x: Rows, label: Index, x_test: Rows) -> Floats:
+def linear_logits(
+    c: float, kind: Penalty, x: NDArray[np.floating], label: Index, x_test: NDArray[np.floating]
+) -> Floats:
     """Return truth logits [t] of ``fit_linear``; with its first two arguments bound it is a ``Fit``."""
     return fit_linear(x, label, c, kind).logits(x_test)
 

@@ -107,7 +107,8 @@ def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | 
                 f = vectors @ ((vectors.T @ shift) / values)
                 fisher = float(v @ f) ** 2 / float(f @ f)
     return Layer(
-        norm, ranks[0], *shares, trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None,
+        norm, ranks[0], shares[0], shares[1], shares[2],
+        trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None,
         energy_fraction=energy, v2_top90=top, alignment=aligned, fisher_cos2=fisher,
     )  # fmt: skip
 
