@@ -71,13 +71,17 @@ def evaluate(
     """
     from rich.console import Console
 
-    from hallutracer_research.evaluating import run_evaluation
+    from hallutracer_research.evaluating import BadSource, run_evaluation, source, sources_of
     from hallutracer_research.evaluation.options import EvaluateOptions, method_names
     from hallutracer_research.evaluation.tables import table_markdown
     from hallutracer_research.paper.report import command_line
 
+    try:
+        sources = tuple(map(source, options.data)) or sources_of(None, engine.model)
+    except BadSource as error:
+        raise UsageError("--data", str(error)) from None
     evaluation = EvaluateOptions(
-        sources=limited(_sources(options.data, engine.model), options.limit), out=options.out or Path("evaluation"),
+        sources=limited(sources, options.limit), out=options.out or Path("evaluation"),
         suite=options.suite, methods=method_names(options.methods), samples=options.samples, seeds=len(fit.shuffles),
         folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge,
         max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
@@ -92,16 +96,6 @@ def evaluate(
         raise
     print_line(table_markdown(found.result.main))
     print_line("\n".join(str(path) for path in found.files))
-
-
-def _sources(data: Sequence[str], model: str | None) -> tuple[EvaluationSource, ...]:
-    """Return the named data; without any, the demo's questions.  Raises UsageError."""
-    from hallutracer_research.evaluating import BadSource, source, sources_of
-
-    try:
-        return tuple(map(source, data)) or sources_of(None, model)
-    except BadSource as error:
-        raise UsageError("--data", str(error)) from None
 
 
 def limited(sources: Sequence[EvaluationSource], limits: Sequence[str]) -> tuple[EvaluationSource, ...]:

@@ -274,9 +274,9 @@ def _svg(figure: mpl.Figure) -> bytes:
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue().decode("utf-8").replace(_INK, "currentColor")
     # A hundredth of a point is finer than any screen, and the file is half as long.
-    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"-?\d+\.\d+", _hundredth, path[0]), text)
-    return text.encode("utf-8")
+    numbers = re.compile(r"-?\d+\.\d+")
 
+    def rounded(path: re.Match[str]) -> str:
+        return numbers.sub(lambda one: f"{float(one[0]) + 0.0:.2f}".rstrip("0").rstrip("."), path[0])
 
-def _hundredth(number: re.Match[str]) -> str:
-    return f"{float(number[0]) + 0.0:.2f}".rstrip("0").rstrip(".")
+    return re.sub(r' d="[^"]*"', rounded, text).encode("utf-8")

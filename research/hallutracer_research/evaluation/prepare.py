@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hallutracer_research.data.registry import SETS, SetInfo, read_set
-from hallutracer_research.evaluation.methods.base import AnswerReadings, Floats, MethodInputs
+from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs
 from hallutracer_research.evaluation.methods.own_answers import asked, candidates, clusters, eigen_score, log_odds
 from hallutracer_research.evaluation.methods.own_answers import semantic_entropy as entropy_of
 from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, SAMPLED, EvaluateOptions, EvaluationSource
@@ -220,10 +220,21 @@ def with_answers(
         return [prepared.prompts.prompts.of(int(row)) for row in prepared.index[at]]
 
     if "halluguard" in methods:
-        every, path = prompts(np.arange(len(prepared.index))), folder / "halluguard.npy"
-        inputs = replace(inputs, halluguard=_halluguard(engine, every, rows.max_new_tokens, path))
+        path = folder / "halluguard.npy"
+        if not path.exists():
+            from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
+
+            scores = halluguard_scores(engine, prompts(np.arange(len(prepared.index))), rows.max_new_tokens)
+            with path.with_suffix(".part").open("wb") as file:
+                np.save(file, scores)
+            path.with_suffix(".part").replace(path)
+        inputs = replace(inputs, halluguard=np.load(path, allow_pickle=False))
     folder = folder / "answers"
-    judged = _judged(prepared) if {"perplexity", "mind", "p-true"} & methods else []
+    judged: list[str] = []
+    if {"perplexity", "mind", "p-true"} & methods:  # the labelled rows' answers, as the judge read them
+        with (prepared.prompts.folder / "answers.jsonl").open(encoding="utf-8") as lines:
+            said = {record["row"]: str(record["answer"]) for record in map(json.loads, lines)}
+        judged = [said[row] for row in prepared.index.tolist()]
     if "p-true" in methods:
         asking = [render(engine, text, None, prompt_format) for text in map(asked, inputs.text, judged)]
         lengths = np.array([len(prompt) for prompt in asking])  # longest first: what does not fit is told at once
@@ -299,23 +310,5 @@ def _by_row(
     return joined
 
 
-def _halluguard(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, path: Path) -> Floats:
-    if not path.exists():
-        from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
-
-        scores = halluguard_scores(engine, prompts, max_new_tokens)
-        with path.with_suffix(".part").open("wb") as file:
-            np.save(file, scores)
-        path.with_suffix(".part").replace(path)
-    return np.asarray(np.load(path, allow_pickle=False), np.float64)
-
-
 def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(list(values)).encode()).hexdigest()
-
-
-def _judged(prepared: PreparedSet) -> list[str]:
-    """Return the labelled rows' answers, as the judge read them."""
-    with (prepared.prompts.folder / "answers.jsonl").open(encoding="utf-8") as file:
-        answers = {record["row"]: str(record["answer"]) for record in map(json.loads, file)}
-    return [answers[row] for row in prepared.index.tolist()]

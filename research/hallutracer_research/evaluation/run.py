@@ -104,13 +104,11 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
 
 
 def _costs(prepared: prepare.PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:
-    asked = prepared.inputs.answers.asked
-    of_set = partial(
-        cost, weights=weights, prompt=float(prepared.inputs.prompt_tokens.mean()),
-        answer=prepared.rows.max_new_tokens, samples=options.samples,
-        asked=0.0 if asked is None else float(asked.mean()),
-    )  # fmt: skip
-    return {method: of_set(method) for method in prepare.methods_of(prepared.rows, options)}
+    asked, prompt = prepared.inputs.answers.asked, float(prepared.inputs.prompt_tokens.mean())
+    given: dict[str, Any] = {"answer": prepared.rows.max_new_tokens, "samples": options.samples}
+    given["asked"] = 0.0 if asked is None else float(asked.mean())
+    methods = prepare.methods_of(prepared.rows, options)
+    return {method: cost(method, weights, prompt=prompt, **given) for method in methods}
 
 
 def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
@@ -186,7 +184,8 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
         if method == RESIDUAL:
             return -splits.residual_depth_mean(inputs, split, options)
         if method == TRAJECTORY:
-            return splits.whole_trajectory(inputs, split)
+            label, group = inputs.label[split.train], inputs.group[split.train]
+            return splits.trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)
         if method == SHUFFLED:
             return -splits.shuffled_depth_mean(inputs, split, options)
         return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)

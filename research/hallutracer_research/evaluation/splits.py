@@ -188,12 +188,6 @@ def residual_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOpt
     return depth_mean(fits.refit(inputs.residual, split.train, split.test, c).trajectory)
 
 
-def whole_trajectory(inputs: MethodInputs, split: Split) -> Floats:
-    """Return scores of the test side that rise with hallucination, [n_test], from all m truth logits."""
-    label, group = inputs.label[split.train], inputs.group[split.train]
-    return trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)
-
-
 def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
     """Return depth means of the test side, [n_test], by probes of shuffled training labels: a leak shows above .5."""
     label = inputs.label.copy()

@@ -59,10 +59,8 @@ class Table:
         }  # fmt: skip
 
 
-DASH = "–"
-MINUS = "−"
+DASH, MINUS = "–", "−"
 SMALLEST_P = 0.001
-
 Rows = Sequence[Mapping[str, Cell]]
 
 
@@ -187,9 +185,7 @@ def _escape(text: str) -> str:
 
 def _prose(text: str) -> str:
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
-    return "".join(part if index % 2 else _escape_keeping_ends(part) for index, part in enumerate(parts))
-
-
-def _escape_keeping_ends(text: str) -> str:
-    inner = _escape(text)
-    return (" " if text[:1] == " " else "") + inner + (" " if inner and text[-1:] == " " else "")
+    for index, text in enumerate(parts[::2]):
+        inner = _escape(text)
+        parts[2 * index] = " " * text.startswith(" ") + inner + " " * bool(inner and text.endswith(" "))
+    return "".join(parts)

@@ -26,10 +26,6 @@ from service.fitting.probes import Floats, Index
 from service.fitting.scores import auroc
 
 
-def _snr(result: SetResult, notes: list[str]) -> Row:
-    return attributes(snr_table(result.trajectory(0), result.label), notes)
-
-
 def _fisher(result: SetResult, notes: list[str]) -> Row:
     """A singular covariance of the layers is shrunk (Ledoit-Wolf); a note and a column give the amount."""
     trajectory = result.trajectory(0)
@@ -61,7 +57,14 @@ def _kappa(result: SetResult, notes: list[str]) -> Row:
     return {**attributes(table, notes), "layers": trajectory.shape[1], "factual_larger": table.factual_wider}
 
 
-TRAJECTORY: Final = specs({"snr": _snr, "fisher": _fisher, "variance": _variance, "kappa": _kappa})
+TRAJECTORY: Final = specs(
+    {
+        "snr": lambda result, notes: attributes(snr_table(result.trajectory(0), result.label), notes),
+        "fisher": _fisher,
+        "variance": _variance,
+        "kappa": _kappa,
+    }
+)
 ALPHA: Final = 0.05  # of the layer-wise Chen-Qin tests
 PERMUTATIONS: Final = 200
 _DIAGNOSTICS: Final = {  # the table's column -> the diagnostic's name

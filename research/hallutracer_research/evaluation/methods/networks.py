@@ -150,7 +150,8 @@ def mind(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int |
         raise TrainingError("mind reads the answers' states, and none were read; leave it out", param="methods")
     fitted, held = group_folds(inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="MIND inner fold")[0]
     z, mean, std = standardise(states[fitted])
-    rows, held_rows, test_rows = map(_tensor, (z, (states[held] - mean) / std, (states[test] - mean) / std))
+    parts = (z, (states[held] - mean) / std, (states[test] - mean) / std)
+    rows, held_rows, test_rows = (torch.from_numpy(np.ascontiguousarray(part, np.float32)) for part in parts)
     target = torch.from_numpy(1 - inputs.label[fitted])
     count = torch.bincount(target, minlength=2).double()
     loss = nn.CrossEntropyLoss(weight=(1 - count / count.sum()).float())
@@ -175,7 +176,3 @@ def _risk(network: nn.Module, rows: torch.Tensor) -> Floats:
     with torch.no_grad():
         logits = network(rows).double()
     return np.asarray((logits[:, 1] - logits[:, 0]).numpy())
-
-
-def _tensor(rows: NDArray[np.floating]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(rows, np.float32))
