@@ -13,14 +13,14 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 Row = dict[str, Any]  # one row for the trainer, see service/data/training_rows.py
 Rows = tuple[list[Row], dict[str, int]]  # and the reader's counts
 Text = Annotated[str, StringConstraints(strict=True, pattern=r"\S")]  # not blank; as it stands in the file
-Label = Literal[0, 1]
+Label = Annotated[int, Field(strict=True, ge=0, le=1)]
 BRIEFLY = " Answer briefly."
 Kind = TypeVar("Kind", dict[Any, Any], list[Any])
 Model = TypeVar("Model", bound=BaseModel)
