@@ -55,11 +55,11 @@ class Evaluated:
 
     @property
     def report(self) -> Path:
-        """The report as a page."""
+        """Return the report as a page."""
         return self.files[0]
 
     def to_frame(self) -> DataFrame:
-        """The main table, a row for each method and set.  Needs pandas."""
+        """Return the main table, a row for each method and set.  Needs pandas."""
         return frame([vars(one) for one in self.figures])
 
 

@@ -43,7 +43,7 @@ _MAX_POINTS = 200  # of a curve; more would not be seen
 
 
 def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike | None]]) -> Figure:
-    """AUROC of the mean of a few layers, evenly spaced over depth (Fig. depth-subsampling).
+    """Draw AUROC of the mean of a few layers, evenly spaced over depth (Fig. depth-subsampling).
 
     curves: name (a data set) -> (layers included [p], mean AUROC [p], its standard deviation over seeds [p] or None).
     """
@@ -72,7 +72,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
 
 
 def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm probes") -> Figure:
-    """Mean truth logit by layer and class, with a band of one standard deviation: trajectory [N, m], label [N]."""
+    """Draw the mean truth logit by layer and class, with a band of one standard deviation: trajectory [N, m], label [N]."""
     values, classes = _array(trajectory, "trajectory", ndim=2), np.asarray(label)
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
@@ -97,7 +97,7 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
 
 
 def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
-    """ROC and precision-recall curves, hallucinated positive: label [n] (1 factual), method -> risk [n].
+    """Draw ROC and precision-recall curves, hallucinated positive: label [n] (1 factual), method -> risk [n].
 
     The first method is drawn strongest.  A risk ranks; it need not be a probability.
     """
@@ -136,7 +136,7 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
 
 
 def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
-    """AUROC against cost: method -> its cost and its AUROC by split.
+    """Draw AUROC against cost: method -> its cost and its AUROC by split.
 
     A line of the drawing for each method, a band for each class, cheapest below: on an axis of costs a class would be
     one point, and two classes may differ by a hundredth.  The first method is drawn strongest.
@@ -181,7 +181,7 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
 
 
 def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLike | None = None) -> Figure:
-    """Share hallucinated against mean risk in bins of equal counts, fewer where rows are few.
+    """Draw the share hallucinated against mean risk in bins of equal counts, fewer where rows are few.
 
     label [n], name -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each other, for the bands.
     """
@@ -220,7 +220,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
 
 
 def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
-    """Adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), and the probe's share of variance [m] beside 1 / d, d = width.
+    """Draw adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), and the probe's share of variance [m] beside 1 / d, d = width.
 
     Property "probe isotropy" and Assumption "sparse signal" (tab:validation_results), by layer.
     """
@@ -257,7 +257,7 @@ def _figure(panels: int, width: float = 6.6, height: float = 3.4) -> tuple[mpl.F
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
+    """Yield colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
     for index in range(len(_COLOURS) * len(_LINES)):
         yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
 

@@ -33,7 +33,7 @@ from service.fitting.scores import risk_auroc
 
 
 def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateOptions) -> str:
-    """Paragraphs: what is measured, how to read it, what to compare with; ``sets`` are names and numbers of rows."""
+    """Return paragraphs: what is measured, how to read it, what to compare with; ``sets`` are names and numbers of rows."""
     listed = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sets)
     paragraphs = [
         f"Before `{model}` writes the first token of an answer, can one tell that the answer will be wrong? This "
@@ -100,7 +100,7 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
 
 
 def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
-    """All sections; the main suite has the first only."""
+    """Return all sections; the main suite has the first only."""
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
     tables = (evaluation.main, evaluation.subsets, evaluation.transfer, evaluation.forms)
     main = [table for table in tables if table is not None]
@@ -143,7 +143,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
 
 
 def _detection(result: SetResult) -> list[Figure]:
-    """AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
+    """Return AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
     label = result.label
     ranks = {METHODS[name].title: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
     calibrated = np.full(len(label), np.nan)
@@ -164,7 +164,7 @@ def _detection(result: SetResult) -> list[Figure]:
 
 
 def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
-    """The figure of every set whose numbers are all defined; the table's notes give the reasons for the others."""
+    """Yield the figure of every set whose numbers are all defined; the table's notes give the reasons for the others."""
     for result in results:
         try:
             cosines, energy, dim = geometry_by_layer(result)
@@ -175,10 +175,10 @@ def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
 
 
 def _named(figure: Figure, result: SetResult) -> Figure:
-    """The figure with its set's name before caption and alternative text."""
+    """Return the figure with its set's name before caption and alternative text."""
     return replace(figure, caption=f"{result.title}: {figure.caption}", alt=f"{result.title}: {figure.alt}")
 
 
 def command_line() -> str:
-    """This process's command, quoted for a shell."""
+    """Return this process's command, quoted for a shell."""
     return shlex.join(["hallutracer", *sys.argv[1:]])
