@@ -72,7 +72,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
 
 
 def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm probes") -> Figure:
-    """Draw the mean truth logit by layer and class, with a band of one standard deviation: trajectory [N, m], label [N]."""
+    """Draw the mean truth logit by layer and class, with a band of one deviation: trajectory [N, m], label [N]."""
     values, classes = _array(trajectory, "trajectory", ndim=2), np.asarray(label)
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
@@ -220,7 +220,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
 
 
 def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
-    """Draw adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), and the probe's share of variance [m] beside 1 / d, d = width.
+    """Draw adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), the probe's share of variance [m] beside 1 / d, d = width.
 
     Property "probe isotropy" and Assumption "sparse signal" (tab:validation_results), by layer.
     """

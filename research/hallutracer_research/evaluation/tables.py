@@ -72,7 +72,7 @@ def to_markdown(tables: Sequence[Table], intro: str) -> str:
 
 
 def table_markdown(table: Table) -> str:
-    """Return heading, caption, rows and notes.  Raises ValueError where a cell cannot be written (see ``cell_text``)."""
+    """Return heading, caption, rows and notes.  Raises ValueError for what ``cell_text`` cannot write."""
     lines = []
     for rows in blocks(table):
         best = {column.key: best_rows(column, rows) for column in table.columns}
@@ -92,7 +92,7 @@ def table_markdown(table: Table) -> str:
 
 
 def blocks(table: Table) -> list[Rows]:
-    """Return rows grouped by the value of the table's block column, in order of first appearance; one group without one."""
+    """Return rows grouped by the table's block column, in order of first appearance; one group without one."""
     if not table.block:
         return [list(table.rows)]
     groups: dict[str, list[Mapping[str, Cell]]] = {}

@@ -33,7 +33,7 @@ from service.fitting.scores import risk_auroc
 
 
 def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateOptions) -> str:
-    """Return paragraphs: what is measured, how to read it, what to compare with; ``sets`` are names and numbers of rows."""
+    """Return paragraphs: what is measured, how to read it, what to compare with; ``sets``: names and numbers of rows."""
     listed = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sets)
     paragraphs = [
         f"Before `{model}` writes the first token of an answer, can one tell that the answer will be wrong? This "
@@ -164,7 +164,7 @@ def _detection(result: SetResult) -> list[Figure]:
 
 
 def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
-    """Yield the figure of every set whose numbers are all defined; the table's notes give the reasons for the others."""
+    """Yield the figure of every set whose numbers are all defined; the table's notes say why for the others."""
     for result in results:
         try:
             cosines, energy, dim = geometry_by_layer(result)
