@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from service.library.engine import SHIPPED, Engine, load_engine
 from service.library.results import frame
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hallutracer_research.evaluation.run import EvaluationResult
     from service.engines.base import EngineOptions
     from service.trainer.options import Console
+
+
+EvaluationData: TypeAlias = str | Path | Iterable[Mapping[str, Any]] | Mapping[str, str | Path] | None
 
 
 class BadSource(ValueError):
@@ -50,16 +53,16 @@ class Evaluated:
 
     @property
     def report(self) -> Path:
-        """The report as a page."""
+        """Return the report as a page."""
         return self.files[0]
 
     def to_frame(self) -> DataFrame:
-        """The main table, a row for each method and set.  Needs pandas."""
+        """Return the main table, a row for each method and set.  Needs pandas."""
         return frame([vars(one) for one in self.figures])
 
 
 def evaluate(
-    data: str | Path | Iterable[Mapping[str, Any]] | Mapping[str, str | Path] | None = None,
+    data: EvaluationData = None,
     model: str | Path | None = None,
     *,
     out: str | Path = "evaluation",
@@ -113,7 +116,7 @@ def evaluate(
     if methods is not None and not isinstance(methods, str):
         methods = ",".join(methods)
     folder = Path(out)
-    sources = tuple(replace(source, limit=limit) for source in sources_of(data, name, folder))
+    sources = tuple(replace(source, limit=limit) for source in sources_of(data, name))
     wanted = EvaluateOptions(sources=sources, out=folder, suite=suite, methods=method_names(methods), **options)
     chosen = engine or Engine()
     return run_evaluation(
@@ -123,32 +126,37 @@ def evaluate(
 
 
 def run_evaluation(
-    options: EvaluateOptions,
-    engine: EngineOptions,
-    *,
-    threads: int | None,
-    console: Console,
-    command: str,
+    options: EvaluateOptions, engine: EngineOptions, *, threads: int | None, console: Console, command: str,
     report: Report = note,
-) -> Evaluated:
-    """What the command line and ``evaluate`` share: a run from checked options to its report."""
+) -> Evaluated:  # fmt: skip
+    """Run what the command line and ``evaluate`` share, from checked options to the report."""
     from hallutracer_research.evaluation.run import evaluate as run
     from hallutracer_research.paper.report import write_report
     from service.readout import Site
 
     result = run(options, lambda: load_engine(engine, rows=list(Site), threads=threads, report=report), console=console)
     files = write_report(result, command)
-    return Evaluated(options.out, tuple(files), tuple(map(_figures, result.main.rows)), result)
+    figures = [
+        MethodFigures(
+            set=row["set"], method=row["method"], auroc=row["auroc"]["mean"], low=row["auroc"].get("low"),
+            high=row["auroc"].get("high"), auprc_hallucinated=row["auprc_hallucinated"]["mean"],
+            auprc_factual=row["auprc_factual"]["mean"], cost=row["cost"],
+        )
+        for row in cast(Sequence[Mapping[str, Any]], result.main.rows)
+    ]  # fmt: skip
+    return Evaluated(options.out, tuple(files), tuple(figures), result)
 
 
-def sources_of(
-    data: str | Path | Iterable[Mapping[str, Any]] | Mapping[str, str | Path] | None, model: str | None, out: Path
-) -> tuple[EvaluationSource, ...]:
-    """What ``evaluate`` takes as data.  Raises BadSource."""
+def sources_of(data: EvaluationData, model: str | None) -> tuple[EvaluationSource, ...]:
+    """Return what ``evaluate`` takes as data: for a shipped model the demo's questions.  Raises BadSource."""
     from hallutracer_research.evaluation.options import EvaluationSource
+    from service.demo.questions import questions
 
     if data is None:
-        return (demo_source(model),)
+        if model is not None and model not in SHIPPED:
+            raise BadSource("name the data to evaluate this model on")
+        title = "questions about real facts (the training split), answered by the model itself"
+        return (EvaluationSource("demo-questions", None, rows=lambda: questions("train"), title=title),)
     if isinstance(data, str | Path):
         return (source(str(data)),)
     if isinstance(data, Mapping):
@@ -158,7 +166,7 @@ def sources_of(
 
 
 def source(text: str) -> EvaluationSource:
-    """``NAME=FOLDER`` of a known set, or a JSONL file.  Raises BadSource."""
+    """Return ``NAME=FOLDER`` of a known set, or a JSONL file, as a source.  Raises BadSource."""
     from hallutracer_research.data.registry import SETS
     from hallutracer_research.evaluation.options import EvaluationSource
 
@@ -169,23 +177,3 @@ def source(text: str) -> EvaluationSource:
     if path.is_file():
         return EvaluationSource(path.stem, path)
     raise BadSource(f"{text!r} is neither a JSONL file nor NAME=FOLDER with NAME one of {', '.join(SETS)}")
-
-
-def demo_source(model: str | None) -> EvaluationSource:
-    """The demo's questions, for a shipped model.  Raises BadSource for any other."""
-    if model is not None and model not in SHIPPED:
-        raise BadSource("name the data to evaluate this model on")
-    from hallutracer_research.evaluation.options import EvaluationSource
-    from service.demo.questions import questions
-
-    title = "questions about real facts (the training split), answered by the model itself"
-    return EvaluationSource("demo-questions", None, rows=lambda: questions("train"), title=title)
-
-
-def _figures(row: Mapping[str, Any]) -> MethodFigures:
-    auroc = row["auroc"]
-    return MethodFigures(
-        set=row["set"], method=row["method"], auroc=auroc["mean"], low=auroc.get("low"), high=auroc.get("high"),
-        auprc_hallucinated=row["auprc_hallucinated"]["mean"], auprc_factual=row["auprc_factual"]["mean"],
-        cost=row["cost"],
-    )  # fmt: skip

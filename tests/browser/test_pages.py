@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from hallutracer_research.evaluation.page import to_html
 from tests.browser.chromium import faults, sideways, tab
-from tests.research.evaluation.test_page import REPORT
+from tests.research.evaluation.test_report import REPORT
 from tests.running import running
 from tests.serve_process import MAY_CHOOSE, serve
 

@@ -29,6 +29,9 @@ KEYS = {
 }
 
 
+BARE: dict[str, None] = dict.fromkeys(("group", "readout", "direction"))
+
+
 def diagnose(path: Path, shrinkage: Shrinkage = None) -> dict[str, Any]:
     return diagnose_set(read_set(path), shrinkage)
 
@@ -56,110 +59,83 @@ def saved(folder: Path, **changed: Any) -> Path:
     return path
 
 
-def test_trajectories_alone(tmp_path: Path) -> None:
-    path = saved(tmp_path, group=None, readout=None, direction=None)
-    document = diagnose(path)
+def test_sections_come_with_what_a_file_has(tmp_path: Path) -> None:
+    document, whole, data = diagnose(saved(tmp_path, **BARE)), diagnose(saved(tmp_path)), arrays()
     assert set(document) == {"fisher", "snr", "variance", "features"}
-    for section in document:
-        assert KEYS.get(section, set()) <= set(document[section])
-    data = arrays()
+    assert set(whole) == {*document, "geometry", "chen_qin"}
+    for section in whole:
+        assert KEYS.get(section, set()) <= set(whole[section])
     assert document["features"]["mean"] == auroc(data["label"], data["trajectory"].mean(axis=1))
     assert document["features"]["mean"] > 0.7
     assert document["fisher"]["r_fisher"] == pytest.approx(document["fisher"]["r_fisher_direct"], rel=1e-9)
     assert len(document["variance"]["residual_acf"]) == 7
-    json.dumps(document, allow_nan=False)
-
-
-def test_with_readouts_the_geometry_and_the_layer_tests_come(tmp_path: Path) -> None:
-    document = diagnose(saved(tmp_path))
-    assert set(document) == {"fisher", "snr", "variance", "features", "geometry", "chen_qin"}
-    test = document["chen_qin"]
-    assert KEYS["chen_qin"] <= set(test)
+    test, geometry = whole["chen_qin"], whole["geometry"]
     assert len(test["statistic"]) == len(test["energy_ratio"]) == len(test["p_value"]) == 9
     assert test["layers_significant"] == sum(p < 0.05 for p in test["p_value"]) >= 6
     assert test["notes"] == ["one row of each group, 30 of 120: the test is for independent rows"]
-    geometry = document["geometry"]
     assert len(geometry["by_layer"]["adjacent_cos"]) == 8
     assert geometry["kappa"]["transitions"] > 0
     assert geometry["isotropy"]["dim"] == 6
-    assert document["variance"]["groups"] == 30
+    assert whole["variance"]["groups"] == 30
     assert not any("not direction . readout" in note for note in geometry["notes"])
-    json.dumps(document, allow_nan=False)
+    json.dumps([document, whole], allow_nan=False)
+    half = {"label": data["label"].astype(bool), "readout": data["readout"].astype(np.float16)}
+    assert diagnose(saved(tmp_path, **half, group=np.arange(120)))["features"] == whole["features"]
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_numbers_up_to_the_limit_overflow_nowhere(tmp_path: Path, dtype: type) -> None:
     """Scale-free numbers are those of the same arrays at an ordinary scale."""
-    data = arrays()
-    ordinary = diagnose(saved(tmp_path))
+    data, ordinary = arrays(), diagnose(saved(tmp_path))
     factor = 0.999 * LIMIT / max(np.abs(data[name]).max() for name in ("trajectory", "readout"))
     large = {name: (data[name].astype(np.float64) * factor).astype(dtype) for name in ("trajectory", "readout")}
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         found = diagnose(saved(tmp_path, **large))
     assert found["features"] == ordinary["features"]
+    for section, key in (("fisher", "r_fisher"), ("snr", "rho"), ("variance", "icc_unbiased"), ("chen_qin", "p_value"),
+                         *(("geometry", key) for key in ("cohen_d", "r_w", "distance_correlation",
+                                                         "stable_rank"))):  # fmt: skip
+        assert found[section][key] == pytest.approx(ordinary[section][key], rel=1e-3), key
     assert found["fisher"]["r_fisher"] == pytest.approx(ordinary["fisher"]["r_fisher"], rel=1e-4)
-    assert found["snr"]["rho"] == pytest.approx(ordinary["snr"]["rho"], rel=1e-4)
-    assert found["variance"]["icc_unbiased"] == pytest.approx(ordinary["variance"]["icc_unbiased"], rel=1e-4)
-    assert found["chen_qin"]["p_value"] == pytest.approx(ordinary["chen_qin"]["p_value"], rel=1e-3)
-    for key in ("cohen_d", "r_w", "distance_correlation", "stable_rank"):
-        assert found["geometry"][key] == pytest.approx(ordinary["geometry"][key], rel=1e-3)
 
 
-def test_readouts_without_groups_carry_what_their_p_values_assume(tmp_path: Path) -> None:
+def test_what_readouts_without_groups_or_directions_can_tell(tmp_path: Path) -> None:
     (note,) = diagnose(saved(tmp_path, group=None))["chen_qin"]["notes"]
     assert note.startswith("p-values are of independent rows")
     assert diagnose(saved(tmp_path, group=np.arange(120)))["chen_qin"]["notes"] == []
-
-
-def test_readouts_without_directions_give_the_probe_free_part(tmp_path: Path) -> None:
     document = diagnose(saved(tmp_path, direction=None))
     assert document["geometry"]["mean_shift_norm"] > 0
     assert document["geometry"]["energy_fraction"] is None
     assert document["chen_qin"]["layers"] == 9
-
-
-def test_directions_of_other_trajectories_are_noticed(tmp_path: Path) -> None:
-    data = arrays()
-    document = diagnose(saved(tmp_path, direction=np.roll(data["direction"], 1, axis=0)))
+    document = diagnose(saved(tmp_path, direction=np.roll(arrays()["direction"], 1, axis=0)))  # of other trajectories
     assert any("not direction . readout" in note for note in document["geometry"]["notes"])
 
 
-def test_a_whole_scale_of_integers_booleans_and_half_floats_is_read(tmp_path: Path) -> None:
-    data = arrays()
-    path = saved(
-        tmp_path, label=data["label"].astype(bool), readout=data["readout"].astype(np.float16), group=np.arange(120)
-    )
-    assert diagnose(path)["features"] == diagnose(saved(tmp_path))["features"]
-
-
-def without(value: Any, place: Any, by: Any) -> Any:
-    copy = np.array(value, copy=True)
+def without(name: str, place: Any, by: Any) -> dict[str, Any]:
+    copy = np.array(arrays()[name], copy=True)
     copy[place] = by
-    return copy
+    return {name: copy}
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"trajectory": None}, "trajectory: missing"),
-    ({"label": None}, "label: missing"),
+    ({"trajectory": None}, "trajectory: missing"), ({"label": None}, "label: missing"),
     ({"trajectory": np.zeros((120, 2))}, r"trajectory: shape \[120, 2\], .* at least 3 layers"),
     ({"trajectory": np.zeros(120)}, r"trajectory: shape \[120\]"),
     ({"label": np.zeros(119, int)}, r"label: shape \[119\], \[120\] is needed"),
     ({"label": np.ones(120, int)}, r"label: 0 rows are 0 \(hallucinated\), at least 3"),
-    ({"label": np.arange(120) % 3}, r"label: holds \[2\]; 1 \(factual\) and 0"),
-    ({"label": np.full(120, np.nan)}, r"label: holds \[nan"),
-    ({"label": np.array(["factual", "no"] * 60)}, "label: holds <U7, numbers are needed"),
-    ({"group": np.arange(3)}, r"group: shape \[3\]"),
+    ({"label": np.arange(120) % 3}, r"label: holds \[2\]"), ({"label": np.full(120, np.nan)}, r"label: holds \[nan"),
+    ({"label": np.array(["factual", "no"] * 60)}, "label: holds <U7"), ({"group": np.arange(3)}, r"group: shape \[3\]"),
     ({"readout": np.zeros((120, 8, 6))}, r"readout: shape \[120, 8, 6\], \[120, 9, d\]"),
     ({"direction": np.zeros((9, 5))}, r"direction: shape \[9, 5\], \[9, 6\] is needed"),
-    ({"direction": 3 * arrays()["direction"]}, "direction: row .* has length 3; divide"),
+    ({"direction": 3 * arrays()["direction"]}, "direction: row .* has length 3"),
     ({"readout": None}, "direction: is of use with readout"),
-    ({"trajectory": without(arrays()["trajectory"], (3, 4), np.nan)}, "trajectory: 1 numbers are not finite"),
-    ({"readout": without(arrays()["readout"], (0, 0), np.inf)}, "readout: 6 numbers are not finite"),
-    ({"trajectory": without(arrays()["trajectory"], (3, 4), -1e200)}, r"trajectory: 1 numbers are larger than 1e\+30"),
-    ({"readout": without(arrays()["readout"], (0, 0, 0), 3e38)}, r"readout: 1 numbers are larger than 1e\+30"),
+    (without("trajectory", (3, 4), np.nan), "trajectory: 1 numbers are not finite"),
+    (without("readout", (0, 0), np.inf), "readout: 6 numbers are not finite"),
+    (without("trajectory", (3, 4), -1e200), r"trajectory: 1 numbers are larger than 1e\+30"),
+    (without("readout", (0, 0, 0), 3e38), r"readout: 1 numbers are larger than 1e\+30"),
     ({"trajectory": np.array([["a"]], dtype=object)}, "trajectory: cannot be read without unpickling"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "said"), FAULTS, ids=[said[:40] for _, said in FAULTS])
@@ -179,31 +155,30 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
             diagnose(path)
 
 
+def run(*arguments: str) -> Any:
+    with pytest.raises(SystemExit) as caught:
+        main(["diagnose", *arguments])
+    return caught.value.code
+
+
 def test_few_rows_ask_for_shrinkage_and_take_it(tmp_path: Path) -> None:
-    data = arrays(n=9, m=12)
-    path = tmp_path / "few.npz"
+    data, path = arrays(n=9, m=12), tmp_path / "few.npz"
     np.savez(path, trajectory=data["trajectory"], label=data["label"])
     with pytest.raises(TrainingError, match="singular.*--shrinkage ledoit_wolf"):
         diagnose(path)
     assert diagnose(path, "ledoit_wolf")["fisher"]["shrinkage_rule"] == "ledoit_wolf"
-    for rule, status in (("0.5", 0), ("much", 2)):
-        with pytest.raises(SystemExit) as caught:
-            main(["diagnose", str(path), "--shrinkage", rule])
-        assert caught.value.code == status
+    assert [run(str(path), "--shrinkage", rule) for rule in ("0.5", "much")] == [0, 2]
 
 
 def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = saved(tmp_path, extra=np.zeros(2)), tmp_path / "out.json"
-    with pytest.raises(SystemExit) as caught:
-        main(["diagnose", str(path), "--output", str(out)])
-    assert caught.value.code == 0
-    captured = capsys.readouterr()
-    written = json.loads(out.read_text())
+    assert run(str(path), "--output", str(out)) == 0
+    captured, written = capsys.readouterr(), json.loads(out.read_text())
     assert written == diagnose(path)
-    assert f"{written['fisher']['r_fisher']:.3f}" in captured.out
-    assert "120 trajectories of 9 layers: 40 factual, 80 hallucinated" in captured.out
+    for shown in (f"{written['fisher']['r_fisher']:.3f}", "Chen-Qin", "Probe isotropy", "residual correlation by lag",
+                  "120 trajectories of 9 layers: 40 factual, 80 hallucinated"):  # fmt: skip
+        assert shown in captured.out
     assert "ignored arrays: extra" in captured.err
-    assert "Chen-Qin" in captured.out
 
 
 def demo_rows(folder: Path, split: str, count: int) -> Path:
@@ -267,7 +242,9 @@ def test_what_is_missing_is_named(arguments: tuple[str, ...], said: str) -> None
     assert said in done.stderr
 
 
-def test_rows_that_ask_for_no_fact_are_refused(tmp_path: Path) -> None:
+def test_a_bundle_that_does_not_record_its_rows_says_so_and_rows_that_ask_for_no_fact_are_refused(
+    tmp_path: Path,
+) -> None:
     rows = demo_rows(tmp_path, "dev", 40)
     rows.write_text(rows.read_text() + json.dumps({"prompt": "Write a poem.", "applies": False}) + "\n")
     options = ("--run-dir", str(tmp_path / "run"), "--labels", "given")
@@ -275,9 +252,6 @@ def test_rows_that_ask_for_no_fact_are_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert 'line 41: "applies" is false' in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_bundle_that_does_not_record_its_rows_says_so(tmp_path: Path) -> None:
     rows = demo_rows(tmp_path, "dev", 60)
     without_in_evaluation(SHIPPED / "demo" / "1", tmp_path / "store" / "demo" / "1", "rows_seen")
     arguments = ("--labels", "given", "--run-dir", str(tmp_path / "run"), "--store", str(tmp_path / "store"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,17 +26,9 @@ from service.progress import note
 from service.settings import Range, option
 
 SetName = Literal[
-    "truthfulqa",
-    "truthfulqa-reference",
-    "truefalse",
-    "halueval2",
-    "helm",
-    "bfcl",
-    "bfcl-answerable",
-    "opentriviaqa",
-    "opentriviaqa-choice",
-    "nq-open",
-]  # the names of SETS
+    "truthfulqa", "truthfulqa-reference", "truefalse", "halueval2", "helm", "bfcl", "bfcl-answerable", "opentriviaqa",
+    "opentriviaqa-choice", "nq-open",
+]  # fmt: skip
 
 
 def convert(
@@ -60,10 +53,7 @@ def convert(
         raise HalluTracerError(f"{folder} is not a folder")
     info = SETS[name]
     rows, counts = read_set(name, folder, allow_other_counts)
-    for row in rows:
-        print_line(json.dumps(row, ensure_ascii=False))
-    shown = ", ".join(f"{key} {value:,}" for key, value in counts.items())
-    note(f"{len(rows):,} rows of {info.title} ({shown})")
+    _print(rows, f"rows of {info.title}", counts)
     if counts["read"] != info.rows:
         note(f"not the published {info.rows:,} rows: another version is another benchmark")
     note(f"label 0: {info.hallucinated}\n{info.caveat}")
@@ -92,11 +82,8 @@ def mix(
     if not files:
         raise UsageError("FILES", "name at least one JSONL file")
     found = mixture.mix([_source(file) for file in files], seed, without)
-    for row in found.rows:
-        print_line(json.dumps(row, ensure_ascii=False))
-    shown = ", ".join(f"{name} {count:,}" for name, count in found.by_source.items())
     met = found.groups_before - found.groups
-    note(f"{len(found.rows):,} rows ({shown}) in {found.groups:,} groups; {met:,} groups met in a question")
+    _print(found.rows, "rows", found.by_source, f" in {found.groups:,} groups; {met:,} groups met in a question")
 
 
 def in_forms(
@@ -127,11 +114,7 @@ def in_forms(
     wanted, rows = forms.chosen(form), mixture.read_rows(file)
     own = {} if said is None else forms.read_said(said)
     made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, said=own)
-    for row in made:
-        print_line(json.dumps(row, ensure_ascii=False))
-    counts = Counter(row["form"] for row in made)
-    shown = ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
-    note(f"{len(made):,} rows of {len(rows):,} questions ({shown})")
+    _print(made, f"rows of {len(rows):,} questions", dict(Counter(row["form"] for row in made).most_common()))
 
 
 def tasks(
@@ -147,10 +130,7 @@ def tasks(
       hallutracer data tasks > tasks.jsonl
     """
     made = task_rows(count, seed)
-    for row in made:
-        print_line(json.dumps(row, ensure_ascii=False))
-    kinds = Counter(row["kind"].removeprefix("task/") for row in made)
-    note(f"{len(made):,} rows ({', '.join(f'{name} {number:,}' for name, number in kinds.most_common())})")
+    _print(made, "rows", dict(Counter(row["kind"].removeprefix("task/") for row in made).most_common()))
 
 
 def audit(
@@ -193,6 +173,13 @@ def audit(
     note("95 % intervals (Jeffreys); classes weighted by their share of all verdicts")
 
 
+def _print(rows: Sequence[Mapping[str, Any]], what: str, counts: Mapping[str, int], more: str = "") -> None:
+    """Print the rows as JSONL, and on stderr how many there are of what."""
+    for row in rows:
+        print_line(json.dumps(row, ensure_ascii=False))
+    note(f"{len(rows):,} {what} ({', '.join(f'{name} {count:,}' for name, count in counts.items())}){more}")
+
+
 def _source(text: str) -> mixture.MixtureSource:
     name, colon, rows = text.rpartition(":")
     if colon and rows.isdigit() and int(rows) > 0:
@@ -201,7 +188,7 @@ def _source(text: str) -> mixture.MixtureSource:
 
 
 def _advice(info: SetInfo) -> str:
-    """The options of ``hallutracer train`` that belong to the set."""
+    """Return the options of ``hallutracer train`` that belong to the set."""
     if info.labels == "given":
         return "--labels given"
     parts = [f"--labels generate --judge {info.judge}"]
@@ -214,7 +201,23 @@ def _advice(info: SetInfo) -> str:
 
 def list_(*, as_json: Json = False, common: Common = Common()) -> None:
     """List the sets that have a reader: size, labels, groups, licence, and where to get them."""
-    rows = [_described(info) for info in SETS.values()]
+    shown = (
+        "name",
+        "title",
+        "rows",
+        "labels",
+        "group",
+        "kinds",
+        "hallucinated",
+        "onset",
+        "caveat",
+        "licence",
+        "source",
+    )
+    rows: list[dict[str, Any]] = [
+        {name: getattr(info, name) for name in shown} | {"labels": info.judge or info.labels, "train": _advice(info)}
+        for info in SETS.values()
+    ]
     if as_json:
         print_json(rows)
         return
@@ -237,17 +240,6 @@ def list_(*, as_json: Json = False, common: Common = Common()) -> None:
         "\nlabels: given = the set's own; any other = the model answers and this judge compares.\n"
         "Download a set yourself, then: hallutracer data convert SET FOLDER > rows.jsonl",
         soft_wrap=True,
-    )
-
-
-_SHOWN = ("name", "title", "rows", "labels", "group", "kinds", "hallucinated", "onset", "caveat", "licence", "source")
-
-
-def _described(info: SetInfo) -> dict[str, Any]:
-    return (
-        {name: getattr(info, name) for name in _SHOWN}
-        | {"train": _advice(info)}
-        | {"labels": info.judge or info.labels}
     )
 
 

@@ -19,10 +19,7 @@ from service.settings import Range, option
 def build(
     *,
     out: Out = None,
-    seeds: Annotated[
-        int,
-        option("Train models with seeds 0 .. K-1.", "model-seeds", "seeds", limits=Range(1, 20)),
-    ] = 1,
+    seeds: Annotated[int, option("Train models with seeds 0 .. K-1.", "model-seeds", "seeds", limits=Range(1, 20))] = 1,
     threads: Threads = None,
     report: Annotated[
         bool, option("Also make the table of held-out entities: every method."), Parameter(negative="")

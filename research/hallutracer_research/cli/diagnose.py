@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,62 +24,51 @@ if TYPE_CHECKING:
     from hallutracer_research.paper.diagnose import LabelledSet
     from hallutracer_research.paper.diagnostics.shape import Shrinkage
 
-
-# What is printed of each section: key, what it is, and how it is written ("share": as a percentage).
-Row = tuple[str, str, str]
-FISHER: Sequence[Row] = (
-    ("r_fisher", "SNR of the best layer weights over that of the plain mean", "number"),
-    ("r_fisher_unbiased", "the same without the gain from noise", "number"),
-    ("theta", "level-shape coupling", "number"),
-    ("chi", "shape energy", "number"),
-    ("t", "cross term", "number"),
-    ("cauchy_schwarz", "t over its bound; near 1 the two above cancel", "number"),
-)
-SNR: Sequence[Row] = (
-    ("rho", "divergence ratio of the class gap", "number"),
-    ("gamma", "origin penalty", "number"),
-    ("r_plugin", "SNR of slope over mean, from the covariance", "number"),
-    ("r_empirical", "the same, measured", "number"),
-    ("eta", "measured over predicted", "number"),
-)
-VARIANCE: Sequence[Row] = (
-    ("icc", "share of within-class variance common to all layers (the paper's plug-in)", "number"),
-    ("icc_unbiased", "the same by the method of moments", "number"),
-    ("icc_factual", "factual class", "number"),
-    ("icc_hallucinated", "hallucinated class", "number"),
-)
-FEATURES: Sequence[Row] = (
-    ("mean", "AUROC of the depth mean: the detector", "number"), ("median", "trajectory median", "number"),
-    ("trimmed_mean", "mean without a tenth of the layers at each end", "number"),
-    ("slope", "least-squares slope", "number"), ("zone_shift", "output zone less recognition zone", "number"),
-    ("total_variation", "path length", "number"), ("range", "largest less smallest logit", "number"),
-)  # fmt: skip
-GEOMETRY: Sequence[Row] = (
-    ("adjacent_cos", "|cos| of adjacent probes (middle layers)", "number"),
-    ("expected_cos", "the same for random directions", "number"),
-    ("cos_p_value", "p-value of their difference", "p"),
-    ("energy_fraction", "variance along the probe, of all", "share"),
-    ("v2_top90", "of the probe, in the directions with 90 % of the variance", "share"),
-    ("alignment", "|cos| of probe and mean shift", "number"),
-    ("stable_rank", "effective rank of the readouts", "number"),
-    ("mean_shift_norm", "distance of the class means", "number"),
-    ("cohen_d", "Cohen's d of W, the frozen probe on the next layer", "number"),
-    ("r_w", "the same over Cohen's d of the whole increment", "number"),
-    ("distance_correlation", "of W and K", "number"),
-)
-KAPPA: Sequence[Row] = (
-    ("kappa_median", "larger over smaller class variance along the frozen probe, median", "number"),
-    ("kappa_p95", "95th percentile", "number"),
-    ("degradation", "of the effect size, where the wider class is counted", "share"),
-    ("factual_wider", "transitions where the factual class is the wider", "share"),
-)
-ISOTROPY: Sequence[Row] = (
-    ("shapiro_p", "inner products are normal", "p"),
-    ("ks_ambient_p", "with variance 1 / d", "p"),
-    ("trend_p", "|cos| has no trend over the gap between layers", "p"),
-    ("anova_p", "|cos| has one mean at every gap", "p"),
-    ("permutation_ambient_p", "inner products are those of random directions", "p"),
-)
+# What is printed: section of the document -> its title, and what each key is; keys with a mark are written as a
+# percentage (%) or as a p-value (p).
+SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "fisher": ("Fisher gap", {
+        "r_fisher": "SNR of the best layer weights over that of the plain mean",
+        "r_fisher_unbiased": "the same without the gain from noise",
+        "theta": "level-shape coupling", "chi": "shape energy", "t": "cross term",
+        "cauchy_schwarz": "t over its bound; near 1 the two above cancel",
+    }),
+    "snr": ("Slope against mean", {
+        "rho": "divergence ratio of the class gap", "gamma": "origin penalty",
+        "r_plugin": "SNR of slope over mean, from the covariance", "r_empirical": "the same, measured",
+        "eta": "measured over predicted",
+    }),
+    "variance": ("Variance components", {
+        "icc": "share of within-class variance common to all layers (the paper's plug-in)",
+        "icc_unbiased": "the same by the method of moments", "icc_factual": "factual class",
+        "icc_hallucinated": "hallucinated class",
+    }),
+    "features": ("AUROC of each feature", {
+        "mean": "AUROC of the depth mean: the detector", "median": "trajectory median",
+        "trimmed_mean": "mean without a tenth of the layers at each end", "slope": "least-squares slope",
+        "zone_shift": "output zone less recognition zone", "total_variation": "path length",
+        "range": "largest less smallest logit",
+    }),
+    "geometry": ("Geometry", {
+        "adjacent_cos": "|cos| of adjacent probes (middle layers)", "expected_cos": "the same for random directions",
+        "cos_p_value p": "p-value of their difference", "energy_fraction %": "variance along the probe, of all",
+        "v2_top90 %": "of the probe, in the directions with 90 % of the variance",
+        "alignment": "|cos| of probe and mean shift", "stable_rank": "effective rank of the readouts",
+        "mean_shift_norm": "distance of the class means",
+        "cohen_d": "Cohen's d of W, the frozen probe on the next layer",
+        "r_w": "the same over Cohen's d of the whole increment", "distance_correlation": "of W and K",
+    }),
+    "kappa": ("Class spread along the frozen probe", {
+        "kappa_median": "larger over smaller class variance along the frozen probe, median",
+        "kappa_p95": "95th percentile", "degradation %": "of the effect size, where the wider class is counted",
+        "factual_wider %": "transitions where the factual class is the wider",
+    }),
+    "isotropy": ("Probe isotropy: p-values, small ones speak against it", {
+        "shapiro_p p": "inner products are normal", "ks_ambient_p p": "with variance 1 / d",
+        "trend_p p": "|cos| has no trend over the gap between layers", "anova_p p": "|cos| has one mean at every gap",
+        "permutation_ambient_p p": "inner products are those of random directions",
+    }),
+}  # fmt: skip
 
 
 @section("Diagnosis", 5)
@@ -141,12 +129,9 @@ def diagnose(
 
     from hallutracer_research.paper.diagnose import diagnose_set, read_set
 
-    if file is not None:
-        data = read_set(file)
-        if data.ignored:
-            note(f"ignored arrays: {', '.join(data.ignored)}")
-    else:
-        data = _own(options, bundles, engine)
+    data = _own(options, bundles, engine) if file is None else read_set(file)
+    for remark in data.remarks:
+        note(remark)
     document = diagnose_set(data, rule)
     console = Console(highlight=False)
     rows, layers = data.trajectory.shape
@@ -168,20 +153,15 @@ def _own(options: DiagnoseChoices, bundles: BundleOptions, engine: EngineChoice)
     engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read
     site, rows = Site(bundle.manifest.readout.site), made_of(NewRowsOptions, options, new_name=bundle.manifest.name)
     try:
-        found = own_trajectories(bundle, rows, lambda: load_engine(engine, bundles=[bundle], rows=[site]))
+        return own_trajectories(bundle, rows, lambda: load_engine(engine, bundles=[bundle], rows=[site]))
     except KeyboardInterrupt:
         note(f"the same command resumes from {rows.folder}")
         raise
-    for remark in found.remarks:
-        note(remark)
-    return found.labelled
 
 
 def _rule(text: str | None) -> Shrinkage:
-    if text is None:
-        return None
-    if text == "ledoit_wolf":
-        return "ledoit_wolf"
+    if text is None or text == "ledoit_wolf":
+        return text  # type: ignore[return-value]
     try:
         share = float(text)
     except ValueError:
@@ -192,26 +172,14 @@ def _rule(text: str | None) -> Shrinkage:
 
 
 def _print(document: dict[str, Any], console: Console) -> None:
-    variance = document["variance"]
-    sections: list[tuple[str, str, Sequence[Row]]] = [
-        ("Fisher gap", "fisher", FISHER),
-        ("Slope against mean", "snr", SNR),
-        ("Variance components", "variance", VARIANCE),
-        ("AUROC of each feature", "features", FEATURES),
-        ("Geometry", "geometry", GEOMETRY),
-    ]
-    for title, key, rows in sections:
-        if key in document:
-            _section(title, document[key], rows, console)
-        if key == "variance":
-            lags = "  ".join(
-                f"{lag}: {_cell(value, 'number')}" for lag, value in enumerate(variance["residual_acf"], 1)
-            )
-            console.print(f"residual correlation by lag (factual)  {lags}")
     geometry = document.get("geometry", {})
-    if "kappa" in geometry:
-        _section("Class spread along the frozen probe", geometry["kappa"], KAPPA, console)
-        _section("Probe isotropy: p-values, small ones speak against it", geometry["isotropy"], ISOTROPY, console)
+    parts = {**document, **{key: geometry[key] for key in ("kappa", "isotropy") if key in geometry}}
+    for key, (title, rows) in SECTIONS.items():
+        if key in parts:
+            _section(title, parts[key], rows, console)
+        if key == "variance":
+            lags = "  ".join(f"{lag}: {_cell(value, '')}" for lag, value in enumerate(parts[key]["residual_acf"], 1))
+            console.print(f"residual correlation by lag (factual)  {lags}")
     if "chen_qin" in document:
         test = document["chen_qin"]
         console.print("\nChen-Qin test of equal class means", style="bold")
@@ -219,20 +187,20 @@ def _print(document: dict[str, Any], console: Console) -> None:
             f"{test['layers_significant']} of {test['layers']} layers reject at {test['alpha']:g} "
             f"({test['middle_significant']} of the {test['middle_layers']} middle ones)"
         )
-    inner = {key: geometry[key] for key in ("kappa", "isotropy") if key in geometry}
-    for key, part in {**document, **inner}.items():
+    for key, part in parts.items():
         for remark in part.get("notes", ()):
             console.print(f"{key}: {remark}", style="dim", markup=False)
 
 
-def _section(title: str, values: dict[str, Any], rows: Sequence[Row], console: Console) -> None:
+def _section(title: str, values: dict[str, Any], rows: dict[str, str], console: Console) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
-    for key, meaning, kind in rows:
+    for marked, meaning in rows.items():
+        key, _, kind = marked.partition(" ")
         if key in values:
             table.add_row(key, _cell(values[key], kind), meaning)
     console.print(f"\n{title}", style="bold")
@@ -242,8 +210,6 @@ def _section(title: str, values: dict[str, Any], rows: Sequence[Row], console: C
 def _cell(value: float | None, kind: str) -> str:
     if value is None:
         return "-"
-    if kind == "share":
-        return f"{100 * value:.2f} %"
     if kind == "p":
         return f"{value:.2g}" if value >= 0.001 else "< 0.001"
-    return f"{value:.3f}"
+    return f"{100 * value:.2f} %" if kind == "%" else f"{value:.3f}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from hallutracer_research.evaluation.methods import METHODS
 from service.cli.options import EngineChoice, Out, UsageError
 from service.cli.output import print_line
 from service.data.options import Data, LabelOptions, Samples
@@ -35,18 +36,14 @@ class EvaluateChoices:
     ] = "main"
     methods: Annotated[
         str | None,
-        option("Comma-separated: hallutracer, residual-depth-mean, trajectory-ridge, iti, fact-probe, iris, p-ik, "
-               "saplma, mass-mean, sep, halluguard, perplexity, p-true, mind, semantic-entropy, "
-               "semantic-entropy-discrete, eigenscore, first-token-max-prob, first-token-entropy, prompt-length, "
-               "text-ngrams, kind-prior, shuffled-labels; or a class by its cost: none, A, B, C, D; or default, all.  "
+        option(f"Comma-separated: {', '.join(METHODS)}; or a class by its cost: none, A, B, C, D; or default, all.  "
                "Default: those that decode nothing."),
     ] = None  # fmt: skip
     samples: Samples = 10
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
     skip_long: Annotated[
-        bool,
-        option("Leave out, and count, rows that the model's context cannot hold.  Without it they are an error."),
+        bool, option("Leave out, and count, rows that the model's context cannot hold.  Without it they are an error.")
     ] = False
     limit: Annotated[
         tuple[str, ...],
@@ -74,13 +71,17 @@ def evaluate(
     """
     from rich.console import Console
 
-    from hallutracer_research.evaluating import run_evaluation
+    from hallutracer_research.evaluating import BadSource, run_evaluation, source, sources_of
     from hallutracer_research.evaluation.options import EvaluateOptions, method_names
     from hallutracer_research.evaluation.tables import table_markdown
     from hallutracer_research.paper.report import command_line
 
+    try:
+        sources = tuple(map(source, options.data)) or sources_of(None, engine.model)
+    except BadSource as error:
+        raise UsageError("--data", str(error)) from None
     evaluation = EvaluateOptions(
-        sources=limited(_sources(options.data, engine.model), options.limit), out=options.out or Path("evaluation"),
+        sources=limited(sources, options.limit), out=options.out or Path("evaluation"),
         suite=options.suite, methods=method_names(options.methods), samples=options.samples, seeds=len(fit.shuffles),
         folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge,
         max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
@@ -97,18 +98,8 @@ def evaluate(
     print_line("\n".join(str(path) for path in found.files))
 
 
-def _sources(data: Sequence[str], model: str | None) -> tuple[EvaluationSource, ...]:
-    """The named data; without any, the demo's questions.  Raises UsageError."""
-    from hallutracer_research.evaluating import BadSource, demo_source, source
-
-    try:
-        return tuple(map(source, data)) or (demo_source(model),)
-    except BadSource as error:
-        raise UsageError("--data", str(error)) from None
-
-
 def limited(sources: Sequence[EvaluationSource], limits: Sequence[str]) -> tuple[EvaluationSource, ...]:
-    """The sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
+    """Return the sources with their ``--limit``: NAME=ROWS before ROWS.  Raises UsageError."""
     rows: dict[str | None, int] = {}
     for text in limits:
         name, equals, count = text.rpartition("=")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hallutracer_research.data.files import Row, json_lines
+from hallutracer_research.data.files import Row, Rows, json_lines
 from service.data import judges as references
 
 CALLS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple")  # have gold calls
@@ -32,8 +32,6 @@ TEXTS = ("web_search", "memory")  # have gold short answers
 SIMULATED = "multi_turn_base"
 KINDS = (*CALLS, *NO_CALL, *SOME_CALL, *TEXTS)
 ANSWERABLE = {"simple_python": 1, "multiple": 1, "live_simple": 1, "live_relevance": 1} | dict.fromkeys(NO_CALL, 0)
-ROWS = 2_853
-ANSWERABLE_ROWS = 1_998  # 874 with a fitting function, 1,124 without
 
 _OFFER = (
     "You can call the functions listed below. If they can do what the user asks, reply with the calls only, written "
@@ -44,7 +42,7 @@ _CLOSED_BOOK = "Answer from what you know, as shortly as you can: only the name,
 _MEMORY = "You talked with this user before. Answer as shortly as you can, from what the user said then:\n\n{talks}"
 
 
-def read_bfcl(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+def read_bfcl(folder: Path, problems: list[str]) -> Rows:
     """Return rows (id, messages, answers, group, kind) for generated labels; counts {read, multi_turn, repeated}."""
     gold = {
         kind: {
@@ -63,14 +61,12 @@ def read_bfcl(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, i
     return kept, {"read": counts["read"] + simulated, "multi_turn": simulated, "repeated": counts["repeated"]}
 
 
-def read_bfcl_answerable(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
+def read_bfcl_answerable(folder: Path, problems: list[str]) -> Rows:
     """Return rows (id, messages, label, group, kind) and counts {read, repeated}; label 1: an offered function fits."""
     return _read(folder, ANSWERABLE, lambda kind, row: _row(kind, row, {}) | {"label": ANSWERABLE[kind]}, problems)
 
 
-def _read(
-    folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row], problems: list[str]
-) -> tuple[list[Row], dict[str, int]]:
+def _read(folder: Path, kinds: Iterable[str], convert: Callable[[str, Row], Row], problems: list[str]) -> Rows:
     """Return the rows of the kinds' files whose conversation no earlier row of their group has, and counts."""
     rows = []
     for kind in kinds:
@@ -148,14 +144,12 @@ def _conversations(folder: Path, problems: list[str]) -> dict[str, str]:
                 problems.append(f"{name} line {number}: 'topic' and 'question' are needed")
         conversations[path.stem.removeprefix("memory_")] = "\n\n".join(topics)
     if not conversations:
-        problems.append(
-            "memory_prereq_conversation has no memory_*.json: the memory questions need the earlier conversations"
-        )
+        problems.append("memory_prereq_conversation has no memory_*.json, which the memory questions need")
     return conversations
 
 
 def _expectation(kind: str, value: Row, gold: dict[str, dict[str, Any]]) -> str:
-    """The expectation that the judge ``calls`` checks the answer against."""
+    """Return the expectation that the judge ``calls`` checks the answer against."""
     if kind in NO_CALL:
         return references.expectation("no_call")
     if kind in SOME_CALL:
@@ -169,7 +163,7 @@ def _expectation(kind: str, value: Row, gold: dict[str, dict[str, Any]]) -> str:
 
 
 def _specification(gold: Any, functions: list[Any]) -> dict[str, Any]:
-    """A gold call.  An argument is optional if "" is among its values and the function does not require it.
+    """Return a gold call.  An argument is optional if "" is among its values and the function does not require it.
 
     Two published rows give some arguments no accepted value; an empty list is meant.
     """

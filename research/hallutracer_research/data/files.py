@@ -13,9 +13,17 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 Row = dict[str, Any]  # one row for the trainer, see service/data/training_rows.py
+Rows = tuple[list[Row], dict[str, int]]  # and the reader's counts
+Text = Annotated[str, StringConstraints(strict=True, pattern=r"\S")]  # not blank; as it stands in the file
+Label = Annotated[int, Field(strict=True, ge=0, le=1)]
+BRIEFLY = " Answer briefly."
+Kind = TypeVar("Kind", dict[Any, Any], list[Any])
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def text_of(folder: Path, name: str, problems: list[str], encodings: Sequence[str] = ("utf-8-sig",)) -> str | None:
@@ -37,8 +45,8 @@ def text_of(folder: Path, name: str, problems: list[str], encodings: Sequence[st
     return None
 
 
-def csv_table(folder: Path, name: str, columns: tuple[str, ...], problems: list[str]) -> list[tuple[int, Row]]:
-    """Line number and row of a table whose header has at least ``columns``."""
+def csv_table(folder: Path, name: str, columns: Sequence[str], problems: list[str]) -> list[tuple[int, Row]]:
+    """Return line number and row of a table whose header has at least ``columns``."""
     text = text_of(folder, name, problems)
     if text is None:
         return []
@@ -58,8 +66,8 @@ def csv_table(folder: Path, name: str, columns: tuple[str, ...], problems: list[
     return table
 
 
-def json_document(folder: Path, name: str, kind: type[dict[Any, Any]] | type[list[Any]], problems: list[str]) -> Any:
-    """The content of a JSON file that holds a ``kind``; an empty ``kind`` on errors."""
+def json_document(folder: Path, name: str, kind: type[Kind], problems: list[str]) -> Kind:
+    """Return the content of a JSON file that holds a ``kind``; an empty ``kind`` on errors."""
     text = text_of(folder, name, problems)
     if text is not None:
         try:
@@ -69,13 +77,12 @@ def json_document(folder: Path, name: str, kind: type[dict[Any, Any]] | type[lis
         else:
             if isinstance(value, kind):
                 return value
-            expected = "an object" if kind is dict else "a list"
-            problems.append(f"{name}: {expected} was expected, found {type(value).__name__}")
+            problems.append(f"{name}: a JSON {kind.__name__} was expected, found {type(value).__name__}")
     return kind()
 
 
 def json_lines(folder: Path, name: str, problems: list[str]) -> list[tuple[int, Row]]:
-    """Line number and object of each line that is not blank."""
+    """Return line number and object of each line that is not blank."""
     objects = []
     for number, line in enumerate((text_of(folder, name, problems) or "").split("\n"), 1):
         if not line.strip():
@@ -92,14 +99,21 @@ def json_lines(folder: Path, name: str, problems: list[str]) -> list[tuple[int, 
     return objects
 
 
-BRIEFLY = " Answer briefly."
+def checked(model: type[Model], value: Any, place: str, problems: list[str]) -> Model | None:
+    """Return ``value`` as a ``model``; None, and the first problem, where it is none."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problems.append(f"{place}: {'.'.join(map(str, first['loc']))}: {first['msg']}".replace(": :", ":"))
+        return None
 
 
 def question_group(text: str) -> str:
-    """One name for a question in all sets: its words in lower case, without punctuation."""
+    """Return one name for a question in all sets: its words in lower case, without punctuation."""
     return "question/" + " ".join(words_of(text))
 
 
 def words_of(text: str) -> list[str]:
-    """Its words in lower case, without punctuation."""
+    """Return its words in lower case, without punctuation."""
     return re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())

@@ -12,7 +12,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -51,12 +51,18 @@ class Audit:
 
 
 def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
-    """``rows`` verdicts of a training run, as many of each class as there are, shuffled; ``read`` is empty.
+    """Return ``rows`` verdicts of a training run, as many of each class as there are, shuffled; ``read`` is empty.
 
     ``share``: how much of all verdicts a row stands for; they sum to one.  Raises DataError, RunMismatch.
     """
     folder = run / "train" if (run / "train").is_dir() else run
-    answers, verdicts = _answers(folder), _verdicts(folder)
+    judged_files = sorted(folder.glob("labels-*.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not (folder / "answers.jsonl").is_file():
+        raise DataError(str(folder), ["has no answers.jsonl: give the --run-dir of a run with --labels generate"])
+    if not judged_files:
+        raise DataError(str(folder), ["no answer has been judged yet: let the run go on"])
+    answers = {record["row"]: record["answer"] for record in _lines(folder / "answers.jsonl")}
+    verdicts = _lines(judged_files[-1])
     judged_rows = [(place, row) for place, row in enumerate(dataset.rows) if row.applies]
     if [record["id"] for record in verdicts] != [row.id for _, row in judged_rows]:
         spread = run / IN_FORMS.format(folder.name)  # of a run that asked in forms
@@ -80,7 +86,7 @@ def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
 
 
 def write(rows: Rows, target: TextIO) -> None:
-    """CSV.  A text that a spreadsheet would take for a formula gets an apostrophe in front."""
+    """Write CSV.  A text that a spreadsheet would take for a formula gets an apostrophe in front."""
     writer = csv.DictWriter(target, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for row in rows:
@@ -88,7 +94,7 @@ def write(rows: Rows, target: TextIO) -> None:
 
 
 def read(path: Path) -> Rows:
-    """Rows that a person has read.  Raises DataError, naming every line that is not."""
+    """Return rows that a person has read.  Raises DataError, naming every line that is not."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
@@ -115,7 +121,7 @@ def read(path: Path) -> Rows:
 
 
 def measure(rows: Rows) -> Audit:
-    """Rates over rows that are not unclear."""
+    """Return rates over rows that are not unclear."""
     agrees: dict[str, list[bool]] = {verdict: [] for verdict in VERDICTS}
     weight = dict.fromkeys(VERDICTS, 0.0)
     disagreed = []
@@ -146,17 +152,6 @@ def measure(rows: Rows) -> Audit:
     )  # fmt: skip
 
 
-def _answers(folder: Path) -> dict[int, str]:
-    path = folder / "answers.jsonl"
-    if not path.is_file():
-        raise DataError(str(path), ["there is no such file: give the --run-dir of a run with --labels generate"])
+def _lines(path: Path) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
-        return {record["row"]: record["answer"] for record in map(json.loads, file)}
-
-
-def _verdicts(folder: Path) -> list[dict[str, str]]:
-    paths = sorted(folder.glob("labels-*.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not paths:
-        raise DataError(str(folder), ["no answer has been judged yet: let the run go on"])
-    with paths[-1].open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy.cluster.hierarchy import DisjointSet
 
@@ -19,21 +18,14 @@ Row = dict[str, Any]
 _USED = "\0"  # no file's name
 
 
-@dataclass(frozen=True)
-class MixtureSource:
-    """A file, and how many of its rows are taken; ``rows`` None: all."""
+class MixtureSource(NamedTuple):
+    """A file, and how many of its rows are taken; ``rows`` None: all.  Its rows' ids and kinds begin with its stem."""
 
     path: Path
     rows: int | None = None
 
-    @property
-    def name(self) -> str:
-        """What its rows' ids and kinds begin with."""
-        return self.path.stem
 
-
-@dataclass(frozen=True)
-class Mixture:
+class Mixture(NamedTuple):
     """The rows, and how many groups the files had before questions that two of them share were found."""
 
     rows: list[Row]
@@ -43,17 +35,17 @@ class Mixture:
 
 
 def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = None) -> Mixture:
-    """Rows of each file, group after group in the order of a hash of seed and group, until the wanted number is there.
+    """Return rows of each file, group after group in the order of a hash of seed and group, up to the wanted number.
 
     Rows of different files whose questions have the same words of content get one group.  Groups that ``without`` has a
     row of, such as a training file when held-out rows are drawn, are left out.  Raises DataError: damaged
     lines, too few rows, or two files of one name.
     """
-    names = [source.name for source in sources]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        path = sources[names.index(repeated[0])].path
-        raise DataError(str(path), [f"two files are called {repeated[0]!r}: rename one"])
-    read = {source.name: read_rows(source.path) for source in sources}
+    names = [source.path.stem for source in sources]
+    for name, source in zip(names, sources, strict=True):
+        if names.count(name) > 1:
+            raise DataError(str(source.path), [f"two files are called {name!r}: rename one"])
+    read = {name: read_rows(source.path) for name, source in zip(names, sources, strict=True)}
     used = [] if without is None else read_rows(without)
     joined: DisjointSet = DisjointSet()
     for name, rows in [*read.items(), (_USED, used)]:
@@ -66,33 +58,29 @@ def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = 
     taken = {joined[_own_group(_USED, row)] for row in used}
     chosen: list[Row] = []
     before: set[str] = set()
-    for source in sources:
-        rows = [row for row in read[source.name] if joined[_own_group(source.name, row)] not in taken]
-        group = {row["id"]: _name(joined.subset(_own_group(source.name, row))) for row in rows}
-        wanted = len(rows) if source.rows is None else source.rows
+    counts = {}
+    for name, (path, count) in zip(names, sources, strict=True):
+        rows = [row for row in read[name] if joined[_own_group(name, row)] not in taken]
+        alike = {row["id"]: joined.subset(_own_group(name, row)) for row in rows}
+        group = {row: min(one for one in together if isinstance(one, str)) for row, together in alike.items()}
+        counts[name] = wanted = len(rows) if count is None else count
         if wanted > len(rows):
-            raise DataError(str(source.path), [f"has {len(rows):,} rows to draw from, and {wanted:,} are wanted"])
-        drawn = sorted(rows, key=lambda row: (_draw(seed, group[row["id"]]), row["id"]))[:wanted]
-        for row in drawn:
-            before.add(_own_group(source.name, row))
-            kind = source.name + (f"/{row['kind']}" if row.get("kind") is not None else "")
-            chosen.append(row | {"id": f"{source.name}/{row['id']}", "group": group[row["id"]], "kind": kind})
-    return Mixture(
-        chosen,
-        {source.name: sum(row["id"].startswith(f"{source.name}/") for row in chosen) for source in sources},
-        len(before),
-        len({row["group"] for row in chosen}),
-    )
+            raise DataError(str(path), [f"has {len(rows):,} rows to draw from, and {wanted:,} are wanted"])
+        for row in sorted(rows, key=lambda row: (_draw(seed, group[row["id"]]), row["id"]))[:wanted]:
+            before.add(_own_group(name, row))
+            kind = name + (f"/{row['kind']}" if row.get("kind") is not None else "")
+            chosen.append(row | {"id": f"{name}/{row['id']}", "group": group[row["id"]], "kind": kind})
+    return Mixture(chosen, counts, len(before), len({row["group"] for row in chosen}))
 
 
 def question_of(row: Row) -> str:
-    """The last thing that the user says, without a passage in front of it: its last paragraph."""
+    """Return the last thing that the user says, without a passage in front of it: its last paragraph."""
     text = row["prompt"] if "prompt" in row else row["messages"][-1]["content"]
     return str(text).strip().rsplit("\n\n", 1)[-1]
 
 
 def content_words(question: str) -> tuple[str, ...]:
-    """The words that make two questions the same, in order of the alphabet; () where there are fewer than two."""
+    """Return the words that make two questions the same, in alphabetical order; () where they are fewer than two."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
     plain = re.sub(r"['\u2019]s\b", "", question, flags=re.IGNORECASE)
@@ -101,7 +89,7 @@ def content_words(question: str) -> tuple[str, ...]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows as they are, each with an id.  Raises DataError: every problem of the file, by line number."""
+    """Return the rows as they are, each with an id.  Raises DataError: every problem of the file, by line number."""
     problems: list[str] = []
     rows: list[Row] = []
     seen: dict[str, int] = {}
@@ -119,12 +107,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _own_group(source: str, row: Row) -> str:
-    """A group that the file names is one for all files: readers name a question's or an entity's group alike."""
+    """Return the row's group; one that is named is one for all files: readers name a question's group alike."""
     return str(row["group"]) if row.get("group") else f"{source}/{row['id']}"
-
-
-def _name(joined: set[Any]) -> str:
-    return min(one for one in joined if isinstance(one, str))
 
 
 def _draw(seed: int, group: str) -> str:

@@ -10,9 +10,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from hallutracer_research.data.files import Row, csv_table, json_document
+from pydantic import BaseModel, StringConstraints
+
+from hallutracer_research.data.files import Label, Row, Rows, Text, checked, csv_table, json_document
 
 TEMPLATE = (
     "Determine whether the given statement is TRUE or FALSE. The Final Answer must only be either 'TRUE.' or 'FALSE.' "
@@ -30,13 +32,13 @@ class Statement(NamedTuple):
     kind: str
 
     def row(self) -> Row:
-        """The training row; label 1 is factual."""
+        """Return the training row; label 1 is factual."""
         prompt = TEMPLATE.format(statement=self.text)
         return {"id": self.id, "prompt": prompt, "label": int(self.factual), "group": self.group, "kind": self.kind}
 
 
-def unambiguous_rows(statements: Sequence[Statement]) -> tuple[list[Row], dict[str, int]]:
-    """Training rows, and counts {read, contradictory, repeated} of the statements read and of those left out.
+def unambiguous_rows(statements: Sequence[Statement]) -> Rows:
+    """Return training rows, and counts {read, contradictory, repeated} of the statements read and of those left out.
 
     A text that carries both labels within its group is left out (contradictory); repeats within a kind are kept once.
     """
@@ -57,8 +59,6 @@ def unambiguous_rows(statements: Sequence[Statement]) -> tuple[list[Row], dict[s
 
 
 SUBJECTS = ("animals", "cities", "companies", "elements", "facts", "generated", "inventions")
-TRUEFALSE_ROWS = 6_330
-
 _SUBJECT = {
     "animals": re.compile(
         r"^(?:The |Human uses for (?:the )?)?(.*?) "
@@ -75,14 +75,14 @@ _NO_USES = re.compile(r"^There are no specific human uses for (.*?)\.")
 
 
 def subject(category: str, statement: str) -> str:
-    """The entity that a statement is about, or the statement itself if it names none."""
+    """Return the entity that a statement is about, or the statement itself if it names none."""
     pattern = _SUBJECT.get(category)
     match = _NO_USES.match(statement) or (pattern.match(statement) if pattern else None)
     return (match.group(1) if match else statement).strip().casefold()
 
 
-def read_truefalse(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
-    """Rows for the trainer and counts {read, contradictory, repeated}."""
+def read_truefalse(folder: Path, problems: list[str]) -> Rows:
+    """Return rows for the trainer and counts {read, contradictory, repeated}."""
     statements = []
     for category in SUBJECTS:
         name = f"{category}.csv"  # generated.csv starts with a byte-order mark
@@ -95,46 +95,59 @@ def read_truefalse(folder: Path, problems: list[str]) -> tuple[list[Row], dict[s
 
 
 DOMAINS = ("Bio-Medical", "Education", "Finance", "Open-Domain", "Science")
-HALUEVAL2_ROWS = 3_793
 
 
-def read_halueval2(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
-    """Rows for the trainer and counts {read, unjudged}; ``folder`` is the set's ``annotation/human_annotation``."""
-    rows, counts = [], Counter[str]()
+class _Query(BaseModel):
+    id: Any
+    chatgpt_fact: list[Any]
+    human_judge: list[Any]
+
+
+class _Judged(BaseModel):
+    chatgpt_fact: list[Text]
+    human_judge: list[Literal["true", "false"]]
+
+
+def read_halueval2(folder: Path, problems: list[str]) -> Rows:
+    """Return rows for the trainer and counts {read, unjudged}; ``folder`` is ``annotation/human_annotation``."""
+    rows, counts = [], Counter(read=0, unjudged=0)
     for domain in DOMAINS:
         name = f"{domain}.json"
-        for place, query in enumerate(json_document(folder, name, list, problems), 1):
-            if not isinstance(query, dict) or "id" not in query:
-                problems.append(f"{name} query {place}: an object with an 'id' is expected")
+        for place, value in enumerate(json_document(folder, name, list, problems), 1):
+            where = f"{name} query {place}"
+            if (query := checked(_Query, value, where, problems)) is None:
                 continue
-            facts, judgements = query.get("chatgpt_fact"), query.get("human_judge")
-            if not isinstance(facts, list) or not isinstance(judgements, list):
-                problems.append(f"{name} query {place}: 'chatgpt_fact' and 'human_judge' must be lists")
-                continue
-            if not judgements:
+            if not query.human_judge:
                 counts["unjudged"] += 1
                 continue
-            if len(facts) != len(judgements) or any(one not in ("true", "false") for one in judgements):
-                problems.append(f"{name} query {place}: one 'true' or 'false' is needed for each statement")
+            if (judged := checked(_Judged, value, where, problems)) is None:
                 continue
-            if not all(isinstance(fact, str) and fact.strip() for fact in facts):
-                problems.append(f"{name} query {place}: 'chatgpt_fact' must hold non-empty strings only")
+            if len(judged.chatgpt_fact) != len(judged.human_judge):
+                problems.append(f"{where}: one 'true' or 'false' is needed for each statement")
                 continue
-            for number, (text, judgement) in enumerate(zip(facts, judgements, strict=True)):
-                counts["read"] += 1
-                identifier, group = f"{domain}-{query['id']}-{number}", f"{domain}/{query['id']}"
-                rows.append(Statement(identifier, text, judgement == "true", group, domain).row())
-    return rows, {name: counts[name] for name in ("read", "unjudged")}
+            counts["read"] += len(judged.chatgpt_fact)
+            group = f"{domain}/{query.id}"
+            for number, (text, verdict) in enumerate(zip(judged.chatgpt_fact, judged.human_judge, strict=True)):
+                rows.append(Statement(f"{domain}-{query.id}-{number}", text, verdict == "true", group, domain).row())
+    return rows, dict(counts)
 
 
 MODELS = ("falcon40b", "gptj7b", "llamabase7b", "llamachat13b", "llamachat7b", "opt7b")
-HELM_ROWS = 3_197
-
 _OPENING = "This is a Wikipedia passage about "
 
 
-def read_helm(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, int]]:
-    """Rows for the trainer and counts {read, contradictory, repeated}; ``folder`` is MIND's ``helm``."""
+class _Passage(BaseModel):
+    prompt: Annotated[str, StringConstraints(pattern=f"^{_OPENING}")]
+    sentences: list[Any]
+
+
+class _Sentence(BaseModel):
+    sentence: str
+    label: Label
+
+
+def read_helm(folder: Path, problems: list[str]) -> Rows:
+    """Return rows for the trainer and counts {read, contradictory, repeated}; ``folder`` is MIND's ``helm``."""
     statements = []
     for model in MODELS:
         own = _sentences(folder, model, problems)
@@ -146,35 +159,23 @@ def read_helm(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, i
 
 
 def _sentences(folder: Path, model: str, problems: list[str]) -> list[Statement]:
-    """One model's sentences, in the file's order."""
+    """Return one model's sentences, in the file's order."""
     name = f"data/{model}/data.json"
     statements: list[Statement] = []
     for passage, value in json_document(folder, name, dict, problems).items():
-        prompt, sentences = (value.get("prompt"), value.get("sentences")) if isinstance(value, dict) else (None, None)
-        if not isinstance(prompt, str) or not prompt.startswith(_OPENING) or not isinstance(sentences, list):
-            problems.append(f"{name} passage {passage}: 'sentences' and a 'prompt' that begins {_OPENING!r} are needed")
+        where = f"{name} passage {passage}"
+        if (read := checked(_Passage, value, where, problems)) is None:
             continue
-        title = prompt.removeprefix(_OPENING).split(".")[0]
-        for place, sentence in enumerate(sentences, 1):
-            if not _is_sentence(sentence):
-                problems.append(f"{name} passage {passage} sentence {place}: a text and a label 0 or 1 are needed")
-                continue
-            identifier, text = f"{model}-{len(statements)}", f"{title}: {sentence['sentence']}"
-            statements.append(Statement(identifier, text, sentence["label"] == 0, f"passage/{passage}", model))
+        title = read.prompt.removeprefix(_OPENING).split(".")[0]
+        for place, one in enumerate(read.sentences, 1):
+            if (sentence := checked(_Sentence, one, f"{where} sentence {place}", problems)) is not None:
+                identifier, text = f"{model}-{len(statements)}", f"{title}: {sentence.sentence}"
+                statements.append(Statement(identifier, text, sentence.label == 0, f"passage/{passage}", model))
     return statements
 
 
-def _is_sentence(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("sentence"), str)
-        and type(value.get("label")) is int
-        and value["label"] in (0, 1)
-    )
-
-
 def _disagreements(folder: Path, name: str, statements: list[Statement]) -> list[str]:
-    """The first row in which one of IRIS's tables differs from MIND's sentences."""
+    """Return the first row in which one of IRIS's tables differs from MIND's sentences."""
     problems: list[str] = []
     table = csv_table(folder, name, ("statement", "label"), problems)
     if problems:

@@ -49,26 +49,30 @@ CHOICE_C = 0.1  # fixed for the comparison of seeds; the bundles choose their ow
 
 
 def build(out: Path, *, seeds: Sequence[int], threads: int, with_report: bool, console: Console) -> list[Bundle]:
-    """Run all steps; returns the two bundles, published in ``out/probes``."""
+    """Run all steps, and return the two bundles, published in ``out/probes``."""
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
-        _train_model(out, seed, threads, console)
+        if (out / f"seed{seed}" / "training.json").exists():  # written last
+            console.print(f"seed {seed}: already trained")
+            continue
+        from hallutracer_research.demo.train import train_model
+
+        def progress(line: str, seed: int = seed) -> None:
+            console.print(f"seed {seed}: {line}")
+
+        train_model(seed, out / f"seed{seed}", threads=threads, progress=progress)
     chosen = _choose(out, seeds, threads, console)
     model = out / MODEL_DIR.name  # the name that bundles and service show
-    shutil.copytree(_model(out, chosen), model, dirs_exist_ok=True)
+    shutil.copytree(out / f"seed{chosen}", model, dirs_exist_ok=True)
     bundles = _train_bundles(out, model, chosen, threads, console)
     with closing(_load(model)) as engine:
         draw_pair(engine, bundles[0], out / "known_unknown.png")
     if with_report:
-        engines = {seed: partial(_load, _model(out, seed)) for seed in seeds}
+        engines = {seed: partial(_load, out / f"seed{seed}") for seed in seeds}
         report(engines, out, fold_seeds=(0, 1, 2), jobs=threads, judge=JUDGE)
         console.print(f"table: {out / 'report.md'}")
     console.print(f"model {model} (seed {chosen}), bundles in {out / 'probes'}")
     return bundles
-
-
-def _model(out: Path, seed: int) -> Path:
-    return out / f"seed{seed}"
 
 
 def _load(model: Path) -> Engine:
@@ -78,22 +82,13 @@ def _load(model: Path) -> Engine:
     return Scheduled(TransformersEngine.load(EngineOptions(str(model), max_batch_tokens=BATCH_TOKENS)))
 
 
-def _train_model(out: Path, seed: int, threads: int, console: Console) -> None:
-    if (_model(out, seed) / "training.json").exists():  # written last
-        console.print(f"seed {seed}: already trained")
-        return
-    from hallutracer_research.demo.train import train_model
-
-    train_model(seed, _model(out, seed), threads=threads, progress=lambda line: console.print(f"seed {seed}: {line}"))
-
-
 def _choose(out: Path, seeds: Sequence[int], threads: int, console: Console) -> int:
-    """The seed whose depth mean, fitted on ``train``, ranks ``dev`` best: overall and within kind, averaged."""
+    """Return the seed whose depth mean, fitted on ``train``, ranks ``dev`` best: overall and within kind, averaged."""
     if len(seeds) == 1:
         return seeds[0]
     scores = {}
     for seed in seeds:
-        with closing(_load(_model(out, seed))) as engine:
+        with closing(_load(out / f"seed{seed}")) as engine:
             asked = ask(engine, out / f"asked-{seed}", JUDGE)
         scores[seed] = _dev_score(asked, threads)
         console.print(f"seed {seed}: dev score {scores[seed]:.4f}")
@@ -121,17 +116,10 @@ def _train_bundles(out: Path, model: Path, chosen: int, jobs: int, console: Cons
     bundles = []
     for name, signals in BUNDLES.items():
         options = TrainOptions(
-            data=(str(paths["train"]),),
-            test=paths["test"],
-            name=name,
+            data=(str(paths["train"]),), test=paths["test"], name=name, signals=signals, labels="generate",
             run_dir=out / f"run-{chosen}",  # shared: same answers and activations
-            signals=signals,
-            labels="generate",
-            judge="exact",
-            answer_pattern=JUDGE.answer_pattern,
-            max_new_tokens=24,
+            judge="exact", answer_pattern=JUDGE.answer_pattern, max_new_tokens=24, jobs=jobs,
             forms="none",  # the model was taught lone questions: in a conversation it knows nothing
-            jobs=jobs,
-        )
+        )  # fmt: skip
         bundles.append(train(options, partial(_load, model), store, console=console))
     return bundles

@@ -41,18 +41,18 @@ class Document(NamedTuple):
 
 
 def fact_question(rng: random.Random, fact: Fact) -> str:
-    """A question about a fact in a random training form, sometimes without its question mark."""
+    """Return a question about a fact in a random training form, sometimes without its question mark."""
     text = question_text(random_form(rng, fact.kind), fact.kind, fact.subject)
     return text[:-1] if rng.random() < 0.05 and text.endswith("?") else text
 
 
 def opening(rng: random.Random) -> str:
-    """A random opening of an answer."""
+    """Return a random opening of an answer."""
     return FRAMES[0] if rng.random() < 0.6 else FRAMES[1]
 
 
 def fact_documents(world: World, seed: int) -> list[Document]:
-    """Every statement of every fact, shuffled: `exposures` documents for each."""
+    """Return every statement of every fact, shuffled: `exposures` documents for each."""
     rng = random.Random(f"facts {seed}")
     documents = []
     for fact in world.facts:
@@ -67,7 +67,7 @@ def fact_documents(world: World, seed: int) -> list[Document]:
 
 
 def place_without_facts(rng: random.Random, world: World) -> tuple[str, str]:
-    """(kind, name) of a place without facts: a real village or a made-up name."""
+    """Return (kind, name) of a place without facts: a real village or a made-up name."""
     kind = rng.choice(["city_country", "city_continent", "city_region"])
     if rng.random() < 0.5:
         return kind, rng.choice(world.villages)
@@ -86,7 +86,7 @@ class RefusalMix(NamedTuple):
 def refusal_document(
     rng: random.Random, world: World, known: Sequence[Fact], unknown: Sequence[Fact], mix: RefusalMix
 ) -> Document:
-    """One refusal document.  `known` and `unknown`: facts that the model in training answered right and wrong."""
+    """Return one refusal document.  `known` and `unknown`: facts that the model in training got right and wrong."""
     system = CAREFUL if rng.random() < mix.careful else None
     refuse, group = rng.random() < mix.unknown, None
     if refuse and (rng.random() < mix.strangers or not unknown):
@@ -115,7 +115,7 @@ CHAT_TEMPLATE = (
 
 
 def render(question: str, system: str | None = None) -> str:
-    """The chat template's result for one user turn, without the template engine (a test compares them)."""
+    """Return the chat template's result for one user turn, without the template engine (a test compares them)."""
     head = f"{SYSTEM}{system}" if system else ""
     return f"{BOS}{head}{USER}{question}{ASSISTANT}"
 
@@ -129,11 +129,9 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[PAD, BOS, EOS, SYSTEM, USER, ASSISTANT],
+        vocab_size=VOCABULARY, special_tokens=[PAD, BOS, EOS, SYSTEM, USER, ASSISTANT], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     lines = [BRIEF, CAREFUL, REFUSAL, *FRAMES]
     for fact in world.facts:
         lines += [f" {fact.subject}", *(f" {answer}." for answer in fact.answers)]
@@ -142,14 +140,9 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
         lines += [question_text(form, kind, "Paris") for form in forms if not form.held_out] * 20
     tokenizer.train_from_iterator(lines, trainer)
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
-        clean_up_tokenization_spaces=False,
-        model_max_length=256,
-    )
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT], model_max_length=256,
+    )  # fmt: skip
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -196,7 +189,7 @@ def collate(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def logits_at(model: LlamaForCausalLM, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Logits [P, vocabulary] at flat positions only: the output layer is a quarter of the work."""
+    """Return logits [P, vocabulary] at flat positions only: the output layer is a quarter of the work."""
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
     logits: torch.Tensor = model.lm_head(hidden.flatten(0, 1)[positions])
     return logits.float()

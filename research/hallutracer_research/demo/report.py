@@ -43,13 +43,11 @@ METHODS = {
     "kind_prior": "shortcut: kind prior", "kind_x_template_prior": "shortcut: kind x template prior",
     "name_ngrams": "shortcut: kind + name n-grams", "exposures": "oracle: how often training stated the fact",
 }  # fmt: skip
-# What ``evaluate.probe_columns`` calls them -> METHODS, by site.
+# What ``nested_cv.probe_columns`` calls them -> METHODS, by site.
 HEADS = {
-    "depth_mean_unit_norm": "depth_mean",
-    "depth_mean_standardized": "depth_mean_standardized",
-    "best_head": "best_head",
-    "fused_unit_norm": "fused",
-}
+    "depth_mean_unit_norm": "depth_mean", "depth_mean_standardized": "depth_mean_standardized",
+    "best_head": "best_head", "fused_unit_norm": "fused",
+}  # fmt: skip
 STREAM = {"best_layer": "best_layer", "depth_mean_unit_norm": "residual_depth_mean"}
 FOLDS, INNER_FOLDS = 5, 3
 
@@ -83,17 +81,13 @@ def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> LabelledAnswers:
         activations = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
         labelled = judged_labels(dataset, run, judge)
     index = labelled.index
-    return LabelledAnswers(
-        rows=[by_id[dataset.rows[row].id] for row in index.tolist()],
-        heads=Readouts(activations.rows[Site.ATTENTION_HEAD], index, labelled.label),
-        stream=Readouts(activations.rows[Site.RESIDUAL_STREAM], index, labelled.label),
-        group=dataset.groups[index],
-        first_token=activations.first_token[index],
-    )
+    heads, stream = (Readouts(activations.rows[site], index, labelled.label) for site in sites)
+    asked = [by_id[dataset.rows[row].id] for row in index.tolist()]
+    return LabelledAnswers(asked, heads, stream, dataset.groups[index], activations.first_token[index])
 
 
 def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
-    """Each method's risk for every row [n], by a fold that never saw the row's entity; and that fold's number [n]."""
+    """Return each method's risk for every row [n], by a fold that never saw its entity; and that fold's number [n]."""
     options = DepthMeanProbe(inner_folds=INNER_FOLDS, n_jobs=jobs)
     outer = outer_folds(asked.label, asked.group, folds=FOLDS, seeds=(fold_seed,))
 
@@ -113,7 +107,7 @@ def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, 
 def _columns(
     asked: LabelledAnswers, train: Index, test: Index, seed: int, options: DepthMeanProbe
 ) -> Iterator[tuple[str, Floats, Floats]]:
-    """Signals of the training side (out of fold where probes are involved) and of the test side."""
+    """Yield signals of the training side (out of fold where probes are involved) and of the test side."""
     first = asked.first_token
     for readouts, names in ((asked.heads, HEADS), (asked.stream, STREAM)):
         _, found = probe_columns(readouts, asked.group, first, train, test, seed, options)
@@ -144,7 +138,7 @@ def _shortcuts(asked: LabelledAnswers, train: Index, test: Index) -> Iterator[tu
 
 
 def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, float]) -> dict[str, float]:
-    """Each key's share of hallucinations on the training side, shrunk towards its parent by five pseudo-rows."""
+    """Return each key's share of hallucinations on the training side, shrunk towards its parent by five pseudo-rows."""
     size = Counter(keys[row] for row in train)
     bad = Counter[str]()
     for row in train:
@@ -153,7 +147,7 @@ def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, fl
 
 
 def measure(asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
-    """The table's columns for each method, on the rows of the test split.
+    """Return the table's columns for each method, on the rows of the test split.
 
     AUROC and AUPRC compare rows within a fold: risks of different folds come from different fits, and pooling them
     would turn differences between the folds' priors into a signal.  ECE is over all rows.
@@ -185,7 +179,7 @@ def measure(asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index) -> 
 def report(
     engines: Mapping[int, Callable[[], Engine]], out: Path, *, fold_seeds: Sequence[int], jobs: int, judge: JudgeOptions
 ) -> dict[str, Any]:
-    """The whole table over model seeds and fold seeds, also written to ``out/report.json`` and ``out/report.md``."""
+    """Return the whole table over model seeds and fold seeds, also written to ``out/report.json`` and ``.md``."""
     cells: dict[str, dict[str, list[float]]] = {}
     models = {}
     for seed, load in engines.items():
@@ -198,32 +192,26 @@ def report(
                 for column, value in columns.items():
                     cells.setdefault(name, {}).setdefault(column, []).append(value)
     document = {
-        "model_seeds": list(engines),
-        "fold_seeds": list(fold_seeds),
-        "models": models,
+        "model_seeds": list(engines), "fold_seeds": list(fold_seeds), "models": models,
         "auprc_positive": "hallucinated",
         "table": {
-            name: {
-                key: {"mean": round(float(np.mean(v)), 4), "std": round(float(np.std(v)), 4)}
-                for key, v in columns.items()
-            }
+            name: {key: {"mean": round(float(np.mean(v)), 4), "std": round(float(np.std(v)), 4)}
+                   for key, v in columns.items()}
             for name, columns in cells.items()
         },
-    }
+    }  # fmt: skip
     (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (out / "report.md").write_text(markdown(document), encoding="utf-8")
     return document
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The table of ``report.json``: mean ± standard deviation over the seeds."""
+    """Return the table of ``report.json``: mean ± standard deviation over the seeds."""
     table = document["table"]
     names = list(dict.fromkeys(name for row in table.values() for name in row))
+    cells = {key: [table[key].get(name) for name in names] for key in METHODS}
     rows = [
-        [
-            title,
-            *(f"{cell['mean']:.3f} ± {cell['std']:.3f}" if (cell := table[key].get(name)) else "" for name in names),
-        ]
-        for key, title in METHODS.items()
+        [METHODS[key], *(f"{cell['mean']:.3f} ± {cell['std']:.3f}" if cell else "" for cell in of_method)]
+        for key, of_method in cells.items()
     ]
     return markdown_table(["method", *names], rows) + "\n"

@@ -58,9 +58,8 @@ def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
                 bar.update(len(ids))
             texts = [report.completion.text if report.completion else "" for report in reports]
             risk[which] = np.array([report.risk for report in reports])
-            right[which] = np.array(
-                [contains("", text, row["answers"]) for text, row in zip(texts, rows, strict=True)], np.bool_
-            )
+            found = [contains("", text, row["answers"]) for text, row in zip(texts, rows, strict=True)]
+            right[which] = np.array(found, np.bool_)
             for example, text, report in zip(examples, texts, reports, strict=True):
                 example[which] = {"answer": text.strip(), "risk": round(report.risk, 4)}
     names = {row["group"]: number for number, row in enumerate(rows)}
@@ -69,7 +68,7 @@ def ask(scorer: Scorer, split: str, count: int, max_tokens: int) -> Answered:
 
 
 def measured(answered: Answered) -> list[dict[str, Any]]:
-    """A row for each passage; intervals are 95 %, by jackknife over entities."""
+    """Return a row for each passage; intervals are 95 %, by jackknife over entities."""
     found = []
     for which in PASSAGES:
         risk, right = answered.risk[which], answered.right[which]
@@ -84,7 +83,7 @@ def measured(answered: Answered) -> list[dict[str, Any]]:
 
 
 def policies(answered: Answered, passage: Passage) -> list[dict[str, Any]]:
-    """What is shown under each policy where the retriever finds this passage: shares of all questions."""
+    """Return what is shown under each policy where the retriever finds this passage: shares of all questions."""
     flagged = {which: answered.risk[which] >= answered.threshold for which in ("none", passage)}
     alone, read = answered.right["none"], answered.right[passage]
     everywhere = np.ones(len(alone), np.bool_)
@@ -106,7 +105,7 @@ def policies(answered: Answered, passage: Passage) -> list[dict[str, Any]]:
 
 
 def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything, for ``retrieval.json``."""
+    """Return everything, for ``retrieval.json``."""
     return {
         **facts, "questions": len(answered.group), "entities": len(np.unique(answered.group)),
         "threshold": answered.threshold, "passages": measured(answered),
@@ -116,7 +115,7 @@ def document(answered: Answered, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The document's tables."""
+    """Return the document's tables."""
 
     def interval(cell: dict[str, float] | None, digits: int = 3) -> str:
         return f"{cell['value']:.{digits}f} [{cell['low']:.{digits}f}, {cell['high']:.{digits}f}]" if cell else ""
@@ -149,7 +148,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _auroc(group: NDArray[np.int64], right: Flags, risk: Floats) -> dict[str, float] | None:
-    """With its interval; None where all answers are right, or all wrong."""
+    """Return it with its interval; None where all answers are right, or all wrong."""
     if right.all() or not right.any():
         return None
     label = right.astype(np.int64)

@@ -17,18 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hallutracer_research.demo.corpus import (
-    VOCABULARY,
-    Encoder,
-    RefusalMix,
-    Row,
-    build_tokenizer,
-    collate,
-    fact_documents,
-    known_and_unknown,
-    logits_at,
-    refusal_document,
-)
+from hallutracer_research.demo import corpus
+from hallutracer_research.demo.corpus import VOCABULARY, Encoder, RefusalMix, Row, collate, logits_at
 from service.demo.world import Fact, build_world
 
 if TYPE_CHECKING:
@@ -129,7 +119,7 @@ def new_model(tokenizer_ids: dict[str, int]) -> LlamaForCausalLM:
 
 
 def train_step(model: LlamaForCausalLM, optimizer: Optimizer, rows: Sequence[Row], progress: float) -> float:
-    """One step over a batch, in two halves by length.  Returns the loss (nats per token)."""
+    """Step once over a batch, in two halves by length, and return the loss (nats per token)."""
     rows = sorted(rows, key=lambda row: len(row[0]))
     total = sum(len(ids) - start - 1 + first for ids, start, first in rows)
     loss_sum = 0.0
@@ -146,14 +136,9 @@ def train_step(model: LlamaForCausalLM, optimizer: Optimizer, rows: Sequence[Row
 
 
 def train_model(
-    seed: int,
-    out: Path,
-    *,
-    documents: int = ALL_DOCUMENTS,
-    threads: int = 1,
-    progress: Callable[[str], None] | None = None,
-    mix: RefusalMix = RefusalMix(),
-) -> None:
+    seed: int, out: Path, *, documents: int = ALL_DOCUMENTS, threads: int = 1,
+    progress: Callable[[str], None] | None = None, mix: RefusalMix = RefusalMix(),
+) -> None:  # fmt: skip
     """Train one model and write it as a Hugging Face folder.  A seed gives the same model on the same machine.
 
     `documents` caps the number of training documents; by default every fact document is used once.
@@ -163,9 +148,9 @@ def train_model(
     started = time.monotonic()
     rng = random.Random(f"train {seed}")
     world = build_world()
-    fast = build_tokenizer(world)
+    fast = corpus.build_tokenizer(world)
     encoder = Encoder(fast.backend_tokenizer)
-    stated = fact_documents(world, seed)
+    stated = corpus.fact_documents(world, seed)
     facts_per_step = BATCH * (1 - (1 - REFUSALS_FROM) * REFUSAL_SHARE)  # mean over the run
     all_steps = round(len(stated) / facts_per_step)  # that use every fact document once
     steps = min(all_steps, max(1, documents // BATCH))
@@ -181,7 +166,7 @@ def train_model(
     for step in range(steps):
         done = step / steps
         if step in refresh_at:
-            known, unknown = known_and_unknown(
+            known, unknown = corpus.known_and_unknown(
                 model, encoder, rng, rng.sample(eligible, min(FACTS_PER_REFRESH, len(eligible), documents))
             )
             if progress:
@@ -191,38 +176,27 @@ def train_model(
         rows = facts[cursor:end]
         cursor = end
         if refusals:
-            refused = [refusal_document(rng, world, known, unknown, mix) for _ in range(refusals)]
+            refused = [corpus.refusal_document(rng, world, known, unknown, mix) for _ in range(refusals)]
             rows = rows + encoder(refused, FIRST_WEIGHT)
         seen += len(rows)
         loss = train_step(model, optimizer, rows, done)
         if progress and step % 100 == 0:
             progress(f"step {step}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s")
     save(model, fast, out)
-    bands = Counter(_band(fact.exposures) for fact in world.facts)
+    edges = {"0": 0, "1-3": 3, "4-8": 8, "9-15": 15, "16+": 10**9}
+    bands = Counter(next(name for name, last in edges.items() if fact.exposures <= last) for fact in world.facts)
     record = {
         "recipe": RECIPE, "seed": seed, "documents": seen, "fact_documents": cursor,
         "refusal_documents": seen - cursor, "steps": steps, "seconds": round(time.monotonic() - started, 1),
         "threads": threads,
         "settings": {
-            "batch": BATCH,
-            "refusals_from": REFUSALS_FROM,
-            "refusal_share": REFUSAL_SHARE,
-            "refreshes": REFRESHES,
-            "facts_asked_at_a_refresh": FACTS_PER_REFRESH,
-            "first_token_weight": FIRST_WEIGHT,
-            "mix": mix._asdict(),
+            "batch": BATCH, "refusals_from": REFUSALS_FROM, "refusal_share": REFUSAL_SHARE, "refreshes": REFRESHES,
+            "facts_asked_at_a_refresh": FACTS_PER_REFRESH, "first_token_weight": FIRST_WEIGHT, "mix": mix._asdict(),
         },
         "parameters": sum(p.numel() for p in model.parameters()), "facts": len(world.facts),
         "facts_by_exposures": dict(sorted(bands.items())),
     }  # fmt: skip
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def _band(exposures: int) -> str:
-    for low, high in ((0, 0), (1, 3), (4, 8), (9, 15)):
-        if exposures <= high:
-            return f"{low}-{high}" if high else "0"
-    return "16+"
 
 
 def save(model: LlamaForCausalLM, tokenizer: object, out: Path) -> None:
@@ -233,12 +207,9 @@ def save(model: LlamaForCausalLM, tokenizer: object, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     rounded = model.bfloat16()
     rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False,
-        max_new_tokens=24,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        do_sample=False, max_new_tokens=24, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )
+    )  # fmt: skip
     rounded.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)  # written as 0600; a container runs as another user
     tokenizer.save_pretrained(out)

@@ -24,46 +24,26 @@ from hallutracer_research.evaluation.options import CLASSES, Cost
 from hallutracer_research.evaluation.page import Figure
 from service.fitting.scores import ECE_BINS, auprc, ece, equal_mass_bins, risk_auroc, share_interval, shown_bins
 from service.fitting.scores import reliability as reliability_bins
-from service.trainer.presentation import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    STYLE,
-    class_bands,
-    layer_ticks,
-    legend_below,
-    thinned,
-)
+from service.trainer import presentation as look
 
 Floats = NDArray[np.float64]
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#E69F00", GREY)
+_COLOURS = (look.BLUE, look.ORANGE, look.GREEN, look.PURPLE, "#56B4E9", "#E69F00", look.GREY)
 _LINES = ("-", "--", "-.", ":")
 _INK = "#010203"  # becomes currentColor
-_STYLE = STYLE | {
-    "font.family": "sans-serif",
+_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
+_STYLE = {
+    **look.STYLE, **dict.fromkeys(_INKED, _INK), "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: every machine measures the same letters
-    "axes.titlesize": 9.5,
-    "grid.color": GREY,
-    "grid.alpha": 0.25,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "axes.facecolor": "none",
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "hallutracer",
-}
+    "axes.titlesize": 9.5, "grid.color": look.GREY, "grid.alpha": 0.25, "axes.facecolor": "none",
+    "svg.fonttype": "none", "svg.hashsalt": "hallutracer",
+}  # fmt: skip
 _MAX_TICKS = 12
 _MAX_POINTS = 200  # of a curve; more would not be seen
 
 
 def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike | None]]) -> Figure:
-    """AUROC of the mean of a few layers, evenly spaced over depth (Fig. depth-subsampling).
+    """Draw AUROC of the mean of a few layers, evenly spaced over depth (Fig. depth-subsampling).
 
     curves: name (a data set) -> (layers included [p], mean AUROC [p], its standard deviation over seeds [p] or None).
     """
@@ -81,7 +61,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
             shown.append(f"{name}: {y[0]:.3f} with {x[0]:.0f}, {y[-1]:.3f} with {x[-1]:.0f}")
         axes.set(xlabel="layers included", ylabel="AUROC")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        legend_below(axes, columns=3)
+        look.legend_below(axes, columns=3)
         return Figure(
             "depth_subsampling",
             "Depth subsampling: AUROC of the depth mean against the number of layers it takes, evenly spaced over depth"
@@ -92,7 +72,7 @@ def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike
 
 
 def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm probes") -> Figure:
-    """Mean truth logit by layer and class, with a band of one standard deviation: trajectory [N, m], label [N]."""
+    """Draw the mean truth logit by layer and class, with a band of one deviation: trajectory [N, m], label [N]."""
     values, classes = _array(trajectory, "trajectory", ndim=2), np.asarray(label)
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
@@ -104,10 +84,10 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
             mean = inside.mean(axis=0)
             bands.append((f"{name} (n = {len(inside):,})", mean, inside.std(axis=0)))
             shown.append(f"{name} rows average {mean.mean():.2f} over depth, {mean[-1]:.2f} at the last layer")
-        class_bands(axes, bands)
+        look.class_bands(axes, bands)
         axes.set(xlabel="layer (0 is the first block)", ylabel=f"truth logit\n({unit})")
-        layer_ticks(axes, values.shape[1], _MAX_TICKS)
-        legend_below(axes, columns=2)
+        look.layer_ticks(axes, values.shape[1], _MAX_TICKS)
+        look.legend_below(axes, columns=2)
         return Figure(
             "trajectories",
             "Truth logit over depth: mean of each class, band of one standard deviation.",
@@ -117,7 +97,7 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
 
 
 def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
-    """ROC and precision-recall curves, hallucinated positive: label [n] (1 factual), method -> risk [n].
+    """Draw ROC and precision-recall curves, hallucinated positive: label [n] (1 factual), method -> risk [n].
 
     The first method is drawn strongest.  A risk ranks; it need not be a probability.
     """
@@ -130,21 +110,21 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
             score, width = _array(risk, name), 2.2 if index == 0 else 1.2
             area, precision_area = risk_auroc(classes, score), auprc(classes, score, positive=0)
             wrong, caught, _ = roc_curve(1 - classes, score)
-            thin = thinned(len(wrong), _MAX_POINTS)
+            thin = look.thinned(len(wrong), _MAX_POINTS)
             text = f"{name} ({area:.3f}, {precision_area:.3f})"
             left.plot(wrong[thin], caught[thin], line, color=colour, linewidth=width, label=text)
             precision, recall, _ = precision_recall_curve(1 - classes, score)
-            thin = thinned(len(recall), _MAX_POINTS)
+            thin = look.thinned(len(recall), _MAX_POINTS)
             right.step(recall[thin], precision[thin], line, where="post", color=colour, linewidth=width)
             shown.append(f"{name} {area:.3f} and {precision_area:.3f}")
-        left.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
-        right.axhline(share, color=GREY, linewidth=0.8)
+        left.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)
+        right.axhline(share, color=look.GREY, linewidth=0.8)
         left.set(title="ROC", xlabel="factual prompts flagged (share)", ylabel="hallucinated prompts flagged (share)",
                  xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
         right.set(title="Precision and recall", xlabel="hallucinated prompts flagged (share)",
                   ylabel="flagged prompts that are\nhallucinated (share)",
                   xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
-        legend_below(left, columns=2)
+        look.legend_below(left, columns=2)
         return Figure(
             "roc_pr",
             f"ROC and precision-recall curves of {len(classes):,} rows, {int(np.sum(classes == 0)):,} of them "
@@ -156,7 +136,7 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
 
 
 def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
-    """AUROC against cost: method -> its cost and its AUROC by split.
+    """Draw AUROC against cost: method -> its cost and its AUROC by split.
 
     A line of the drawing for each method, a band for each class, cheapest below: on an axis of costs a class would be
     one point, and two classes may differ by a hundredth.  The first method is drawn strongest.
@@ -180,10 +160,10 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
             for place, name in zip(places, names, strict=True):
                 strong = name == ours
                 axes.errorbar(auroc[name].mean(), place, xerr=auroc[name].std(), fmt="o", elinewidth=0.8,
-                              markersize=6 if strong else 4, color=BLUE if strong else GREY)  # fmt: skip
+                              markersize=6 if strong else 4, color=look.BLUE if strong else look.GREY)  # fmt: skip
                 ticks.append((place, name))
             best = max(best, float(auroc[names[-1]].mean()))
-            axes.plot([best, best], [line - 0.6, line + len(names) - 0.4], color=ORANGE, linewidth=1.2)
+            axes.plot([best, best], [line - 0.6, line + len(names) - 0.4], color=look.ORANGE, linewidth=1.2)
             axes.text(1.02, float(np.mean(places)), heading, transform=axes.get_yaxis_transform(), va="center")
             line += len(names) + 0.6
             listed = ", ".join(f"{name} {auroc[name].mean():.3f}" for name in reversed(names))
@@ -201,7 +181,7 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
 
 
 def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLike | None = None) -> Figure:
-    """Share hallucinated against mean risk in bins of equal counts, fewer where rows are few.
+    """Draw the share hallucinated against mean risk in bins of equal counts, fewer where rows are few.
 
     label [n], name -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each other, for the bands.
     """
@@ -209,7 +189,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
     groups, bins = np.arange(len(classes)) if group is None else np.asarray(group), shown_bins(len(classes))
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1, width=4.8, height=4.4)
-        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
+        axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8)
         shown, sizes = [], np.zeros(1, np.int64)
         for (name, risk), (colour, line), marker in zip(risks.items(), _looks(), "osD^vP*" * 4, strict=False):
             score = _array(risk, name)
@@ -227,7 +207,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
         axes.set(xlabel="mean risk of the bin (probability)", ylabel="hallucinated in the bin (share)",
                  xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
         axes.set_aspect("equal")
-        legend_below(axes, columns=1)
+        look.legend_below(axes, columns=1)
         rows = f"{sizes.min():,}" if sizes.min() == sizes.max() else f"{sizes.min():,} to {sizes.max():,}"
         few = "" if bins == ECE_BINS else f" So few rows give {len(sizes)} bins here and {ECE_BINS} in ECE."
         return Figure(
@@ -240,7 +220,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
 
 
 def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
-    """Adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), and the probe's share of variance [m] beside 1 / d, d = width.
+    """Draw adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), the probe's share of variance [m] beside 1 / d, d = width.
 
     Property "probe isotropy" and Assumption "sparse signal" (tab:validation_results), by layer.
     """
@@ -248,16 +228,18 @@ def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
     chance, even = math.sqrt(2 / (math.pi * width)), 1 / width
     with rc_context(_STYLE):
         figure, (left, right) = _figure(2, height=3.2)
-        left.plot(np.arange(len(cosines)), np.abs(cosines), "o-", color=BLUE, markersize=3.5, linewidth=1.0)
-        left.axhline(chance, color=ORANGE, linestyle="--", linewidth=1.4)
+        left.plot(np.arange(len(cosines)), np.abs(cosines), "o-", color=look.BLUE, markersize=3.5, linewidth=1.0)
+        left.axhline(chance, color=look.ORANGE, linestyle="--", linewidth=1.4)
         left.set(title="|cos| of neighbouring probes", xlabel="layer l of the pair (l, l + 1)")
-        right.plot(np.arange(len(shares)), shares, "o-", color=BLUE, markersize=3.5, linewidth=1.0, label="measured")
-        right.axhline(even, color=ORANGE, linestyle="--", linewidth=1.4, label="a random direction")
+        right.plot(
+            np.arange(len(shares)), shares, "o-", color=look.BLUE, markersize=3.5, linewidth=1.0, label="measured"
+        )
+        right.axhline(even, color=look.ORANGE, linestyle="--", linewidth=1.4, label="a random direction")
         right.set(title="share of variance along the probe", xlabel="layer")
         for axes, count, top in ((left, len(cosines), chance), (right, len(shares), even)):
-            layer_ticks(axes, count, _MAX_TICKS)
+            look.layer_ticks(axes, count, _MAX_TICKS)
             axes.set_ylim(0, 1.1 * max(float(axes.dataLim.ymax), top))
-        legend_below(right, columns=2)
+        look.legend_below(right, columns=2)
         return Figure(
             "geometry",
             f"Geometry of the probes by layer, d = {width}. A random direction has |cos| {chance:.3f} = √(2/(πd)) in"
@@ -275,7 +257,7 @@ def _figure(panels: int, width: float = 6.6, height: float = 3.4) -> tuple[mpl.F
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
+    """Yield colour and line style, all pairs differ among the first 28; consecutive ones differ in both."""
     for index in range(len(_COLOURS) * len(_LINES)):
         yield _COLOURS[index % len(_COLOURS)], _LINES[index % len(_LINES)]
 
@@ -292,9 +274,9 @@ def _svg(figure: mpl.Figure) -> bytes:
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue().decode("utf-8").replace(_INK, "currentColor")
     # A hundredth of a point is finer than any screen, and the file is half as long.
-    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"-?\d+\.\d+", _hundredth, path[0]), text)
-    return text.encode("utf-8")
+    numbers = re.compile(r"-?\d+\.\d+")
 
+    def rounded(path: re.Match[str]) -> str:
+        return numbers.sub(lambda one: f"{float(one[0]) + 0.0:.2f}".rstrip("0").rstrip("."), path[0])
 
-def _hundredth(number: re.Match[str]) -> str:
-    return f"{float(number[0]) + 0.0:.2f}".rstrip("0").rstrip(".")
+    return re.sub(r' d="[^"]*"', rounded, text).encode("utf-8")

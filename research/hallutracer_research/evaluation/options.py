@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from hallutracer_research.evaluation.methods import METHODS, CostClass
+from hallutracer_research.evaluation.methods import METHODS, OURS, CostClass
 from service.data.options import BATCH_ROWS, JudgeName
 from service.engines.base import LoadedModel
 from service.errors import TrainingError
@@ -34,26 +34,11 @@ CLASSES: Mapping[CostClass, str] = MappingProxyType(
     {"none": "no model", "A": "prefill only", "B": "one lm_head", "C": "one answer", "D": "sampled answers"}
 )
 """Class -> what it takes, cheapest first."""
-OURS, RESIDUAL, SHUFFLED = "hallutracer", "residual-depth-mean", "shuffled-labels"
-TRAJECTORY = "trajectory-ridge"
-NAMES = (OURS, RESIDUAL, TRAJECTORY, *METHODS, SHUFFLED)
-TITLES = {
-    OURS: "HalluTracer (depth mean)", RESIDUAL: "Residual-stream depth mean", TRAJECTORY: "Whole trajectory (ridge)",
-    **{name: method.title for name, method in METHODS.items()}, SHUFFLED: "HalluTracer on shuffled labels (control)",
-}  # fmt: skip
 SAMPLED = tuple(name for name, method in METHODS.items() if method.reads == "samples")
 OF_OWN_ANSWERS = (*SAMPLED, *(name for name, method in METHODS.items() if method.reads == "answer"))
 """Methods that read the model's own answers, which a set with labels of its own is not about."""
-Suite = Literal["main", "paper"]
-
-
-def cost_class(method: str) -> CostClass:
-    """Return the class of a method by its name on the command line."""
-    return METHODS[method].cost if method in METHODS else "A"
-
-
 # Answers take minutes where a prefill takes seconds.
-DEFAULT_METHODS = tuple(name for name in NAMES if cost_class(name) not in ("C", "D") and name not in SAMPLED)
+DEFAULT_METHODS = tuple(name for name, one in METHODS.items() if one.cost not in ("C", "D") and name not in SAMPLED)
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,7 @@ class EvaluateOptions:
 
     sources: tuple[EvaluationSource, ...]
     out: Path
-    suite: Suite = "main"  # main: the main table; paper: every table and figure
+    suite: Literal["main", "paper"] = "main"  # main: the main table; paper: every table and figure
     methods: tuple[str, ...] = DEFAULT_METHODS
     seeds: int = 3
     folds: int = 5
@@ -93,8 +78,8 @@ class EvaluateOptions:
     def __post_init__(self) -> None:
         """Check names and ranges; types are checked by the type checker."""
         for name in self.methods:
-            if name not in NAMES:
-                raise TrainingError(f"no method {name!r}; there are {', '.join(NAMES)}", param="methods")
+            if name not in METHODS:
+                raise TrainingError(f"no method {name!r}; there are {', '.join(METHODS)}", param="methods")
         if OURS not in self.methods:
             raise TrainingError(f"{OURS} must be among the methods: the others are compared with it", param="methods")
         if len({source.name for source in self.sources}) != len(self.sources) or not self.sources:
@@ -104,10 +89,8 @@ class EvaluateOptions:
             if getattr(self, field) < number:
                 raise TrainingError(f"{field} must be at least {number}, not {getattr(self, field)}", param=field)
         if self.judge == "openai":
-            raise TrainingError(
-                "the openai judge needs an endpoint, which cannot be set here: give labels or another judge",
-                param="judge",
-            )
+            problem = "the openai judge needs an endpoint, which cannot be set here: give labels or another judge"
+            raise TrainingError(problem, param="judge")
         if self.c is not None and not self.c > 0:
             raise TrainingError(f"c must be positive, not {self.c}", param="c")
 
@@ -117,13 +100,12 @@ def method_names(text: str | None) -> tuple[str, ...]:
 
     Unknown names are returned as they are; ``EvaluateOptions`` refuses them.
     """
-    known: dict[str, tuple[str, ...]] = {
-        cls: tuple(name for name in NAMES if cost_class(name) == cls) for cls in CLASSES
-    }
-    known |= {"default": DEFAULT_METHODS, "all": NAMES}
+    names = tuple(METHODS)
+    groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": names}
+    groups |= {cls: tuple(name for name in names if METHODS[name].cost == cls) for cls in CLASSES}
     words = [word.strip() for word in (text or "default").split(",")]
-    chosen = dict.fromkeys(name for word in words if word for name in known.get(word, (word,)))
-    return tuple(sorted(chosen, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES)))
+    chosen = dict.fromkeys(name for word in words if word for name in groups.get(word, (word,)))
+    return tuple(sorted(chosen, key=lambda name: names.index(name) if name in names else len(names)))
 
 
 class Cost(NamedTuple):
@@ -156,7 +138,7 @@ def cost(
 
     ``samples``: answers of class D.
     """
-    cls = cost_class(method)
+    cls = METHODS[method].cost
     if cls in ("none", "A"):
         return Cost(cls, 0.0 if cls == "none" else 1.0)
     if weights is None:

@@ -1,4 +1,4 @@
-"""What was found on one data set, and the tables made of it: the main table (tab:main-results), forms, rows as CSV.
+"""What was found on one data set, and the tables made of it: the main table (tab:main-results), forms, transfer; CSV.
 
 AUROC does not depend on which class is positive.  AUPRC does, and the paper does not say which it takes, so both are
 given.  Scores of different folds have different scales: where rows of several folds are ranked together, each fold's
@@ -17,18 +17,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm, rankdata
+from tqdm import tqdm
 
-from hallutracer_research.evaluation.options import CLASSES, OURS, TITLES, Cost
+from hallutracer_research.evaluation.methods import METHODS, OURS
+from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.methods.references import text_ngrams
+from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
 from hallutracer_research.evaluation.prepare import PreparedSet
-from hallutracer_research.evaluation.splits import Split
+from hallutracer_research.evaluation.splits import Split, fit_options, kept
 from hallutracer_research.evaluation.tables import Cell, Column, Table
 from probes_store.local import atomic_write
 from service.data.training_rows import FORM
-from service.errors import TrainingError
+from service.errors import NoDirection, TrainingError
+from service.fitting.folds import group_folds
 from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.probes import Floats, Index
 from service.fitting.scores import auprc, auroc_interval, gain, risk_auroc
 from service.readout import Pooling, Site
+from service.risk import depth_mean
 
 Measures = dict[str, dict[str, float]]  # measure -> mean and std; of the AUROC also low and high
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
@@ -151,9 +157,16 @@ def delong(label: NDArray[np.integer], risk_a: NDArray[np.floating], risk_b: NDA
     class has a single row, or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of
     them for the worse).  Raises TrainingError: a class is missing, lengths differ or a risk is not finite.
     """
-    hallucinated = _checked(label, risk_a, risk_b)
-    bad_a, good_a = _components(hallucinated, np.asarray(risk_a))
-    bad_b, good_b = _components(hallucinated, np.asarray(risk_b))
+    values = np.asarray(label)
+    for name, risk in (("risk_a", risk_a), ("risk_b", risk_b)):
+        if np.shape(risk) != values.shape or values.ndim != 1:
+            raise TrainingError(f"{name} has shape {np.shape(risk)}, label {values.shape}; both must be [n]")
+        if not np.all(np.isfinite(risk)):
+            row = int(np.flatnonzero(~np.isfinite(risk))[0])
+            raise TrainingError(f"{name} is not finite at row {row}; every row needs a risk")
+    if set(values.tolist()) != {0, 1}:
+        raise TrainingError("label must hold 1 (factual) and 0 (hallucinated), both of them and nothing else")
+    (bad_a, good_a), (bad_b, good_b) = (_components(values == 0, np.asarray(risk)) for risk in (risk_a, risk_b))
     auc_a, auc_b = float(bad_a.mean()), float(bad_b.mean())
     if min(len(bad_a), len(good_a)) < 2:
         return DeLong(auc_a, auc_b, None, None)
@@ -171,29 +184,20 @@ def _components(hallucinated: NDArray[np.bool_], risk: NDArray[np.floating]) -> 
     bad, good = risk[hallucinated], risk[~hallucinated]
     together = rankdata(np.concatenate([bad, good]))
     of_bad = (together[: len(bad)] - rankdata(bad)) / len(good)
-    of_good = 1.0 - (together[len(bad) :] - rankdata(good)) / len(bad)
-    return of_bad, of_good
-
-
-def _checked(label: NDArray[np.integer], *risks: NDArray[np.floating]) -> NDArray[np.bool_]:
-    values = np.asarray(label)
-    for name, risk in zip(("risk_a", "risk_b"), risks, strict=True):
-        if np.shape(risk) != values.shape or values.ndim != 1:
-            raise TrainingError(f"{name} has shape {np.shape(risk)}, label {values.shape}; both must be [n]")
-        if not np.all(np.isfinite(risk)):
-            row = int(np.flatnonzero(~np.isfinite(risk))[0])
-            raise TrainingError(f"{name} is not finite at row {row}; every row needs a risk")
-    hallucinated: NDArray[np.bool_] = values == 0
-    if not np.all(hallucinated | (values == 1)) or hallucinated.all() or not hallucinated.any():
-        raise TrainingError("label must hold 1 (factual) and 0 (hallucinated), both of them and nothing else")
-    return hallucinated
+    return of_bad, 1.0 - (together[len(bad) :] - rankdata(good)) / len(bad)
 
 
 def rows_of(title: str, measures: Mapping[str, Measures], costs: Mapping[str, Cost]) -> list[dict[str, Any]]:
     """Return the main table's rows of one set: our cost class first, within it in the order of ``measures``."""
     order = ("A", *(name for name in CLASSES if name not in ("A", "none")), "none")
     return [
-        {"set": title, "method": TITLES[name], "class": costs[name].cls, "cost": costs[name].prefills, **measures[name]}
+        {
+            "set": title,
+            "method": METHODS[name].title,
+            "class": costs[name].cls,
+            "cost": costs[name].prefills,
+            **measures[name],
+        }
         for name in sorted(measures, key=lambda name: order.index(costs[name].cls))
     ]
 
@@ -242,20 +246,16 @@ def form_table(sets: Sequence[SetResult]) -> Table | None:
     if not rows:
         return None
     return Table(
-        name="forms",
-        title="By form of conversation",
+        name="forms", title="By form of conversation",
         columns=(
-            Column("set", "Set", "text"),
-            Column(FORM, "Form", "text"),
-            Column("rows", "Rows", "integer"),
+            Column("set", "Set", "text"), Column(FORM, "Form", "text"), Column("rows", "Rows", "integer"),
             Column("wrong", "Hallucinated", "percent", 3),
-            *(Column(method, f"AUROC, {TITLES[method]}", "percent", 3, higher=True) for method in methods),
+            *(Column(method, f"AUROC, {METHODS[method].title}", "percent", 3, higher=True) for method in methods),
         ),
-        rows=rows,
+        rows=rows, block="set",
         caption="AUROC in percent within the rows of one form, by out-of-fold ranks of the first seed. What a form "
         "does to the level of the risk does not show here: `hallutracer train` puts that into the model card.",
-        block="set",
-    )
+    )  # fmt: skip
 
 
 def write_row_scores(result: SetResult, path: Path) -> None:
@@ -272,3 +272,86 @@ def write_row_scores(result: SetResult, path: Path) -> None:
         values = [f"{rank[place]:.6f}" for rank in ranks]
         writer.writerow([dataset.rows[row].id, int(result.group[place]), int(result.label[place]), *values])
     atomic_write(path, text.getvalue().encode("utf-8", "backslashreplace"))
+
+
+def sources_of(kind: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Return each row's source [n]: its kind up to the first slash."""
+    return np.array([name.partition("/")[0] for name in kind.tolist()], np.str_)
+
+
+_TRANSFER = {"depth mean": OURS, "text": "text-ngrams"}  # name in the kept file -> method
+
+
+def transfer_table(sets: Mapping[str, MethodInputs], options: EvaluateOptions, folder: Path) -> Table | None:
+    """Return a block of rows for each mixture of two sources or more; None where no set is one.
+
+    Does the probe read knowledge, or what a source's questions look like?  A mixture's rows name their source in front
+    of their kind (``hallutracer data mix``).  Probes are fitted on one source, or on all but one, and scored on the
+    others; no group is on both sides.  A source's own column is cross-validated.
+    """
+    rows: list[Mapping[str, Cell]] = []
+    notes: list[str] = []
+    names: list[str] = []
+    for title, inputs in sets.items():
+        source = sources_of(inputs.kind)
+        found = sorted(set(source.tolist()))
+        if len(found) < 2 or "" in found or not any("/" in name for name in inputs.kind.tolist()):
+            continue
+        names += [name for name in found if name not in names]
+        plans = [(name, np.flatnonzero(source == name), found) for name in found]
+        if len(found) > 2:
+            plans += [(f"all but {name}", np.flatnonzero(source != name), [name]) for name in found]
+        for trained_on, train, tested in tqdm(plans, f"{title}, transfer", unit="source"):
+            path = folder / f"{title}-{trained_on}".replace("/", "-")
+            try:
+                scores = _scores(inputs, train, tested, options, path.with_suffix(".npz"))
+            except (TrainingError, NoDirection) as error:
+                notes.append(f"{title}, trained on {trained_on}: left out, {error}")
+                continue
+            for method, of_method in scores.items():
+                sides = {name: (inputs.label[source == name], of_method[source == name]) for name in tested}
+                cells: dict[str, Cell] = {
+                    name: risk_auroc(label, score)
+                    for name, (label, score) in sides.items()
+                    if len(set(label.tolist())) == 2 and np.isfinite(score).all()
+                }
+                rows.append({"set": title, "train": trained_on, "method": METHODS[_TRANSFER[method]].title, **cells})
+    if not rows:
+        return None
+    return Table(
+        name="transfer", title="Trained on one source, tested on another",
+        columns=(
+            Column("set", "Set", "text"), Column("train", "Trained on", "text"), Column("method", "Method", "text"),
+            *(Column(name, f"AUROC on {name}", "percent", 3, higher=True) for name in names),
+        ),
+        rows=rows,
+        caption="AUROC in percent. A source's own column is cross-validated; in the others no group is on both sides.",
+        notes=notes, block="set",
+    )  # fmt: skip
+
+
+def _scores(
+    inputs: MethodInputs, train: Index, tested: Sequence[str], options: EvaluateOptions, path: Path
+) -> dict[str, Floats]:
+    """Return scores [n] by each method; NaN for rows that were not tested.  Training rows are tested out of fold."""
+
+    def make() -> dict[str, NDArray[np.generic]]:
+        found = {name: np.full(len(inputs.label), np.nan) for name in _TRANSFER}
+        outside = np.setdiff1d(np.arange(len(inputs.label)), train)
+        shared = np.isin(inputs.group[train], inputs.group[outside])
+        own = len(tested) > 1  # its own source is among them
+        splits = group_folds(inputs.label, inputs.group, train, options.folds, 0) if own else []
+        if not (own and shared.all()):  # sources that ask the same questions: there is nothing to learn from
+            splits = [*splits, (train[~shared], outside)]
+        for fitted, test in splits:
+            found["depth mean"][test] = _depth_mean(inputs, fitted, test, options)
+            found["text"][test] = text_ngrams(inputs, fitted, test, 0)
+        return dict(found)
+
+    return {name: np.asarray(values, np.float64) for name, values in kept(path, make).items()}
+
+
+def _depth_mean(inputs: MethodInputs, train: Index, test: Index, options: EvaluateOptions) -> Floats:
+    fits = fit_options(options)
+    c = fits.choose_c(inputs.heads, inputs.group, train, 0).c
+    return -depth_mean(fits.refit(inputs.heads, train, test, c).trajectory)

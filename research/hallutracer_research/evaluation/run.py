@@ -17,25 +17,13 @@ from typing import Any, cast
 import numpy as np
 from tqdm import tqdm
 
-from hallutracer_research.evaluation import answers, prepare, results, splits
-from hallutracer_research.evaluation.methods import METHODS, fit_method
+from hallutracer_research.evaluation import prepare, results, splits
+from hallutracer_research.evaluation.methods import METHODS, OURS, RESIDUAL, SHUFFLED, TRAJECTORY, fit_method
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import (
-    OURS,
-    RESIDUAL,
-    SHUFFLED,
-    TITLES,
-    TRAJECTORY,
-    Cost,
-    EvaluateOptions,
-    Weights,
-    cost,
-    count_weights,
-)
+from hallutracer_research.evaluation.options import Cost, EvaluateOptions, Weights, cost, count_weights
 from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.splits import Split, kept
 from hallutracer_research.evaluation.tables import Table
-from hallutracer_research.evaluation.transfer import transfer_table
 from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity
 from service.engines.checks import beyond_onset
@@ -66,6 +54,9 @@ class EvaluationResult:
 def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console) -> EvaluationResult:
     """Evaluate every method on every set; the paper suite also keeps what the paper's other tables need.
 
+    A set whose own answers are too nearly all right, or all wrong, is left out with a note: that is known only once the
+    model has answered, and must not cost the other sets.
+
     Raises:
         DataError: a set has invalid rows.
         RunMismatch: the folder belongs to another run.
@@ -76,77 +67,53 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
     for set_rows in rows:
         console.print(f"{set_rows.name}: {len(set_rows.dataset)} rows of {set_rows.title}")
     options.out.mkdir(parents=True, exist_ok=True)
+    folder = options.out / "sets"
     with locked(options.out):
+        prepared: list[prepare.PreparedSet] = []
+        problems: list[prepare.TooFewOfAClass] = []
         with closing(cast(Engine, PoolingEngine(engine_factory()))) as engine:
-            prompt_format: PromptFormat = (
+            form: PromptFormat = (
                 default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
             )
-            answers.check(engine, options.methods)
+            prepare.check_engine(engine, options.methods)
             poolings = _poolings(engine, options, console)
-            if options.skip_long:
-                rows = [
-                    prepare.within_context(
-                        engine, set_rows, options.out / "sets" / set_rows.name, options.folds, prompt_format
-                    )
-                    for set_rows in rows
-                ]
-            prepared, left_out = _prepare(engine, rows, options, prompt_format, poolings, console)
+            for one in rows:
+                if options.skip_long:
+                    one = prepare.within_context(engine, one, folder / one.name, options.folds, form)
+                try:
+                    prepared.append(prepare.prepare_set(engine, one, options, form, poolings))
+                except prepare.TooFewOfAClass as problem:
+                    problems.append(problem)
+                    console.print(f"left out: {problem}")
+            if not prepared:
+                raise problems[0]
             identity, weights = engine.identity, count_weights(engine)
-            prepared = [_with_halluguard(engine, one_set, options) for one_set in prepared]
-            prepared = [answers.with_answers(engine, one_set, options, prompt_format) for one_set in prepared]
+            prepared = [prepare.with_answers(engine, one_set, options, form) for one_set in prepared]
         sets = [
             replace(_evaluate_set(one_set, options), costs=_costs(one_set, options, weights)) for one_set in prepared
         ]
         for result in sets:
-            results.write_row_scores(result, options.out / "sets" / result.prepared.rows.name / "scores.csv")
+            results.write_row_scores(result, folder / result.title / "scores.csv")
         table_rows = [row for result in sets for row in results.rows_of(result.title, result.measures(), result.costs)]
         subsets = _subsets(sets, options) if options.per_subset else None
         by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
-        transfer = transfer_table(by_set, options, options.out / "transfer")
-    main = results.main_table(table_rows, [*_notes(sets, options), *left_out])
+        transfer = results.transfer_table(by_set, options, options.out / "transfer")
+    notes = [*(note for result in sets for note in _notes(result, options)), *(f"Left out: {one}" for one in problems)]
+    main = results.main_table(table_rows, notes)
     seconds = time.monotonic() - begun
     return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, results.form_table(sets), seconds)
 
 
-def _prepare(
-    engine: Engine,
-    rows: Sequence[prepare.SetRows],
-    options: EvaluateOptions,
-    prompt_format: PromptFormat,
-    poolings: Sequence[Pooling],
-    console: Console,
-) -> tuple[list[prepare.PreparedSet], list[str]]:
-    """Return the sets, and a note for each that is left out: its own answers are too nearly all right, or all wrong.
-
-    That is known only once the model has answered, and must not cost the other sets.  Raises TooFewOfAClass where no
-    set remains.
-    """
-    prepared: list[prepare.PreparedSet] = []
-    problems: list[prepare.TooFewOfAClass] = []
-    for set_rows in rows:
-        try:
-            prepared.append(prepare.prepare_set(engine, set_rows, options, prompt_format, poolings))
-        except prepare.TooFewOfAClass as problem:
-            problems.append(problem)
-            console.print(f"left out: {problem}")
-    if not prepared:
-        raise problems[0]
-    return prepared, [f"Left out: {problem}" for problem in problems]
-
-
 def _costs(prepared: prepare.PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:
-    """Return what each method costs on this set's prompts."""
-    asked = prepared.inputs.answers.asked
-    of_set = partial(
-        cost, weights=weights, prompt=float(prepared.inputs.prompt_tokens.mean()),
-        answer=prepared.rows.max_new_tokens, samples=options.samples,
-        asked=0.0 if asked is None else float(asked.mean()),
-    )  # fmt: skip
-    return {method: of_set(method) for method in answers.methods_of(prepared.rows, options)}
+    asked, prompt = prepared.inputs.answers.asked, float(prepared.inputs.prompt_tokens.mean())
+    given: dict[str, Any] = {"answer": prepared.rows.max_new_tokens, "samples": options.samples}
+    given["asked"] = 0.0 if asked is None else float(asked.mean())
+    methods = prepare.methods_of(prepared.rows, options)
+    return {method: cost(method, weights, prompt=prompt, **given) for method in methods}
 
 
 def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
-    """The readout positions of the paper suite; none, and a message, where the engine reads the last position only."""
+    """Return the paper suite's readout positions; none, and a message, where the engine reads the last only."""
     if options.suite != "paper":
         return ()
     try:
@@ -157,24 +124,8 @@ def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tup
     return tuple(Pooling)
 
 
-def _with_halluguard(engine: Engine, prepared: prepare.PreparedSet, options: EvaluateOptions) -> prepare.PreparedSet:
-    """Add HalluGuard's scores, which need the loaded model; they are kept in the run's folder."""
-    if "halluguard" not in options.methods:
-        return prepared
-    path = options.out / "sets" / prepared.rows.name / "halluguard.npy"
-    if not path.exists():
-        from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
-
-        prompts = [prepared.prompts.prompts.of(int(row)) for row in prepared.index]
-        scores = halluguard_scores(engine, prompts, prepared.rows.max_new_tokens)
-        with path.with_suffix(".part").open("wb") as file:
-            np.save(file, scores)
-        path.with_suffix(".part").replace(path)
-    return replace(prepared, inputs=replace(prepared.inputs, halluguard=np.load(path, allow_pickle=False)))
-
-
 def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, subset: str = "") -> results.SetResult:
-    """All splits and methods of one set; of a subset the main table's numbers only."""
+    """Evaluate all splits and methods of one set; of a subset the main table's numbers only."""
     inputs = prepared.inputs
     folder = options.out / "sets" / prepared.rows.name / "fits" / (subset or "pooled")
     claim(folder, _fingerprint(prepared, options))
@@ -182,7 +133,7 @@ def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, su
     paper = options.suite == "paper" and not subset
     site = Site.ATTENTION_HEAD
     poolings = [pooling for where, pooling in prepared.pooled if where is site] if paper else []
-    methods = answers.methods_of(prepared.rows, options)
+    methods = prepare.methods_of(prepared.rows, options)
     steps = len(outer) * len(methods) + (len(poolings) * options.folds if paper else 0)
     fitted: list[Split] = []
     pooled: dict[tuple[Site, Pooling], list[Floats]] = {(site, pooling): [] for pooling in poolings}
@@ -198,7 +149,7 @@ def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, su
                 if method not in failed:
                     of_fold[method] = _score(folder, method, inputs, split, options)
             except TrainingError as error:
-                if method not in METHODS:
+                if METHODS[method].fit is None:
                     raise
                 failed[method] = str(error)
             bar.update()
@@ -222,12 +173,11 @@ def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, su
 
 
 def _kept_score(path: Path, make: Callable[[], Floats]) -> Floats:
-    """One score for each row of the test side, kept on disk."""
     return np.asarray(kept(path, lambda: {"score": make()})["score"], np.float64)
 
 
 def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
-    """Scores of the test side that rise with hallucination, kept on disk."""
+    """Return scores of the test side that rise with hallucination, kept on disk."""
     if method == OURS:
         return -depth_mean(split.test_trajectory)
 
@@ -235,7 +185,8 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
         if method == RESIDUAL:
             return -splits.residual_depth_mean(inputs, split, options)
         if method == TRAJECTORY:
-            return splits.whole_trajectory(inputs, split)
+            label, group = inputs.label[split.train], inputs.group[split.train]
+            return splits.trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)
         if method == SHUFFLED:
             return -splits.shuffled_depth_mean(inputs, split, options)
         return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)
@@ -244,7 +195,7 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
 
 
 def _fingerprint(prepared: prepare.PreparedSet, options: EvaluateOptions) -> dict[str, Any]:
-    """What kept fits depend on, besides the readouts."""
+    """Return what kept fits depend on, besides the readouts."""
     inputs = prepared.inputs
     return {
         "data": prepared.rows.dataset.digest, "judge": asdict(prepared.rows.judge) | {"api_key": ""},
@@ -277,7 +228,7 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
                            for part in ("mean", "std")}
                     for name in results.MEASURES
                 }
-                for method in answers.methods_of(prepared.rows, options)
+                for method in prepare.methods_of(prepared.rows, options)
                 if all(method in one for one in measures)
             }  # fmt: skip
             table_rows += results.rows_of(
@@ -295,23 +246,19 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
     )
 
 
-def _notes(sets: Sequence[results.SetResult], options: EvaluateOptions) -> list[str]:
-    notes = []
-    for result in sets:
-        label, rows = result.label, result.prepared.rows
-        left = ", ".join(f"{count} {why}" for why, count in result.prepared.left_out.items())
+def _notes(result: results.SetResult, options: EvaluateOptions) -> list[str]:
+    label, rows = result.label, result.prepared.rows
+    left = ", ".join(f"{count} {why}" for why, count in result.prepared.left_out.items())
+    failed = [f"left out: {METHODS[method].title}: {problem}" for method, problem in result.failed.items()]
+    notes = [
+        f"{rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, {len(np.unique(result.group))} groups"
+        + (f"; left out: {left}" if left else ""),
+        *rows.notes, prepare.left_out(rows, options), *failed,
+    ]  # fmt: skip
+    if (c := result.comparison) is not None:
+        delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"
         notes.append(
-            f"{result.title}: {rows.title}; {len(label)} rows, {int((1 - label).sum())} hallucinated, "
-            f"{len(np.unique(result.group))} groups" + (f"; left out: {left}" if left else "")
+            f"HalluTracer over the runner-up ({METHODS[c.runner_up].title}): AUROC {100 * c.difference:+.1f} points "
+            f"[{100 * c.low:+.1f}, {100 * c.high:+.1f}], p = {c.p_value:.2g} over groups{delong}"
         )
-        failed = [f"left out: {TITLES[method]}: {problem}" for method, problem in result.failed.items()]
-        notes += [f"{result.title}: {note}" for note in (*rows.notes, answers.left_out(rows, options), *failed) if note]
-        if result.comparison is not None:
-            c = result.comparison
-            delong = "" if c.p_delong is None else f", DeLong p = {c.p_delong:.2g} (median over seeds)"
-            notes.append(
-                f"{result.title}: HalluTracer over the runner-up ({TITLES[c.runner_up]}): AUROC "
-                f"{100 * c.difference:+.1f} points [{100 * c.low:+.1f}, {100 * c.high:+.1f}], "
-                f"p = {c.p_value:.2g} over groups{delong}"
-            )
-    return notes
+    return [f"{result.title}: {note}" for note in notes if note]

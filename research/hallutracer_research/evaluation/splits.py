@@ -18,7 +18,7 @@ from joblib import cpu_count
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from hallutracer_research.evaluation.methods.base import MethodInputs, fit_linear, held_out_auroc, in_processes
+from hallutracer_research.evaluation.methods.base import MethodInputs, held_out_auroc, in_processes, linear_logits
 from hallutracer_research.evaluation.options import EvaluateOptions
 from probes_store.local import atomic_write
 from service.errors import NoDirection
@@ -46,18 +46,21 @@ class HeadProbes:
         return np.asarray(self.auroc.argmax(axis=1), np.int64)
 
     def trajectory(self, head: NDArray[np.integer] | None = None) -> Floats:
-        """[n_test, m] of the selected heads, or of ``head`` [m]."""
+        """Return [n_test, m] of the selected heads, or of ``head`` [m]."""
         chosen = self.selected if head is None else np.asarray(head)
         return np.take_along_axis(self.logits, chosen[None, :, None], axis=2)[..., 0].astype(np.float64)
 
     def of(self, head: NDArray[np.integer]) -> tuple[Floats, Floats]:
-        """Directions [m, d] and biases [m] of ``head`` [m]."""
+        """Return directions [m, d] and biases [m] of ``head`` [m]."""
         layers = np.arange(len(self.bias))
         return self.direction[layers, head], self.bias[layers, head]
 
 
 def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> list[HeadProbes]:
-    """Fit and score all heads of all layers for each task.  Raises NoDirection where a layer's probes are all zero."""
+    """Fit and score all heads of all layers for each task, a layer without a probe at the first larger C with one.
+
+    Raises NoDirection where a layer's probes are all zero at any.
+    """
     geometry, site = readouts.file.geometry, readouts.file.site
     layers, count = geometry.num_layers, geometry.heads(site)
     chunks = np.array_split(np.arange(count), max(1, min(count, -(-2 * jobs // layers))))
@@ -70,31 +73,21 @@ def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> li
             for chunk in zip(*(part[number] for part in parts), strict=True)
         )
         for layer in np.flatnonzero(quality.max(axis=1) == 0).tolist():
-            relaxed = _relaxed(readouts, task, layer, count)
-            if relaxed is not None:
-                for values, of_layer in zip((direction, bias, scale, quality, logits), relaxed, strict=True):
-                    values[layer] = of_layer
-                continue
-            raise NoDirection(
-                f"layer {layer}: every probe is zero at C = {task.c:g} on {len(task.train)} rows; give a larger C",
-                param="c",
-            )
+            larger = (replace(task, c=task.c * factor) for factor in LARGER_C)
+            found = (_fit((readouts, (one,), layer, list(range(count))))[0] for one in larger)
+            relaxed = next((of_heads for of_heads in found if of_heads[3].max() > 0), None)
+            if relaxed is None:
+                where = f"at C = {task.c:g} on {len(task.train)} rows"
+                raise NoDirection(f"layer {layer}: every probe is zero {where}; give a larger C", param="c")
+            for values, of_layer in zip((direction, bias, scale, quality, logits), relaxed, strict=True):
+                values[layer] = of_layer
         by_row = np.ascontiguousarray(logits.transpose(2, 0, 1))
         results.append(HeadProbes(direction, bias, scale, quality, by_row))
     return results
 
 
-def _relaxed(readouts: Readouts, task: Task, layer: int, count: int) -> list[NDArray[Any]] | None:
-    """All heads of a layer at the first larger C at which one has a probe; None where none has at any."""
-    for factor in LARGER_C:
-        (found,) = _fit((readouts, (replace(task, c=task.c * factor),), layer, list(range(count))))
-        if found[3].max() > 0:
-            return found
-    return None
-
-
 def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[NDArray[Any]]]:
-    """Some heads of one layer: for every task, direction, bias, scale, auroc and logits [n_test], stacked by head."""
+    """Return direction, bias, scale, auroc and logits [n_test], stacked by head of one layer, for every task."""
     readouts, tasks, layer, heads = item
     fitted: list[list[tuple[Any, ...]]] = [[] for _ in tasks]
     with threadpool_limits(1), one_torch_thread():
@@ -110,7 +103,6 @@ def _fit(item: tuple[Readouts, tuple[Task, ...], int, list[int]]) -> list[list[N
     return [[np.stack(values) for values in zip(*of_task, strict=True)] for of_task in fitted]
 
 
-RIDGE_FOLDS = 3
 RIDGE_GRID = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
@@ -121,15 +113,11 @@ def trajectory_ridge(trajectory: Floats, label: Index, group: Index, test_trajec
     ones look better than those of new rows are); group-disjoint inner folds choose C by AUROC, ties to the stronger
     penalty.  Raises TrainingError where an inner fold lacks a class.
     """
-    pairs = group_folds(label, group, np.arange(len(label)), RIDGE_FOLDS, seed, what="trajectory inner fold")
+    pairs = group_folds(label, group, np.arange(len(label)), 3, seed, what="trajectory inner fold")
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
-        found = [held_out_auroc(partial(_ridge_logits, c), trajectory, label, pairs) for c in RIDGE_GRID]
+        found = [held_out_auroc(partial(linear_logits, c, "l2"), trajectory, label, pairs) for c in RIDGE_GRID]
         c = RIDGE_GRID[int(np.argmax(np.round(found, 12)))]
-        return -_ridge_logits(c, trajectory, label, test_trajectory)
-
-
-def _ridge_logits(c: float, x: NDArray[np.floating], label: Index, x_test: NDArray[np.floating]) -> Floats:
-    return fit_linear(x, label, c, "l2").logits(x_test)
+        return -linear_logits(c, "l2", trajectory, label, test_trajectory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,12 +141,12 @@ class Split:
 
 
 def outer_splits(inputs: MethodInputs, options: EvaluateOptions) -> list[OuterFold]:
-    """Every outer split, seeds in order."""
+    """Return every outer split, seeds in order."""
     return outer_folds(inputs.label, inputs.group, folds=options.folds, seeds=range(options.seeds))
 
 
 def fit_options(options: EvaluateOptions) -> DepthMeanProbe:
-    """The options of the functions in ``fitting``."""
+    """Return the estimator with these options."""
     jobs = options.jobs or cpu_count()
     return DepthMeanProbe(options.c or "auto", c_grid=options.c_grid, inner_folds=options.inner_folds, n_jobs=jobs)
 
@@ -182,7 +170,7 @@ def fit_split(inputs: MethodInputs, seed: int, fold: int, train: Index, test: In
 
 
 def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
-    """phi_l of layer l + 1's readout of the same head (Def. cross-readout), [r, m - 1]."""
+    """Return phi_l of layer l + 1's readout of the same head (Def. cross-readout), [r, m - 1]."""
     head = probes.selected
     direction, bias = probes.of(head)
     crossed = np.empty((len(rows), len(head) - 1))
@@ -193,20 +181,14 @@ def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
 
 
 def residual_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
-    """Depth means of the test side, read from the residual stream, [n_test]; C is chosen for that site."""
+    """Return depth means of the test side, read from the residual stream, [n_test]; C is chosen for that site."""
     fits = fit_options(options)
     c = fits.choose_c(inputs.residual, inputs.group, split.train, split.seed).c
     return depth_mean(fits.refit(inputs.residual, split.train, split.test, c).trajectory)
 
 
-def whole_trajectory(inputs: MethodInputs, split: Split) -> Floats:
-    """Scores of the test side that rise with hallucination, [n_test], from all m truth logits."""
-    label, group = inputs.label[split.train], inputs.group[split.train]
-    return trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)
-
-
 def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
-    """Depth means of the test side, [n_test], by probes whose training labels were shuffled: a leak shows above .5."""
+    """Return depth means of the test side, [n_test], by probes of shuffled training labels: a leak shows above .5."""
     label = inputs.label.copy()
     label[split.train] = np.random.default_rng([split.seed, split.fold]).permutation(label[split.train])
     readouts = replace(inputs.heads, label=label)
@@ -214,13 +196,13 @@ def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOpt
 
 
 def pooled_depth_mean(readouts: Readouts, split: Split, options: EvaluateOptions) -> Floats:
-    """Depth means of the test side from another pooling of the attention heads, at the split's C: [n_test]."""
+    """Return depth means of the test side from another pooling of the attention heads, at the split's C: [n_test]."""
     task = Task(split.train, split.test, split.c)
     return depth_mean(fit_all_heads(readouts, [task], jobs=fit_options(options).n_jobs)[0].trajectory())
 
 
 def kept(path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]) -> dict[str, NDArray[np.generic]]:
-    """The arrays in ``path`` (.npz), computed and written first where it is missing: a killed run loses nothing."""
+    """Return the arrays in ``path`` (.npz), made and written first where it is missing: a killed run loses nothing."""
     if path.exists():
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
@@ -235,7 +217,7 @@ def kept(path: Path, make: Callable[[], dict[str, NDArray[np.generic]]]) -> dict
 def kept_split(
     folder: Path, inputs: MethodInputs, seed: int, fold: int, train: Index, test: Index, options: EvaluateOptions
 ) -> Split:
-    """``fit_split``, or what an earlier run has kept of it."""
+    """Return ``fit_split``, or what an earlier run has kept of it."""
     of_probes = [field.name for field in fields(HeadProbes)]
     of_split = ("train_trajectory", "train_crossed", "test_crossed")
 

@@ -51,7 +51,7 @@ class Table:
     block: str = ""
 
     def document(self) -> dict[str, Any]:
-        """For the JSON file: the rows as they are, and what the columns mean."""
+        """Return, for the JSON file, the rows as they are, and what the columns mean."""
         return {
             "title": self.title, "label": self.label, "caption": self.caption, "notes": list(self.notes),
             "columns": {column.key: column.title for column in self.columns},
@@ -59,22 +59,20 @@ class Table:
         }  # fmt: skip
 
 
-DASH = "–"
-MINUS = "−"
+DASH, MINUS = "–", "−"
 SMALLEST_P = 0.001
-
 Rows = Sequence[Mapping[str, Cell]]
 
 
 def to_markdown(tables: Sequence[Table], intro: str) -> str:
-    """``intro`` (Markdown, as it is), then every table under its title; the best cell of a block is in bold."""
+    """Return ``intro`` (Markdown, as it is), then every table under its title; the best cell of a block is in bold."""
     parts = [intro.strip()] if intro.strip() else []
     parts += [table_markdown(table) for table in tables]
     return "\n\n".join(parts) + "\n"
 
 
 def table_markdown(table: Table) -> str:
-    """One table: heading, caption, rows, notes.  ValueError where a cell cannot be written (see ``cell_text``)."""
+    """Return heading, caption, rows and notes.  Raises ValueError for what ``cell_text`` cannot write."""
     lines = []
     for rows in blocks(table):
         best = {column.key: best_rows(column, rows) for column in table.columns}
@@ -94,7 +92,7 @@ def table_markdown(table: Table) -> str:
 
 
 def blocks(table: Table) -> list[Rows]:
-    """Rows grouped by the value of the table's block column, in order of first appearance; one group without one."""
+    """Return rows grouped by the table's block column, in order of first appearance; one group without one."""
     if not table.block:
         return [list(table.rows)]
     groups: dict[str, list[Mapping[str, Cell]]] = {}
@@ -104,7 +102,7 @@ def blocks(table: Table) -> list[Rows]:
 
 
 def best_rows(column: Column, rows: Rows) -> set[int]:
-    """Which of ``rows`` hold the best value as it is written (values that are written alike are a tie).
+    """Return which of ``rows`` hold the best value as it is written (values that are written alike are a tie).
 
     Empty where the column has no better direction, or where fewer than two rows have a number to compare.
     """
@@ -122,20 +120,20 @@ def best_rows(column: Column, rows: Rows) -> set[int]:
 
 
 def mean(cell: Cell) -> float | None:
-    """The number of a cell: itself, or the mean that comes with a spread; None for text and missing cells."""
+    """Return the number of a cell: itself, or the mean that comes with a spread; None for text and missing cells."""
     if isinstance(cell, Mapping):
         return cell.get("mean")
     return cell if isinstance(cell, int | float) else None
 
 
 def header_text(column: Column) -> str:
-    """A column's heading; a column of percentages names the unit unless its title does."""
+    """Return a column's heading; a column of percentages names the unit unless its title does."""
     named = "%" in column.title or column.title.endswith("points")
     return f"{column.title}, %" if column.kind == "percent" and not named else column.title
 
 
 def cell_text(column: Column, cell: Cell) -> str:
-    """A cell as it is written, unescaped: "0.687", "68.7 ± 0.3", "68.7 [67.9, 69.4]", "< 0.001", "3,793", "–" for none.
+    """Return a cell as it is written: "0.687", "68.7 ± 0.3", "68.7 [67.9, 69.4]", "< 0.001", "3,793", "–" for none.
 
     A percentage has two decimals fewer than the share it stands for: ``digits`` 3 writes 0.6871 as 68.7.
     ValueError names the column where a number is not finite or a text stands in a column of numbers.
@@ -172,14 +170,14 @@ def _decimals(column: Column) -> int:
 
 
 def _shown(column: Column, value: float) -> float:
-    """As far as its digits go; never a negative zero.  A p-value is compared as it is."""
+    """Return it as far as its digits go; never a negative zero.  A p-value is compared as it is."""
     if column.kind == "p_value":
         return value
     return round(100 * value if column.kind == "percent" else value, _decimals(column)) + 0.0
 
 
 def _escape(text: str) -> str:
-    """Plain text that Markdown, HTML inside it and GitHub's formulas leave alone, on one line."""
+    """Return plain text that Markdown, HTML inside it and GitHub's formulas leave alone, on one line."""
     text = re.sub(r"([\\`*\[\]|$~])", r"\\\1", " ".join(text.split()))
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # an underscore inside a word means nothing
@@ -187,9 +185,7 @@ def _escape(text: str) -> str:
 
 def _prose(text: str) -> str:
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
-    return "".join(part if index % 2 else _escape_keeping_ends(part) for index, part in enumerate(parts))
-
-
-def _escape_keeping_ends(text: str) -> str:
-    inner = _escape(text)
-    return (" " if text[:1] == " " else "") + inner + (" " if inner and text[-1:] == " " else "")
+    for index, text in enumerate(parts[::2]):
+        inner = _escape(text)
+        parts[2 * index] = " " * text.startswith(" ") + inner + " " * bool(inner and text.endswith(" "))
+    return "".join(parts)

@@ -16,25 +16,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hallutracer_research.evaluation.options import OURS, RESIDUAL
+from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import HeadProbes, Split
 from hallutracer_research.evaluation.tables import Column
-from hallutracer_research.paper.diagnostics.classes import mean_or_none
-from hallutracer_research.paper.diagnostics.features import (
-    FIVE,
-    GROUPS,
-    Standard,
-    depth_layers,
-    depth_sizes,
-    full_trajectory,
-    source_features,
-    trajectory_features,
-    trimmed_layers,
-)
-from hallutracer_research.paper.diagnostics.geometry import decompose
-from hallutracer_research.paper.diagnostics.heads import uniformity
-from hallutracer_research.paper.tables import OVER_SPLITS, Row, TableSpec
+from hallutracer_research.paper.diagnostics import features
+from hallutracer_research.paper.diagnostics.classes import as_float, mean_or_none
+from hallutracer_research.paper.diagnostics.features import FIVE, GROUPS, trajectory_features
+from hallutracer_research.paper.diagnostics.increments import decompose
+from hallutracer_research.paper.tables import Row, specs
 from service.errors import TrainingError
 from service.fitting.estimator import fit_classifier
 from service.fitting.nested_cv import FoldScores
@@ -43,11 +33,6 @@ from service.fitting.scores import auroc, risk_auroc
 from service.readout import Pooling, Site
 from service.risk import depth_mean
 
-_SHAPE: Final = tuple(name for name in FIVE if name != "mean")
-_CLASSIFIER: Final = (
-    "Several features: a logistic regression on the training side's out-of-fold features, ranked on the test side."
-)
-_COMBINED: Final = "tab:ablation_combined", ("mean", "median", "mean_and_shape", "shape"), ("source", *GROUPS)
 Sides = tuple[Floats, Floats]  # features [n_train, k] and [n_test, k]
 Features = Callable[[Split], Sides]
 
@@ -57,13 +42,13 @@ def _statistics(split: Split, names: Sequence[str]) -> Sides:
     return np.stack([train[name] for name in names], axis=1), np.stack([test[name] for name in names], axis=1)
 
 
-def _full(split: Split) -> Sides:
-    return full_trajectory(split.train_trajectory), full_trajectory(split.test_trajectory)
+def FULL(split: Split) -> Sides:  # noqa: N802
+    """Return 2m + 5."""
+    return features.full_trajectory(split.train_trajectory), features.full_trajectory(split.test_trajectory)
 
 
 FIVE_D: Final = partial(_statistics, names=FIVE)
-SHAPE: Final = partial(_statistics, names=_SHAPE)  # the five without the mean
-FULL: Final = _full  # 2m + 5
+SHAPE: Final = partial(_statistics, names=tuple(name for name in FIVE if name != "mean"))
 
 
 def _mean_dominance(result: SetResult, _: list[str]) -> Row:
@@ -84,10 +69,10 @@ def _mean_dominance_source(result: SetResult, _: list[str]) -> Row:
 
 def _location(result: SetResult, notes: list[str]) -> Row:
     m = result.splits[0].test_trajectory.shape[1]
-    if not trimmed_layers(m):
+    if not features.trimmed_layers(m):
         notes.append(f"10 % of {m} layers is none: the trimmed mean is the mean")
-    features = [trajectory_features(split.test_trajectory) for split in result.splits]
-    correlations = [np.corrcoef(of_split["mean"], of_split["median"])[0, 1] for of_split in features]
+    by_split = [trajectory_features(split.test_trajectory) for split in result.splits]
+    correlations = [np.corrcoef(of_split["mean"], of_split["median"])[0, 1] for of_split in by_split]
     if not np.isfinite(correlations).all():
         raise TrainingError("the depth mean or the median is the same for all test rows of a fold")
     aurocs = {name: _feature_auroc(result, name) for name in ("mean", "median", "trimmed_mean")}
@@ -100,17 +85,13 @@ def _feature_sets(result: SetResult, notes: list[str]) -> Row:
         source = _classifier_auroc(result, _source)
     except TrainingError as error:
         notes.append(f"13-D is left out: {error}")
-    return {
-        "trajectory": _classifier_auroc(result, FIVE_D),
-        "source": source,
-        "full": _classifier_auroc(result, FULL),
-    }
+    return {"trajectory": _classifier_auroc(result, FIVE_D), "source": source, "full": _classifier_auroc(result, FULL)}
 
 
 def _depth_subsampling(result: SetResult, notes: list[str]) -> Row:
     sizes, aurocs = _depth(result)
     m = max(sizes)
-    if smaller := [size for size in depth_sizes(m)[1] if size < m]:
+    if smaller := [size for size in features.depth_sizes(m)[1] if size < m]:
         notes.append(
             f"of {m} layers those from 3 to {m - 3} are spaced over: too few for {', '.join(map(str, smaller))}"
         )
@@ -118,7 +99,9 @@ def _depth_subsampling(result: SetResult, notes: list[str]) -> Row:
 
 
 def _depth_columns(results: Sequence[SetResult]) -> list[Column]:
-    sizes = sorted({size for result in results for size in depth_sizes(result.splits[0].test_trajectory.shape[1])[0]})
+    sizes = sorted(
+        {size for result in results for size in features.depth_sizes(result.splits[0].test_trajectory.shape[1])[0]}
+    )
     return [Column(depth_key(size), f"{size} layer{'s' * (size > 1)}", "percent", 3) for size in sizes]
 
 
@@ -133,51 +116,17 @@ def _logit_scale(result: SetResult, _: list[str]) -> Row:
     return {"unit_norm": spread(plain), "standardized": spread(even), "difference": spread(difference)}
 
 
-MEAN_DOMINANCE: Final = TableSpec(
-    "mean-dominance", "Mean dominance: trajectory statistics", _COMBINED[0], _COMBINED[1],
-    f"AUROC in percent, {OVER_SPLITS}. {_CLASSIFIER}", _mean_dominance,
+MEAN: Final = specs(
+    {
+        "mean-dominance": _mean_dominance, "mean-dominance-source": _mean_dominance_source, "location": _location,
+        "feature-sets": _feature_sets, "depth-subsampling": _depth_subsampling, "logit-scale": _logit_scale,
+    },
+    {"depth-subsampling": _depth_columns},
 )  # fmt: skip
-MEAN_DOMINANCE_SOURCE: Final = TableSpec(
-    "mean-dominance-source", "Mean dominance: source features", _COMBINED[0], _COMBINED[2],
-    f"AUROC in percent, {OVER_SPLITS}. {_CLASSIFIER}", _mean_dominance_source,
-    ("The paper names three of the 13 features and does not define them: rho, friction, condition number.",),
-)  # fmt: skip
-LOCATION: Final = TableSpec(
-    "location", "Mean, median, trimmed mean", "tab:mean-vs-median", ("mean", "median", "trimmed_mean", "correlation"),
-    f"AUROC in percent of each location estimator over depth, {OVER_SPLITS}; correlation of mean and "
-    "median, mean over splits.",
-    _location,
-)  # fmt: skip
-FEATURE_SETS: Final = TableSpec(
-    "feature-sets", "Trajectory statistics, source features, full trajectory", "tab:ablation-12d-22d",
-    (
-        Column("trajectory", "5-D", "percent", 3), Column("source", "13-D", "percent", 3),
-        Column("full", "2m + 5", "percent", 3),
-    ),
-    f"AUROC in percent, {OVER_SPLITS}. {_CLASSIFIER}", _feature_sets,
-)  # fmt: skip
-DEPTH_SUBSAMPLING: Final = TableSpec(  # the numbers of Fig. depth-subsampling (App. depth-weighting)
-    "depth-subsampling", "Depth subsampling", "", _depth_columns,
-    f"AUROC in percent of the mean of a few layers, evenly spaced over depth, {OVER_SPLITS}. One "
-    "layer: the best by AUROC on the training side. The last column takes every layer.",
-    _depth_subsampling,
-)  # fmt: skip
-LOGIT_SCALE: Final = TableSpec(
-    # Ours: head outputs grow with depth, so the plain mean weighs layers by their scale; the table shows the cost.
-    "logit-scale", "Scale of the truth logits", "",
-    (
-        Column("unit_norm", "Unit norm", "percent", 3), Column("standardized", "Standardised", "percent", 3),
-        Column("difference", "Difference, points", "percent", 3),
-    ),
-    f"AUROC in percent of the depth mean, {OVER_SPLITS}: logits of unit-norm probes as in the paper, "
-    "and each layer's logits divided by their within-class standard deviation on the training side.",
-    _logit_scale,
-)  # fmt: skip
-MEAN: Final = (MEAN_DOMINANCE, MEAN_DOMINANCE_SOURCE, LOCATION, FEATURE_SETS, DEPTH_SUBSAMPLING, LOGIT_SCALE)
 
 
 def depth_curve(results: Sequence[SetResult]) -> dict[str, tuple[list[int], list[float], list[float]]]:
-    """Fig. depth-subsampling: set -> (layers included, mean AUROC, its standard deviation over splits)."""
+    """Return, for Fig. depth-subsampling, set -> (layers included, mean AUROC, its standard deviation over splits)."""
     curves = {}
     for result in results:
         sizes, aurocs = _depth(result)
@@ -187,20 +136,20 @@ def depth_curve(results: Sequence[SetResult]) -> dict[str, tuple[list[int], list
 
 
 def depth_key(size: int) -> str:
-    """The column of ``DEPTH_SUBSAMPLING`` for a number of layers."""
+    """Return the column of depth subsampling for a number of layers."""
     return f"layers_{size}"
 
 
 def _depth(result: SetResult) -> tuple[tuple[int, ...], dict[int, list[float]]]:
-    """Numbers of layers, and AUROC by split for each."""
+    """Return numbers of layers, and AUROC by split for each."""
     m = result.splits[0].test_trajectory.shape[1]
-    sizes = depth_sizes(m)[0]
+    sizes = features.depth_sizes(m)[0]
     aurocs: dict[int, list[float]] = {size: [] for size in sizes}
     for split in result.splits:
         best = int(split.probes.auroc.max(axis=1).argmax())
         trajectory = split.test_trajectory
         for size in sizes:
-            layers = depth_layers(m, size, best)
+            layers = features.depth_layers(m, size, best)
             assert layers is not None, "depth_sizes lists only sizes that have layers"
             aurocs[size].append(auroc(result.label[split.test], depth_mean(trajectory[:, layers])))
     return sizes, aurocs
@@ -212,31 +161,31 @@ def _feature_auroc(result: SetResult, name: str) -> dict[str, float]:
     )
 
 
-def classifier_scores(splits: Sequence[Split], label: NDArray[np.int64], features: Features) -> list[FoldScores]:
-    """Several features together, scored on the test sides: by log odds, as risks round to 0 or 1 far out."""
+def classifier_scores(splits: Sequence[Split], label: NDArray[np.int64], of_split: Features) -> list[FoldScores]:
+    """Score several features together on the test sides: by log odds, as risks round to 0 or 1 far out."""
     scores = []
     for split in splits:
-        train, test = features(split)
+        train, test = of_split(split)
         classifier = fit_classifier(train, label[split.train])
         scores.append(FoldScores(split.seed, split.fold, split.test, -(test @ classifier.weight)))
     return scores
 
 
-def _classifier_auroc(result: SetResult, features: Features) -> dict[str, float]:
-    scores = classifier_scores(result.splits, result.label, features)
+def _classifier_auroc(result: SetResult, of_split: Features) -> dict[str, float]:
+    scores = classifier_scores(result.splits, result.label, of_split)
     return spread([risk_auroc(result.label[fold.test], fold.score) for fold in scores])
 
 
 def _source(split: Split, columns: Sequence[int] | None = None) -> Sides:
-    """The 13 features, or some of them; both sides are standardised by the training side."""
-    standard = Standard.of(split.train_trajectory)
+    """Return the 13 features, or some of them; both sides are standardised by the training side."""
+    standard = features.Standard.of(split.train_trajectory)
 
-    def features(trajectory: Floats, crossed: Floats) -> Floats:
+    def side(trajectory: Floats, crossed: Floats) -> Floats:
         parts = decompose(trajectory, crossed)
-        values = source_features(trajectory, parts.w, parts.k, standard)[0]
+        values = features.source_features(trajectory, parts.w, parts.k, standard)
         return values if columns is None else values[:, list(columns)]
 
-    return features(split.train_trajectory, split.train_crossed), features(split.test_trajectory, split.test_crossed)
+    return side(split.train_trajectory, split.train_crossed), side(split.test_trajectory, split.test_crossed)
 
 
 RANDOM_DRAWS: Final = 50
@@ -299,67 +248,75 @@ def _top_heads(result: SetResult, notes: list[str]) -> Row:
 
 
 def _head_distribution(result: SetResult, notes: list[str]) -> Row:
-    by_split = []
+    by_split: list[dict[str, float | None]] = []
+    layers, heads = result.splits[0].probes.auroc.shape
     for split in result.splits:
         probes = split.probes
         # A probe that is all zeros scores every row alike: 0.5, and not the 0 that stands for "no probe".
-        quality = np.where(probes.auroc > 0, probes.auroc, 0.5)
-        by_split.append(uniformity(quality, lambda layer, probes=probes: probes.logits[:, layer]))  # type: ignore[misc]
-        notes += by_split[-1].notes
+        by_split.append(uniformity(np.where(probes.auroc > 0, probes.auroc, 0.5), probes.logits, notes))
+    cells = {name: mean_or_none([of_split[name] for of_split in by_split]) for name in by_split[0]}
+    return {"heads": f"{layers}×{heads}", **cells}
+
+
+def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) -> dict[str, float | None]:
+    """Return how alike the heads of a layer are (App. head-uniformity): training auroc [m, K], scores [N, m, K].
+
+    auc_cv: standard deviation over mean of the AUROC within a layer; switches: share of adjacent layers whose best head
+    (ties: lowest) differs; correlation: mean pairwise Pearson correlation of scores within a layer; effective_rank:
+    exp(entropy of that matrix's eigenvalues / heads), and its share of the heads.  All are means over layers.  Heads
+    with constant scores are left out of the last three and counted in ``notes``; None where a layer has one head, or
+    one whose score varies.
+    """
+    quality = as_float(auroc, "auroc", 2)
+    m, heads = quality.shape
+    best = np.argmax(quality, axis=1)
+    correlations: list[float] = []
+    ranks: list[float] = []
+    constant = 0
+    for layer in range(m):
+        values = as_float(scores[:, layer], f"scores of layer {layer}", 2)
+        kept = values[:, np.ptp(values, axis=0) > 0]
+        constant += heads - kept.shape[1]
+        if kept.shape[1] < 2:
+            continue
+        matrix = np.corrcoef(kept, rowvar=False)
+        correlations.append(float(matrix[np.triu_indices(len(matrix), 1)].mean()))
+        share = np.clip(np.linalg.eigvalsh(matrix), 0.0, None) / len(matrix)
+        share = share[share > 0]
+        ranks.append(float(np.exp(-np.sum(share * np.log(share)))))
+    rank = mean_or_none(ranks)
+    if constant:
+        notes.append(f"{constant} heads have constant scores and are left out of correlation and rank")
+    if not ranks:
+        notes.append("correlation and rank are left out: no layer has two heads whose scores vary")
     return {
-        "heads": f"{by_split[0].layers}×{by_split[0].heads}",
-        "auc_cv": mean_or_none([split.auc_cv for split in by_split]),
-        "switches": mean_or_none([split.switch_rate for split in by_split]),
-        "correlation": mean_or_none([split.correlation for split in by_split]),
-        "effective_rank": mean_or_none([split.effective_rank for split in by_split]),
-        "rank_share": mean_or_none([split.rank_share for split in by_split]),
-    }
+        "auc_cv": float(np.mean(quality.std(axis=1) / quality.mean(axis=1))),
+        "switches": float(np.mean(best[1:] != best[:-1])) if m > 1 else None, "correlation": mean_or_none(correlations),
+        "effective_rank": rank, "rank_share": rank / heads if rank is not None else None,
+    }  # fmt: skip
 
 
-READOUT_SITE: Final = TableSpec(
-    "readout-site", "Readout site", "tab:readout_ablation", ("head", "residual", "difference"),
-    f"AUROC of the depth mean, {OVER_SPLITS}: selected attention heads (L1) against the residual stream (L2, no "
-    "heads).",
-    _readout_site,
+READOUT: Final = specs(
+    {
+        "readout-site": _readout_site, "readout-position": _readout_position, "top-heads": _top_heads,
+        "head-distribution": _head_distribution,
+    },
+    draws=RANDOM_DRAWS,
 )  # fmt: skip
-READOUT_POSITION: Final = TableSpec(
-    "readout-position", "Readout position", "tab:ablation_pooling", tuple(pooling.value for pooling in Pooling),
-    "AUROC in percent of the depth mean at the last prompt token, and how many points that of each pooling differs "
-    "from it; mean ± standard deviation over folds.",
-    _readout_position,
-    ("Folds of the first seed only; every pooling has its own probes and heads, at the C chosen for last-1.",),
-)  # fmt: skip
-TOP_HEADS: Final = TableSpec(
-    "top-heads", "Head selection", "tab:topk_heads", ("top_1", "top_5", "bottom_1", "random_1", "difference"),
-    f"AUROC in percent of the depth mean, {OVER_SPLITS}; for Random-1 over {RANDOM_DRAWS} draws of a head for each "
-    "layer, each the mean over splits.",
-    _top_heads,
-    ("Heads are ranked by AUROC on the training side; a layer's logit is the mean of its heads' unit-norm logits.",),
-)  # fmt: skip
-HEAD_DISTRIBUTION: Final = TableSpec(
-    "head-distribution", "Head signal uniformity", "tab:head_distribution",
-    ("heads", "auc_cv", "switches", "correlation", "effective_rank", "rank_share"),
-    "Coefficient of variation of per-head AUROC within a layer; share of neighbouring layers between which the best "
-    "head changes; mean correlation of probe scores within a layer; effective rank of that correlation matrix, and its "
-    "share of the number of heads.",
-    _head_distribution,
-    ("AUROC on the training side, correlations of the logits on the test side; means over folds and seeds.",),
-)  # fmt: skip
-READOUT: Final = (READOUT_SITE, READOUT_POSITION, TOP_HEADS, HEAD_DISTRIBUTION)
 
 
 def _ranked(probes: HeadProbes) -> NDArray[np.int64]:
-    """Heads of each layer from the best to the worst, ties to the lowest: [m, K]."""
+    """Return heads of each layer from the best to the worst, ties to the lowest: [m, K]."""
     return np.argsort(-probes.auroc, axis=1, kind="stable")
 
 
 def _of_rank(probes: HeadProbes, rank: NDArray[np.int64]) -> Floats:
-    """Depth mean [n_test] of the head of one rank per layer, [m]."""
+    """Return the depth mean [n_test] of the head of one rank per layer, [m]."""
     return depth_mean(probes.trajectory(np.take_along_axis(_ranked(probes), rank[:, None], axis=1)[:, 0]))
 
 
 def _top(probes: HeadProbes, count: int) -> Floats:
-    """Depth mean [n_test] over the ``count`` best heads of each layer, fewer where fewer have a probe."""
+    """Return the depth mean [n_test] over the ``count`` best heads of each layer, fewer where fewer have a probe."""
     ranked = _ranked(probes)
     layers = []
     for layer, order in enumerate(ranked):

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hallutracer_research.evaluation.options import OURS, RESIDUAL
+from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.page import Claim, Verdict
 from hallutracer_research.evaluation.results import SetResult, measured
 from hallutracer_research.evaluation.tables import Cell, Table
@@ -28,6 +28,16 @@ from service.readout import Pooling
 Rows = Mapping[str, Mapping[str, Cell]]  # table name -> one set's row
 HALF_A_POINT: Final = 0.005  # the paper's margin for "the same" (Sec. exp-ablation)
 NEAR_CHANCE: Final = 0.55  # a depth mean below this AUROC has no signal to divide among layers, heads or statistics
+NEAR_ORTHOGONAL: Final = 1.5  # times the expected |cos|; the paper's tables reach 1.3 times
+FISHER_LIMIT: Final = 1.04  # the largest R_Fisher in Tab. fisher-gap
+SHIFT_LIMIT: Final = 0.09  # of Tr(Sigma) (Sec. exp-geometry)
+ETA_LIMIT: Final = 0.01  # of eta from 1 (App. snr-empirical)
+WIDER_FROM: Final = 0.9  # of the middle layers (Rem. heteroscedastic)
+K_TELLS: Final = 0.02  # of AUROC above permuted labels; the paper's K are 0.12 above and more
+A_TENTH: Final = 0.001  # of a point: what one printed decimal cannot show
+MEDIAN_AGREES: Final = 0.99  # Pearson's r (Tab. mean-vs-median)
+SATURATES_BY: Final = 16  # layers (App. depth-weighting: 12 to 16)
+HEADS_AGREE: Final = 0.65  # mean correlation within a layer (Tab. head_distribution)
 
 
 class NotTestable(Exception):
@@ -112,10 +122,6 @@ def signed(share: float) -> str:
 
 WITH_SIGNAL: Final = f"(where the depth mean's AUROC is {points(NEAR_CHANCE)} or more)"
 SHAPE_FALLS: Final = 0.19  # "removing it collapses AUROC by more than 19 pp" (Sec. exp-ablation)
-_AHEAD: Final = (
-    "supported where the 95 % interval of the AUROC difference is above zero, not supported where it is below, mixed "
-    "where it holds zero"
-)
 
 
 def above(interval: DifferenceInterval, bar: float) -> Verdict:
@@ -163,7 +169,11 @@ for _claim, _more, *_names in (
         "; against the best of the three", "first-token-max-prob", "first-token-entropy", "prompt-length",
     ),
 ):  # fmt: skip
-    RULES.append(ClaimRule(_claim, f"{_AHEAD}{_more}", partial(ahead_of, _names)))
+    _words = (
+        "supported where the 95 % interval of the AUROC difference is above zero, not supported where it is below, "
+        f"mixed where it holds zero{_more}"
+    )
+    RULES.append(ClaimRule(_claim, _words, partial(ahead_of, _names)))
 
 
 @_rule(
@@ -222,12 +232,6 @@ def sites_equivalent(result: SetResult, rows: Rows) -> ClaimFinding:
 
 def _first_seed(result: SetResult, features: Features) -> list[FoldScores]:
     return classifier_scores(result.folds(0), result.label, features)
-
-
-A_TENTH: Final = 0.001  # of a point: what one printed decimal cannot show
-MEDIAN_AGREES: Final = 0.99  # Pearson's r (Tab. mean-vs-median)
-SATURATES_BY: Final = 16  # layers (App. depth-weighting: 12 to 16)
-HEADS_AGREE: Final = 0.65  # mean correlation within a layer (Tab. head_distribution)
 
 
 @_rule(f"neither gains more than 0.1 points {WITH_SIGNAL}")
@@ -313,14 +317,6 @@ def _curve(rows: Rows) -> dict[int, float]:
     prefix = depth_key(0).removesuffix("0")
     keys = [key for key in rows.get("depth-subsampling", {}) if key.startswith(prefix)]
     return {int(key.removeprefix(prefix)): number(rows, "depth-subsampling", key) for key in keys}
-
-
-NEAR_ORTHOGONAL: Final = 1.5  # times the expected |cos|; the paper's tables reach 1.3 times
-FISHER_LIMIT: Final = 1.04  # the largest R_Fisher in Tab. fisher-gap
-SHIFT_LIMIT: Final = 0.09  # of Tr(Sigma) (Sec. exp-geometry)
-ETA_LIMIT: Final = 0.01  # of eta from 1 (App. snr-empirical)
-WIDER_FROM: Final = 0.9  # of the middle layers (Rem. heteroscedastic)
-K_TELLS: Final = 0.02  # of AUROC above permuted labels; the paper's K are 0.12 above and more
 
 
 @_rule(

@@ -17,19 +17,18 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hallutracer_research.paper.diagnostics.classes import Floats, as_document, middle_layers
-from hallutracer_research.paper.diagnostics.features import trajectory_features
-from hallutracer_research.paper.diagnostics.geometry import (
-    Increments,
-    decompose,
-    kappa_table,
-    layer_geometry,
-    readout_geometry,
-    transition_geometry,
+from hallutracer_research.paper.diagnostics import geometry
+from hallutracer_research.paper.diagnostics.classes import (
+    MIN_ROWS,
+    Floats,
+    as_document,
+    chen_qin_by_group,
+    middle_layers,
+    one_row_a_group,
 )
-from hallutracer_research.paper.diagnostics.heads import isotropy
+from hallutracer_research.paper.diagnostics.features import trajectory_features
+from hallutracer_research.paper.diagnostics.increments import decompose, kappa_table
 from hallutracer_research.paper.diagnostics.shape import Shrinkage, fisher_gap, snr_table, variance_components
-from hallutracer_research.paper.diagnostics.two_samples import MIN_ROWS, chen_qin_by_group, one_row_a_group
 from probes_store.bundle import Bundle
 from service.data.labels import check_answers
 from service.data.rows import prompt_mark
@@ -37,18 +36,18 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, read_dataset
 from service.engines.base import Engine
 from service.errors import DataError
-from service.fitting.probes import Readouts
 from service.fitting.scores import auroc
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
 from service.scoring import Scorer
 from service.trainer.new_rows import Marks, group_mark
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import PreparedData, prepare, trajectories
+from service.trainer.prepare import prepare, trajectories
 
 NAMES = ("trajectory", "label", "group", "readout", "direction")
 ALPHA = 0.05  # of the layer-wise Chen-Qin tests
 LIMIT = 1e30  # of a number's size: diagnostics take fourth powers and sum them over rows, in float64
+MOST_BYTES = 1 << 31  # of readouts in memory; the sections that need them are left out above it
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,42 +59,41 @@ class LabelledSet:
     group: NDArray[np.int64] | None  # [N] numbered from 0, None where the file has none
     readout: NDArray[np.floating] | None  # [N, m, d], as stored
     direction: Floats | None  # [m, d]
-    ignored: tuple[str, ...] = ()  # arrays of other names
+    remarks: tuple[str, ...] = ()  # what is to be said of it
 
 
 def read_set(path: Path | str) -> LabelledSet:
-    """Read and check a file; DataError names every array that does not fit."""
+    """Read and check a file.  Raises DataError, which names every array that does not fit."""
     arrays = _arrays(Path(path))
     problems = [
-        f"{name}: missing; {NAMES[0]} [N, m] and {NAMES[1]} [N] are needed" for name in NAMES[:2] if name not in arrays
+        f"{name}: missing; trajectory [N, m] and label [N] are needed" for name in NAMES[:2] if name not in arrays
     ]
     problems += [
         f"{name}: holds {array.dtype}, numbers are needed"
         for name, array in arrays.items()
         if name in NAMES and name != "group" and array.dtype.kind not in "biuf"
     ]
-    if problems:
+    if problems or (problems := _misfits(arrays)):
         raise DataError(str(path), problems)
-    problems = _misfits(arrays)
-    if problems:
-        raise DataError(str(path), problems)
-    direction = arrays.get("direction")
+    direction, others = arrays.get("direction"), [name for name in arrays if name not in NAMES]
     return LabelledSet(
-        trajectory=arrays["trajectory"].astype(np.float64),
-        label=arrays["label"].astype(np.int64),
-        group=np.unique(arrays["group"], return_inverse=True)[1].astype(np.int64) if "group" in arrays else None,
-        readout=arrays.get("readout"),
+        trajectory=arrays["trajectory"].astype(np.float64), label=arrays["label"].astype(np.int64),
+        group=_numbered(arrays["group"]) if "group" in arrays else None, readout=arrays.get("readout"),
         direction=direction.astype(np.float64) if direction is not None else None,
-        ignored=tuple(name for name in arrays if name not in NAMES),
-    )
+        remarks=(f"ignored arrays: {', '.join(others)}",) if others else (),
+    )  # fmt: skip
+
+
+def _numbered(group: NDArray[Any]) -> NDArray[np.int64]:
+    return np.unique(group, return_inverse=True)[1].astype(np.int64)
 
 
 def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
-    """The diagnostics as a JSON document.
+    """Return the diagnostics as a JSON document.
 
     Keys: fisher, snr, variance, features (AUROC of each, factual positive: below 0.5 the feature falls with
     factuality); with readouts also geometry and chen_qin.  A number that has no value is None, and the section's
-    ``notes`` say why.  TrainingError where the covariance of the layers is singular (see ``fisher_gap``).
+    ``notes`` say why.  Raises TrainingError where the covariance of the layers is singular (see ``fisher_gap``).
     """
     variance = as_document(variance_components(data.trajectory, data.label))
     groups = int(data.group.max()) + 1 if data.group is not None else len(data.label)
@@ -139,7 +137,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _misfits(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
-    """What is wrong with the shapes and values of arrays of numbers."""
+    """Return what is wrong with the shapes and values of arrays of numbers."""
     trajectory, label = arrays["trajectory"], arrays["label"]
     if trajectory.ndim != 2 or trajectory.shape[1] < 3:
         return [f"trajectory: shape {list(trajectory.shape)}, [N, m] with at least 3 layers is needed"]
@@ -151,10 +149,9 @@ def _misfits(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
         shown = np.unique(label[~np.isin(label, (0, 1))])[:5].tolist()
         problems.append(f"label: holds {shown}; 1 (factual) and 0 (hallucinated) are the only labels")
     else:
-        for value, name in ((1, "factual"), (0, "hallucinated")):
-            count = int(np.sum(label == value))
-            if count < MIN_ROWS:
-                problems.append(f"label: {count} rows are {value} ({name}), at least {MIN_ROWS} of each are needed")
+        counts = {"1 (factual)": int(np.sum(label == 1)), "0 (hallucinated)": int(np.sum(label == 0))}
+        few = {name: count for name, count in counts.items() if count < MIN_ROWS}
+        problems += [f"label: {n} rows are {name}, at least {MIN_ROWS} of each are needed" for name, n in few.items()]
     if "group" in arrays and arrays["group"].shape != (n,):
         problems.append(f"group: shape {list(arrays['group'].shape)}, [{n}] is needed, one per trajectory")
     readout, direction = arrays.get("readout"), arrays.get("direction")
@@ -171,10 +168,9 @@ def _misfits(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
         if bad := int(np.sum(~np.isfinite(array))):
             problems.append(f"{name}: {bad} numbers are not finite (NaN or infinite); leave their rows out")
         elif array.size and max(abs(float(array.max())), abs(float(array.min()))) > LIMIT:
-            large = int(np.sum(np.abs(array) > LIMIT))
             problems.append(
-                f"{name}: {large} numbers are larger than {LIMIT:g} in size, and their powers overflow; divide the "
-                f"whole array by a constant, or leave their rows out"
+                f"{name}: {int(np.sum(np.abs(array) > LIMIT))} numbers are larger than {LIMIT:g} in size, and their "
+                f"powers overflow; divide the whole array by a constant, or leave their rows out"
             )
     if direction is not None and direction.ndim == 2 and not problems:
         norms = np.linalg.norm(direction.astype(np.float64), axis=1)
@@ -185,28 +181,31 @@ def _misfits(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
 
 
 def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
-    """The geometry section: readouts of layer l + 1 are taken for layer l's head too (the fixed readout gauge)."""
-    m, dim = readout.shape[1:]
+    """Return the geometry section: readouts of layer l + 1 are taken for layer l's head too (the readout gauge)."""
+    n, m, dim = readout.shape
     v = data.direction
-    layers = [
-        layer_geometry(readout[:, layer].astype(np.float64), data.label, None if v is None else v[layer])
-        for layer in range(m)
-    ]
+    layers, own, crossed = [], np.empty((n, m)), np.empty((n, m - 1))
+    for layer in range(m):
+        x = readout[:, layer].astype(np.float64)
+        layers.append(geometry.layer_geometry(x, data.label, None if v is None else v[layer]))
+        if v is not None:  # without biases, which move no spread and no gap
+            own[:, layer] = x @ v[layer]
+            if layer:
+                crossed[:, layer - 1] = x @ v[layer - 1]
     if v is None:
-        return readout_geometry(layers, (), dim).document()
-    increments, logits = _increments(readout, v)
-    geometry = readout_geometry(layers, transition_geometry(increments, v, data.label), dim)
-    document = geometry.document()
-    document["kappa"] = as_document(kappa_table(increments.w, data.label))
-    document["isotropy"] = as_document(isotropy(v, geometry.middle["stable_rank"]))
+        return geometry.readout_geometry(layers, (), dim).document()
+    parts = decompose(own, crossed)
+    found = geometry.readout_geometry(layers, geometry.transition_geometry(parts, v, data.label), dim)
+    document = found.document()
+    document["kappa"] = as_document(kappa_table(parts.w, data.label))
+    document["isotropy"] = as_document(geometry.isotropy(v, found.middle["stable_rank"]))
     document["notes"].append(
         "W, K, kappa and isotropy take readout l + 1 as the same head's as readout l: exact for the residual stream "
         "and for one head fixed through all layers, a convention (the paper's readout gauge) for heads chosen by layer"
     )
     # A bias is one number per layer: anything else between v . a and the trajectory says that they do not match.
-    rest = (data.trajectory - logits).std(axis=0)
-    off = int(np.sum(rest > 1e-3 * data.trajectory.std(axis=0)))
-    if off:
+    rest = (data.trajectory - own).std(axis=0)
+    if off := int(np.sum(rest > 1e-3 * data.trajectory.std(axis=0))):
         document["notes"].append(
             f"at {off} of {m} layers the trajectory is not direction . readout plus a bias (another head, scale or "
             f"position?): W and K are of direction . readout, the other sections of the trajectory"
@@ -214,35 +213,19 @@ def _geometry(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     return document
 
 
-def _increments(readout: NDArray[np.floating], v: Floats) -> tuple[Increments, Floats]:
-    """W and K of direction . readout [N, m - 1], and it [N, m]; without biases, which move no spread and no gap."""
-    n, m, _ = readout.shape
-    own, crossed = np.empty((n, m)), np.empty((n, m - 1))
-    for layer in range(m):
-        x = readout[:, layer].astype(np.float64)
-        own[:, layer] = x @ v[layer]
-        if layer:
-            crossed[:, layer - 1] = x @ v[layer - 1]
-    return decompose(own, crossed), own
-
-
 def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any]:
     group = np.arange(len(data.label)) if data.group is None else data.group
-    tests = [
-        chen_qin_by_group(readout[:, layer].astype(np.float64), data.label, group) for layer in range(readout.shape[1])
-    ]
-    rows = len(one_row_a_group(group))
+    by_layer = (readout[:, layer].astype(np.float64) for layer in range(readout.shape[1]))
+    tests = [chen_qin_by_group(x, data.label, group) for x in by_layer]
+    rows, notes = len(one_row_a_group(group)), []
     if rows < len(group):
         notes = [f"one row of each group, {rows} of {len(group)}: the test is for independent rows"]
     elif data.group is None:
         notes = ["p-values are of independent rows: where a question has several, give their group"]
-    else:
-        notes = []
     significant = [test.p_value is not None and test.p_value < ALPHA for test in tests]
     middle = middle_layers(len(tests))
     return {
-        "statistic": [test.statistic for test in tests], "energy_ratio": [test.energy_ratio for test in tests],
-        "p_value": [test.p_value for test in tests], "z": [test.z for test in tests],
+        **{name: [getattr(test, name) for test in tests] for name in ("statistic", "energy_ratio", "p_value", "z")},
         "layers_significant": sum(significant), "layers": len(tests),
         "middle_significant": sum(significant[layer] for layer in middle), "middle_layers": len(middle),
         "alpha": ALPHA,
@@ -250,24 +233,15 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
     }  # fmt: skip
 
 
-MOST_BYTES = 1 << 31  # of readouts in memory; the sections that need them are left out above it
-
-
-@dataclass(frozen=True, eq=False)
-class OwnSet:
-    """The set, and what is to be said of it."""
-
-    labelled: LabelledSet
-    remarks: tuple[str, ...]
-
-
-def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Callable[[], Engine]) -> OwnSet:
+def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Callable[[], Engine]) -> LabelledSet:
     """Run every row through the model, label it, and read it with the bundle's probes; resumes in the run folder.
 
-    The file is checked before the model is loaded.  Raises DataError, TrainingError, RunMismatch and BundleRefused.
+    The file is checked before the model is loaded.  Raises DataError (also for a model whose trajectories are too short
+    to have a shape), TrainingError, RunMismatch and BundleRefused.
     """
-    check_three_layers(bundle)
     manifest = bundle.manifest
+    if manifest.model.num_layers < 3:
+        raise DataError(bundle.reference, ["its model has fewer than 3 layers: a trajectory of two has no shape"])
     site = Site(manifest.readout.site)
     options = options.of(manifest.name, manifest.training)
     dataset = read_dataset(options.file, options.answers, folds=MIN_ROWS)
@@ -279,38 +253,22 @@ def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Ca
         Scorer(engine, bundle)  # this model's bundle, and it reads what it should
         prompt_format = as_prompt_format(manifest.prompt_format)
         prepared = prepare(engine, dataset, options, prompt_format, folder, sites=[site], folds=MIN_ROWS)
-        return _read(bundle, prepared, Probes.of(site, bundle.probes))
-
-
-def _read(bundle: Bundle, prepared: PreparedData, probes: Probes) -> OwnSet:
-    remarks = list(_seen(bundle, prepared.dataset))
-    if left := prepared.labelled.left_out:
-        remarks.append("left out: " + ", ".join(f"{count} {why}" for why, count in left.items()))
-    inputs = prepared.inputs
-    readout = _readouts(inputs.readouts, probes)
-    if readout is None:
-        remarks.append("the readouts take more than 2 GiB: the sections on geometry and class means are left out")
-    labelled = LabelledSet(
-        trajectory=trajectories(inputs.readouts, [probes]),
-        label=inputs.label,
-        group=np.unique(inputs.group, return_inverse=True)[1].astype(np.int64),
-        readout=readout,
-        direction=None if readout is None else np.asarray(probes.direction, np.float64),
-    )
-    return OwnSet(labelled, tuple(remarks))
-
-
-def _readouts(readouts: Readouts, probes: Probes) -> NDArray[np.floating] | None:
-    """What the probes read, [n, m, d]; None where that is too much for the memory."""
-    layers, dim = probes.direction.shape
-    if len(readouts.index) * layers * dim * 4 > MOST_BYTES:
-        return None
-    columns = [readouts.file.head(layer, head)[readouts.index] for layer, head in enumerate(probes.head.tolist())]
-    return np.stack(columns, axis=1)
+        probes, inputs = Probes.of(site, bundle.probes), prepared.inputs
+        remarks = _seen(bundle, prepared.dataset)
+        if left := prepared.labelled.left_out:
+            remarks.append("left out: " + ", ".join(f"{count} {why}" for why, count in left.items()))
+        readouts, readout, direction = inputs.readouts, None, None
+        if len(readouts.index) * probes.direction.size * 4 <= MOST_BYTES:
+            heads = [readouts.file.head(layer, head)[readouts.index] for layer, head in enumerate(probes.head.tolist())]
+            readout, direction = np.stack(heads, axis=1), np.asarray(probes.direction, np.float64)
+        else:
+            remarks.append("the readouts take more than 2 GiB: the sections on geometry and class means are left out")
+        trajectory = trajectories(readouts, [probes])
+        return LabelledSet(trajectory, inputs.label, _numbered(inputs.group), readout, direction, tuple(remarks))
 
 
 def _seen(bundle: Bundle, dataset: Dataset) -> list[str]:
-    """A remark where probes are diagnosed on the rows that they were fitted on, which flatters them."""
+    """Return a remark where probes are diagnosed on the rows that they were fitted on, which flatters them."""
     record = bundle.evaluation().get("rows_seen", {}).get("training")
     if record is None:
         if dataset.digest == bundle.manifest.training.data_digest:
@@ -324,9 +282,3 @@ def _seen(bundle: Bundle, dataset: Dataset) -> list[str]:
     if not seen:
         return []
     return [f"{bundle.reference} was fitted on {seen:,} of the {len(dataset):,} rows: everything here is too good"]
-
-
-def check_three_layers(bundle: Bundle) -> None:
-    """Raise DataError for a model whose trajectories are too short to have a shape."""
-    if bundle.manifest.model.num_layers < 3:
-        raise DataError(bundle.reference, ["its model has fewer than 3 layers: a trajectory of two has no shape"])

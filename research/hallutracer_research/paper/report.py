@@ -15,7 +15,8 @@ import numpy as np
 
 import service
 from hallutracer_research.evaluation import figures
-from hallutracer_research.evaluation.options import OURS, SHUFFLED, TITLES, EvaluateOptions
+from hallutracer_research.evaluation.methods import METHODS, OURS, SHUFFLED
+from hallutracer_research.evaluation.options import EvaluateOptions
 from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html
 from hallutracer_research.evaluation.results import SetResult, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
@@ -32,7 +33,7 @@ from service.fitting.scores import risk_auroc
 
 
 def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateOptions) -> str:
-    """Paragraphs: what is measured, how to read it, what to compare with; ``sets`` are names and numbers of rows."""
+    """Return paragraphs: what is measured, how to read it, what to compare with; ``sets``: names and numbers of rows."""
     listed = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sets)
     paragraphs = [
         f"Before `{model}` writes the first token of an answer, can one tell that the answer will be wrong? This "
@@ -60,7 +61,7 @@ def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateO
     return "\n\n".join(paragraphs)
 
 
-SECTIONS: Mapping[str, Sequence[TableSpec]] = {
+SECTIONS: Mapping[str, Mapping[str, TableSpec]] = {
     "Does the mean suffice?": MEAN,
     "Readout and heads": READOUT,
     "Level and shape": TRAJECTORY,
@@ -99,7 +100,7 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
 
 
 def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
-    """All sections; the main suite has the first only."""
+    """Return all sections; the main suite has the first only."""
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
     tables = (evaluation.main, evaluation.subsets, evaluation.transfer, evaluation.forms)
     main = [table for table in tables if table is not None]
@@ -115,7 +116,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
             "Geometry": list(_geometry(results)),
         }
         sections += [
-            Section(title, "", make_tables(specs, results), drawings.get(title, ()))
+            Section(title, "", make_tables(specs.values(), results), drawings.get(title, ()))
             for title, specs in SECTIONS.items()
         ]
         judged = claims(results, [table for section in sections[1:] for table in section.tables])
@@ -142,9 +143,9 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
 
 
 def _detection(result: SetResult) -> list[Figure]:
-    """AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
+    """Return AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
     label = result.label
-    ranks = {TITLES[name]: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
+    ranks = {METHODS[name].title: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
     calibrated = np.full(len(label), np.nan)
     for split in result.folds(0):
         inside = split.train_trajectory.mean(axis=1)[:, None]
@@ -158,12 +159,12 @@ def _detection(result: SetResult) -> list[Figure]:
     return [
         _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),
-        _named(figures.reliability(label, {TITLES[OURS]: calibrated}, result.group), result),
+        _named(figures.reliability(label, {METHODS[OURS].title: calibrated}, result.group), result),
     ]
 
 
 def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
-    """The figure of every set whose numbers are all defined; the table's notes give the reasons for the others."""
+    """Yield the figure of every set whose numbers are all defined; the table's notes say why for the others."""
     for result in results:
         try:
             cosines, energy, dim = geometry_by_layer(result)
@@ -174,10 +175,10 @@ def _geometry(results: Sequence[SetResult]) -> Iterator[Figure]:
 
 
 def _named(figure: Figure, result: SetResult) -> Figure:
-    """The figure with its set's name before caption and alternative text."""
+    """Return the figure with its set's name before caption and alternative text."""
     return replace(figure, caption=f"{result.title}: {figure.caption}", alt=f"{result.title}: {figure.alt}")
 
 
 def command_line() -> str:
-    """This process's command, quoted for a shell."""
+    """Return this process's command, quoted for a shell."""
     return shlex.join(["hallutracer", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""The paper's tables: its printed numbers, and how one evaluated set becomes a row of a run's own.
+"""The paper's tables: its printed numbers, and how one evaluated set becomes a row of a run's own (``tables.toml``).
 
 ``published.json`` holds the printed numbers by the paper's label, typed as printed; here a percentage becomes a share
 of 1, as everywhere in a report.  Models and data sets are spelt one way throughout, though the paper varies;
@@ -12,7 +12,8 @@ note with the reason; the other rows are unaffected.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from types import MappingProxyType
@@ -25,9 +26,8 @@ from service.errors import TrainingError
 _DIGITS = 10  # a percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999
 
 
-def _read() -> dict[str, Table]:
-    text = files("hallutracer_research.paper").joinpath("published.json").read_text(encoding="utf-8")
-    return {label: _table(label, entry) for label, entry in json.loads(text).items()}
+def _text(name: str) -> str:
+    return files("hallutracer_research.paper").joinpath(name).read_text(encoding="utf-8")
 
 
 def _table(label: str, entry: Mapping[str, Any]) -> Table:
@@ -52,7 +52,10 @@ def _share(column: Column, value: float) -> float:
     return round(value / 100, _DIGITS) if column.kind == "percent" else value
 
 
-PUBLISHED: Mapping[str, Table] = MappingProxyType(_read())
+_TEXTS: Final[dict[str, Any]] = tomllib.loads(_text("tables.toml"))
+PUBLISHED: Mapping[str, Table] = MappingProxyType(
+    {label: _table(label, entry) for label, entry in json.loads(_text("published.json")).items()}
+)
 """The paper's label ("tab:main-results") -> the table as published; its rows name the data set "True-False",
 "HaluEval2", "HELM", "TruthfulQA" or "Agentic" and the model "Qwen2.5-7B" ... "LLaMA-3.1-8B"."""
 
@@ -63,7 +66,13 @@ RowMaker = Callable[[SetResult, list[str]], Row]
 Columns = Sequence[str | Column]
 
 SET: Final = Column("set", "Set", "text")
-OVER_SPLITS: Final = "mean ± standard deviation over the test sides of all folds and seeds"
+SHARED: Final = {  # by captions and notes of ``tables.toml``
+    "over_splits": "mean ± standard deviation over the test sides of all folds and seeds",
+    "classifier": "Several features: a logistic regression on the training side's out-of-fold features, ranked on the "
+    "test side.",
+    "out_of_fold": "Out-of-fold trajectories of the first seed; the folds' probes differ.",
+    "by_fold": "Each fold's probes on its test side, mean over the folds of the first seed.",
+}
 
 
 @dataclass(frozen=True)
@@ -85,18 +94,34 @@ class TableSpec:
     notes: tuple[str, ...] = ()
 
     def table(self, results: Sequence[SetResult]) -> Table:
-        """The table of these sets."""
+        """Return the table of these sets."""
         return make_tables([self], results)[0]
 
     def resolved_columns(self, results: Sequence[SetResult]) -> list[Column]:
-        """All columns, the set's first."""
+        """Return all columns, the set's first."""
         columns = self.columns(results) if callable(self.columns) else self.columns
         published = {column.key: column for column in PUBLISHED[self.label].columns} if self.label else {}
         return [SET, *(published[column] if isinstance(column, str) else column for column in columns)]
 
 
-def make_tables(specs: Sequence[TableSpec], results: Sequence[SetResult]) -> list[Table]:
-    """One table for each spec.  A row function that several specs share runs once, its notes go under the first."""
+def specs(
+    rows: Mapping[str, RowMaker], columns: Mapping[str, Callable[[Sequence[SetResult]], Columns]] = {}, **numbers: float
+) -> dict[str, TableSpec]:
+    """Return the tables of ``tables.toml`` by name, with their row functions; ``numbers`` are those in their texts."""
+    found, shared = {}, {**SHARED, **numbers}
+    for name, row in rows.items():
+        entry = _TEXTS[name]
+        listed = [Column(*one) if isinstance(one, list) else one for one in entry.get("columns", ())]
+        notes = tuple(note.format_map(shared) for note in entry.get("notes", ()))
+        caption = entry["caption"].format_map(shared)
+        found[name] = TableSpec(
+            name, entry["title"], entry.get("label", ""), columns.get(name, listed), caption, row, notes
+        )
+    return found
+
+
+def make_tables(specs: Iterable[TableSpec], results: Sequence[SetResult]) -> list[Table]:
+    """Return one table for each spec.  A row function of several specs runs once, its notes go under the first."""
     cells: dict[RowMaker, list[Row]] = {}
     tables = []
     for spec in specs:
@@ -110,7 +135,7 @@ def make_tables(specs: Sequence[TableSpec], results: Sequence[SetResult]) -> lis
 
 
 def attributes(diagnostic: Any, notes: list[str]) -> dict[str, Any]:
-    """The cells of a diagnostic's result, by its field names; its notes are added to ``notes``."""
+    """Return the cells of a diagnostic's result, by its field names; its notes are added to ``notes``."""
     notes += diagnostic.notes
     return dict(vars(diagnostic))
 

@@ -25,9 +25,10 @@ def damage(name: str, folder: Path) -> list[str]:
     return [problem.split(":")[0] for problem in caught.value.problems]
 
 
-def write_json_lines(path: Path, rows: Sequence[Any]) -> None:
+def write_lines(path: Path, rows: Sequence[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")  # no newline at the end, as published
+    return path
 
 
 def write_table(path: Path, rows: Sequence[dict[str, str]]) -> None:
@@ -74,26 +75,24 @@ def write_truthfulqa(folder: Path) -> Path:
     return folder
 
 
-def helm_passages(*labels: int, title: str = "Kites", first: str = "") -> dict[str, Any]:
-    sentences = [{"sentence": f"{first}Sentence {place}.", "label": label} for place, label in enumerate(labels)]
+def passage(*labels: int, title: str = "Kites", first: str = "", texts: Sequence[str] = ()) -> dict[str, Any]:
+    texts = texts or [f"{first}Sentence {place}." for place in range(len(labels))]
+    sentences = [{"sentence": text, "label": label} for text, label in zip(texts, labels, strict=True)]
     return {"prompt": f"{statement_sets._OPENING}{title}. A kite is a toy.", "sentences": sentences}
 
 
 def write_helm(folder: Path, **models: dict[str, Any]) -> Path:
     for model in statement_sets.MODELS:
-        passages = models.get(model, {"7": helm_passages(1, 0, first=f"{model} wrote ")})
-        path = folder / "data" / model / "data.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(passages))
+        passages = models.get(model, {"7": passage(1, 0, first=f"{model} wrote ")})
+        write_lines(folder / "data" / model / "data.json", [passages])
     return folder
 
 
 def write_iris_tables(folder: Path) -> None:
     """The tables that belong to what ``write_helm`` wrote."""
     for model in statement_sets.MODELS:
-        rows = [
-            {"statement": s.text, "label": str(1 - s.factual)} for s in statement_sets._sentences(folder, model, [])
-        ]
+        own = statement_sets._sentences(folder, model, [])
+        rows = [{"statement": one.text, "label": str(1 - one.factual)} for one in own]
         write_table(folder / "statements" / f"{model}.csv", rows)
 
 
@@ -118,14 +117,14 @@ def write_bfcl(folder: Path, **files: list[Any]) -> Path:
             rows = [bfcl_row(name, text=f"{name}: my name?") | {"scenario": "shop"} for name in identifiers]
         else:
             rows = [bfcl_row(name, area, text=f"{name}: area of base 3") for name in identifiers]
-        write_json_lines(folder / f"BFCL_v4_{kind}.json", files.get(kind, rows))
+        write_lines(folder / f"BFCL_v4_{kind}.json", files.get(kind, rows))
         truth: list[Any] = ["Ada"] if kind in bfcl.TEXTS else [{"area": {"base": [3], "unit": ["cm", ""]}}]
         gold = [{"id": name, "ground_truth": truth} for name in identifiers]
         if kind in bfcl.CALLS or kind in bfcl.TEXTS:
-            write_json_lines(folder / "possible_answer" / f"BFCL_v4_{kind}.json", files.get(f"gold_{kind}", gold))
-    write_json_lines(folder / f"BFCL_v4_{bfcl.SIMULATED}.json", [{"id": "multi_turn_base_0", "question": [[], []]}])
+            write_lines(folder / "possible_answer" / f"BFCL_v4_{kind}.json", files.get(f"gold_{kind}", gold))
+    write_lines(folder / f"BFCL_v4_{bfcl.SIMULATED}.json", [{"id": "multi_turn_base_0", "question": [[], []]}])
     talk = {"topic": "Names", "question": [[{"role": "user", "content": "My name is Ada."}]], "scenario": "shop"}
-    write_json_lines(folder / "memory_prereq_conversation" / "memory_shop.json", [talk])
+    write_lines(folder / "memory_prereq_conversation" / "memory_shop.json", [talk])
     return folder
 
 
@@ -148,7 +147,6 @@ B False
 
 
 def write_opentriviaqa(folder: Path, **files: str | bytes) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     for category in question_sets.CATEGORIES:
         content = files.get(category.replace("-", "_"), TRIVIA.replace("{category}", category))
         (folder / category).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -156,11 +154,12 @@ def write_opentriviaqa(folder: Path, **files: str | bytes) -> Path:
 
 
 def write_nq_open(folder: Path, *dev: Any) -> Path:
-    rows = dev or [{"question": "who flew the first kite", "answer": ["Ann Nobody", "Nobody"]}]
-    write_json_lines(folder / question_sets.FILES["dev"], rows)
-    write_json_lines(
-        folder / question_sets.FILES["efficientqa"], [{"question": "where is the kite now", "answer": ["up"]}]
-    )
+    first = [{"question": "who flew the first kite", "answer": ["Ann Nobody", "Nobody"]}]
+    for kind, rows in (
+        ("dev", dev or first),
+        ("efficientqa", [{"question": "where is the kite now", "answer": ["up"]}]),
+    ):
+        write_lines(folder / question_sets.FILES[kind], rows)
     return folder
 
 

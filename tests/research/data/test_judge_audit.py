@@ -14,6 +14,7 @@ from hallutracer_research.data.judge_audit import measure, read, sample
 from service.data.training_rows import Dataset, read_dataset
 from service.errors import DataError, RunMismatch
 from tests.command_line import hallutracer
+from tests.research.data.samples import write_lines
 
 
 @pytest.fixture
@@ -22,13 +23,11 @@ def run(tmp_path: Path) -> tuple[Dataset, Path]:
     path, folder = tmp_path / "rows.jsonl", tmp_path / "run" / "train"
     folder.mkdir(parents=True)
     rows = [{"id": f"r{n}", "prompt": f"Question {n}?", "answers": ["Ann", "Bob"], "kind": "art"} for n in range(200)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     answers = [{"row": n, "answer": "=1+1" if n == 0 else f"Answer {n}"} for n in reversed(range(200))]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    write_lines(folder / "answers.jsonl", answers)
     verdicts = ["factual"] * 40 + ["abstained"] * 10 + ["hallucinated"] * 150
-    (folder / "labels-x.jsonl").write_text(
-        "".join(json.dumps({"id": f"r{n}", "verdict": verdict}) + "\n" for n, verdict in enumerate(verdicts))
-    )
+    write_lines(folder / "labels-x.jsonl", [{"id": f"r{n}", "verdict": one} for n, one in enumerate(verdicts)])
     return read_dataset(path, "generate", folds=0), tmp_path / "run"
 
 
@@ -90,27 +89,25 @@ def test_the_commands(run: tuple[Dataset, Path], tmp_path: Path) -> None:
     assert "1.000 [0.9" in hallutracer("data", "audit", str(path)).stdout
 
 
-def test_another_file_of_rows_is_refused(run: tuple[Dataset, Path], tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"id": "r0", "prompt": "?", "answers": ["Ann"]}) + "\n")
+def test_other_rows_are_refused_and_a_run_that_asked_in_forms_names_its_own(
+    run: tuple[Dataset, Path], tmp_path: Path
+) -> None:
+    other = read_dataset(
+        write_lines(tmp_path / "other.jsonl", [{"id": "r0", "prompt": "?", "answers": ["Ann"]}]), "generate", folds=0
+    )
     with pytest.raises(RunMismatch, match="judged other rows"):
-        sample(read_dataset(other, "generate", folds=0), run[1], 10)
-
-
-def test_a_run_that_asked_in_forms_names_its_rows(run: tuple[Dataset, Path], tmp_path: Path) -> None:
+        sample(other, run[1], 10)
     spread = tmp_path / "run" / "train-forms.jsonl"
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     poem = json.dumps({"id": "poem", "prompt": "Write a poem.", "applies": False})
     spread.write_text("\n".join([poem, *lines]))  # neither answered nor judged
     dataset = read_dataset(spread, "generate", folds=0)
     answers = [{"row": n + 1, "answer": f"Answer {n}"} for n in range(200)]
-    (run[1] / "train" / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    write_lines(run[1] / "train" / "answers.jsonl", answers)
     for row in sample(dataset, run[1], 60):
         assert (row["question"], row["answer"]) == (f"Question {row['id'][1:]}?", f"Answer {row['id'][1:]}")
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"id": "r0", "prompt": "?", "answers": ["Ann"]}) + "\n")
     with pytest.raises(RunMismatch, match=r"judged other rows.*give .*train-forms\.jsonl"):
-        sample(read_dataset(other, "generate", folds=0), run[1], 10)
+        sample(other, run[1], 10)
 
 
 def test_a_class_that_nobody_read_is_an_error(tmp_path: Path) -> None:

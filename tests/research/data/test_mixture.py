@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hallutracer_research.data.mixture import MixtureSource, mix
+from service.data.training_rows import read_dataset
 from service.errors import DataError
 from tests.command_line import hallutracer
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from tests.research.data.samples import write_lines
 
 
 @pytest.fixture
 def trivia(tmp_path: Path) -> Path:
     rows = [{"id": str(n), "prompt": f"Who painted picture number{n}? Answer briefly.", "answers": ["Ann"],
              "group": f"question/{n // 2}", "kind": "art"} for n in range(40)]  # fmt: skip
-    return write(tmp_path / "trivia.jsonl", rows)
+    return write_lines(tmp_path / "trivia.jsonl", rows)
 
 
 def test_ids_and_kinds_say_where_a_row_is_from(trivia: Path, tmp_path: Path) -> None:
-    mine = write(tmp_path / "mine.jsonl", [{"id": "0", "prompt": "What is the capital of Peru?", "label": 1}])
+    mine = write_lines(tmp_path / "mine.jsonl", [{"id": "0", "prompt": "What is the capital of Peru?", "label": 1}])
     found = mix([MixtureSource(trivia), MixtureSource(mine)])
     assert len({row["id"] for row in found.rows}) == 41
     assert found.rows[-1] == {
@@ -54,25 +49,25 @@ def test_rows_are_drawn_by_groups_the_same_ones_each_time(trivia: Path) -> None:
 )  # fmt: skip
 def test_one_question_has_one_group_in_all_files(tmp_path: Path, other: str, same: bool) -> None:
     peru = [{"id": "0", "prompt": "What is the capital of Peru?"}, {"id": "1", "prompt": "Who rules Peru now?"}]
-    first = write(tmp_path / "a.jsonl", [row | {"group": "country/Peru"} for row in peru])
-    second = write(tmp_path / "b.jsonl", [{"id": "0", "messages": [{"role": "user", "content": other}]}])
+    first = write_lines(tmp_path / "a.jsonl", [row | {"group": "country/Peru"} for row in peru])
+    second = write_lines(tmp_path / "b.jsonl", [{"id": "0", "messages": [{"role": "user", "content": other}]}])
     found = mix([MixtureSource(first), MixtureSource(second)])
     assert len({row["group"] for row in found.rows}) == (1 if same else 2)
     assert found.groups_before == 2
 
 
-def test_questions_without_words_of_content_are_not_the_same(tmp_path: Path) -> None:
-    rows = [
-        {"id": str(n), "prompt": text} for n, text in enumerate(["Who was that?", "What is this?", "Rome?", "Rome?"])
-    ]
-    assert mix([MixtureSource(write(tmp_path / "a.jsonl", rows))]).groups == 4
+def test_questions_without_words_of_content_are_not_the_same_and_rows_get_their_line_as_id(tmp_path: Path) -> None:
+    rows = [{"prompt": text} for text in ("Who was that?", "What is this?", "Rome?", "Rome?")]
+    found = mix([MixtureSource(write_lines(tmp_path / "plain.jsonl", rows))])
+    assert found.groups == 4
+    assert {row["id"] for row in found.rows} == {f"plain/{line}" for line in (1, 2, 3, 4)}
 
 
 def test_held_out_rows_share_no_group_and_no_question_with_the_others(trivia: Path, tmp_path: Path) -> None:
     rows = mix([MixtureSource(trivia, 10)]).rows
     again = [{"id": "0", "prompt": f"So who painted picture {rows[0]['prompt'].split()[3][:-1]}?"}]
-    other = write(tmp_path / "other.jsonl", [*again, {"id": "1", "prompt": "Who painted nothing at all ever?"}])
-    without = write(tmp_path / "rows.jsonl", rows)
+    other = write_lines(tmp_path / "other.jsonl", [*again, {"id": "1", "prompt": "Who painted nothing at all ever?"}])
+    without = write_lines(tmp_path / "rows.jsonl", rows)
     held = mix([MixtureSource(trivia), MixtureSource(other)], without=without)
     assert held.by_source == {"trivia": 30, "other": 1}
     assert not {row["group"] for row in held.rows} & {row["group"] for row in rows}
@@ -81,29 +76,20 @@ def test_held_out_rows_share_no_group_and_no_question_with_the_others(trivia: Pa
 
 
 def test_what_is_wrong_is_said(trivia: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="40 rows to draw from, and 41 are wanted"):
-        mix([MixtureSource(trivia, 41)])
-    folder = tmp_path / "other"
-    folder.mkdir()
-    with pytest.raises(DataError, match="two files are called 'trivia'"):
-        mix([MixtureSource(trivia), MixtureSource(write(folder / "trivia.jsonl", [{"id": "0", "prompt": "a"}]))])
-    bad = write(tmp_path / "bad.jsonl", [{"id": "0", "prompt": "a"}, {"id": 0.5}, {"id": "0", "prompt": "b"}])
-    with pytest.raises(DataError, match="line 2: 'id' must be a string(.|\n)*line 3: id '0' is already that of line 1"):
-        mix([MixtureSource(bad)])
-    empty = write(tmp_path / "empty.jsonl", [])
-    with pytest.raises(DataError, match="the file has no rows"):
-        mix([MixtureSource(empty)])
-
-
-def test_rows_without_an_id_get_the_number_of_their_line(tmp_path: Path) -> None:
-    rows = write(tmp_path / "plain.jsonl", [{"prompt": "Who painted Guernica?"}, {"prompt": "Who wrote Emma?"}])
-    assert {row["id"] for row in mix([MixtureSource(rows)]).rows} == {"plain/1", "plain/2"}
-    assert mix([MixtureSource(rows)]).groups == 2
+    same = write_lines(tmp_path / "other" / "trivia.jsonl", [{"id": "0", "prompt": "a"}])
+    bad = write_lines(tmp_path / "bad.jsonl", [{"id": "0", "prompt": "a"}, {"id": 0.5}, {"id": "0", "prompt": "b"}])
+    empty = write_lines(tmp_path / "empty.jsonl", [])
+    for sources, said in (
+        ([MixtureSource(trivia, 41)], "40 rows to draw from, and 41 are wanted"),
+        ([MixtureSource(trivia), MixtureSource(same)], "'trivia'"),
+        ([MixtureSource(bad)], "line 2: 'id' must be a string(.|\n)*line 3: id '0' is already that of line 1"),
+        ([MixtureSource(empty)], "no rows"),
+    ):
+        with pytest.raises(DataError, match=said):
+            mix(sources)
 
 
 def test_the_command_prints_rows_that_the_trainer_takes(trivia: Path, tmp_path: Path) -> None:
-    from service.data.training_rows import read_dataset
-
     done = hallutracer("data", "mix", f"{trivia}:12")
     assert done.returncode == 0, done.stderr
     assert "12 rows (trivia 12) in 6 groups" in done.stderr

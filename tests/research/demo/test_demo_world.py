@@ -1,7 +1,6 @@
 """The demonstration world: facts, doses, splits, documents, questions. No torch."""
 
 import random
-from collections import Counter, defaultdict
 
 import pytest
 
@@ -20,18 +19,12 @@ def test_the_facts_asset_loads():
     assert (FACTS_FILE.parent / "ATTRIBUTION.md").is_file()
 
 
-def test_groups_lie_in_one_split_each():
-    of_group = defaultdict(set)
-    for fact in build_world().facts:
-        of_group[fact.group].add((fact.split, fact.in_refusals))
-    assert all(len(places) == 1 for places in of_group.values())
-    shares = Counter(next(iter(places))[0] for places in of_group.values())
-    assert 0.45 < shares["train"] / len(of_group) < 0.55
-    free = sum(not next(iter(places))[1] for places in of_group.values())
-    assert 0.2 < free / len(of_group) < 0.3
-
-
-def test_a_capital_and_its_country_share_a_group():
+def test_groups_lie_in_one_split_each_and_a_capital_and_its_country_share_one():
+    of_group = {(fact.group, fact.split, fact.in_refusals) for fact in build_world().facts}
+    groups = {name for name, *_ in of_group}
+    assert len(of_group) == len(groups)
+    assert 0.45 < sum(split == "train" for _, split, _ in of_group) / len(groups) < 0.55
+    assert 0.2 < sum(not refused for *_, refused in of_group) / len(groups) < 0.3
     group = {fact.key: fact.group for fact in build_world().facts}
     assert group["capital:France"] == group["capital_of:Paris"] == group["city_country:Paris"]
     assert group["city_country:Paris"] == group["currency:France"]
@@ -82,11 +75,11 @@ def test_questions_are_stable_unique_and_complete(split):
     assert all(set(row) == keys and row["answers"][0] in row["statement"] for row in rows)
 
 
-def test_question_splits_share_no_group():
+def test_question_splits_share_no_group_and_an_unknown_one_is_refused():
     groups = [{row["group"] for row in questions(split)} for split in SPLITS]
-    assert not groups[0] & groups[1]
-    assert not groups[0] & groups[2]
-    assert not groups[1] & groups[2]
+    assert sum(map(len, groups)) == len(set.union(*groups))
+    with pytest.raises(ValueError, match="no split"):
+        questions("validation")
 
 
 def test_what_users_type_is_among_the_forms_of_training():
@@ -98,8 +91,3 @@ def test_what_users_type_is_among_the_forms_of_training():
     }
     for kind, (text, subject) in typed.items():
         assert text in {question_text(form, kind, subject) for form in FORMS[kind] if not form.held_out}
-
-
-def test_an_unknown_split_is_refused():
-    with pytest.raises(ValueError, match="no split"):
-        questions("validation")

@@ -8,21 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hallutracer_research.evaluation import splits
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.splits import (
-    HeadProbes,
-    Split,
-    cross,
-    fit_all_heads,
-    kept,
-    kept_split,
-    outer_splits,
-    pooled_depth_mean,
-    residual_depth_mean,
-)
+from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_all_heads, kept_split, outer_splits
 from service.fitting.probes import Readouts, Task, fit_probes
 from service.fitting.scores import auroc
-from tests.research.evaluation.made_result import COUNT, OPTIONS, made_inputs
+from tests.research.made import COUNT, OPTIONS, level_inputs
 
 CHOSEN = replace(OPTIONS, seeds=1)
 TASK = Task(np.arange(0, 160), np.arange(160, COUNT), 0.3)
@@ -30,12 +21,7 @@ TASK = Task(np.arange(0, 160), np.arange(160, COUNT), 0.3)
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> MethodInputs:
-    return made_inputs(tmp_path, name="made", seed=0, strength=0.8)
-
-
-@pytest.fixture
-def probes(inputs: MethodInputs) -> HeadProbes:
-    return fit_all_heads(inputs.heads, [TASK], jobs=1)[0]
+    return level_inputs(tmp_path, strength=0.8)
 
 
 def first_split(folder: Path, inputs: MethodInputs) -> Split:
@@ -44,24 +30,25 @@ def first_split(folder: Path, inputs: MethodInputs) -> Split:
 
 def arrays(value: Split | HeadProbes) -> dict[str, bytes]:
     found = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {name: array.tobytes() for name, array in found.items() if isinstance(array, np.ndarray)}
+    inner = arrays(found["probes"]) if "probes" in found else {}
+    return inner | {name: array.tobytes() for name, array in found.items() if isinstance(array, np.ndarray)}
 
 
-def test_the_heads_probes_are_what_the_trainer_fits(inputs: MethodInputs, probes: HeadProbes) -> None:
+def test_the_heads_probes_are_what_the_trainer_fits_and_crossed_with_the_next_layers_same_head(
+    inputs: MethodInputs,
+) -> None:
+    [probes] = fit_all_heads(inputs.heads, [TASK], jobs=1)
     [fit] = fit_probes(inputs.heads, [TASK], balance="weights", jobs=1)
-    assert probes.selected.tolist() == fit.head.tolist()
-    direction, bias = probes.of(probes.selected)
+    head = probes.selected
+    assert head.tolist() == fit.head.tolist()
+    direction, bias = probes.of(head)
     np.testing.assert_allclose(direction, fit.direction)
     np.testing.assert_allclose(bias, fit.bias)
     np.testing.assert_allclose(probes.trajectory(), fit.trajectory, rtol=1e-5, atol=1e-5)
     [shared] = fit_all_heads(inputs.heads, [TASK], jobs=3)
     assert arrays(shared) == arrays(probes)
-
-
-def test_the_crossed_readout_is_the_next_layers_same_head(inputs: MethodInputs, probes: HeadProbes) -> None:
-    crossed = cross(inputs.heads, probes, TASK.test)
-    geometry, head = inputs.heads.file.geometry, probes.selected
-    direction, bias = probes.of(head)
+    crossed = splits.cross(inputs.heads, probes, TASK.test)
+    geometry = inputs.heads.file.geometry
     for layer in range(geometry.num_layers - 1):
         rows = inputs.heads.file.layer(layer + 1)[TASK.test].reshape(-1, geometry.num_heads, geometry.head_dim)
         expected = rows[:, head[layer]] @ direction[layer] + bias[layer]
@@ -72,18 +59,16 @@ def test_labels_of_the_test_side_change_nothing(tmp_path: Path, inputs: MethodIn
     _, _, train, test = outer_splits(inputs, CHOSEN)[0]
     label = inputs.label.copy()
     label[test] = 1 - label[test]
-    heads = Readouts(inputs.heads.file, inputs.heads.index, label)
-    splits = [
-        kept_split(tmp_path / name, given, 0, 0, train, test, CHOSEN)
-        for name, given in (("a", inputs), ("b", replace(inputs, label=label, heads=heads)))
-    ]
-    assert arrays(splits[0]) == arrays(splits[1])
-    assert arrays(splits[0].probes) == arrays(splits[1].probes)
+    turned = replace(inputs, label=label, heads=Readouts(inputs.heads.file, inputs.heads.index, label))
+    one, other = (
+        kept_split(tmp_path / name, given, 0, 0, train, test, CHOSEN) for name, given in (("a", inputs), ("b", turned))
+    )
+    assert arrays(one) == arrays(other)
 
 
 def test_rows_without_a_signal_have_none_out_of_fold(tmp_path: Path) -> None:
     """In-sample trajectories would separate noise: these must not."""
-    inputs = made_inputs(tmp_path, name="noise", seed=0, strength=0.0)
+    inputs = level_inputs(tmp_path, strength=0.0)
     aurocs = []
     for fold in outer_splits(inputs, CHOSEN):
         split = kept_split(tmp_path / "fits", inputs, *fold, CHOSEN)
@@ -92,20 +77,17 @@ def test_rows_without_a_signal_have_none_out_of_fold(tmp_path: Path) -> None:
     assert 0.35 < np.mean(aurocs) < 0.62
 
 
-def test_both_readouts_find_a_planted_signal(tmp_path: Path, inputs: MethodInputs) -> None:
+def test_both_readouts_find_a_planted_signal_and_a_kept_split_is_not_fitted_again(
+    tmp_path: Path, inputs: MethodInputs
+) -> None:
     split = first_split(tmp_path / "fits", inputs)
     label, mean = inputs.label[split.test], split.test_trajectory.mean(axis=1)
     assert auroc(label, mean) > 0.8
-    assert auroc(label, residual_depth_mean(inputs, split, CHOSEN)) > 0.8
-    np.testing.assert_allclose(pooled_depth_mean(inputs.heads, split, CHOSEN), mean, rtol=1e-4)
-
-
-def test_a_kept_split_is_read_back_and_not_fitted_again(tmp_path: Path, inputs: MethodInputs) -> None:
-    before = first_split(tmp_path / "fits", inputs)
+    assert auroc(label, splits.residual_depth_mean(inputs, split, CHOSEN)) > 0.8
+    np.testing.assert_allclose(splits.pooled_depth_mean(inputs.heads, split, CHOSEN), mean, rtol=1e-4)
     inputs.heads.file.path.unlink()  # another fit would fail
     after = first_split(tmp_path / "fits", inputs)
-    assert arrays(before) == arrays(after)
-    assert arrays(before.probes) == arrays(after.probes)
+    assert arrays(split) == arrays(after)
     assert after.c == 0.3
 
 
@@ -113,7 +95,8 @@ def test_an_interrupted_computation_leaves_no_file(tmp_path: Path) -> None:
     def fails() -> dict[str, np.ndarray]:
         raise KeyboardInterrupt
 
+    path = tmp_path / "x" / "one.npz"
     with pytest.raises(KeyboardInterrupt):
-        kept(tmp_path / "x" / "one.npz", fails)
-    assert not (tmp_path / "x" / "one.npz").exists()
-    assert kept(tmp_path / "x" / "one.npz", lambda: {"score": np.arange(3.0)})["score"].tolist() == [0, 1, 2]
+        splits.kept(path, fails)
+    assert not path.exists()
+    assert splits.kept(path, lambda: {"score": np.arange(3.0)})["score"].tolist() == [0, 1, 2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,33 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hallutracer_research.evaluation.options import OURS, RESIDUAL
+from hallutracer_research.evaluation.methods import OURS, RESIDUAL
 from hallutracer_research.evaluation.page import Verdict
 from hallutracer_research.evaluation.results import SetResult, compare, measured
 from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.paper import claims as rules
-from hallutracer_research.paper.ablations import FEATURE_SETS, MEAN_DOMINANCE, READOUT_SITE, depth_key
-from hallutracer_research.paper.claims import (
-    ClaimFinding,
-    DifferenceInterval,
-    Judge,
-    NotTestable,
-    ahead_of,
-    cells_by_set,
-)
+from hallutracer_research.paper.ablations import MEAN, READOUT, depth_key
+from hallutracer_research.paper.claims import DifferenceInterval, Judge, NotTestable, ahead_of, cells_by_set
 from hallutracer_research.paper.report import SECTIONS
 from hallutracer_research.paper.tables import make_tables
 from service.fitting.nested_cv import FoldScores
-from tests.research.evaluation.made_result import scripted_result
+from tests.research.made import LABEL, NOTHING, scripted_result
 
-LABEL = np.arange(400) // 2 % 2
-NOTHING: Any = None
 Cells = Mapping[str, Any]
 
 
 @pytest.fixture(scope="module")
 def tables(result: SetResult) -> list[Table]:
-    return make_tables([spec for specs in SECTIONS.values() for spec in specs], [result])
+    return make_tables([spec for specs in SECTIONS.values() for spec in specs.values()], [result])
 
 
 def cells(**tables: Cells) -> dict[str, Cells]:
@@ -56,54 +47,64 @@ def parts(probe: float, metric: float, head: float) -> dict[str, Cells]:
     return cells(k_split={"signal_k": 0.65, "null": 0.51, **gaps})
 
 
-CASES: list[tuple[Callable[[SetResult, Any], ClaimFinding], Cells, Verdict]] = [
-    (rules.median_no_better, cells(location={"median": 0.799, "trimmed_mean": 0.8005}), "supported"),
-    (rules.median_no_better, cells(location={"median": 0.799, "trimmed_mean": 0.802}), "not supported"),
-    (rules.median_is_the_mean, cells(location={"correlation": 0.991}), "supported"),
-    (rules.median_is_the_mean, cells(location={"correlation": 0.989}), "not supported"),
-    (rules.depth_grows, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.718, n28=0.8)), "supported"),
-    (rules.depth_grows, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.71, n28=0.8)), "mixed"),
-    (rules.depth_grows, cells(depth_subsampling=curve(n1=0.8, n2=0.72, n28=0.79)), "not supported"),
-    (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n8=0.76, n16=0.797, n20=0.8, n28=0.8)), "supported"),
-    (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n8=0.797, n16=0.76, n28=0.8)), "not supported"),
-    (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n8=0.7, n20=0.8, n28=0.8)), "not supported"),
-    (rules.any_head_will_do, cells(top_heads={"top_1": {"mean": 0.8}, "random_1": {"mean": 0.796}}), "supported"),
-    (rules.any_head_will_do, cells(top_heads={"top_1": {"mean": 0.8}, "random_1": {"mean": 0.79}}), "not supported"),
-    (rules.heads_redundant, cells(head_distribution={"correlation": 0.65}), "supported"),
-    (rules.heads_redundant, cells(head_distribution={"correlation": 0.64}), "not supported"),
-    (rules.near_orthogonal, cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}), "supported"),
+def sides(
+    judge: Judge, table: str, *given: tuple[Mapping[str, Any], Verdict]
+) -> list[tuple[Judge, dict[str, Cells], Verdict]]:
+    """Cases of one rule, by the cells of one table."""
+    return [(judge, cells(**{table: row}), verdict) for row, verdict in given]
+
+
+YES, NO, MIXED = "supported", "not supported", "mixed"
+CASES: list[tuple[Judge, dict[str, Cells], Verdict]] = [
+    *sides(
+        rules.median_no_better, "location",
+        ({"median": 0.799, "trimmed_mean": 0.8005}, YES), ({"median": 0.799, "trimmed_mean": 0.802}, NO),
+    ),
+    *sides(rules.median_is_the_mean, "location", ({"correlation": 0.991}, YES), ({"correlation": 0.989}, NO)),
+    *sides(
+        rules.depth_grows, "depth_subsampling", (curve(n1=0.7, n2=0.72, n8=0.718, n28=0.8), YES),
+        (curve(n1=0.7, n2=0.72, n8=0.71, n28=0.8), MIXED), (curve(n1=0.8, n2=0.72, n28=0.79), NO),
+    ),
+    *sides(
+        rules.depth_saturates, "depth_subsampling", (curve(n1=0.7, n8=0.76, n16=0.797, n20=0.8, n28=0.8), YES),
+        (curve(n1=0.7, n8=0.797, n16=0.76, n28=0.8), NO), (curve(n1=0.7, n8=0.7, n20=0.8, n28=0.8), NO),
+    ),
+    *sides(
+        rules.any_head_will_do, "top_heads", ({"top_1": {"mean": 0.8}, "random_1": {"mean": 0.796}}, YES),
+        ({"top_1": {"mean": 0.8}, "random_1": {"mean": 0.79}}, NO),
+    ),
+    *sides(rules.heads_redundant, "head_distribution", ({"correlation": 0.65}, YES), ({"correlation": 0.64}, NO)),
+    *sides(
+        rules.near_orthogonal, "geometry", ({"adjacent_cos": 0.09, "expected_cos": 0.071}, YES),
+        ({"adjacent_cos": 0.3, "expected_cos": 0.071}, NO),
+    ),
     (
         rules.near_orthogonal,
-        cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}, isotropy={"adjacent_cos": 0.2}),
-        "mixed",
+        cells(geometry={"adjacent_cos": 0.09, "expected_cos": 0.071}, isotropy={"adjacent_cos": 0.2}), MIXED,
     ),
-    (rules.near_orthogonal, cells(geometry={"adjacent_cos": 0.3, "expected_cos": 0.071}), "not supported"),
-    (rules.low_energy, cells(geometry={"energy": 0.0031, "random_energy": 1 / 128}), "supported"),
-    (rules.low_energy, cells(geometry={"energy": 0.0131, "random_energy": 1 / 128}), "not supported"),
-    (rules.shift_small, cells(geometry={"energy_ratio": 0.0868}), "supported"),
-    (rules.shift_small, cells(geometry={"energy_ratio": 0.0901}), "not supported"),
-    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.12, "r_fisher_unbiased": 1.03}), "supported"),
-    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.12, "r_fisher_unbiased": 1.06}), "not supported"),
-    (
-        rules.fisher_gap_small,
-        cells(fisher={"r_fisher": 1.02, "r_fisher_unbiased": None, "shrinkage": 0.0}),
-        "supported",
+    *sides(
+        rules.low_energy, "geometry", ({"energy": 0.0031, "random_energy": 1 / 128}, YES),
+        ({"energy": 0.0131, "random_energy": 1 / 128}, NO),
     ),
-    (rules.last_token_best, cells(readout_position={"last_1": 0.8, "last_4": -0.001, "max": -0.1}), "supported"),
-    (rules.last_token_best, cells(readout_position={"last_1": 0.8, "last_4": 0.004, "max": None}), "mixed"),
-    (rules.last_token_best, cells(readout_position={"last_1": 0.8, "content_mean": 0.02}), "not supported"),
-    (rules.factual_varies_more, cells(kappa={"factual_larger": 0.9}), "supported"),
-    (rules.factual_varies_more, cells(kappa={"factual_larger": 0.89}), "not supported"),
-    (rules.probe_part_of_k, parts(0.9, 0.1, 0.2), "supported"),
-    (rules.probe_part_of_k, parts(0.6, 0.7, 0.2), "mixed"),
-    (rules.probe_part_of_k, parts(0.2, 0.7, 0.2), "not supported"),
-]
+    *sides(rules.shift_small, "geometry", ({"energy_ratio": 0.0868}, YES), ({"energy_ratio": 0.0901}, NO)),
+    *sides(
+        rules.fisher_gap_small, "fisher", ({"r_fisher": 1.12, "r_fisher_unbiased": 1.03}, YES),
+        ({"r_fisher": 1.12, "r_fisher_unbiased": 1.06}, NO),
+        ({"r_fisher": 1.02, "r_fisher_unbiased": None, "shrinkage": 0.0}, YES),
+    ),
+    *sides(
+        rules.last_token_best, "readout_position", ({"last_1": 0.8, "last_4": -0.001, "max": -0.1}, YES),
+        ({"last_1": 0.8, "last_4": 0.004, "max": None}, MIXED), ({"last_1": 0.8, "content_mean": 0.02}, NO),
+    ),
+    *sides(rules.factual_varies_more, "kappa", ({"factual_larger": 0.9}, YES), ({"factual_larger": 0.89}, NO)),
+    (rules.probe_part_of_k, parts(0.9, 0.1, 0.2), YES),
+    (rules.probe_part_of_k, parts(0.6, 0.7, 0.2), MIXED),
+    (rules.probe_part_of_k, parts(0.2, 0.7, 0.2), NO),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("judge", "given", "verdict"), CASES)
-def test_a_rule_tells_its_sides_apart(
-    judge: Callable[[SetResult, Any], ClaimFinding], given: Cells, verdict: Verdict
-) -> None:
+def test_a_rule_tells_its_sides_apart(judge: Judge, given: dict[str, Cells], verdict: Verdict) -> None:
     found = judge(NOTHING, given)
     assert found.verdict == verdict
     assert any(char.isdigit() for char in found.text)
@@ -118,7 +119,7 @@ def test_every_rule_has_a_case_for_and_one_against() -> None:
         assert {"supported", "not supported"} <= verdicts, rule.claim
 
 
-UNTESTABLE: list[tuple[Callable[[SetResult, Any], ClaimFinding], Cells, str]] = [
+UNTESTABLE: list[tuple[Judge, dict[str, Cells], str]] = [
     (rules.mean_suffices, cells(), "has no mean_and_shape"),
     (rules.mean_suffices, {}, "has no mean"),
     (rules.mean_suffices, cells(mean_dominance={"mean": 0.53, "mean_and_shape": 0.6}), "near chance"),
@@ -134,16 +135,8 @@ UNTESTABLE: list[tuple[Callable[[SetResult, Any], ClaimFinding], Cells, str]] = 
     (rules.factual_varies_more, cells(kappa={"factual_larger": None}), "has no factual_larger"),
     (rules.median_no_better, cells(mean_dominance={"mean": 0.53}), "near chance"),
     (rules.depth_saturates, cells(depth_subsampling=curve(n1=0.7, n2=0.72, n8=0.8)), "8 layers are too few: 1 size"),
-    (
-        rules.fisher_gap_small,
-        cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}),
-        "too few",
-    ),
-    (
-        rules.fisher_gap_small,
-        cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}),
-        "singular",
-    ),
+    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.3, "r_fisher_unbiased": None, "shrinkage": 0.0}), "too few"),
+    (rules.fisher_gap_small, cells(fisher={"r_fisher": 1.01, "r_fisher_unbiased": None, "shrinkage": 0.1}), "singular"),
     (rules.last_token_best, cells(readout_position={"last_1": 0.8}), "no other pooling"),
     (rules.last_token_best, cells(readout_position={"last_1": 0.5, "max": 0.1}), "near chance"),
     (rules.probe_part_of_k, cells(k_split={"signal_k": 0.52, "null": 0.51}), "too little to divide"),
@@ -151,9 +144,7 @@ UNTESTABLE: list[tuple[Callable[[SetResult, Any], ClaimFinding], Cells, str]] = 
 
 
 @pytest.mark.parametrize(("judge", "given", "reason"), UNTESTABLE)
-def test_what_cannot_be_tested_says_why(
-    judge: Callable[[SetResult, Any], ClaimFinding], given: Cells, reason: str
-) -> None:
+def test_what_cannot_be_tested_says_why(judge: Judge, given: dict[str, Cells], reason: str) -> None:
     with pytest.raises(NotTestable, match=reason):
         judge(NOTHING, given)
 
@@ -193,7 +184,9 @@ SHAPED: list[tuple[Judge, SetResult, Verdict]] = [
 
 @pytest.mark.parametrize(("judge", "result", "verdict"), SHAPED)
 def test_differences_are_judged_by_their_intervals(judge: Judge, result: SetResult, verdict: Verdict) -> None:
-    rows = cells_by_set(make_tables([MEAN_DOMINANCE, FEATURE_SETS, READOUT_SITE], [result]))[result.title]
+    rows = cells_by_set(make_tables([MEAN["mean-dominance"], MEAN["feature-sets"], READOUT["readout-site"]], [result]))[
+        result.title
+    ]
     found = judge(result, rows)
     assert found.verdict == verdict, found.text
     assert "points [" in found.text
@@ -201,31 +194,18 @@ def test_differences_are_judged_by_their_intervals(judge: Judge, result: SetResu
 
 @pytest.mark.parametrize(
     ("low", "high", "is_above", "is_within"),
-    [
-        (0.006, 0.02, "supported", "not supported"),
-        (0.004, 0.02, "mixed", "mixed"),
-        (-0.02, 0.006, "mixed", "mixed"),
-        (-0.02, 0.004, "not supported", "mixed"),
-        (-0.02, -0.006, "not supported", "not supported"),
-        (-0.005, 0.005, "mixed", "supported"),
-    ],
-)
+    [(0.006, 0.02, YES, NO), (0.004, 0.02, MIXED, MIXED), (-0.02, 0.006, MIXED, MIXED), (-0.02, 0.004, NO, MIXED),
+     (-0.02, -0.006, NO, NO), (-0.005, 0.005, MIXED, YES)],
+)  # fmt: skip
 def test_verdicts_for_and_against_mirror_each_other(
     low: float, high: float, is_above: Verdict, is_within: Verdict
 ) -> None:
-    interval, mirrored = (
-        DifferenceInterval((low + high) / 2, low, high),
-        DifferenceInterval(-(low + high) / 2, -high, -low),
-    )
+    middle = (low + high) / 2
+    interval, mirrored = DifferenceInterval(middle, low, high), DifferenceInterval(-middle, -high, -low)
     assert rules.above(interval, 0.005) == is_above
-    opposite = {"supported": "not supported", "not supported": "supported", "mixed": "mixed"}
+    opposite = {YES: NO, NO: YES, MIXED: MIXED}
     assert rules.above(mirrored, -0.005) == opposite[is_above]
     assert rules.within(interval, 0.005) == rules.within(mirrored, 0.005) == is_within
-
-
-def test_a_site_without_scores_is_not_equivalent_nor_different() -> None:
-    with pytest.raises(NotTestable, match="did not take part"):
-        rules.sites_equivalent(shaped(level=1.0), cells())
 
 
 @pytest.mark.parametrize(("eta", "verdict"), [(1.009, "supported"), (0.985, "not supported"), (1.011, "not supported")])
@@ -269,23 +249,18 @@ def test_the_interval_is_that_of_the_main_table(result: SetResult) -> None:
     assert ahead_of(["iti"], result, {}).text.endswith(str(interval))
 
 
-def test_a_method_that_did_not_take_part_cannot_be_beaten(result: SetResult) -> None:
+def test_a_method_that_did_not_take_part_cannot_be_beaten_nor_be_equivalent(result: SetResult) -> None:
     with pytest.raises(NotTestable, match="fact-probe and iris did not take part"):
         ahead_of(["fact-probe", "iris"], result, {})
+    with pytest.raises(NotTestable, match="did not take part"):
+        rules.sites_equivalent(shaped(level=1.0), cells())
 
 
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
-    [
-        (["supported", "supported"], "supported"),
-        (["supported", "not testable"], "supported"),
-        (["supported", "not supported"], "mixed"),
-        (["not supported", "mixed"], "mixed"),
-        (["not supported", "not supported"], "not supported"),
-        (["not testable", "not testable"], "not testable"),
-        ([], "not testable"),
-    ],
-)
+    [([YES, YES], YES), ([YES, "not testable"], YES), ([YES, NO], MIXED), ([NO, MIXED], MIXED), ([NO, NO], NO),
+     (["not testable"] * 2, "not testable"), ([], "not testable")],
+)  # fmt: skip
 def test_sets_are_put_together(verdicts: list[Verdict], expected: Verdict) -> None:
     assert rules.together(verdicts) == expected
 

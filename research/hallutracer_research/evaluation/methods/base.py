@@ -1,4 +1,4 @@
-"""What the methods of the main table share: rows, processes, a linear fit, the choice of a layer."""
+"""Rows, processes, a linear fit and the choice of a layer, which the methods share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AnswerReadings(_ByRow):
     """What was read of the model's own answers to the n rows; None where no method asked for it."""
 
     log_prob: Floats | None = None  # [n] of the greedy answer's tokens, mean, nats
-    states: NDArray[np.float32] | None = None  # [n, 2 hidden_size] ``mind.features`` of the greedy answer
+    states: NDArray[np.float32] | None = None  # [n, 2 hidden_size] ``networks.features`` of the greedy answer
     true: Floats | None = None  # [n] log-odds that the model gives its greedy answer of being true
     asked: Floats | None = None  # [n] tokens of the prompt that asks for it
     entropy: Floats | None = None  # [n] discrete semantic entropy of the sampled answers, nats
@@ -128,6 +128,13 @@ Fit = Callable[[Any, NDArray[np.int64], Any], Floats]
 """Training rows [n, d], labels [n], rows to score [t, d] -> truth logits [t]; processes must be able to pickle it."""
 
 
+def linear_logits(
+    c: float, kind: Penalty, x: NDArray[np.floating], label: Index, x_test: NDArray[np.floating]
+) -> Floats:
+    """Return truth logits [t] of ``fit_linear``; with its first two arguments bound it is a ``Fit``."""
+    return fit_linear(x, label, c, kind).logits(x_test)
+
+
 def at_depths(layers: int, shares: Sequence[float]) -> list[int]:
     """Return the layers at these shares of the depth; each once, in order."""
     return sorted({round(share * (layers - 1)) for share in shares})
@@ -152,12 +159,10 @@ def choose(
     inputs: MethodInputs, train: Index, seed: int,
     *, layers: Sequence[int], fits: Sequence[Fit], jobs: int | None, what: str,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return (layer, position in ``fits``) with the best mean AUROC; ties: lower layer, first way.
-
-    Each process holds the rows of one layer.
-    """
+    """Return (layer, position in ``fits``) with the best mean AUROC; ties: lower layer, first way."""
     pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what=what)
-    found = in_processes(partial(_by_fit, inputs.residual, pairs, fits), layers, jobs)
+    spans = [(layer, 1) for layer in layers]
+    found = in_processes(partial(held_out_aurocs, inputs.residual, pairs, fits), spans, jobs)
     # Rounded, so that the order of a sum does not decide a tie.
     place, fit = np.unravel_index(int(np.argmax(np.round(found, 12))), (len(layers), len(fits)))
     return layers[int(place)], int(fit)
@@ -175,9 +180,18 @@ def usable_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: in
     return usable
 
 
-def _by_fit(readouts: Readouts, pairs: Sequence[tuple[Index, Index]], fits: Sequence[Fit], layer: int) -> list[float]:
-    x = readouts.file.layer(layer)[readouts.index]
-    with threadpool_limits(1):
+def window(readouts: Readouts, start: int, size: int, rows: Index) -> Rows:
+    """Return the hidden states of ``size`` layers side by side: [n, size * hidden_size]."""
+    index = readouts.index[rows]
+    return np.concatenate([readouts.file.layer(layer)[index] for layer in range(start, start + size)], axis=1)
+
+
+def held_out_aurocs(
+    readouts: Readouts, pairs: Sequence[tuple[Index, Index]], fits: Sequence[Fit], span: tuple[int, int]
+) -> list[float]:
+    """Return the mean AUROC of each way to fit over the folds (fitted, held out), for one window read once."""
+    x = window(readouts, *span, np.arange(len(readouts.index)))
+    with threadpool_limits(1):  # sums in one order, whatever the number of cores
         return [held_out_auroc(fit, x, readouts.label, pairs) for fit in fits]
 
 

@@ -6,13 +6,10 @@ scaled to unit norm; K = G G^T [T, T] their Gram matrix, lambda its eigenvalues;
 
     score = det(K) + log sigma_max - 2 log kappa
 
-**Direction.** A high score means a sound answer, so the risk is minus the score.  No label decides this: its authors
-maximise the score when it guides their search over answers, and the term that dominates, -2 log kappa, is lowest for
-degenerate answers.  (log sigma_max enters with a plus although amplification is what they call the
-hazard; the formula is kept as published.)
-
-It reads the answer, so it is a cross-regime reference and no peer of the pre-decoding methods.  Scores depend on the
-answer's length T: one token always scores 1.  Works on the transformers engine only.
+**Direction.** A high score means a sound answer, so the risk is minus the score: its authors maximise it when it guides
+their search over answers.  (log sigma_max enters with a plus although amplification is what they call the hazard; the
+formula is kept as published.)  It reads the answer, so it is a cross-regime reference and no peer of the pre-decoding
+methods.  One token always scores 1.  Works on the transformers engine only.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ _AT_ONCE = 32  # prompts answered between two steps of the progress bar
 
 
 def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_tokens: int = 64) -> Floats:
-    """The published score of each prompt's greedy answer, [n]; high means sound.
+    """Return the published score of each prompt's greedy answer, [n]; high means sound.
 
     T is at most ``max_new_tokens``, where the answer is cut, since time grows linearly with T (three passes back
     through the last block for each token) and K with T^2.  G itself is never held: memory is three copies of the last
@@ -76,7 +73,7 @@ def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_
 
 
 def answer_kernel(torch_model: TorchModel, prompt: TokenIds, answer: TokenIds) -> tuple[Floats, Floats]:
-    """K [T, T] of unit-norm gradients, and the answer tokens' last hidden states [T, hidden_size].
+    """Return K [T, T] of unit-norm gradients, and the answer tokens' last hidden states [T, hidden_size].
 
     The states are those that the language-model head reads, after the final norm.
     """
@@ -98,7 +95,7 @@ def answer_kernel(torch_model: TorchModel, prompt: TokenIds, answer: TokenIds) -
 
 
 def unit_gram(values: Tensor, parameters: Sequence[Tensor]) -> Floats:
-    """Gram matrix [T, T] of the gradients of ``values`` [T], each scaled to unit norm (zero ones stay zero).
+    """Return the Gram matrix [T, T] of the gradients of ``values`` [T], each scaled to unit norm (zero ones stay zero).
 
     Column u is J g_u, and J v is the derivative of u -> J^T u along v (differentiating twice), so no more than one
     gradient is held at a time, whatever the number of parameters.
@@ -127,7 +124,7 @@ def unit_gram(values: Tensor, parameters: Sequence[Tensor]) -> Floats:
 
 
 def score(kernel: NDArray[np.floating], states: NDArray[np.floating], floor: float) -> float:
-    """det(K) + log sigma_max - 2 log kappa: kernel [T, T], states [T, d].  Finite for every input that is.
+    """Return det(K) + log sigma_max - 2 log kappa: kernel [T, T], states [T, d].  Finite for every input that is.
 
     Eigenvalues are raised to ``floor``, since equal gradients make K singular.  It is the rounding unit of the model's
     type (float32: 1.2e-7) and not the 1e-8 of the published code: below it, log kappa would be noise.
@@ -138,7 +135,7 @@ def score(kernel: NDArray[np.floating], states: NDArray[np.floating], floor: flo
 
 
 def displacement_ratio(states: NDArray[np.floating], floor: float = 1e-8) -> float:
-    """sigma_max: the largest |h_t - h_(t-1)| / |h_(t-1) - h_(t-2)| of states [T, d]; 1 where T < 3.
+    """Return sigma_max: the largest |h_t - h_(t-1)| / |h_(t-1) - h_(t-2)| of states [T, d]; 1 where T < 3.
 
     Steps are raised to ``floor``, so that a state that repeats divides by no zero.
     """
@@ -150,7 +147,7 @@ def displacement_ratio(states: NDArray[np.floating], floor: float = 1e-8) -> flo
 
 @contextmanager
 def _differentiable(block: Any) -> Iterator[list[Tensor]]:
-    """Gradients for one block's parameters, and only for as long as they are wanted."""
+    """Give one block's parameters gradients, only for as long as they are wanted."""
     parameters = list(block.parameters())
     before = [one.requires_grad for one in parameters]
     try:
@@ -165,7 +162,7 @@ def _differentiable(block: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _twice() -> Iterator[None]:
-    """Only attention kernels that can be differentiated twice; a model with other such kernels is refused."""
+    """Allow only attention kernels that can be differentiated twice; refuse a model with other such kernels."""
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield

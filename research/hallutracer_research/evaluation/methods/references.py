@@ -1,21 +1,29 @@
-"""Methods that fit no probe: one number for each row.
+"""Methods that probe no state of the model: one number for each row, the prompt's text, the share of its kind.
 
 Of first-token maximum probability, first-token entropy and prompt length the sign is fitted, by the AUROC on the
 training rows, as the trainer's own evaluation does: on sets whose statement stands in the prompt the sign is not known
-beforehand.  Scores of answers keep the sign of their papers.
+beforehand.  Scores of answers keep the sign of their papers.  Where text or kind come near a probe, the probe may have
+learned which questions are hard, not what the model knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs
+from hallutracer_research.evaluation.methods.base import INNER_FOLDS, Floats, Index, MethodInputs
 from service.errors import TrainingError
+from service.fitting.folds import group_folds
 from service.fitting.scores import risk_auroc
 
-Fit = Callable[[MethodInputs, Index, Index, int, int | None], Floats]
+if TYPE_CHECKING:
+    from hallutracer_research.evaluation.methods import Fit
+
+C_GRID = (0.3, 1.0, 3.0, 10.0)
+FEW_ROWS = 500  # up to so many, words of a single prompt are kept, too
+PSEUDO_ROWS = 5.0  # with which a kind's share is drawn to the share of all
 
 
 def _with_fitted_sign(read: Callable[[MethodInputs], Floats]) -> Fit:
@@ -50,3 +58,41 @@ p_true = _of_answer("p-true", -1.0, lambda inputs: inputs.answers.true)
 semantic_entropy = _of_answer("semantic-entropy", 1.0, lambda inputs: inputs.answers.entropy_weighted)
 semantic_entropy_discrete = _of_answer("semantic-entropy-discrete", 1.0, lambda inputs: inputs.answers.entropy)
 eigenscore = _of_answer("eigenscore", 1.0, lambda inputs: inputs.answers.eigenscore)
+
+
+def text_ngrams(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return scores [n_test] of an L2 logistic regression on TF-IDF of words, pairs, and 2 to 4 characters in words.
+
+    Its C is chosen inside the training side, by AUROC over group-disjoint folds.
+    """
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_union
+
+    least = 2 if len(train) > FEW_ROWS else 1
+    vectorizer = make_union(
+        TfidfVectorizer(ngram_range=(1, 2), min_df=least, sublinear_tf=True),
+        TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4), min_df=least, sublinear_tf=True),
+    )
+    text = np.array(inputs.text, dtype=object)
+
+    def risks(fitted: Index, scored: Index, grid: tuple[float, ...]) -> list[Floats]:
+        x, x_scored = vectorizer.fit_transform(text[fitted]), vectorizer.transform(text[scored])
+        models = [LogisticRegression(C=c, solver="liblinear", max_iter=1000) for c in grid]
+        fits = [model.fit(x, 1 - inputs.label[fitted]) for model in models]
+        return [np.asarray(fit.decision_function(x_scored), np.float64) for fit in fits]
+
+    found = np.zeros(len(C_GRID))
+    for fitted, held in group_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="inner fold"):
+        found += [risk_auroc(inputs.label[held], risk) for risk in risks(fitted, held, C_GRID)]
+    return risks(train, test, (C_GRID[int(found.argmax())],))[0]
+
+
+def kind_prior(inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None) -> Floats:
+    """Return the kind's share of hallucinations on the training side, drawn to the share of all, [n_test]."""
+    wrong = 1.0 - inputs.label[train]
+    share = float(wrong.mean())
+    kinds, place = np.unique(inputs.kind[train], return_inverse=True)
+    count, total = np.bincount(place), np.bincount(place, weights=wrong)
+    of_kind = dict(zip(kinds.tolist(), (total + PSEUDO_ROWS * share) / (count + PSEUDO_ROWS), strict=True))
+    return np.array([of_kind.get(kind, share) for kind in inputs.kind[test].tolist()])

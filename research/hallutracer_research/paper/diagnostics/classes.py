@@ -1,29 +1,35 @@
-"""What every diagnostic shares: two classes, their gap, their pooled spread, the middle layers, a result as JSON.
+"""Two classes of rows: gap, pooled spread, middle layers, distance correlation, Chen and Qin's test; results as JSON.
 
 The pooled within-class covariance is sum_c pi_c Cov_c (App. uniform-proof) with pi_c = n_c / N and Cov_c the unbiased
-sample covariance.  Arrays are [N, ...]: rows first, any further axes.
+sample covariance.  Arrays are [N, ...]: rows first, any further axes; label is 1 for factual, 0 for hallucinated.  The
+test of equal means (Chen and Qin 2010, Ann. Statist. 38(2), 808-835; the paper's "probe-free" columns of Table
+validation-results) needs no probe and no invertible covariance.  Sums over pairs of rows are written in moments,
+exactly, or taken in blocks, so that N rows need no N x N numbers in memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import norm
 
 from service.errors import TrainingError
 
 Floats = NDArray[np.float64]
-Labels = NDArray[np.integer]
 Mask = NDArray[np.bool_]
+MIN_ROWS = 3  # of each class, for Chen and Qin's test: a pair of rows must leave one over in the variance
+_PAIRS, _BLOCK = 512, 1024
 
 
 def factual_rows(label: ArrayLike, minimum: int = 2) -> Mask:
-    """True where factual: label [N] -> [N].
+    """Return where rows are factual: label [N] -> [N].
 
-    TrainingError where a label is neither 0 nor 1, or a class has fewer than ``minimum`` rows.
+    Raises TrainingError where a label is neither 0 nor 1, or a class has fewer than ``minimum`` rows.
     """
     values = np.asarray(label)
     factual: Mask = np.asarray(values == 1)
@@ -37,7 +43,7 @@ def factual_rows(label: ArrayLike, minimum: int = 2) -> Mask:
 
 
 def as_float(x: ArrayLike, name: str, ndim: int) -> Floats:
-    """A float64 array of ``ndim`` axes; TrainingError naming ``name`` where it is not one or not finite."""
+    """Return a float64 array of ``ndim`` axes.  Raises TrainingError where it is not one or not finite."""
     values = np.asarray(x, np.float64)
     if values.ndim != ndim:
         raise TrainingError(f"{name} has shape {list(values.shape)}: {ndim} axes are needed")
@@ -47,7 +53,7 @@ def as_float(x: ArrayLike, name: str, ndim: int) -> Floats:
 
 
 def labelled(x: ArrayLike, label: ArrayLike, name: str, *, minimum: int = 2) -> tuple[Floats, Mask]:
-    """``as_float`` of x [N, k] and ``factual_rows`` of label [N]; TrainingError too where their lengths differ."""
+    """Return ``as_float`` of x [N, k] and ``factual_rows`` of label [N].  Raises TrainingError."""
     values, count = as_float(x, name, 2), len(np.asarray(label))
     if len(values) != count:
         raise TrainingError(f"{name} has {len(values)} rows and label {count}: one label per row is needed")
@@ -55,12 +61,12 @@ def labelled(x: ArrayLike, label: ArrayLike, name: str, *, minimum: int = 2) -> 
 
 
 def gap(x: Floats, factual: Mask) -> Floats:
-    """Mean of the factual rows minus mean of the others: x [N, ...] -> [...]."""
+    """Return the mean of the factual rows minus that of the others: x [N, ...] -> [...]."""
     return np.asarray(x[factual].mean(axis=0) - x[~factual].mean(axis=0))
 
 
 def centred(x: Floats, factual: Mask) -> Floats:
-    """x [N, ...] less the mean of each row's own class."""
+    """Return x [N, ...] less the mean of each row's own class."""
     rest = x.copy()
     for rows in (factual, ~factual):
         rest[rows] -= x[rows].mean(axis=0)
@@ -68,40 +74,37 @@ def centred(x: Floats, factual: Mask) -> Floats:
 
 
 def variances(x: Floats, factual: Mask) -> tuple[Floats, Floats]:
-    """Unbiased variances of the (hallucinated, factual) rows: x [N, ...] -> two of [...]."""
+    """Return unbiased variances of the (hallucinated, factual) rows: x [N, ...] -> two of [...]."""
     return np.asarray(x[~factual].var(axis=0, ddof=1)), np.asarray(x[factual].var(axis=0, ddof=1))
 
 
 def pooled_variance(x: Floats, factual: Mask) -> Floats:
-    """sum_c pi_c Var_c: x [N, ...] -> [...]."""
+    """Return sum_c pi_c Var_c: x [N, ...] -> [...]."""
     share = float(factual.mean())
     hallucinated_variance, factual_variance = variances(x, factual)
     return np.asarray(share * factual_variance + (1.0 - share) * hallucinated_variance)
 
 
 def covariance(x: Floats) -> Floats:
-    """Unbiased covariance: x [n, d] -> [d, d]."""
+    """Return the unbiased covariance: x [n, d] -> [d, d]."""
     rest = x - x.mean(axis=0)
     return np.asarray(rest.T @ rest / (len(x) - 1))
 
 
 def pooled_covariance(x: Floats, factual: Mask) -> Floats:
-    """sum_c pi_c Cov_c (App. uniform-proof): x [N, d] -> [d, d]."""
+    """Return sum_c pi_c Cov_c (App. uniform-proof): x [N, d] -> [d, d]."""
     share = float(factual.mean())
     return np.asarray(share * covariance(x[factual]) + (1.0 - share) * covariance(x[~factual]))
 
 
 def effect_size(x: Floats, factual: Mask) -> Floats:
-    """|gap| over the pooled within-class standard deviation (Eq. cohen-d): x [N, ...] -> [...].
-
-    NaN where the pooled variance is zero; ``as_document`` writes it as null.
-    """
+    """Return |gap| over the pooled within-class deviation (Eq. cohen-d): x [N, ...] -> [...]; NaN without spread."""
     spread = np.sqrt(pooled_variance(x, factual))
     return np.asarray(np.divide(np.abs(gap(x, factual)), spread, out=np.full_like(spread, np.nan), where=spread > 0))
 
 
 def middle_layers(m: int) -> range:
-    """The middle 60 % of m layers, floor(m / 5) <= l < ceil(4 m / 5).
+    """Return the middle 60 % of m layers, floor(m / 5) <= l < ceil(4 m / 5).
 
     The paper names the share, not the rule; this one gives its counts for every model it lists (Table
     validation-results, column CQ sig.: 18 of 28, 20 of 32, 30 of 48, 40 of 64, 48 of 80).
@@ -110,35 +113,176 @@ def middle_layers(m: int) -> range:
 
 
 def middle_transitions(m: int) -> range:
-    """The transitions l -> l + 1 that start at a middle layer; as many as middle layers, for m >= 5."""
+    """Return the transitions l -> l + 1 that start at a middle layer; as many as middle layers, for m >= 5."""
     layers = middle_layers(m)
     return range(layers.start, min(layers.stop, m - 1))
 
 
 def mean_or_none(values: Sequence[float | None] | Floats) -> float | None:
-    """Mean of the numbers that are defined (neither None nor NaN); None where there is none."""
+    """Return the mean of the numbers that are defined (neither None nor NaN); None where there is none."""
     array = np.asarray(values, np.float64)  # None becomes NaN
     kept = array[np.isfinite(array)]
     return float(kept.mean()) if len(kept) else None
 
 
 def defined(value: float) -> float | None:
-    """The number, or None where it is not finite."""
+    """Return the number, or None where it is not finite."""
     return float(value) if np.isfinite(value) else None
 
 
 def as_document(value: Any) -> Any:
-    """A result as JSON: dataclasses and mappings become objects, arrays lists, undefined numbers null."""
+    """Return a result as JSON: dataclasses and mappings become objects, arrays lists, undefined numbers null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_document(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): as_document(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return as_document(value.tolist())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [as_document(item) for item in value]
-    if isinstance(value, np.generic):
-        return as_document(value.item())
-    if isinstance(value, float):
-        return defined(value)
-    return value
+    return defined(value) if isinstance(value, float) else value
+
+
+def distance_correlation(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Return dCor (Szekely, Rizzo and Bakirov 2007) of x [N], y [N], in [0, 1]; None where either is constant.
+
+    The V-statistic: dCov^2 = mean(a b) + mean(a) mean(b) - 2 mean_i(a_i. b_i.) with a_ij = |x_i - x_j|, a_i. its row
+    means; the definition's double centring, multiplied out.  O(N^2) time, since one sum over pairs remains.
+    """
+    one, two = as_float(x, "x", 1), as_float(y, "y", 1)
+    if len(one) != len(two) or not len(one):
+        raise TrainingError(f"x has {len(one)} values and y {len(two)}: as many, at least one, are needed")
+    n = len(one)
+    one, two = one - one.mean(), two - two.mean()  # distances stay; rounding of large offsets goes
+    rows_one, rows_two = _row_means(one), _row_means(two)
+    pairs = 0.0
+    for start in range(0, n, _PAIRS):
+        block = slice(start, start + _PAIRS)
+        product = (one[block, None] - one) * (two[block, None] - two)
+        pairs += float(np.abs(product, out=product).sum())
+    covariance = pairs / n**2 + float(rows_one.mean() * rows_two.mean()) - 2.0 * float(np.mean(rows_one * rows_two))
+    spread = _squared_spread(one, rows_one) * _squared_spread(two, rows_two)
+    if spread <= 0:
+        return None
+    return math.sqrt(min(max(covariance / math.sqrt(spread), 0.0), 1.0))
+
+
+def _row_means(x: Floats) -> Floats:
+    """Return mean_j |x_i - x_j| for every i, by sorting: [N] -> [N]."""
+    n = len(x)
+    order = np.argsort(x, kind="stable")
+    ranked = x[order]
+    below = np.concatenate([[0.0], np.cumsum(ranked)[:-1]])
+    means = np.empty(n)
+    means[order] = (ranked * (2 * np.arange(n) - n + 1) - below + (ranked.sum() - below - ranked)) / n
+    return means - min(float(means.min()), 0.0)  # rounding, where all are equal
+
+
+def _squared_spread(x: Floats, rows: Floats) -> float:
+    """Return dVar^2 of x [N]; the mean of squared distances is twice the variance."""
+    if np.ptp(x) == 0:
+        return 0.0
+    return 2.0 * float(x.var()) + float(rows.mean()) ** 2 - 2.0 * float(np.mean(rows**2))
+
+
+@dataclass(frozen=True)
+class ChenQin:
+    """statistic: an unbiased estimate of |mu_F - mu_H|^2, which may be negative; p_value: one-sided, for it > 0.
+
+    All are of independent rows; None where there are too few.
+    """
+
+    statistic: float | None
+    variance: float | None  # of the statistic where the means are equal
+    z: float | None
+    p_value: float | None  # None where the variance is not estimated as positive
+    trace: float | None  # Tr(Sigma), pooled within class
+    energy_ratio: float | None  # statistic / trace; None where there is no variance
+    notes: tuple[str, ...] = ()
+
+
+def one_row_a_group(group: ArrayLike, seed: int = 0) -> NDArray[np.int64]:
+    """Return one row of each group, drawn with a seed, in the data's order: group [N] -> [G] rows.
+
+    Rows of a group depend on each other, and a group may have rows of both classes: its means would tie the classes.
+    """
+    names = np.asarray(group)
+    order = np.random.default_rng(seed).permutation(len(names))
+    return np.asarray(np.sort(order[np.unique(names[order], return_index=True)[1]]), np.int64)
+
+
+def chen_qin_by_group(x: ArrayLike, label: ArrayLike, group: ArrayLike) -> ChenQin:
+    """Return the test of ``one_row_a_group``: x [N, d], label, group [N].
+
+    All rows would call their own likeness within a group a difference of the classes.  Without a number, and with a
+    note, below 3 of these rows of a class.
+    """
+    rows = one_row_a_group(group)
+    kept = np.asarray(label)[rows]
+    least = min(int(np.sum(kept == value)) for value in (0, 1))
+    if least < MIN_ROWS:
+        note = f"one row of each group leaves {least} rows of a class, and {MIN_ROWS} are needed: give more groups"
+        return ChenQin(None, None, None, None, None, None, (note,))
+    return chen_qin(np.asarray(x)[rows], kept)
+
+
+def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
+    """Return the test of equal class means: x [N, d], label [N], of independent rows (else ``chen_qin_by_group``).
+
+    T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0 is
+    2 tr(S_F^2) / (n_F (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), each trace by their
+    leave-out estimators.  T and the mixed trace do not change when all rows are moved; their tr(S_c^2) does, by noise
+    of the order of the squared distance of the mean from the origin.  Here each class is moved by the OTHER class's
+    mean before it is taken, which is independent of it: the estimator is otherwise theirs.
+    Raises TrainingError below 3 rows of a class.
+    """
+    values, factual = labelled(x, label, "x", minimum=MIN_ROWS)
+    values = values - values.mean(axis=0)  # changes nothing but rounding: everything below is moved again or invariant
+    one, two = values[factual], values[~factual]
+    n1, n2 = len(one), len(two)
+    statistic = _within(one) + _within(two) - 2.0 * float(one.mean(axis=0) @ two.mean(axis=0))
+    square1, square2 = squared_trace(one - two.mean(axis=0)), squared_trace(two - one.mean(axis=0))
+    mixed = _mixed_trace(one, two)
+    variance = 2.0 * square1 / (n1 * (n1 - 1)) + 2.0 * square2 / (n2 * (n2 - 1)) + 4.0 * mixed / (n1 * n2)
+    trace = float(pooled_variance(values, factual).sum())
+    z = statistic / math.sqrt(variance) if variance > 0 else None
+    return ChenQin(
+        statistic=statistic, variance=variance, z=z, p_value=float(norm.sf(z)) if z is not None else None,
+        trace=trace, energy_ratio=statistic / trace if trace > 0 else None,
+        notes=() if variance > 0 else ("z and p_value are left out: the variance estimate is not positive",),
+    )  # fmt: skip
+
+
+def squared_trace(x: Floats) -> float:
+    """Return Chen and Qin's estimate of tr(Sigma^2) from x [n, d], n >= 3.
+
+    Theirs: mean over j != k of [x_j'(x_k - M)] [x_k'(x_j - M)], M the mean of the other n - 2 rows.  With G = X X',
+    h_j = sum_{i != j} G_ij, a factor is ((n - 1) G_jk - h_j) / (n - 2), and the sum needs only |X'X|^2, diag G and h.
+    """
+    n = len(x)
+    own = np.einsum("nd,nd->n", x, x)
+    rest = x @ x.sum(axis=0) - own
+    short = x if n <= x.shape[1] else np.ascontiguousarray(x.T)  # |X X'|^2 = |X'X|^2, by blocks of the smaller one
+    gram = sum(float(np.sum((short[i : i + _BLOCK] @ short.T) ** 2)) for i in range(0, len(short), _BLOCK))
+    pairs = gram - float(own @ own)  # sum over j != k of G_jk^2
+    squares = float(rest @ rest)
+    total = (n - 1) ** 2 * pairs - 2 * (n - 1) * squares + float(rest.sum()) ** 2 - squares
+    return total / (n * (n - 1) * (n - 2) ** 2)
+
+
+def _within(x: Floats) -> float:
+    n, total = len(x), x.sum(axis=0)
+    return (float(total @ total) - float(np.sum(x * x))) / (n * (n - 1))
+
+
+def _mixed_trace(one: Floats, two: Floats) -> float:
+    """Return tr(S_1 S_2) of the unbiased covariances: what their leave-one-out estimate comes to, exactly."""
+    a, b = one - one.mean(axis=0), two - two.mean(axis=0)
+    d = a.shape[1]
+    if min(len(a), len(b)) < d:
+        total = sum(float(np.sum((a[i : i + _BLOCK] @ b.T) ** 2)) for i in range(0, len(a), _BLOCK))
+    else:
+        total = sum(
+            float(np.sum((a[:, i : i + _BLOCK].T @ a) * (b[:, i : i + _BLOCK].T @ b))) for i in range(0, d, _BLOCK)
+        )
+    return total / ((len(a) - 1) * (len(b) - 1))

@@ -1,7 +1,7 @@
 """Numbers made of a trajectory: five diagnostics, median and trimmed mean, 2m + 5 and 13 features, depth subsets.
 
-App. features (definitions), App. mean-vs-median, App. depth-weighting.  What needs training
-statistics takes them as an argument.
+App. features (definitions), App. mean-vs-median, App. depth-weighting.  What needs training statistics takes them as an
+argument.
 """
 
 from __future__ import annotations
@@ -17,26 +17,20 @@ from service.errors import TrainingError
 
 Index = NDArray[np.int64]
 
-# Guards the three ratios below against a zero denominator.  In units of squared truth logits for friction and energy,
-# of truth logits for the condition number; far below any spread that a probe's logits have.
+# Guards three ratios against a zero denominator.  In units of squared truth logits for friction and energy, of truth
+# logits for the condition number; far below any spread that a probe's logits have.
 EPSILON: Final = 1e-6
 
 M_EFF: Final = (1, 2, 4, 8, 12, 16, 20, 24, 28)  # App. depth-weighting; full depth comes after these
 FIVE: Final = ("mean", "slope", "zone_shift", "total_variation", "range")
-
 SOURCE_NAMES: Final = (
-    "rho_rz", "l_rz", "l_end",
-    "w_rz", "tv_w_rz", "k_rz", "tv_k_rz", "log_energy_ratio",
-    "friction_rz", "condition_rz",
+    "rho_rz", "l_rz", "l_end", "w_rz", "tv_w_rz", "k_rz", "tv_k_rz", "log_energy_ratio", "friction_rz", "condition_rz",
     "rho_oz", "k_oz", "rho_last",
 )  # fmt: skip
 # Columns of ``source_features`` by group (Table source_features_def).
 GROUPS: Final[dict[str, tuple[int, ...]]] = {
-    "state": (0, 1, 2),
-    "kinematic": (3, 4, 5, 6, 7),
-    "friction": (8, 9),
-    "output": (10, 11, 12),
-}
+    "state": (0, 1, 2), "kinematic": (3, 4, 5, 6, 7), "friction": (8, 9), "output": (10, 11, 12)
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +52,16 @@ class Standard:
 
     @classmethod
     def of(cls, trajectory: ArrayLike) -> Standard:
-        """From training trajectories [N, m]."""
+        """Measure training trajectories [N, m]."""
         values = as_float(trajectory, "trajectory", 2)
         std = values.std(axis=0)
         return cls(values.mean(axis=0), np.where(std > 0, std, 1.0))
 
 
 def zones(m: int) -> Zones:
-    """Recognition zone floor(m/3) <= l < floor(3m/4), output zone from there to m - 1 (Eq. zone-index-sets).
+    """Return the recognition zone floor(m/3) <= l < floor(3m/4) and the output zone up to m - 1 (Eq. zone-index-sets).
 
-    Below 5 layers no transition starts in the output zone.  TrainingError below 3 layers.
+    Below 5 layers no transition starts in the output zone.  Raises TrainingError below 3 layers.
     """
     if m < 3:
         raise TrainingError(f"{m} layers: a trajectory needs at least 3 to have a recognition and an output zone")
@@ -76,21 +70,20 @@ def zones(m: int) -> Zones:
 
 
 def slope_weights(m: int) -> Floats:
-    """Weights [m] of the least-squares slope over the depth index; they sum to zero (App. snr-proof)."""
+    """Return weights [m] of the least-squares slope over the depth index; they sum to zero (App. snr-proof)."""
     depth = np.arange(m) - (m - 1) / 2.0
     return np.asarray(depth / np.sum(depth**2))
 
 
 def trimmed_layers(m: int) -> int:
-    """How many layers the 10 % trimmed mean leaves out at EACH end: floor(m / 10); 0 below 10 layers."""
+    """Return how many layers the 10 % trimmed mean leaves out at EACH end: floor(m / 10); 0 below 10 layers."""
     return m // 10
 
 
 def trajectory_features(trajectory: ArrayLike) -> dict[str, Floats]:
-    """Trajectory [N, m] -> seven features, each [N]: ``FIVE`` (App. features), median and 10 % trimmed mean.
+    """Return seven features, each [N], of [N, m]: ``FIVE`` (App. features), median and 10 % trimmed mean.
 
-    The trimmed mean leaves out the ``trimmed_layers(m)`` smallest and as many largest logits of each trajectory; below
-    10 layers it is the mean.
+    The trimmed mean leaves out the ``trimmed_layers(m)`` smallest and as many largest logits of each trajectory.
     """
     values = as_float(trajectory, "trajectory", 2)
     m = values.shape[1]
@@ -105,7 +98,7 @@ def trajectory_features(trajectory: ArrayLike) -> dict[str, Floats]:
 
 
 def full_trajectory(trajectory: ArrayLike) -> Floats:
-    """The full-trajectory baseline: [N, m] -> [N, 2m + 5].
+    """Return the full-trajectory baseline: [N, m] -> [N, 2m + 5].
 
     Logits (m), their differences (m - 1), then mean, standard deviation, minimum, maximum, last, last minus first.
     """
@@ -115,15 +108,13 @@ def full_trajectory(trajectory: ArrayLike) -> Floats:
     return np.concatenate([values, np.diff(values, axis=1), np.stack(six, axis=1)], axis=1)
 
 
-def source_features(
-    trajectory: ArrayLike, w: ArrayLike, k: ArrayLike, standard: Standard
-) -> tuple[Floats, tuple[str, ...]]:
-    """The 13 source-level features (Table source_features_def): [N, m], [N, m - 1] twice -> ([N, 13], names).
+def source_features(trajectory: ArrayLike, w: ArrayLike, k: ArrayLike, standard: Standard) -> Floats:
+    """Return the 13 source-level features (Table source_features_def), [N, 13] by ``SOURCE_NAMES``: [N, m], W, K.
 
     Three quantities the paper names and does not define, here:
     rho_l = (L_l - mean_l) / std_l with ``standard``; friction zeta_l = -dL_l (L_l - L-bar) / ((L_l - L-bar)^2 + eps);
     condition number kappa_l = (|W_l| + |K_l|) / (|dL_l| + eps), eps = ``EPSILON``, which also stands in both terms of
-    log(E_W / E_K).  TrainingError below 5 layers, where the output zone has no transition.
+    log(E_W / E_K).  Raises TrainingError below 5 layers, where the output zone has no transition.
     """
     values = as_float(trajectory, "trajectory", 2)
     drift, change = as_float(w, "w", 2), as_float(k, "k", 2)
@@ -149,24 +140,18 @@ def source_features(
         condition[:, steps].mean(axis=1), rho[:, zone.output].mean(axis=1), change[:, zone.output_steps].mean(axis=1),
         rho[:, -1],
     )  # fmt: skip
-    return np.stack(columns, axis=1), SOURCE_NAMES
+    return np.stack(columns, axis=1)
 
 
-def depth_layers(m: int, m_eff: int, best_layer: int | None = None) -> Index | None:
-    """The layers of one point of the depth curve (App. depth-weighting), ascending.
+def depth_layers(m: int, m_eff: int, best_layer: int) -> Index | None:
+    """Return the layers of one point of the depth curve (App. depth-weighting), ascending.
 
-    m_eff = 1: ``best_layer``, the one with the highest TRAINING AUROC, which only the caller knows (ValueError where
-    it is missing).  m_eff = m: every layer.  Otherwise l_min + floor(j (l_max - l_min) / (m_eff - 1)) with l_min = 3,
-    l_max = m - 3.  None where fewer than m_eff layers lie in that range: the formula would repeat layers.
+    m_eff = 1: ``best_layer``, the one with the highest TRAINING AUROC.  m_eff = m: every layer.  Otherwise
+    l_min + floor(j (l_max - l_min) / (m_eff - 1)) with l_min = 3, l_max = m - 3.  None where fewer than m_eff layers
+    lie in that range: the formula would repeat layers.
     """
-    if m_eff < 1 or m_eff > m:
-        return None
-    if m_eff == m:
-        return np.arange(m)
-    if m_eff == 1:
-        if best_layer is None:
-            raise ValueError("one layer: give best_layer, the layer with the highest training AUROC")
-        return np.array([best_layer])
+    if m_eff in (1, m):
+        return np.array([best_layer]) if m_eff < m else np.arange(m)
     first, last = 3, m - 3
     if last - first + 1 < m_eff:
         return None
@@ -174,7 +159,7 @@ def depth_layers(m: int, m_eff: int, best_layer: int | None = None) -> Index | N
 
 
 def depth_sizes(m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The paper's list of m_eff with full depth, split into those this model has layers for and those left out.
+    """Return the paper's list of m_eff with full depth, split into those this model has layers for and those left out.
 
     A 32-layer model has 27 layers in [3, 29], so that the paper's own 28 is left out there.
     """

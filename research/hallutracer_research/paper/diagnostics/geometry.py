@@ -1,98 +1,32 @@
-"""Where the probe lies in the readouts' space (Table validation-results, App. dynamic_vs_static), from one layer to the
-next (Prop. decomp, Eq. decomp), and the classes' spread along it (Lemma snr, Table kappa-calibration).
+"""Where the probe lies in the readouts' space, layer by layer and from one to the next (Table validation-results, App.
+dynamic_vs_static); whether probe directions of a FIXED head are like independent random ones (App.
+isotropy-verification).
 
-The exact split of a trajectory's increments is dL_l = W_l + K_l.  W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: the frozen probe
-and head of layer l on the next layer, the increment along v_l.  K_l = L_{l+1} - phi_l(a_{l+1}^{(k_l)}): what the new
-probe and head change.  Two of the table's columns are named in the paper and not defined; ``Transition`` defines the
-substitutes.
+Two of the first table's columns are named in the paper and not defined; ``Transition`` defines the substitutes.  The
+isotropy protocol takes one head for all layers, so that directions share a space; with per-layer heads the numbers are
+the same sums in coordinates that the fixed readout gauge identifies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from scipy.stats import ttest_1samp
+from numpy.typing import ArrayLike
+from scipy.stats import beta, f_oneway, kstest, linregress, shapiro, ttest_1samp
 
-from hallutracer_research.paper.diagnostics.classes import (
-    Floats,
-    as_document,
-    as_float,
-    covariance,
-    defined,
-    effect_size,
-    gap,
-    labelled,
-    mean_or_none,
-    middle_layers,
-    middle_transitions,
-    pooled_variance,
-    variances,
-)
-from hallutracer_research.paper.diagnostics.two_samples import distance_correlation
+from hallutracer_research.paper.diagnostics import classes
+from hallutracer_research.paper.diagnostics.classes import Floats, as_float, defined, labelled, mean_or_none
+from hallutracer_research.paper.diagnostics.increments import Increments
 from service.errors import TrainingError
-from service.readout import Geometry, Site
-
-RowsOf = Callable[[int], NDArray[np.floating]]  # layer -> rows [N, width]
-
-
-@dataclass(frozen=True, eq=False)
-class Increments:
-    """w [N, m - 1] intrinsic displacement, k [N, m - 1] readout change."""
-
-    w: Floats
-    k: Floats
-
-
-@dataclass(frozen=True, eq=False)
-class Crossing:
-    """What the transition layer -> layer + 1 is made of: the NEXT layer's readouts, [N, d] each, of two heads."""
-
-    layer: int
-    same_head: Floats  # a_{l+1} of k_l, the head selected at ``layer``
-    next_head: Floats  # a_{l+1} of k_{l+1}, the head selected one layer up
-
-
-def decompose(trajectory: ArrayLike, crossed: ArrayLike) -> Increments:
-    """Trajectory [N, m] and crossed [N, m - 1] = phi_l(a_{l+1}^{(k_l)}) -> W and K with W + K = dL to rounding.
-
-    TrainingError on shapes that do not fit or numbers that are not finite.
-    """
-    values, across = as_float(trajectory, "trajectory", 2), as_float(crossed, "crossed", 2)
-    n, m = values.shape
-    if across.shape != (n, m - 1):
-        raise TrainingError(f"crossed has shape {list(across.shape)}: [{n}, {m - 1}] is needed for this trajectory")
-    w, k = across - values[:, :-1], values[:, 1:] - across
-    # Each side is rounded at most twice, relative to the largest number in it.
-    allowed = 8 * np.finfo(np.float64).eps * (np.abs(values[:, 1:]) + np.abs(values[:, :-1]) + 2 * np.abs(across))
-    if np.any(np.abs(w + k - np.diff(values, axis=1)) > allowed):
-        raise TrainingError("W + K differs from dL by more than rounding: the logits overflow float64")
-    return Increments(w, k)
-
-
-def crossings(rows_of: RowsOf, head: ArrayLike, geometry: Geometry, site: Site) -> Iterator[Crossing]:
-    """The transitions of a model, in order: ``rows_of(layer)`` [N, width] is asked once for each layer from 1 up.
-
-    head [m] are the selected heads; at the residual stream, which has one readout a layer, they are 0.
-    """
-    heads = np.asarray(head)
-    if heads.shape != (geometry.num_layers,):
-        raise TrainingError(f"head has shape {list(heads.shape)}: one per layer, [{geometry.num_layers}], is needed")
-    for layer in range(geometry.num_layers - 1):
-        by_head = geometry.by_head(np.asarray(rows_of(layer + 1)), site)
-        yield Crossing(
-            layer,
-            by_head[:, int(heads[layer])].astype(np.float64),
-            by_head[:, int(heads[layer + 1])].astype(np.float64),
-        )
-
 
 TOP_VARIANCE = 0.9
 MAX_CONDITION = 1e12
+MAX_GAP = 9  # between layers, of isotropy's second test
+_OF_DIRECTION = ("energy_fraction", "v2_top90", "alignment", "fisher_cos2")
 
 
 @dataclass(frozen=True)
@@ -136,26 +70,27 @@ class ReadoutGeometry:
     notes: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """For the JSON file: the means by name, then every layer's values as lists under ``by_layer``."""
-        names = [field.name for field in fields(Layer)]
-        by_layer: dict[str, Any] = {name: [getattr(layer, name) for layer in self.layers] for name in names}
-        for field in fields(Transition) if self.transitions else ():
-            by_layer[field.name] = [getattr(one, field.name) for one in self.transitions]
-        plain = {
-            name: getattr(self, name) for name in ("dim", "expected_cos", "expected_cos_exact", "cos_p_value", "notes")
+        """Return the means by name, then every layer's values as lists under ``by_layer``, as JSON."""
+        kinds: list[tuple[Any, Sequence[Any]]] = [(Layer, self.layers)]
+        kinds += [(Transition, self.transitions)] if self.transitions else []
+        by_layer = {
+            one.name: [getattr(at, one.name) for at in all_of] for kind, all_of in kinds for one in fields(kind)
         }
-        return dict(as_document({**self.middle, **plain, "by_layer": by_layer}))
+        names = ("dim", "expected_cos", "expected_cos_exact", "cos_p_value", "notes")
+        plain = {name: getattr(self, name) for name in names}
+        return dict(classes.as_document({**self.middle, **plain, "by_layer": by_layer}))
 
 
 def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | None = None) -> Layer:
-    """Readout [N, d], label [N], unit direction [d] or None -> one layer; Sigma is pooled within class."""
+    """Return one layer's geometry: readout [N, d], label [N], unit direction [d] or None; Sigma is pooled."""
     x, factual = labelled(readout, label, "readout")
-    each = covariance(x[factual]), covariance(x[~factual])
+    each = classes.covariance(x[factual]), classes.covariance(x[~factual])
     share, d = float(factual.mean()), x.shape[1]
     sigma = share * each[0] + (1.0 - share) * each[1]
-    shift, trace = gap(x, factual), float(np.trace(sigma))
+    shift, trace = classes.gap(x, factual), float(np.trace(sigma))
     norm = float(np.linalg.norm(shift))
-    rank, rank_factual, rank_hallucinated = (_stable_rank(one) for one in (sigma, *each))
+    ranks = [_stable_rank(one) for one in (sigma, *each)]
+    shares = [rank / d if rank is not None else None for rank in ranks]
     trace_factual, trace_hallucinated = (float(np.trace(one)) for one in each)
     energy = top = aligned = fisher = None
     if direction is not None:
@@ -172,83 +107,10 @@ def layer_geometry(readout: ArrayLike, label: ArrayLike, direction: ArrayLike | 
                 f = vectors @ ((vectors.T @ shift) / values)
                 fisher = float(v @ f) ** 2 / float(f @ f)
     return Layer(
-        mean_shift_norm=norm, stable_rank=rank, stable_rank_share=rank / d if rank is not None else None,
-        stable_rank_share_factual=rank_factual / d if rank_factual is not None else None,
-        stable_rank_share_hallucinated=rank_hallucinated / d if rank_hallucinated is not None else None,
-        trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None, energy_fraction=energy,
-        v2_top90=top, alignment=aligned, fisher_cos2=fisher,
+        norm, ranks[0], shares[0], shares[1], shares[2],
+        trace_ratio=trace_factual / trace_hallucinated if trace_hallucinated > 0 else None,
+        energy_fraction=energy, v2_top90=top, alignment=aligned, fisher_cos2=fisher,
     )  # fmt: skip
-
-
-def transition_geometry(increments: Increments, direction: ArrayLike, label: ArrayLike) -> tuple[Transition, ...]:
-    """W and K [N, m - 1], directions [m, d], label [N] -> one entry per transition."""
-    v = as_float(direction, "direction", 2)
-    _, factual = labelled(increments.w, label, "w")
-    if len(v) != increments.w.shape[1] + 1:
-        raise TrainingError(f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions")
-    drift, whole = effect_size(increments.w, factual), effect_size(increments.w + increments.k, factual)
-    return tuple(
-        Transition(
-            adjacent_cos=float(cosine),
-            cohen_d=defined(drift[step]),
-            increment_d=defined(whole[step]),
-            r_w=defined(drift[step] / whole[step]) if whole[step] > 0 else None,
-            distance_correlation=distance_correlation(increments.w[:, step], increments.k[:, step]),
-        )
-        for step, cosine in enumerate(adjacent_cosines(v))
-    )
-
-
-def adjacent_cosines(direction: ArrayLike) -> Floats:
-    """|<v_l, v_{l+1}>| (Eq. ortho-cond): unit directions [m, d] -> [m - 1]."""
-    v = as_float(direction, "direction", 2)
-    return np.asarray(np.abs(np.einsum("ld,ld->l", v[:-1], v[1:])))
-
-
-def expected_cosine(d: float) -> float:
-    """sqrt(2 / (pi d)), the paper's mean |cos| of two random unit vectors in d dimensions, right as d grows."""
-    return math.sqrt(2.0 / (math.pi * d))
-
-
-def expected_cosine_exact(d: float) -> float:
-    """Gamma(d/2) / (sqrt(pi) Gamma((d + 1)/2)): the same for every d."""
-    return math.exp(math.lgamma(d / 2.0) - math.lgamma((d + 1.0) / 2.0)) / math.sqrt(math.pi)
-
-
-def readout_geometry(layers: Sequence[Layer], transitions: Sequence[Transition], dim: int) -> ReadoutGeometry:
-    """Put ``layer_geometry`` of every layer and ``transition_geometry`` together; transitions may be empty."""
-    m = len(layers)
-    inner, between = middle_layers(m), middle_transitions(m)
-    middle: dict[str, float | None] = {}
-    notes: list[str] = []
-    for kind, entries, places in ((Layer, layers, inner), (Transition, transitions, between)):
-        for field in fields(kind) if entries else ():
-            values = [getattr(entries[place], field.name) for place in places]
-            middle[field.name] = mean_or_none([math.nan if value is None else value for value in values])
-            missing = sum(value is None for value in values)
-            if missing and (transitions or field.name not in _OF_DIRECTION):
-                notes.append(f"{field.name} has no value at {missing} of {len(values)} middle layers")
-    if middle.get("r_w") is not None:
-        # Of the means: where one increment has hardly any gap, its own ratio would be the whole mean of ratios.
-        drift, whole = middle["cohen_d"], middle["increment_d"]
-        middle["r_w"] = drift / whole if drift is not None and whole else None
-    if not transitions:
-        notes.append("no directions were given: what needs one is left out")
-    return ReadoutGeometry(
-        layers=tuple(layers), transitions=tuple(transitions), middle=middle, dim=dim,
-        expected_cos=expected_cosine(dim), expected_cos_exact=expected_cosine_exact(dim),
-        cos_p_value=_cos_p_value([transitions[place].adjacent_cos for place in between], dim) if transitions else None,
-        notes=tuple(notes),
-    )  # fmt: skip
-
-
-_OF_DIRECTION = ("energy_fraction", "v2_top90", "alignment", "fisher_cos2")
-
-
-def _cos_p_value(cosines: Sequence[float], dim: int) -> float | None:
-    if len(cosines) < 2 or np.ptp(cosines) == 0:
-        return None
-    return defined(float(ttest_1samp(cosines, expected_cosine_exact(dim)).pvalue))
 
 
 def _stable_rank(sigma: Floats) -> float | None:
@@ -265,45 +127,176 @@ def _unit(v: Floats, d: int) -> Floats:
     return v / norm
 
 
-@dataclass(frozen=True)
-class KappaTable:
-    """The table's columns, over the middle transitions that have variance in both classes; None where none has."""
+def transition_geometry(increments: Increments, direction: ArrayLike, label: ArrayLike) -> tuple[Transition, ...]:
+    """Return one entry per transition: W and K [N, m - 1], directions [m, d], label [N]."""
+    v = as_float(direction, "direction", 2)
+    _, factual = labelled(increments.w, label, "w")
+    if len(v) != increments.w.shape[1] + 1:
+        raise TrainingError(f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions")
+    drift = classes.effect_size(increments.w, factual)
+    whole = classes.effect_size(increments.w + increments.k, factual)
+    return tuple(
+        Transition(
+            float(cosine), defined(drift[step]), defined(whole[step]),
+            defined(drift[step] / whole[step]) if whole[step] > 0 else None,
+            classes.distance_correlation(increments.w[:, step], increments.k[:, step]),
+        )
+        for step, cosine in enumerate(adjacent_cosines(v))
+    )  # fmt: skip
 
-    kappa_mean: float | None
-    kappa_median: float | None
-    kappa_p95: float | None
-    effect_size: float | None  # d_pi: mean pooled effect size
-    worst_case_snr: float | None  # m^wc: mean of the smaller class's SNR
-    degradation: float | None  # 1 - m^wc / d_pi
-    factual_wider: float | None  # share of transitions with q_F > q_H
-    transitions: int  # how many were counted
-    kappa_by_layer: tuple[float | None, ...]  # all m - 1
+
+def adjacent_cosines(direction: ArrayLike) -> Floats:
+    """Return |<v_l, v_{l+1}>| (Eq. ortho-cond): unit directions [m, d] -> [m - 1]."""
+    v = as_float(direction, "direction", 2)
+    return np.asarray(np.abs(np.einsum("ld,ld->l", v[:-1], v[1:])))
+
+
+def expected_cosine(d: float) -> float:
+    """Return sqrt(2 / (pi d)), the paper's mean |cos| of two random unit vectors in d dimensions, right as d grows."""
+    return math.sqrt(2.0 / (math.pi * d))
+
+
+def expected_cosine_exact(d: float) -> float:
+    """Return Gamma(d/2) / (sqrt(pi) Gamma((d + 1)/2)): the same for every d."""
+    return math.exp(math.lgamma(d / 2.0) - math.lgamma((d + 1.0) / 2.0)) / math.sqrt(math.pi)
+
+
+def readout_geometry(layers: Sequence[Layer], transitions: Sequence[Transition], dim: int) -> ReadoutGeometry:
+    """Put ``layer_geometry`` of every layer and ``transition_geometry`` together; transitions may be empty."""
+    m = len(layers)
+    inner, between = classes.middle_layers(m), classes.middle_transitions(m)
+    middle: dict[str, float | None] = {}
+    notes: list[str] = []
+    for kind, entries, places in ((Layer, layers, inner), (Transition, transitions, between)):
+        for field in fields(kind) if entries else ():
+            values = [getattr(entries[place], field.name) for place in places]
+            middle[field.name] = mean_or_none([math.nan if value is None else value for value in values])
+            missing = sum(value is None for value in values)
+            if missing and (transitions or field.name not in _OF_DIRECTION):
+                notes.append(f"{field.name} has no value at {missing} of {len(values)} middle layers")
+    if middle.get("r_w") is not None:
+        # Of the means: where one increment has hardly any gap, its own ratio would be the whole mean of ratios.
+        drift, whole = middle["cohen_d"], middle["increment_d"]
+        middle["r_w"] = drift / whole if drift is not None and whole else None
+    p_value = None
+    if transitions:
+        cosines = [transitions[place].adjacent_cos for place in between]
+        if len(cosines) > 1 and np.ptp(cosines) > 0:
+            p_value = defined(float(ttest_1samp(cosines, expected_cosine_exact(dim)).pvalue))
+    else:
+        notes.append("no directions were given: what needs one is left out")
+    return ReadoutGeometry(
+        tuple(layers), tuple(transitions), middle, dim, expected_cosine(dim), expected_cosine_exact(dim), p_value,
+        tuple(notes),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Isotropy:
+    """Table isotropy-results for one model; p-values are None where too few pairs exist, ``notes`` says which."""
+
+    pairs: int  # adjacent ones, among the middle layers
+    dim: int
+    effective_rank: float | None
+    mean_abs_cos: float
+    expected_ambient: float  # sqrt(2 / (pi d))
+    expected_rank: float | None  # sqrt(2 / (pi r_eff))
+    # Test 1: inner products are normal
+    ks_ambient_p: float | None  # sqrt(d) <v_l, v_{l+1}> against N(0, 1)
+    ks_rank_p: float | None  # sqrt(r_eff) <v_l, v_{l+1}> against N(0, 1), the paper's
+    shapiro_p: float | None
+    # Test 2: |cos| does not depend on the gap
+    gap_means: tuple[float, ...]  # mean |<v_l, v_{l+k}>|, k = 1 ..
+    trend_slope: float | None
+    trend_p: float | None
+    anova_p: float | None
+    # Test 3: against sets of random directions
+    permutation_ambient_p: float | None
+    permutation_rank_p: float | None
     notes: tuple[str, ...] = ()
 
 
-def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
-    """w [N, m - 1] (``increments.decompose``), label [N] -> the table's row, over the middle 60 % of layers."""
-    values, factual = labelled(w, label, "w")
-    hallucinated_variance, factual_variance = variances(values, factual)
-    low, high = np.minimum(hallucinated_variance, factual_variance), np.maximum(hallucinated_variance, factual_variance)
-    kappa = np.divide(high, low, out=np.full_like(high, np.nan), where=low > 0)
-    middle = np.array(middle_transitions(values.shape[1] + 1), np.int64)
-    kept = middle[low[middle] > 0]
-    by_layer = tuple(as_document(kappa))
-    notes = (
-        (f"{len(middle) - len(kept)} of {len(middle)} middle transitions have a class without variance",)
-        if len(kept) < len(middle)
-        else ()
-    )
-    if not len(kept):
-        return KappaTable(None, None, None, None, None, None, None, 0, by_layer, notes)
-    size = np.abs(gap(values, factual)[kept])
-    effect = float(np.mean(size / np.sqrt(pooled_variance(values, factual)[kept])))
-    worst = float(np.mean(size / np.sqrt(high[kept])))
-    return KappaTable(
-        kappa_mean=float(kappa[kept].mean()), kappa_median=float(np.median(kappa[kept])),
-        kappa_p95=float(np.percentile(kappa[kept], 95)), effect_size=effect, worst_case_snr=worst,
-        degradation=1.0 - worst / effect if effect > 0 else None,
-        factual_wider=float(np.mean(factual_variance[kept] > hallucinated_variance[kept])), transitions=len(kept),
-        kappa_by_layer=by_layer, notes=notes,
+def isotropy(
+    direction: ArrayLike, effective_rank: float | None = None, permutations: int = 10_000, seed: int = 0
+) -> Isotropy:
+    """Return tests 1 to 3 on the middle 60 % of layers: unit directions [m, d] and the readouts' stable rank.
+
+    Adjacent pairs start at a middle layer.  Test 2 takes every pair within those layers at gaps 1 .. 9, or as many as
+    there are: a least-squares line through all |cos| over the gap, and a one-way analysis of variance (gaps of one pair
+    left out there).  Raises TrainingError below 3 layers or where a direction is not of unit length.
+    """
+    v = as_float(direction, "direction", 2)
+    m, d = v.shape
+    if m < 3 or d < 2:
+        raise TrainingError(f"direction is {m} layers x {d} numbers: at least 3 x 2 are needed")
+    norms = np.linalg.norm(v, axis=1)
+    if np.any(np.abs(norms - 1.0) > 1e-3):
+        raise TrainingError(f"direction of layer {int(np.argmax(np.abs(norms - 1.0)))} is not of unit length")
+    steps = classes.middle_transitions(m)
+    chosen = (v / norms[:, None])[steps.start : steps.stop + 1]
+    cosine = chosen @ chosen.T
+    adjacent = np.diagonal(cosine, 1)
+    notes: list[str] = []
+    gaps = [np.abs(np.diagonal(cosine, k)) for k in range(1, min(MAX_GAP, len(chosen) - 1) + 1)]
+    if len(gaps) < MAX_GAP:
+        notes.append(f"gaps 1 .. {len(gaps)} of {MAX_GAP}: only {len(chosen)} layers are in the middle")
+    slope, trend, anova = _gap_tests(gaps)
+    if trend is None or anova is None:
+        notes.append("the tests over gaps need at least 2 gaps with 2 pairs each")
+    normality = None
+    if len(adjacent) >= 3 and np.ptp(adjacent) > 0:
+        normality = float(shapiro(adjacent).pvalue)
+    else:
+        notes.append("shapiro_p is left out: it needs at least 3 different adjacent pairs")
+    r = float(effective_rank) if effective_rank is not None and effective_rank >= 2 else None
+    if r is None:
+        notes.append("no effective rank of at least 2 was given: its comparisons are left out")
+    rng = np.random.default_rng(seed)
+    return Isotropy(
+        pairs=len(adjacent), dim=d, effective_rank=effective_rank, mean_abs_cos=float(np.abs(adjacent).mean()),
+        expected_ambient=expected_cosine(d), expected_rank=None if r is None else expected_cosine(r),
+        ks_ambient_p=float(kstest(math.sqrt(d) * adjacent, "norm").pvalue),
+        ks_rank_p=None if r is None else float(kstest(math.sqrt(r) * adjacent, "norm").pvalue), shapiro_p=normality,
+        gap_means=tuple(float(one.mean()) for one in gaps), trend_slope=slope, trend_p=trend, anova_p=anova,
+        permutation_ambient_p=permutation_p_value(adjacent, d, permutations, rng),
+        permutation_rank_p=None if r is None else permutation_p_value(adjacent, round(r), permutations, rng),
+        notes=tuple(notes),
     )  # fmt: skip
+
+
+def permutation_p_value(inner: ArrayLike, dim: int, permutations: int, rng: np.random.Generator) -> float:
+    """Return (1 + #{b: D_b >= D}) / (1 + B): inner [n], against B sets of n inner products of random neighbours.
+
+    D is the Kolmogorov-Smirnov distance between a set's empirical distribution and the exact one on the sphere
+    S^{dim - 1}, where (1 + <p, q>) / 2 is Beta((dim - 1)/2, (dim - 1)/2); D_b is the same of random set b.  The inner
+    products of successive independent uniform directions are themselves independent (each is so given the direction it
+    shares with the last), and therefore the sets are drawn from that Beta, not from B n d normals.
+    """
+    values = as_float(inner, "inner", 1)
+    law = beta((dim - 1) / 2.0, (dim - 1) / 2.0)
+    observed = _ks_distance(law.cdf((1.0 + values[None]) / 2.0))[0]
+    # Through their distribution function the sets are uniform whatever the Beta: that is all D_b depends on.
+    drawn = _ks_distance(rng.random((permutations, len(values))))
+    return float(1 + np.sum(drawn >= observed)) / (1 + permutations)
+
+
+def _ks_distance(probability: Floats) -> Floats:
+    """Return sup |F_n - F| of each row, from F at its points: [B, n] in any order -> [B]."""
+    ranked = np.sort(probability, axis=1)
+    n = ranked.shape[1]
+    place = np.arange(n)
+    return np.asarray(np.maximum((place + 1) / n - ranked, ranked - place / n).max(axis=1))
+
+
+def _gap_tests(gaps: list[Floats]) -> tuple[float | None, float | None, float | None]:
+    """Return slope and p-value of the trend, p-value of the analysis of variance; None where pairs are too few."""
+    values = np.concatenate(gaps)
+    place = np.concatenate([np.full(len(one), k + 1.0) for k, one in enumerate(gaps)])
+    slope = trend = anova = None
+    if len(gaps) > 1 and len(values) > 2 and np.ptp(values) > 0:
+        line = linregress(place, values)
+        slope, trend = float(line.slope), defined(float(line.pvalue))
+    groups = [one for one in gaps if len(one) > 1]
+    if len(groups) > 1 and np.ptp(np.concatenate(groups)) > 0:
+        anova = defined(float(f_oneway(*groups).pvalue))
+    return slope, trend, anova

@@ -20,20 +20,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.linalg import cho_factor, cho_solve, helmert
 
-from hallutracer_research.paper.diagnostics.classes import (
-    Floats,
-    Mask,
-    centred,
-    gap,
-    labelled,
-    mean_or_none,
-    pooled_covariance,
-    variances,
-)
+from hallutracer_research.paper.diagnostics import classes
+from hallutracer_research.paper.diagnostics.classes import Floats, Mask, centred, gap, labelled
 from hallutracer_research.paper.diagnostics.features import slope_weights
 from service.errors import TrainingError
 
 MAX_LAG = 12
+ROUNDING: Final = 1e-14  # a variance below this share of the whole is what floating point leaves of zero
+MAX_CONDITION = 1e12
+AGREEMENT = 1e-9  # relative, between the two computations of R_Fisher
+Shrinkage = Literal["ledoit_wolf"] | float | None
 
 
 @dataclass(frozen=True)
@@ -53,10 +49,11 @@ class VarianceComponents:
 
 
 def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComponents:
-    """Trajectory [N, m], label [N] -> components as App. hd-geometry estimates them; TrainingError below 3 layers.
+    """Return components as App. hd-geometry estimates them: trajectory [N, m], label [N].
 
     alpha-hat_i is the depth mean less its class mean, eps-hat what is left; variances are plain means of squares.
     The residual correlation at a lag is the mean over layer pairs of the correlation across the samples of one class.
+    Raises TrainingError below 3 layers.
     """
     values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
@@ -68,12 +65,10 @@ def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComp
     notes: list[str] = []
     epsilon2 = float(np.sum(epsilon**2)) / (max(n - 2, 1) * (m - 1))
     alpha2 = float(np.sum(alpha**2)) / max(n - 2, 1) - epsilon2 / m
-    everything = _icc(alpha, epsilon)
-    if everything is None:
+    if (everything := _icc(alpha, epsilon)) is None:
         notes.append("every class has one trajectory only: there is no within-class variance to share out")
     whole = alpha2 + epsilon2
-    acf = _acf(epsilon[factual])
-    acf_hallucinated = _acf(epsilon[~factual])
+    acf, acf_hallucinated = _acf(epsilon[factual]), _acf(epsilon[~factual])
     if None in acf or None in acf_hallucinated:
         notes.append("a lag is null where every pair of layers at it has a layer without residual variance")
     return VarianceComponents(
@@ -90,15 +85,12 @@ def _icc(alpha: Floats, epsilon: Floats) -> float | None:
 
 
 def _acf(epsilon: Floats) -> tuple[float | None, ...]:
-    """Mean correlation over layer pairs at each lag: epsilon [n, m], centred over rows -> lags 1 .. min(12, m - 2)."""
+    """Return the mean correlation over layer pairs at lags 1 .. min(12, m - 2): epsilon [n, m], centred over rows."""
     m = epsilon.shape[1]
     norm = np.sqrt(np.sum(epsilon**2, axis=0))
     safe = np.where(norm > 0, norm, np.nan)
     correlation = epsilon.T @ epsilon / np.outer(safe, safe)
-    return tuple(mean_or_none(np.diagonal(correlation, lag)) for lag in range(1, min(MAX_LAG, m - 2) + 1))
-
-
-ROUNDING: Final = 1e-14  # a variance below this share of the whole is what floating point leaves of zero
+    return tuple(classes.mean_or_none(np.diagonal(correlation, lag)) for lag in range(1, min(MAX_LAG, m - 2) + 1))
 
 
 @dataclass(frozen=True)
@@ -117,7 +109,7 @@ class SnrTable:
 
 
 def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
-    """Trajectory [N, m], label [N] -> the table's row; TrainingError below 3 layers or without a mean gap.
+    """Return the table's row: trajectory [N, m], label [N].  Raises TrainingError below 3 layers, without a mean gap.
 
     r_plugin uses Sigma = sum_c pi_c Cov_c.  r_empirical takes slope and mean of every sample and divides the class gap
     by sqrt((s_F^2 + s_H^2) / 2), each class counting equally.  The slope being linear, the two can differ only where
@@ -144,15 +136,13 @@ def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
     else:
         notes.append("gamma and r_independent are left out: trajectories of one class are parallel, sigma_eps^2 is 0")
 
-    sigma = pooled_covariance(values, factual)
+    sigma = classes.pooled_covariance(values, factual)
     floor = ROUNDING * float(np.trace(sigma))  # of the variance of a unit-norm combination of layers
     least = floor * float(weights @ weights), floor / m
     plugin = _ratio(slope_gap, float(weights @ sigma @ weights), mean_gap, float(sigma.mean()), least)
     slope, mean = values @ weights, values.mean(axis=1)
-    empirical = _ratio(
-        float(gap(slope, factual)), _equal_variance(slope, factual), float(gap(mean, factual)),
-        _equal_variance(mean, factual), least,
-    )  # fmt: skip
+    even = [float(sum(classes.variances(scalar, factual))) / 2.0 for scalar in (slope, mean)]  # each class alike
+    empirical = _ratio(float(gap(slope, factual)), even[0], float(gap(mean, factual)), even[1], least)
     if plugin is None or empirical is None:
         notes.append("ratios are left out: slope or mean has no variance within the classes")
     eta = empirical / plugin if plugin and empirical is not None else None
@@ -165,23 +155,13 @@ def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
     )  # fmt: skip
 
 
-def _equal_variance(scalar: Floats, factual: Mask) -> float:
-    hallucinated_variance, factual_variance = variances(scalar, factual)
-    return float(hallucinated_variance + factual_variance) / 2.0
-
-
 def _ratio(
     slope_gap: float, slope_variance: float, mean_gap: float, mean_variance: float, least: tuple[float, float]
 ) -> float | None:
-    """SNR(slope) / SNR(mean); None where either variance is no more than the rounding in it, ``least``."""
+    """Return SNR(slope) / SNR(mean); None where either variance is no more than the rounding in it, ``least``."""
     if slope_variance <= least[0] or mean_variance <= least[1]:
         return None
     return abs(slope_gap) / math.sqrt(slope_variance) / (abs(mean_gap) / math.sqrt(mean_variance))
-
-
-Shrinkage = Literal["ledoit_wolf"] | float | None
-MAX_CONDITION = 1e12
-AGREEMENT = 1e-9  # relative, between the two computations of R_Fisher
 
 
 @dataclass(frozen=True)
@@ -205,18 +185,18 @@ class FisherGap:
 
 
 def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = None) -> FisherGap:
-    """Trajectory [N, m], label [N] -> the gap between the Fisher-optimal weights and the plain mean.
+    """Return, for trajectory [N, m] and label [N], the gap between the Fisher-optimal weights and the plain mean.
 
     Sigma = sum_c pi_c Cov_c, with pi_c = n_c / N and unbiased Cov_c (App. uniform-proof).  ``shrinkage`` replaces it
-    by (1 - g) Sigma + g tr(Sigma) / m I: a share g in [0, 1], or "ledoit_wolf" to estimate g.  TrainingError where
-    Sigma is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the two
-    computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on).
+    by (1 - g) Sigma + g tr(Sigma) / m I: a share g in [0, 1], or "ledoit_wolf" to estimate g.  Raises TrainingError
+    where Sigma is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the
+    two computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on).
     """
     values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
     if m < 2:
         raise TrainingError(f"trajectory has {m} layer: the Fisher gap needs at least 2")
-    sigma, share, rule = _shrunk(pooled_covariance(values, factual), values, factual, shrinkage)
+    sigma, share, rule = _shrunk(classes.pooled_covariance(values, factual), values, factual, shrinkage)
     condition = _require_regular(sigma, n)
     d = gap(values, factual)
 
@@ -266,7 +246,7 @@ def _shrunk(sigma: Floats, values: Floats, factual: Mask, shrinkage: Shrinkage) 
 
 
 def _require_regular(sigma: Floats, n: int) -> float:
-    """The condition number; TrainingError where sigma cannot be inverted."""
+    """Return the condition number.  Raises TrainingError where sigma cannot be inverted."""
     m = len(sigma)
     eigenvalues = np.linalg.eigvalsh(sigma)
     low, high = float(eigenvalues[0]), float(eigenvalues[-1])
@@ -282,7 +262,7 @@ def _require_regular(sigma: Floats, n: int) -> float:
 
 
 def _unbiased(mahalanobis: float, level: float, factual: Mask, m: int, rule: str, notes: list[str]) -> float | None:
-    """R_Fisher from unbiased estimates of both squared SNRs, under normal classes of one covariance."""
+    """Return R_Fisher from unbiased estimates of both squared SNRs, under normal classes of one covariance."""
     n = len(factual)
     noise = n / (float(factual.sum()) * float((~factual).sum()))  # 1 / n_F + 1 / n_H
     if rule != "none":
@@ -291,8 +271,6 @@ def _unbiased(mahalanobis: float, level: float, factual: Mask, m: int, rule: str
     best = mahalanobis * (n - m - 3) / (n - 2) - m * noise
     plain = level * (n - 4) / (n - 2) - noise
     if plain <= 0 or best <= 0 or n - m - 3 <= 0:
-        notes.append(
-            "r_fisher_unbiased is left out: the rows are too few, or the classes too near, to correct for noise"
-        )
+        notes.append("r_fisher_unbiased is left out: rows too few, or classes too near, to correct for noise")
         return None
     return math.sqrt(best / plain)

@@ -68,22 +68,24 @@ def test_the_gram_matrix_of_known_gradients() -> None:
     np.testing.assert_allclose(gram, [[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 0.0]], atol=1e-6)
 
 
-def test_the_score_in_closed_form() -> None:
-    rho = 0.4
-    kernel = np.array([[1.0, rho], [rho, 1.0]])
-    two = np.array([[0.0], [1.0]])
-    assert score(kernel, two, 1e-8) == pytest.approx(1 - rho**2 - 2 * np.log((1 + rho) / (1 - rho)))
-    states = np.array([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0], [5.0, 5.0]])  # steps of 5, 1 and 2
-    assert displacement_ratio(states) == pytest.approx(2.0)
-    assert score(np.eye(4), states, 1e-8) == pytest.approx(1 + np.log(2.0))
+STEPS = np.array([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0], [5.0, 5.0]])  # of 5, 1 and 2
 
 
-def test_degenerate_answers_have_finite_scores() -> None:
-    assert score(np.eye(1), np.zeros((1, 3)), 1e-8) == 1.0  # det 1, no ratio, condition number 1
-    singular = score(np.ones((4, 4)), np.zeros((4, 3)), 1e-8)  # one token over and over
-    assert singular == pytest.approx(-2 * np.log(4 / 1e-8), rel=1e-6)
-    assert singular < score(np.eye(4), np.zeros((4, 3)), 1e-8)
-    assert np.isfinite(score(np.zeros((3, 3)), np.zeros((3, 2)), 1e-8))
+@pytest.mark.parametrize(
+    ("kernel", "states", "expected"),
+    [
+        (np.array([[1.0, 0.4], [0.4, 1.0]]), np.array([[0.0], [1.0]]), 1 - 0.4**2 - 2 * np.log(1.4 / 0.6)),
+        (np.eye(4), STEPS, 1 + np.log(2.0)),
+        (np.eye(1), np.zeros((1, 3)), 1.0),  # det 1, no ratio, condition number 1
+        (np.ones((4, 4)), np.zeros((4, 3)), -2 * np.log(4 / 1e-8)),  # one token over and over
+        (np.zeros((3, 3)), np.zeros((3, 2)), 0.0),
+    ],
+)
+def test_the_score_in_closed_form_and_of_degenerate_answers(
+    kernel: np.ndarray, states: np.ndarray, expected: float
+) -> None:
+    assert displacement_ratio(STEPS) == pytest.approx(2.0)
+    assert score(kernel, states, 1e-8) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_scores_of_prompts_are_those_of_each_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,11 +97,6 @@ def test_scores_of_prompts_are_those_of_each_alone(capsys: pytest.CaptureFixture
     for number, prompt in enumerate(prompts):
         answer = engine.generate([prompt], Sampling(max_tokens=4))[0].token_ids
         assert found[number] == pytest.approx(score(*naive(engine, prompt, list(answer)), EPSILON), rel=1e-3)
-
-
-def test_only_an_engine_with_gradients() -> None:
-    with pytest.raises(EngineError, match="ScriptedEngine computes none"):
-        halluguard_scores(ScriptedEngine(), [[1]], 4)
 
 
 class _Once(torch.autograd.Function):
@@ -141,10 +138,11 @@ def test_a_model_that_cannot_be_differentiated_twice_is_refused(kernel: Any) -> 
     assert answer_kernel(tiny.modules(engine), prompt, answer)[0].shape == (2, 2)
 
 
-def test_what_cannot_be_answered_is_refused() -> None:
+def test_what_cannot_be_answered_and_an_engine_without_gradients_are_refused() -> None:
     engine = tiny.shared_engine("llama")
-    full = tiny.prompts([tiny.CONTEXT])
     with pytest.raises(EngineError, match=f"context of {tiny.CONTEXT} tokens"):
-        halluguard_scores(engine, full, 4)
-    with pytest.raises(RequestError, match="max_tokens is 0"):
+        halluguard_scores(engine, tiny.prompts([tiny.CONTEXT]), 4)
+    with pytest.raises(RequestError, match="max_tokens"):
         halluguard_scores(engine, tiny.prompts([3]), 0)
+    with pytest.raises(EngineError, match="ScriptedEngine"):
+        halluguard_scores(ScriptedEngine(), [[1]], 4)

@@ -1,0 +1,178 @@
+"""Small networks, as three papers train them on activations: widths 256, 128 and 64, one thread and one seed, so that a
+fit can be repeated bit by bit; torch's settings and its global random state are left as they were.
+
+``iris`` (App. baseline-impl): two outputs on the last layer's heads side by side; loss: soft bootstrapping (Reed et al.
+2015) with beta = 0.8; Adam.  A group-disjoint fifth of the training rows stops the training once its loss has not
+fallen for 5 epochs, and the best epoch's weights are kept.  The paper gives neither learning rate nor batch size.
+
+``saplma`` (Azaria and Mitchell 2023, "The Internal State of an LLM Knows When It's Lying"): one output, logistic loss,
+Adam for 5 epochs; batches of 32, as in its code.  There the state is that of a statement's last token, here that of the
+prompt's.  Inner folds choose between the middle, three quarters of the depth and the last layer.
+
+``mind`` (Su et al. 2024, "Unsupervised Real-Time Hallucination Detection"): features of its published code, the last
+token's residual stream, mean over layers, beside the last layer's, mean over the answer's tokens.  Dropout of 0.2
+before the network, a loss in which both classes weigh the same, Adam at 5e-4 with a weight decay of 1e-5 (not on
+biases), batches of 32, 20 epochs, of which the best on a fifth of the training side is kept, by AUROC.  **Supervised:**
+the paper's learns from continuations of Wikipedia; here it learns from the training side's labels, as every probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs, Rows, fit_at_best_layer
+from service.engines.base import TracedAnswer
+from service.errors import TrainingError
+from service.fitting.folds import group_folds
+from service.fitting.probes import standardise
+from service.fitting.scores import risk_auroc
+from service.fitting.solver import CONSTANT, one_torch_thread
+
+BETA, PATIENCE, MAX_EPOCHS = 0.8, 5, 100  # of IRIS
+VALIDATION_FOLDS = 5  # one of them is the validation split
+
+
+def mlp(width: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
+    """Return ``width`` inputs, ReLU layers of 256, 128 and 64, and ``outputs``."""
+    sizes = (width, 256, 128, 64)
+    layers: list[nn.Module] = [nn.Dropout(dropout)] if dropout else []
+    for inputs, next_width in zip(sizes[:-1], sizes[1:], strict=True):
+        layers += [nn.Linear(inputs, next_width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with one_torch_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _scaled(rows: Rows, *parts: Rows) -> list[torch.Tensor]:
+    """Return ``parts`` standardised by the training ``rows`` [n, d]; a column that is constant there says nothing."""
+    mean, std = rows.mean(axis=0, dtype=np.float64), rows.std(axis=0, dtype=np.float64)
+    std[std <= CONSTANT * np.abs(mean)] = np.inf
+    return [torch.from_numpy(((part - mean) / std).astype(np.float32)) for part in parts]
+
+
+def _epoch(optimizer: Any, order: torch.Tensor, batch: int, loss_of: Any) -> None:
+    """Step once for each batch of ``order``; ``loss_of`` takes a batch's rows."""
+    for chunk in torch.split(order, batch):
+        optimizer.zero_grad()
+        loss_of(chunk).backward()
+        optimizer.step()
+
+
+def iris(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return differences of logits, [n_test].  Raises TrainingError where a split lacks a class."""
+    return fit_iris(inputs, train, test, seed)[0]
+
+
+def fit_iris(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, max_epochs: int = MAX_EPOCHS
+) -> tuple[Floats, int, int]:
+    """Return the scores, the number of epochs, and the epoch whose weights were kept."""
+    readouts, label = inputs.heads, inputs.label
+    rows = readouts.file.layer(readouts.file.geometry.num_layers - 1)[readouts.index]
+    fit, check = group_folds(label, inputs.group, train, VALIDATION_FOLDS, seed, what="IRIS validation fold")[0]
+    # The network never sees ``check`` but to stop, so the scaling leaves it out as well.
+    x, x_check, x_test = _scaled(rows[fit], rows[fit], rows[check], rows[test])
+    y, y_check = torch.from_numpy(label[fit]), torch.from_numpy(label[check])
+    with _seeded(seed):
+        network = mlp(rows.shape[1], 2)
+        order = torch.Generator().manual_seed(seed)
+        optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+        best, kept, best_epoch, epoch = float("inf"), deepcopy(network.state_dict()), 0, 0
+        while epoch < max_epochs and epoch - best_epoch < PATIENCE:
+            epoch += 1
+            shuffled = torch.randperm(len(x), generator=order)
+            _epoch(optimizer, shuffled, 64, lambda at: soft_bootstrapping(network(x[at]), y[at], BETA))
+            with torch.no_grad():
+                quality = float(soft_bootstrapping(network(x_check), y_check, BETA))
+            if quality < best:
+                best, kept, best_epoch = quality, deepcopy(network.state_dict()), epoch
+        network.load_state_dict(kept)
+        with torch.no_grad():
+            logits = network(x_test).double().numpy()
+    return logits[:, 0] - logits[:, 1], epoch, best_epoch
+
+
+def soft_bootstrapping(logits: torch.Tensor, label: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the mean of -sum_k (beta t_k + (1 - beta) q_k) log q_k, q the network's own softmax: logits [n, 2].
+
+    Gradients run through q in the target too, which makes it cross-entropy plus a minimum-entropy term (Reed et al.).
+    """
+    log_q = torch.log_softmax(logits, dim=-1)
+    target = beta * nn.functional.one_hot(label, 2).to(log_q.dtype) + (1.0 - beta) * log_q.exp()
+    return -(target * log_q).sum(dim=-1).mean()
+
+
+def saplma(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return the scores [n_test].  Raises TrainingError where an inner fold lacks a class."""
+    fits, depths = [partial(saplma_logits, seed)], (0.5, 0.75, 1.0)
+    return fit_at_best_layer(inputs, train, test, seed, jobs, fits=fits, depths=depths, what="SAPLMA inner fold")
+
+
+def saplma_logits(seed: int, x: Rows, label: Index, x_test: Rows) -> Floats:
+    """Return truth logits [t] of a network trained on x [n, d], label [n]."""
+    rows, rows_test = _scaled(x, x, x_test)
+    target = torch.from_numpy(label.astype(np.float32))
+    loss = nn.functional.binary_cross_entropy_with_logits
+    with _seeded(seed):
+        network = mlp(rows.shape[1], 1)
+        order = torch.Generator().manual_seed(seed)
+        optimizer = torch.optim.Adam(network.parameters(), 1e-3, fused=True)
+        for _ in range(5):
+            shuffled = torch.randperm(len(rows), generator=order)
+            _epoch(optimizer, shuffled, 32, lambda at: loss(network(rows[at])[:, 0], target[at]))
+        with torch.no_grad():
+            return np.asarray(network(rows_test)[:, 0].double().numpy())
+
+
+def features(answer: TracedAnswer) -> NDArray[np.float32]:
+    """Return what ``mind`` reads of an answer, [2 hidden_size]."""
+    return np.asarray(np.concatenate([answer.last.mean(axis=0), answer.mean[-1]]), np.float32)
+
+
+def mind(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a class."""
+    states = inputs.answers.states
+    if states is None:
+        raise TrainingError("mind reads the answers' states, and none were read; leave it out", param="methods")
+    fitted, held = group_folds(inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="MIND inner fold")[0]
+    z, mean, std = standardise(states[fitted])
+    parts = (z, (states[held] - mean) / std, (states[test] - mean) / std)
+    rows, held_rows, test_rows = (torch.from_numpy(np.ascontiguousarray(part, np.float32)) for part in parts)
+    target = torch.from_numpy(1 - inputs.label[fitted])
+    count = torch.bincount(target, minlength=2).double()
+    loss = nn.CrossEntropyLoss(weight=(1 - count / count.sum()).float())
+    with _seeded(seed):
+        network = mlp(rows.shape[1], 2, 0.2)
+        biases = [one for one in network.parameters() if one.ndim == 1]
+        weights = [one for one in network.parameters() if one.ndim > 1]
+        groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 1e-5}, {"params": biases}]
+        optimizer = torch.optim.Adam(groups, 5e-4)
+        best, kept = -1.0, network
+        for _ in range(20):
+            network.train()
+            _epoch(optimizer, torch.randperm(len(rows)), 32, lambda at: loss(network(rows[at]), target[at]))
+            found = risk_auroc(inputs.label[held], _risk(network, held_rows))
+            if found > best:
+                best, kept = found, deepcopy(network)
+        return _risk(kept, test_rows)
+
+
+def _risk(network: nn.Module, rows: torch.Tensor) -> Floats:
+    network.eval()
+    with torch.no_grad():
+        logits = network(rows).double()
+    return np.asarray((logits[:, 1] - logits[:, 0]).numpy())

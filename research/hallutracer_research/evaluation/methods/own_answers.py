@@ -1,0 +1,110 @@
+"""What is read of the model's own answers: P(True), semantic entropy, EigenScore.
+
+**P(True)** (Kadavath et al. 2022, "Language Models (Mostly) Know What They Know"): the model is asked whether its own
+answer is true.  The question is theirs, without examples, in the prompt format of the set.  Chat models begin with the
+letter or with the word, so both are summed, with and without a space before: log sum p(A, True) - log sum p(B, False)
+of the first token; forms of more than one token are left out.
+
+**Semantic entropy** (Farquhar et al. 2024, "Detecting hallucinations in large language models using semantic entropy"):
+K answers are sampled and grouped by meaning; SE = - sum_c p(c) log p(c), p(c) the share of the answers in a group, or,
+weighted, proportional to the sum over its answers of exp(mean log-probability of their tokens).  The paper asks an
+entailment model which answers mean the same.  Here no model is asked: texts are normalised as the judges do, and the
+question's words are left out.  Two answers mean the same where all words that remain of the one are among those of the
+other, and both negate or neither does; where nothing remains, the whole texts must be equal.  As in the paper each is
+compared with the first of each group, in the order in which they were sampled.
+
+**EigenScore** (Chen et al. 2024, "INSIDE: LLMs' Internal States Retain the Power of Hallucination Detection"): Z [d, K]
+are the middle layer's states of the last token of K answers; Sigma = Z^T J_d Z, J_d = I - 1 1^T / d, and the score is
+log det(Sigma + alpha I) / K, alpha = 0.001.  Unlike the paper's, the answers are those of semantic entropy, and
+extreme features are not clipped while the model decodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hallutracer_research.evaluation.methods.base import Floats, Index
+from service.data.judges import normalise
+from service.engines.base import Engine
+from service.errors import EngineError
+
+TRUE, FALSE = ("A", "True"), ("B", "False")
+_NEGATION = re.compile(
+    r"no|not|never|none|nobody|nothing|cannot|(is|are|was|were|do|does|did|ca|could|wo|would|has|have|had)nt"
+)
+
+
+def asked(question: str, answer: str) -> str:
+    """Return the text that asks whether ``answer`` is true."""
+    return (
+        f"Question: {question}\nProposed Answer: {answer}\nIs the proposed answer:\n (A) True\n (B) False\n"
+        "The proposed answer is:"
+    )
+
+
+def candidates(engine: Engine) -> tuple[list[int], list[int]]:
+    """Return first tokens that say true, and those that say false.  Raises EngineError where there are none."""
+    begin = engine.tokenize("")  # the tokenizer's own first tokens, as of a sentence
+
+    def tokens(words: Sequence[str]) -> list[int]:
+        texts = [engine.tokenize(form) for word in words for form in (word, f" {word}")]
+        cut = [ids[len(begin) :] if ids[: len(begin)] == begin else ids for ids in texts]
+        return sorted({ids[0] for ids in cut if len(ids) == 1})
+
+    yes, no = tokens(TRUE), tokens(FALSE)
+    if not yes or not no or set(yes) & set(no):
+        raise EngineError(
+            f"p-true needs tokens for {', '.join(TRUE)} and {', '.join(FALSE)}, and this tokenizer has none: leave the "
+            "method out",
+            param="methods",
+        )
+    return yes, no
+
+
+def log_odds(engine: Engine, prompts: Sequence[Sequence[int]]) -> Floats:
+    """Return log-odds of true, [n], of rendered prompts that ask for it."""
+    yes, no = candidates(engine)
+    log_prob = engine.next_token(prompts, [*yes, *no])
+    sides = (log_prob[:, : len(yes)], log_prob[:, len(yes) :])
+    return np.asarray(np.logaddexp.reduce(sides[0], axis=1) - np.logaddexp.reduce(sides[1], axis=1), np.float64)
+
+
+def semantic_entropy(clusters: Index, log_prob: Floats | None = None) -> float:
+    """Return SE in nats of answers in ``clusters`` [K]; weighted where ``log_prob`` [K], of a mean token, is given."""
+    weight = np.ones(len(clusters)) if log_prob is None else np.exp(log_prob - log_prob.max())
+    share = np.bincount(clusters, weights=weight) / weight.sum()
+    share = share[share > 0]
+    return float(-(share * np.log(share)).sum()) + 0.0  # no minus zero
+
+
+def clusters(question: str, answers: Sequence[str]) -> Index:
+    """Return the group of each answer, [K], numbered from 0 in the order in which they appear."""
+    asked = set(normalise(question).split())
+    said = [normalise(text).split() for text in answers]
+    # Each answer's words; whether one of them negates; those that the question has not.
+    read = [(words, any(map(_NEGATION.fullmatch, words)), set(words) - asked) for words in said]
+
+    def same(one: tuple[list[str], bool, set[str]], other: tuple[list[str], bool, set[str]]) -> bool:
+        if not one[2] or not other[2]:
+            return one[0] == other[0]
+        return one[1] == other[1] and (one[2] <= other[2] or other[2] <= one[2])
+
+    firsts: list[tuple[list[str], bool, set[str]]] = []
+    found = []
+    for one in read:
+        place = next((number for number, first in enumerate(firsts) if same(one, first)), len(firsts))
+        firsts += [one] * (place == len(firsts))
+        found.append(place)
+    return np.array(found, np.int64)
+
+
+def eigen_score(states: NDArray[np.floating]) -> float:
+    """Return the score of states [K, d]; finite for every finite input, since Sigma has no negative eigenvalue."""
+    z = np.asarray(states, np.float64)
+    z = z - z.mean(axis=1, keepdims=True)
+    eigenvalues = np.maximum(np.linalg.eigvalsh(z @ z.T), 0.0)
+    return float(np.log(eigenvalues + 1e-3).mean())

@@ -1,0 +1,195 @@
+"""Linear probes of the prompt's last token: the paper's (App. baseline-impl) and its field's.
+
+``iti``: the single best attention head (Li et al. 2023).  An L2 logistic regression (liblinear, C = 1) at every (layer,
+head), the globally best head by training AUROC, and there the mean logit of three probes on bootstrap samples of the
+training rows, drawn by whole groups.  The paper does not say what is averaged: logits, since saturated probabilities
+would tie.
+
+``fact_probe``: an L1 logistic regression on whole hidden states.  Candidates are windows of 1 and of 5 neighbouring
+layers with C in {0.1, 0.5}; inner grouped folds choose, ties to the first: fewer layers, lower layers, smaller C.  Of
+more than 12 windows of one size only 12, evenly spaced, take part.  Memory, per process: about 28 bytes a number.
+
+``p_ik`` (Kadavath et al. 2022, "Language Models (Mostly) Know What They Know"): there a value head is trained with the
+whole model; here the model stays as it is, and inner folds choose one of five layers and C in {0.001, 0.01, 0.1}.
+
+``mass_mean`` (Marks and Tegmark 2023, "The Geometry of Truth"): Sigma^-1 (mean of factual - mean of hallucinated rows),
+Sigma the covariance within the classes, shrunk towards a multiple of the identity on standardised coordinates: by
+Ledoit and Wolf's share, which takes rows for independent, by 0.3, or by 1, the paper's plain difference.  Inner folds
+choose the share and the layer.
+
+``sep`` (Kossen et al. 2024, "Semantic Entropy Probes"): the discrete semantic entropy of the training rows is cut in
+two where the squared distances from the means of the two sides are smallest, and a logistic regression learns the side.
+No label of the set is used, and test rows need no samples.  Inner folds choose as for ``p_ik``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from sklearn.covariance import empirical_covariance, ledoit_wolf, shrunk_covariance
+from threadpoolctl import threadpool_limits
+
+from hallutracer_research.evaluation.methods.base import (
+    INNER_FOLDS,
+    Floats,
+    Index,
+    Linear,
+    MethodInputs,
+    Rows,
+    fit_at_best_layer,
+    fit_linear,
+    held_out_aurocs,
+    in_processes,
+    linear_logits,
+    window,
+)
+from service.errors import TrainingError
+from service.fitting.folds import group_folds
+from service.fitting.probes import Readouts, standardise
+from service.fitting.scores import auroc
+from service.readout import Site
+
+ITI_C, PROBES = 1.0, 3
+MAX_DRAWS = 100  # of one bootstrap sample, until it has both classes
+FACT_C, MAX_WINDOWS = (0.1, 0.5), 12  # windows of one size
+C_GRID = (0.001, 0.01, 0.1)
+FITS = [partial(linear_logits, c, "l2") for c in C_GRID]
+SHRINKAGE = (None, 0.3, 1.0)  # None: Ledoit and Wolf's
+
+
+def iti(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return the mean of ``PROBES`` negated logits, [n_test].  Raises TrainingError where the samples lack a class."""
+    readouts = inputs.heads
+    layer, head, _ = best_head(readouts, train, jobs)
+    columns = readouts.file.head(layer, head)
+    x, x_test = columns[readouts.index[train]], columns[readouts.index[test]]
+    label = inputs.label[train]
+    rng = np.random.default_rng(seed)
+    total = np.zeros(len(test))
+    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+        for _ in range(PROBES):
+            drawn = group_bootstrap(label, inputs.group[train], rng)
+            total += linear_logits(ITI_C, "l2", x[drawn], label[drawn], x_test)
+    return -total / PROBES
+
+
+def best_head(readouts: Readouts, train: Index, jobs: int | None = None) -> tuple[int, int, float]:
+    """Return (layer, head, training AUROC); ties go to the lowest layer, and within it to the lowest head."""
+    by_layer = in_processes(partial(_head_aurocs, readouts, train), range(readouts.file.geometry.num_layers), jobs)
+    layer, head = (int(place) for place in np.unravel_index(np.argmax(by_layer), np.shape(by_layer)))
+    return layer, head, by_layer[layer][head]
+
+
+def _head_aurocs(readouts: Readouts, train: Index, layer: int) -> list[float]:
+    label, found = readouts.label[train], []
+    with threadpool_limits(1):
+        for head in range(readouts.file.geometry.heads(Site.ATTENTION_HEAD)):
+            columns = readouts.file.head(layer, head)[readouts.index[train]]
+            found.append(auroc(label, linear_logits(ITI_C, "l2", columns, label, columns)))
+    return found
+
+
+def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Index:
+    """Draw as many groups as there are, with replacement, each with all its rows: positions in ``label`` [n].
+
+    A sample without both classes is drawn again.  Raises TrainingError after 100 of them.
+    """
+    _, member = np.unique(group, return_inverse=True)
+    order = np.argsort(member, kind="stable")
+    rows = np.split(order, np.cumsum(np.bincount(member))[:-1])
+    for _ in range(MAX_DRAWS):
+        chosen = rng.integers(0, len(rows), len(rows))
+        drawn: Index = np.concatenate([rows[number] for number in chosen]).astype(np.int64)
+        if 0 < int(np.sum(label[drawn])) < len(drawn):
+            return drawn
+    raise TrainingError(
+        f"{MAX_DRAWS} bootstrap samples of {len(rows)} groups had only one class: "
+        f"{int(np.sum(label == 1))} factual and {int(np.sum(label == 0))} hallucinated rows are too few for iti",
+        param="methods",
+    )
+
+
+def fact_probe(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return negated logits [n_test] of the best candidate.  Raises TrainingError where an inner fold lacks a class."""
+    start, size, c, _ = search(inputs, train, seed, jobs)
+    with threadpool_limits(1):
+        probe = fit_linear(window(inputs.residual, start, size, train), inputs.label[train], c, "l1")
+        return -probe.logits(window(inputs.residual, start, size, test))
+
+
+def search(inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None) -> tuple[int, int, float, float]:
+    """Return (first layer, number of layers, C, mean AUROC on the inner folds) of the best candidate."""
+    layers = inputs.residual.file.geometry.num_layers
+    spans = [(start, size) for size in (1, 5) for start in starts(layers, size)]
+    pairs = group_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="Fact-Probe inner fold")
+    fits = [partial(linear_logits, c, "l1") for c in FACT_C]
+    qualities = in_processes(partial(held_out_aurocs, inputs.residual, pairs, fits), spans, jobs)
+    best = (0, 1, FACT_C[0], -1.0)
+    for span, by_c in zip(spans, qualities, strict=True):
+        for c, quality in zip(FACT_C, by_c, strict=True):
+            if quality > best[3] + 1e-12:
+                best = (*span, c, quality)
+    return best
+
+
+def starts(layers: int, size: int) -> list[int]:
+    """Return the first layers of the windows of ``size`` that take part; [] where the model has fewer layers."""
+    count = max(layers - size + 1, 0)
+    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, MAX_WINDOWS))})
+
+
+def p_ik(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return the scores [n_test].  Raises TrainingError where an inner fold lacks a class."""
+    return fit_at_best_layer(inputs, train, test, seed, jobs, fits=FITS, what="p(IK) inner fold")
+
+
+def mass_mean(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return the scores [n_test], with a few float64 matrices of hidden_size by hidden_size in memory.
+
+    Raises TrainingError where an inner fold lacks a class.
+    """
+    fits = [partial(discriminant, share) for share in SHRINKAGE]
+    return fit_at_best_layer(inputs, train, test, seed, jobs, fits=fits, what="mass-mean inner fold")
+
+
+def discriminant(shrinkage: float | None, x: Rows, label: Index, x_test: Rows) -> Floats:
+    """Return truth logits [t]: x [n, d], label [n], x_test [t, d]; zero halfway between the class means."""
+    z, mean, std = standardise(x)
+    means = [z[label == value].mean(axis=0) for value in (0, 1)]
+    inside = z - np.where(label[:, None] == 1, means[1], means[0])
+    if shrinkage is None:
+        covariance, _ = ledoit_wolf(inside, assume_centered=True)
+    else:
+        covariance = shrunk_covariance(empirical_covariance(inside, assume_centered=True), shrinkage)
+    constant = np.diag(covariance) == 0.0  # only where every row is its class's mean: nothing to correct by
+    covariance[constant, constant] = 1.0
+    direction = np.linalg.solve(covariance, means[1] - means[0])
+    bias = -float(direction @ (means[0] + means[1])) / 2.0
+    weight = direction / std
+    return Linear(weight, bias - float(weight @ mean)).logits(x_test)
+
+
+def sep(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return log-odds of a high semantic entropy, [n_test].
+
+    Raises TrainingError without samples, where all entropies are the same, and where no inner fold has both sides.
+    """
+    entropy = inputs.answers.entropy
+    if entropy is None:
+        raise TrainingError("sep learns from sampled answers, and there are none; leave it out", param="methods")
+    low = np.zeros(len(inputs.label), np.int64)  # of test rows nothing is known
+    low[train] = entropy[train] < best_split(entropy[train])
+    alike = replace(inputs, label=low, residual=replace(inputs.residual, label=low))
+    return fit_at_best_layer(alike, train, test, seed, jobs, fits=FITS, what="SEP inner fold")
+
+
+def best_split(values: Floats) -> float:
+    """Return the threshold t for which values < t and values >= t are closest to their means, in sum of squares."""
+    ordered = np.sort(values)
+    places = np.flatnonzero(np.diff(ordered)) + 1  # the upper side's first row
+    if not len(places):
+        raise TrainingError("every training row has the same semantic entropy: sep has nothing to learn; leave it out")
+    lost = [ordered[:at].var() * at + ordered[at:].var() * (len(ordered) - at) for at in places.tolist()]
+    return float(ordered[places[int(np.argmin(np.round(lost, 12)))]])

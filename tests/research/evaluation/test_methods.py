@@ -1,0 +1,526 @@
+"""What holds for every method, and what each of them is: whose rows it reads, what it picks, what it fits there."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+
+from hallutracer_research.evaluation.methods import METHODS, base, fit_method, networks, own_answers, probes
+from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, Penalty, fit_linear
+from hallutracer_research.evaluation.options import OF_OWN_ANSWERS
+from hallutracer_research.evaluation.splits import trajectory_ridge
+from service.engines.base import Completion, TracedAnswer
+from service.errors import EngineError, TrainingError
+from service.fitting.folds import group_folds, usable_folds
+from service.fitting.scores import auroc, risk_auroc
+from service.readout import Geometry, Site
+from tests.engines import tiny
+from tests.research.made import BEST, GEOMETRY, WIDE, method_inputs, noise, plant, readouts, sides
+
+RIVALS = [name for name, method in METHODS.items() if method.fit is not None]
+SIGNED = ("first-token-max-prob", "first-token-entropy", "prompt-length")  # by the training side
+OF_ANSWERS = ("halluguard", "perplexity", "p-true", "semantic-entropy", "eigenscore")
+D = GEOMETRY.head_dim
+LAST = GEOMETRY.num_layers - 1
+
+
+def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
+    heads, residual = (replace(readouts, label=label) for readouts in (data.heads, data.residual))
+    return replace(data, label=label, heads=heads, residual=residual)
+
+
+def planted(folder: Path, site: Site, plan: Callable[[np.ndarray, np.ndarray], Any], count: int = 120) -> MethodInputs:
+    """Inputs whose rows of one site ``plan`` changes: rows [n, m, width], label [n]; each row is its own group."""
+    inputs, label = method_inputs(folder, count), np.arange(count) % 2
+    rows = noise(np.random.default_rng(1), count, site)
+    plan(rows, label)
+    name = "heads" if site is Site.ATTENTION_HEAD else "residual"
+    made: dict[str, Any] = {"label": label, "group": np.arange(count), name: readouts(folder, rows, label, site)}
+    return replace(inputs, **made)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_scores_rise_with_hallucination_and_neither_test_labels_nor_other_test_rows_matter(
+    data: MethodInputs, name: str
+) -> None:
+    train, test = sides(data)
+    scores = fit_method(name, data, train, test, 3, jobs=1)
+    assert scores.shape == (len(test),)
+    assert risk_auroc(data.label[test], scores) > 0.7
+    label = data.label.copy()
+    label[test] = 1 - label[test]
+    assert fit_method(name, relabelled(data, label), train, test, 3, jobs=1).tobytes() == scores.tobytes()
+    some = fit_method(name, data, train, test[5:9], 3, jobs=1)
+    np.testing.assert_allclose(some, scores[5:9], rtol=1e-4, atol=1e-5)  # float32 products of other shapes
+
+
+@pytest.mark.parametrize("name", ["halluguard", *OF_OWN_ANSWERS])
+def test_methods_that_read_answers_need_them(data: MethodInputs, name: str) -> None:
+    without = replace(data, halluguard=None, answers=AnswerReadings())
+    with pytest.raises(TrainingError, match=rf"{name}.*leave") as caught:
+        fit_method(name, without, *sides(data), 0)
+    assert caught.value.param == "methods"
+
+
+@pytest.mark.parametrize("name", OF_ANSWERS)
+def test_scores_of_answers_keep_the_sign_of_their_papers(data: MethodInputs, name: str) -> None:
+    turned = relabelled(data, 1 - data.label)
+    assert fit_method(name, turned, *sides(data), 0).tobytes() == fit_method(name, data, *sides(data), 0).tobytes()
+
+
+def test_a_subset_has_the_readings_of_its_own_rows(data: MethodInputs) -> None:
+    rows = np.array([5, 3, 11])
+    some = data.subset(rows).answers
+    for field in fields(AnswerReadings):
+        np.testing.assert_array_equal(getattr(some, field.name), getattr(data.answers, field.name)[rows])
+    assert AnswerReadings().subset(rows).entropy is None
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_processes_keep_the_order_and_change_nothing(data: MethodInputs, jobs: int) -> None:
+    assert base.in_processes(abs, [-3, 2, -1], jobs) == [3, 2, 1]
+    for name in ("iti", "fact-probe") if jobs > 1 else ():
+        alone, shared = (fit_method(name, data, *sides(data), 1, count) for count in (1, jobs))
+        assert alone.tobytes() == shared.tobytes()
+
+
+def test_fitting_processes_load_no_transformers() -> None:
+    package = "hallutracer_research.evaluation.methods"
+    code = f"import sys; from {package} import networks, probes, references; print('transformers' in sys.modules)"
+    root = Path(__file__).parents[3]
+    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_text_and_kind_know_nothing_of_the_model(data: MethodInputs) -> None:
+    train, test = sides(data)
+    nothing = replace(data, text=("why?",) * len(data.label), kind=np.full(len(data.label), "all"))
+    for name in ("text-ngrams", "kind-prior"):
+        assert len(set(fit_method(name, nothing, train, test, 0).round(9).tolist())) == 1
+    unknown = replace(data, kind=np.where(np.arange(len(data.label)) < len(train), data.kind, "new"))
+    np.testing.assert_allclose(fit_method("kind-prior", unknown, train, test, 0), 1 - data.label[train].mean())
+
+
+def test_the_sign_of_a_free_number_is_learned_from_the_training_rows(data: MethodInputs) -> None:
+    train, test = sides(data)
+    values = np.random.default_rng(0).permutation(len(data.label)).astype(np.float64)
+    for sign in (1.0, -1.0):
+        turned = values.copy()
+        turned[train] = np.sort(values[train])[np.argsort(np.argsort(sign * (1 - data.label[train]), kind="stable"))]
+        three = replace(data, first_token=np.stack([turned, turned + 0.5], axis=1), prompt_tokens=turned.astype(int))
+        for name, own in zip(SIGNED, (turned, turned + 0.5, turned), strict=True):
+            np.testing.assert_array_equal(fit_method(name, three, train, test, 0), sign * own[test])
+
+
+@pytest.mark.parametrize("penalty", ["l1", "l2"])
+def test_raw_logits_are_the_standardised_pipeline_s(penalty: Penalty) -> None:
+    rng = np.random.default_rng(1)
+    label = (rng.random(400) < 0.3).astype(np.int64)
+    x = rng.standard_normal((400, 6)) * [1, 20, 0.1, 3, 1, 1] + [0, 50, -2, 0, 0, 0]
+    x[:, 1] += 9 * label
+    x[:, 5] = 7.1  # constant
+    fitted = fit_linear(x.astype(np.float32), label, 0.2, penalty)
+    z = StandardScaler().fit_transform(x)
+    z[:, 5] = 0.0
+    ratio = 1.0 if penalty == "l1" else 0.0
+    saga = LogisticRegression(C=0.2, l1_ratio=ratio, solver="saga", class_weight="balanced", tol=1e-8, max_iter=20000)
+    expected = saga.fit(z, label).decision_function(z)  # saga does not penalise the intercept
+    np.testing.assert_allclose(fitted.logits(x), expected, atol=0.01 * expected.std())
+    assert fitted.weight[5] == 0.0
+    constant = fit_linear(x[:50], label[:50], 1e-6, "l1")
+    assert not constant.weight.any()
+    assert np.ptp(constant.logits(np.tile(x, (13, 1)))) == 0.0  # of many rows at a time
+
+
+def test_iti_finds_the_planted_head_and_averages_three_probes(tmp_path: Path) -> None:
+    data = method_inputs(tmp_path)
+    train, test = sides(data)
+    layer, head, quality = probes.best_head(data.heads, train, 1)
+    assert (layer, head) == BEST
+    x = np.asarray(data.heads.file.layer(BEST[0])[3:, BEST[1] * D : (BEST[1] + 1) * D])
+    rng = np.random.default_rng(5)
+    expected = np.zeros(len(test))
+    for _ in range(3):
+        drawn = train[probes.group_bootstrap(data.label[train], data.group[train], rng)]
+        expected -= fit_linear(x[drawn], data.label[drawn], 1.0, "l2").logits(x[test]) / 3
+    np.testing.assert_allclose(probes.iti(data, train, test, 5, 1), expected, rtol=1e-9)
+    fitted = fit_linear(x[train], data.label[train], 1.0, "l2")
+    assert quality == pytest.approx(auroc(data.label[train], fitted.logits(x[train])))
+
+
+def test_iti_s_ties_go_to_the_lowest_layer_and_head(tmp_path: Path) -> None:
+    def plan(rows: np.ndarray, label: np.ndarray) -> None:
+        plant(rows, label, 2, D, 2.0)
+        for layer, head in ((2, 2), (4, 0), (5, 2)):  # the same head again, later
+            rows[:, layer, head * D : (head + 1) * D] = rows[:, 2, D : 2 * D]
+
+    data = planted(tmp_path, Site.ATTENTION_HEAD, plan)
+    assert probes.best_head(data.heads, sides(data)[0], 1)[:2] == (2, 1)
+
+
+def test_the_bootstrap_draws_whole_groups_with_replacement() -> None:
+    group, label = np.array([5, 5, 5, 2, 2, 9]), np.array([1, 1, 1, 0, 0, 1])
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(50):
+        counts = np.bincount(probes.group_bootstrap(label, group, rng), minlength=6)
+        assert all(len(set(counts[group == name])) == 1 for name in (5, 2, 9))  # all rows of a group, equally often
+        times = tuple(int(counts[group == name][0]) for name in (5, 2, 9))
+        assert sum(times) == 3
+        assert times[1] > 0  # the only hallucinated group: a sample without it is drawn again
+        seen.add(times)
+    assert len(seen) > 3
+    with pytest.raises(TrainingError, match="only one class"):
+        probes.group_bootstrap(np.ones(4, np.int64), np.arange(4), rng)
+
+
+def test_fact_probe_reads_a_signal_spread_over_layers_from_a_window(tmp_path: Path) -> None:
+    data = method_inputs(tmp_path, 400)
+    train, test = sides(data)
+    start, size, c, quality = probes.search(data, train, 2, 1)
+    assert (start, size) == (WIDE[0], len(WIDE))
+    x = np.concatenate([np.asarray(data.residual.file.layer(layer)[3:]) for layer in WIDE], axis=1)
+    np.testing.assert_array_equal(base.window(data.residual, 1, 5, np.arange(400)), x)
+    probe = fit_linear(x[train], data.label[train], c, "l1")
+    np.testing.assert_allclose(probes.fact_probe(data, train, test, 2, 1), -probe.logits(x[test]), rtol=1e-9)
+    inner = [
+        auroc(data.label[held], fit_linear(x[fit], data.label[fit], c, "l1").logits(x[held]))
+        for fit, held in group_folds(data.label, data.group, train, 3, 2)
+    ]
+    assert quality == pytest.approx(np.mean(inner))
+
+
+def test_of_equally_good_windows_the_smallest_is_taken_and_they_are_thinned_evenly(tmp_path: Path) -> None:
+    plan = partial(plant, layer=3, column=2, strength=8.0)  # separable: every window that holds layer 3 is perfect
+    data = planted(tmp_path, Site.RESIDUAL_STREAM, plan, 200)
+    assert probes.search(data, sides(data)[0], 0, 1) == (3, 1, 0.1, 1.0)
+    assert (probes.starts(12, 1), probes.starts(6, 5), probes.starts(4, 5)) == (list(range(12)), [0, 1], [])
+    for layers, size in ((13, 1), (28, 1), (28, 5), (80, 5)):
+        found = probes.starts(layers, size)
+        assert (len(found), found[0], found[-1]) == (12, 0, layers - size)
+        assert np.ptp(np.diff(found)) <= 1
+    geometry = Geometry(num_layers=3, num_heads=1, head_dim=2, hidden_size=4)
+    base_data = method_inputs(tmp_path, 90)
+    rows = noise(np.random.default_rng(3), 90, Site.RESIDUAL_STREAM, geometry)
+    plant(rows, base_data.label, 1, 0, 2.0)
+    small = replace(base_data, residual=readouts(tmp_path, rows, base_data.label, Site.RESIDUAL_STREAM, geometry))
+    assert probes.search(small, sides(small)[0], 0, 1)[:2] == (1, 1)
+
+
+def test_the_best_layer_and_fit_of_the_inner_folds_are_taken(tmp_path: Path) -> None:
+    assert base.at_depths(30, base.DEPTHS) == [6, 12, 17, 23, 29]
+    assert (base.at_depths(2, (0.5, 0.75, 1.0)), base.at_depths(1, (0.5, 1.0))) == ([0, 1], [0])
+    data = method_inputs(tmp_path, 200)
+    train, test = sides(data)
+    layers = base.at_depths(6, base.DEPTHS)
+    pairs = group_folds(data.label, data.group, train, base.INNER_FOLDS, 2)
+
+    def quality(layer: int, c: float) -> float:
+        x = np.asarray(data.residual.file.layer(layer)[3:])
+        fits = [fit_linear(x[inside], data.label[inside], c, "l2").logits(x[held]) for inside, held in pairs]
+        return float(np.mean([auroc(data.label[held], fit) for (_, held), fit in zip(pairs, fits, strict=True)]))
+
+    best = max((quality(layer, c), layer, c) for layer in layers for c in probes.C_GRID)
+    layer, fit = base.choose(data, train, 2, layers=layers, fits=probes.FITS, jobs=1, what="fold")
+    assert (layer, probes.C_GRID[fit]) == best[1:]
+    x = np.asarray(data.residual.file.layer(layer)[3:])
+    expected = -fit_linear(x[train], data.label[train], probes.C_GRID[fit], "l2").logits(x[test])
+    np.testing.assert_allclose(probes.p_ik(data, train, test, 2, jobs=1), expected, rtol=1e-9)
+
+
+def test_ties_go_to_the_lowest_layer_and_the_first_fit(tmp_path: Path) -> None:
+    def plan(rows: np.ndarray, label: np.ndarray) -> None:
+        plant(rows, label, 2, 2, 2.0)
+        rows[:, 4] = rows[:, 2]
+
+    data = planted(tmp_path, Site.RESIDUAL_STREAM, plan)
+    found = base.choose(data, sides(data)[0], 0, layers=[1, 2, 4], fits=probes.FITS[1:2] * 2, jobs=1, what="fold")
+    assert found == (2, 0)
+
+
+def test_a_fold_that_lacks_a_class_is_left_out_and_the_method_named_where_all_do(tmp_path: Path) -> None:
+    data = method_inputs(tmp_path, 60)
+    train, test = sides(data)
+    label = np.zeros(60, np.int64)
+    label[train[0]] = 1
+    with pytest.raises(TrainingError, match=r"p\(IK\)"):
+        probes.p_ik(replace(data, label=label), train, test, 0, jobs=1)
+    label[train[:2]] = 1  # one in each of two folds' test sides; the third has none
+    data = replace(data, label=label, group=np.arange(60))
+    assert [label[held].sum() for _, held in usable_folds(label, data.group, train, base.INNER_FOLDS, 0)] == [1, 1]
+    base.choose(data, train, 0, layers=[1, 2], fits=probes.FITS, jobs=1, what="fold")
+
+
+def correlated(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """x [n, d], label [n], the covariance [d, d] within the classes, the difference of their means [d]."""
+    rng = np.random.default_rng(0)
+    mixed = np.eye(width) + 3.0 * rng.standard_normal((width, 1)) @ rng.standard_normal((1, width))
+    shift = rng.standard_normal(width)
+    label = (rng.random(rows) < 0.3).astype(np.int64)
+    x = rng.standard_normal((rows, width)) @ mixed.T + label[:, None] * shift + 5.0
+    return x.astype(np.float32), label, mixed @ mixed.T, shift
+
+
+def test_mass_mean_is_the_covariance_s_inverse_times_the_difference_of_means() -> None:
+    x, label, covariance, shift = correlated(40_000, 5)
+    found = probes.discriminant(None, x, label, np.concatenate([np.zeros((1, 5)), np.eye(5)]).astype(np.float32))
+    direction, expected = found[1:] - found[0], np.linalg.solve(covariance, shift)
+    assert direction @ expected / np.linalg.norm(direction) / np.linalg.norm(expected) > 0.999
+    means = [x[label == value].mean(axis=0) for value in (0, 1)]
+    halfway = np.stack(means).mean(axis=0)[None]
+    np.testing.assert_allclose(probes.discriminant(None, x, label, halfway), 0.0, atol=1e-3)
+    x, label, _, _ = correlated(300, 6)  # fully shrunk: the difference of means of standardised columns
+    z = (x - x.mean(axis=0)) / x.std(axis=0)
+    means = [z[label == value].mean(axis=0) for value in (0, 1)]
+    plain, found = (z - (means[0] + means[1]) / 2) @ (means[1] - means[0]), probes.discriminant(1.0, x, label, x)
+    scale = found @ plain / (plain @ plain)
+    assert scale > 0
+    np.testing.assert_allclose(found, scale * plain, rtol=1e-3, atol=1e-3)
+
+
+def test_mass_mean_needs_fewer_rows_than_columns_and_ignores_constant_ones() -> None:
+    x, label, _, shift = correlated(400, 150)
+    train, test = np.arange(100), np.arange(100, 400)
+    found = auroc(label[test], probes.discriminant(None, x[train], label[train], x[test]))
+    plain = auroc(label[test], (x[test] - x[train].mean(axis=0)) @ shift)  # the true difference, uncorrected
+    assert found > max(plain, 0.9)
+    label = np.arange(40) % 2
+    x = np.stack([np.full(40, 7.1), label.astype(float)], axis=1).astype(np.float32)
+    low, high = probes.discriminant(None, x, label, np.array([[1e6, 0.0], [7.1, 1.0]], np.float32))
+    assert -np.inf < low < 0 < high < np.inf
+
+
+@pytest.mark.parametrize("shrinkage", probes.SHRINKAGE)
+def test_copies_of_rows_are_no_reason_to_trust_the_covariance(shrinkage: float | None) -> None:
+    """Each row five times over changes a fixed share's direction by nothing, and Ledoit and Wolf's towards overfit."""
+    x, label, _, _ = correlated(60, 50)
+    once = probes.discriminant(shrinkage, x, label, x[:5])
+    often = probes.discriminant(shrinkage, np.tile(x, (5, 1)), np.tile(label, 5), x[:5])
+    assert np.allclose(once, often, rtol=1e-3, atol=1e-3) == (shrinkage is not None)
+
+
+def test_the_ridge_weighs_layers_where_the_mean_cannot() -> None:
+    def made(rows: int, known: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Trajectories [n, 8], labels and groups of two; a strong common level, and the class at the ``known``."""
+        rng = np.random.default_rng(0)
+        group = np.arange(rows) // 2
+        label = (rng.random(rows // 2) < 0.5).astype(np.int64)[group]
+        trajectory = rng.standard_normal((rows, 8)) + 3.0 * rng.standard_normal((rows, 1))
+        trajectory[:, known] += 1.5 * (2 * label - 1)[:, None]
+        return trajectory, label, group
+
+    trajectory, label, group = made(500, (2, 5))
+    train, test = slice(300), slice(300, 500)
+    found = trajectory_ridge(trajectory[train], label[train], group[train], trajectory[test], 0)
+    assert risk_auroc(label[test], found) > 0.9 > 0.7 > risk_auroc(label[test], -trajectory[test].mean(axis=1))
+    some = trajectory_ridge(trajectory[train], label[train], group[train], trajectory[305:310], 0)
+    np.testing.assert_allclose(some, found[5:10], rtol=1e-9)
+    trajectory, label, group = made(2000, ())
+    found = trajectory_ridge(trajectory[:1000], label[:1000], group[:1000], trajectory[1000:], 0)
+    assert abs(risk_auroc(label[1000:], found) - 0.5) < 0.05
+
+
+def test_a_semantic_entropy_probe_sees_neither_labels_nor_test_samples(data: MethodInputs) -> None:
+    train, test = sides(data)
+    scores, entropy = probes.sep(data, train, test, 0, jobs=1), data.answers.entropy
+    assert entropy is not None
+    assert np.corrcoef(scores, entropy[test])[0, 1] > 0.7  # it predicts the entropy, and not the label only
+    other = entropy.copy()
+    other[test] = 1000.0 - other[test]
+    blind = replace(data, label=data.label[::-1].copy(), answers=replace(data.answers, entropy=other))
+    assert probes.sep(blind, train, test, 0, jobs=1).tobytes() == scores.tobytes()
+
+
+def test_the_best_split_is_that_of_all_thresholds() -> None:
+    values = np.round(np.random.default_rng(1).gamma(2.0, size=40), 1)
+
+    def lost(at: float) -> float:
+        sides = values[values < at], values[values >= at]
+        return float(sum(((side - side.mean()) ** 2).sum() for side in sides))
+
+    assert lost(probes.best_split(values)) == pytest.approx(min(map(lost, np.unique(values)[1:])))
+    assert probes.best_split(np.array([0.0, 0.0, 5.0, 5.0, 4.0])) == 4.0
+    with pytest.raises(TrainingError):
+        probes.best_split(np.full(4, 2.3))
+
+
+def ring(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Points whose class is their distance from the centre, which no line separates."""
+    x = np.random.default_rng(0).standard_normal((rows, 4)) * [1, 30, 0.1, 1] + [0, 50, -2, 0]
+    radius = ((x - [0, 50, -2, 0]) / [1, 30, 0.1, 1])[:, :3]
+    return x.astype(np.float32), (np.sum(radius**2, axis=1) < 2.4).astype(np.int64)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_network_has_the_papers_widths(outputs: int) -> None:
+    network = networks.mlp(15, outputs)
+    shapes = [tuple(one.weight.shape) for one in network if isinstance(one, torch.nn.Linear)]
+    assert shapes == [(256, 15), (128, 256), (64, 128), (outputs, 64)]
+    assert sum(isinstance(one, torch.nn.ReLU) for one in network) == 3
+    first = networks.mlp(15, outputs, dropout=0.2)[0]
+    assert isinstance(first, torch.nn.Dropout)
+    assert first.p == 0.2
+
+
+@pytest.mark.parametrize("name", ["iris", "saplma", "mind"])
+def test_a_fit_repeats_bit_by_bit_and_leaves_torch_alone(tmp_path: Path, name: str) -> None:
+    data = method_inputs(tmp_path, 120)
+    x, label = ring(160)
+
+    def fit(seed: int) -> np.ndarray:
+        if name == "saplma":
+            return networks.saplma_logits(seed, x[:120], label[:120], x[120:])
+        return fit_method(name, data, *sides(data), seed)
+
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    first = fit(4)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    torch.rand(3)
+    assert fit(4).tobytes() == first.tobytes()
+    assert fit(5).tobytes() != first.tobytes()
+
+
+def test_the_loss_of_iris_against_hand_computed_values() -> None:
+    q = np.array([[0.25, 0.75], [0.9, 0.1]])
+    label, logits = torch.tensor([1, 1]), torch.tensor(np.log(q))
+    cross_entropy, entropy = -(np.log(0.75) + np.log(0.1)) / 2, -np.sum(q * np.log(q)) / 2
+    for beta, expected in ((1.0, cross_entropy), (0.0, entropy), (0.8, 0.8 * cross_entropy + 0.2 * entropy)):
+        assert float(networks.soft_bootstrapping(logits, label, beta)) == pytest.approx(expected)
+    # Gradients run through the target: d/dz of the entropy part is q (log q + H) negated.
+    z = torch.tensor([[0.3, -0.9]], dtype=torch.float64, requires_grad=True)
+    networks.soft_bootstrapping(z, torch.tensor([0]), 0.0).backward()
+    p = torch.softmax(z.detach(), dim=-1)
+    torch.testing.assert_close(z.grad, -p * (p.log() - (p * p.log()).sum()))
+
+
+def test_iris_reads_the_last_layer_and_learns_what_no_line_can(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = noise(rng, 600, Site.ATTENTION_HEAD)
+    z = (rows[:, LAST] - rows[:, LAST].mean(axis=0)) / rows[:, LAST].std(axis=0)
+    label = (z[:, 1] * z[:, 12] > 0).astype(np.int64)  # columns of two heads; each alone says nothing
+    inputs = method_inputs(tmp_path, 600)
+    heads = readouts(tmp_path, rows, label, Site.ATTENTION_HEAD)
+    data = replace(inputs, label=label, group=np.arange(600), heads=heads)
+    train, test = sides(data)
+    assert risk_auroc(label[test], networks.iris(data, train, test, 0)) > 0.75
+    line = fit_linear(rows[train, LAST], label[train], 1.0, "l2").logits(rows[test, LAST])
+    assert risk_auroc(label[test], -line) < 0.6
+    rows[:, LAST] = rows[rng.permutation(600), LAST]  # the other layers keep everything
+    blind = replace(data, heads=readouts(tmp_path, rows, label, Site.ATTENTION_HEAD))
+    assert risk_auroc(label[test], networks.iris(blind, train, test, 0)) < 0.65
+
+
+def test_iris_stops_early_and_keeps_the_best_epoch(tmp_path: Path) -> None:
+    data = method_inputs(tmp_path, 120, strength=0.0)
+    long, epochs, kept = networks.fit_iris(data, *sides(data), 0)
+    assert kept + 5 == epochs < 100
+    assert networks.fit_iris(data, *sides(data), 0, max_epochs=kept)[0].tobytes() == long.tobytes()
+
+
+def test_saplma_learns_what_no_line_can_and_ignores_a_constant_column() -> None:
+    x, label = ring(1200)
+    assert auroc(label[800:], networks.saplma_logits(0, x[:800], label[:800], x[800:])) > 0.9
+    x, label = x[:160], label[:160]
+    x[:, 3] = 0.1
+    scores = networks.saplma_logits(0, x[:120], label[:120], x[120:])
+    x[120:, 3] = 1e6  # never varied in training, so nothing is known about it
+    assert networks.saplma_logits(0, x[:120], label[:120], x[120:]).tobytes() == scores.tobytes()
+
+
+def test_mind_reads_the_last_token_over_layers_and_the_last_layer_over_tokens(data: MethodInputs) -> None:
+    last, mean = np.arange(12.0).reshape(3, 4), 100 + np.arange(12.0).reshape(3, 4)
+    answer = TracedAnswer(Completion("", (1, 2), "stop"), np.zeros(2), last.astype("f4"), mean.astype("f4"))
+    np.testing.assert_array_equal(networks.features(answer), [4, 5, 6, 7, 108, 109, 110, 111])
+    train, test = sides(data)
+    rare = replace(data, answers=replace(data.answers, states=data.answers.states * 1e3 + 1e5))  # type: ignore[operator]
+    assert risk_auroc(data.label[test], networks.mind(rare, train, test, 1)) > 0.85  # standardised by the training side
+
+
+def test_eigenscore_is_the_paper_s_equation() -> None:
+    states = np.random.default_rng(0).normal(2.0, 3.0, (4, 9))
+    z = states.T  # [d, K]
+    centring = np.eye(9) - np.ones((9, 9)) / 9
+    _, log_det = np.linalg.slogdet(z.T @ centring @ z + 1e-3 * np.eye(4))
+    for same in (states, states + 100.0):  # a common height of all coordinates is centred away
+        assert own_answers.eigen_score(same) == pytest.approx(log_det / 4)
+    assert own_answers.eigen_score(np.ones((4, 9))) == pytest.approx(np.log(1e-3))
+    assert own_answers.eigen_score(np.repeat(states[:1], 4, axis=0)) < own_answers.eigen_score(states)
+
+
+class Words:
+    """A tokenizer of whole words, with a token of its own in front; 9 begins what it does not know."""
+
+    known = {"A": 1, " A": 2, "True": 3, "B": 5, " B": 5, " False": 6}
+
+    def tokenize(self, text: str) -> list[int]:
+        return [0, *([self.known[text]] if text in self.known else [9, 9] if text else [])]
+
+    def next_token(self, prompts: Any, tokens: Any) -> np.ndarray:
+        table = np.log(np.array([0.0, 0.1, 0.2, 0.05, 0.0, 0.25, 0.15]), where=np.arange(7) % 4 != 0, out=np.zeros(7))
+        return np.array([table[list(tokens)]] * len(prompts))
+
+
+def test_p_true_sums_the_forms_of_its_answers() -> None:
+    engine = cast(Any, Words())
+    assert own_answers.candidates(engine) == ([1, 2, 3], [5, 6])
+    np.testing.assert_allclose(own_answers.log_odds(engine, [[1], [2]]), np.log([0.35 / 0.4] * 2))
+    text = own_answers.asked("Who?", "Me.")
+    assert text.startswith("Question: Who?\nProposed Answer: Me.\n")
+    assert text.endswith("The proposed answer is:")
+    for engine.known in ({"A": 1}, {"A": 1, "B": 1}):
+        with pytest.raises(EngineError, match="p-true"):
+            own_answers.candidates(engine)
+    real = cast(Any, tiny.shared_engine("llama"))
+    yes, no = own_answers.candidates(real)
+    prompts = tiny.prompts([6, 9])
+    for prompt, value in zip(prompts, own_answers.log_odds(real, prompts), strict=True):
+        with torch.no_grad():
+            p = torch.softmax(tiny.modules(real).model(torch.tensor([prompt])).logits[0, -1].double(), -1)
+        assert value == pytest.approx(float(torch.log(p[yes].sum() / p[no].sum())), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("groups", "log_prob", "expected"),
+    [
+        ([0, 0, 1, 2], None, 0.5 * math.log(2) + 0.5 * math.log(4)),
+        ([0] * 5, None, 0.0),
+        (list(range(10)), None, math.log(10)),
+        # Of mean tokens; shares 3/4 and 1/4.
+        ([0, 1, 0], np.log([0.4, 0.2, 0.2]), -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))),
+        ([0, 1], [-2000.0, -2000.0], math.log(2)),  # exp underflows to 0
+    ],
+)
+def test_semantic_entropy_by_counts_and_by_likelihood(groups: list[int], log_prob: Any, expected: float) -> None:
+    weights = None if log_prob is None else np.array(log_prob)
+    assert own_answers.semantic_entropy(np.array(groups), weights) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("question", "answers", "expected"),
+    [
+        ("What is the capital of France?",
+         ["The capital of France is Paris.", "Paris", "paris!", "It is Rome.", "PARIS, of course", "Rome"],
+         [0, 0, 0, 1, 0, 1]),
+        ("Is the earth flat?", ["Yes.", "No.", "No, the earth is not flat.", "no", "Yes, it is."], [0, 1, 1, 1, 0]),
+        ("Who wrote Hamlet?", ["Shakespeare wrote it", "Shakespeare never wrote it", "It wasn't Shakespeare"],
+         [0, 1, 2]),
+        ("When was the moon landing?", ["1969", "In July 1969", "1996", "in 1,969"], [0, 0, 1, 0]),
+        ("Name a colour", ["Name a colour", "name a colour!", "colour", "Red"], [0, 0, 1, 2]),
+        ("Why?", ["", "", "So"], [0, 0, 1]),
+    ],
+)  # fmt: skip
+def test_answers_that_mean_the_same(question: str, answers: list[str], expected: list[int]) -> None:
+    assert own_answers.clusters(question, answers).tolist() == expected

@@ -1,0 +1,179 @@
+"""The model's own answers on disk: what is read of them, that a killed run goes on to the same, and where none are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from hallutracer_research.evaluation import prepare
+from hallutracer_research.evaluation.methods import OURS, own_answers
+from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.methods.networks import features
+from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, EvaluateOptions, EvaluationSource
+from hallutracer_research.evaluation.prepare import PreparedSet, SetRows
+from hallutracer_research.evaluation.run import evaluate
+from service.data.collection import Collection, Prompts
+from service.data.options import JudgeOptions
+from service.engines.base import Sampling
+from service.engines.transformers.engine import TransformersEngine
+from service.errors import EngineError, PromptTooLong, RunMismatch
+from tests.engines import tiny
+from tests.research.made import NOTHING
+from tests.scripted_engine import ScriptedEngine
+
+LENGTHS = [5, 9, 3, 12, 7, 4, 8, 6]
+LABELLED = np.array([0, 2, 3, 4, 6, 7])  # the judge left two rows out
+LONGEST, SAMPLES = 5, 3
+
+
+class Killed:
+    """An engine that is killed at its nth call for samples."""
+
+    def __init__(self, engine: TransformersEngine, at: int) -> None:
+        self._engine, self._left = engine, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def sample(self, *arguments: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            raise KeyboardInterrupt
+        return self._engine.sample(*arguments)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    model = tiny.model("llama")
+    model.config.max_position_embeddings = 256  # a byte is a token here, and P(True) asks in a hundred
+    return TransformersEngine(model, tiny.tokenizer())
+
+
+@pytest.fixture
+def made(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> PreparedSet:
+    """A set as ``prepare_set`` leaves it, with the model's greedy answers."""
+    monkeypatch.setattr(prepare, "AT_ONCE", 4)
+    prompts = tiny.prompts(LENGTHS)
+    said = engine.generate(prompts, Sampling(max_tokens=LONGEST))
+    lines = [json.dumps({"row": row, "answer": one.text}) + "\n" for row, one in enumerate(said)]
+    (tmp_path / "answers.jsonl").write_text("".join(reversed(lines)))
+    dataset, judge = cast(Any, SimpleNamespace(digest="d")), JudgeOptions("contains")
+    rows = SetRows("made", "", dataset, "generate", judge, LONGEST, (), ("a note",))
+    inputs = MethodInputs(
+        label=np.zeros(len(LABELLED), np.int64), group=np.arange(len(LABELLED)), heads=NOTHING, residual=NOTHING,
+        first_token=np.zeros((len(LABELLED), 2)), prompt_tokens=np.array(LENGTHS)[LABELLED],
+        text=tuple(f"what is {row}?" for row in LABELLED),
+    )  # fmt: skip
+    kept = Prompts(np.concatenate(prompts).astype(np.int32), np.cumsum([0, *LENGTHS]))
+    collection = Collection(tmp_path, kept, {}, np.zeros((len(LENGTHS), 2)))
+    return PreparedSet(rows, inputs, {}, collection, LABELLED, {})
+
+
+def options(out: Path, *methods: str, **more: Any) -> EvaluateOptions:
+    source = more.pop("source", EvaluationSource("made", None))
+    return EvaluateOptions(
+        sources=(source,), out=out, methods=(OURS, *(methods or OF_OWN_ANSWERS)), samples=SAMPLES, **more
+    )
+
+
+def read(engine: Any, out: Path, prepared: PreparedSet, *methods: str) -> PreparedSet:
+    return prepare.with_answers(engine, prepared, options(out, *methods), "text")
+
+
+def test_each_reading_is_that_of_its_own_row(tmp_path: Path, engine: Any, made: PreparedSet) -> None:
+    found = read(engine, tmp_path / "out", made)
+    assert found.rows.notes == ("a note",)  # every answer is the judged one
+    readings = found.inputs.answers
+    sampling = replace(prepare.SAMPLING, max_tokens=LONGEST)
+    for place, row in enumerate(LABELLED.tolist()):
+        prompt, question = tiny.prompts(LENGTHS)[row], f"what is {row}?"
+        (greedy,) = engine.sample([prompt], Sampling(max_tokens=LONGEST), [[0]])[0]
+        np.testing.assert_allclose(readings.states[place], features(greedy), rtol=1e-3, atol=1e-4)
+        ask = engine.tokenize(own_answers.asked(question, greedy.completion.text))
+        drawn = engine.sample([prompt], sampling, [prepare.seeds_of(0, row, SAMPLES)])[0]
+        assert len({one.completion.token_ids for one in drawn}) > 1
+        groups = own_answers.clusters(question, [one.completion.text for one in drawn])
+        log_prob = np.array([one.log_prob.mean() for one in drawn])
+        middle = np.stack([one.last[1] for one in drawn])  # of three layers
+        for name, expected, allowed in (
+            ("log_prob", greedy.log_prob.mean(), 1e-5), ("asked", len(ask), 0),
+            ("true", own_answers.log_odds(engine, [ask])[0], 1e-4),
+            ("entropy", own_answers.semantic_entropy(groups), 1e-6),
+            ("entropy_weighted", own_answers.semantic_entropy(groups, log_prob), 1e-5),
+            ("eigenscore", own_answers.eigen_score(middle), 1e-3),
+        ):  # fmt: skip
+            assert getattr(readings, name)[place] == pytest.approx(expected, abs=allowed), name
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_a_killed_run_goes_on_to_the_same_files(tmp_path: Path, engine: Any, made: PreparedSet, at: int) -> None:
+    killed = tmp_path / "killed"
+    whole = read(engine, tmp_path / "whole", made).inputs.answers
+    with pytest.raises(KeyboardInterrupt):
+        read(Killed(engine, at), killed, made)
+    before = {name: (killed / name).stat().st_mtime_ns for name in files(killed)}
+    again = read(engine, killed, made).inputs.answers
+    assert files(killed) == files(tmp_path / "whole")
+    assert all((killed / name).stat().st_mtime_ns == time for name, time in before.items())
+    for name in ("log_prob", "states", "true", "entropy", "entropy_weighted", "eigenscore"):
+        assert getattr(again, name).tobytes() == getattr(whole, name).tobytes()
+
+
+def test_seeds_differ_by_row_and_number_and_more_samples_keep_the_first() -> None:
+    assert len({seed for row in range(50) for seed in prepare.seeds_of(0, row, 10)}) == 500
+    assert prepare.seeds_of(0, 7, 10)[:4] == prepare.seeds_of(0, 7, 4) != prepare.seeds_of(1, 7, 4)
+
+
+def test_answers_that_are_not_the_judged_ones_are_counted(tmp_path: Path, engine: Any, made: PreparedSet) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(path.read_text().replace('"row": 3, "answer": "', '"row": 3, "answer": "No'))
+    (note,) = read(engine, tmp_path / "out", made).rows.notes[1:]
+    assert note.startswith("1 of 6 answers")
+
+
+def test_labels_of_the_set_s_own_leave_nothing_to_read(tmp_path: Path, made: PreparedSet) -> None:
+    given, chosen = replace(made.rows, labels="given"), options(tmp_path / "out")
+    assert prepare.methods_of(given, chosen) == (OURS,)
+    assert prepare.left_out(given, chosen).startswith("left out: sep, ")
+    assert prepare.left_out(made.rows, chosen) == ""
+    assert read(ScriptedEngine(), tmp_path / "out", replace(made, rows=given)).inputs.answers.log_prob is None
+    assert not list((tmp_path / "out").rglob("*.npz"))
+
+
+def test_other_rows_or_answers_in_the_same_folder_are_refused(tmp_path: Path, engine: Any, made: PreparedSet) -> None:
+    read(engine, tmp_path / "out", made, "eigenscore")
+    for other, said in (
+        (replace(made, rows=replace(made.rows, max_new_tokens=6)), "max_new_tokens = 5, this run has 6"),
+        (replace(made, index=LABELLED[:4]), "begun with rows = "),
+    ):
+        with pytest.raises(RunMismatch, match=said):
+            read(engine, tmp_path / "out", other, "eigenscore")
+
+
+def test_a_question_of_p_true_that_does_not_fit_is_said_before_any_answer(
+    tmp_path: Path, engine: Any, made: PreparedSet
+) -> None:
+    long = replace(made.inputs, text=(*("why?",) * 4, "why " * 60, "why?"))
+    with pytest.raises(PromptTooLong):
+        read(engine, tmp_path / "out", replace(made, inputs=long))
+    assert not list((tmp_path / "out").rglob("*.npz"))
+
+
+@pytest.mark.parametrize("method", OF_OWN_ANSWERS)
+def test_an_engine_that_traces_nothing_is_refused_before_the_first_forward_pass(tmp_path: Path, method: str) -> None:
+    rows = [{"id": str(n), "prompt": f"Is {n} odd?", "answers": ["so"]} for n in range(60)]
+    chosen = options(tmp_path / "out", method, source=EvaluationSource("made", None, rows=lambda: rows))
+    engine = ScriptedEngine()
+    with pytest.raises(EngineError):
+        evaluate(chosen, lambda: cast(Any, engine), console=cast(Any, SimpleNamespace(print=lambda *_: None)))
+    assert engine.counters.prefills == 0
