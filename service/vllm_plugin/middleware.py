@@ -27,7 +27,6 @@ from service.audit.events import Who
 from service.errors import NotReady
 from service.judging.guarantee import Shape, chat_violations, shape_of
 from service.policies.guard import Decision, Verdict
-from service.scoring import RiskReport
 from service.serving.judgement import Judgement
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")

@@ -18,12 +18,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from hallutracer_research.evaluation.methods import METHODS, base, fit_method, networks, own_answers, probes
-from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, Penalty, fit_linear
+from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, Penalty, fit_linear, usable_folds
 from hallutracer_research.evaluation.options import OF_OWN_ANSWERS
 from hallutracer_research.evaluation.splits import trajectory_ridge
 from service.engines.base import Completion, TracedAnswer
 from service.errors import EngineError, TrainingError
-from service.fitting.folds import group_folds, usable_folds
+from service.fitting.folds import group_folds
 from service.fitting.scores import auroc, risk_auroc
 from service.readout import Geometry, Site
 from tests.engines import tiny
