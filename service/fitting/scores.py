@@ -158,9 +158,10 @@ def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]
 
 def summary(label: Labels, risk: Floats) -> dict[str, float]:
     """Return every score of one set of risks, by the names in ``SUMMARY``."""
-    brier = float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1))
+    ranking = risk_auroc(label, risk)  # raises where a class is missing
     precision = [auprc(label, risk, positive=value) for value in (0, 1)]
-    return dict(zip(SUMMARY, (risk_auroc(label, risk), *precision, brier, ece(label, risk)), strict=True))
+    brier = float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1))
+    return dict(zip(SUMMARY, (ranking, *precision, brier, ece(label, risk)), strict=True))
 
 
 # --- intervals ---
