@@ -266,4 +266,6 @@ def _auroc_without(bad: NDArray[np.bool_], risk: Floats, member: Index, groups: 
         total += won.sum()
     hallucinated, factual = (np.bincount(member[side], minlength=groups) for side in (bad, ~bad))
     pairs = (bad.sum() - np.append(0, hallucinated)) * ((~bad).sum() - np.append(0, factual))
-    return np.divide(total - np.append(0.0, lost), pairs, out=np.full(groups + 1, np.nan), where=pairs > 0)
+    found = np.full(groups + 1, np.nan)
+    np.divide(total - np.append(0.0, lost), pairs, out=found, where=pairs > 0)
+    return found
