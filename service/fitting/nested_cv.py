@@ -186,11 +186,11 @@ def held_out(
     risks = {"bundle": classifier.risk(signals)}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
         risks[name] = fit_classifier(of_train, references.label, references.readouts.soft_label).risk(of_test)
-    scores = {name: summary(label, risk) | _within(label, risk, inputs.strata) for name, risk in risks.items()}
+    scores = {name: {**summary(label, risk), **_within(label, risk, inputs.strata)} for name, risk in risks.items()}
     gate = at_threshold(label, risks["bundle"], threshold)
     calibration = cox_line(label, inputs.group, risks["bundle"][None])
     counts = {"rows": len(label), "factual": factual, "hallucinated": len(label) - factual}
-    return counts | rounded({"signals": scores, "at_threshold": gate, "calibration": calibration})
+    return {**counts, **rounded({"signals": scores, "at_threshold": gate, "calibration": calibration})}
 
 
 def rounded(value: Any) -> Any:

@@ -158,9 +158,10 @@ def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]
 
 def summary(label: Labels, risk: Floats) -> dict[str, float]:
     """Return every score of one set of risks, by the names in ``SUMMARY``."""
-    brier = float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1))
+    ranking = risk_auroc(label, risk)  # raises where a class is missing
     precision = [auprc(label, risk, positive=value) for value in (0, 1)]
-    return dict(zip(SUMMARY, (risk_auroc(label, risk), *precision, brier, ece(label, risk)), strict=True))
+    brier = float(brier_score_loss(1 - np.asarray(label), risk, pos_label=1))
+    return dict(zip(SUMMARY, (ranking, *precision, brier, ece(label, risk)), strict=True))
 
 
 # --- intervals ---
@@ -265,4 +266,6 @@ def _auroc_without(bad: NDArray[np.bool_], risk: Floats, member: Index, groups: 
         total += won.sum()
     hallucinated, factual = (np.bincount(member[side], minlength=groups) for side in (bad, ~bad))
     pairs = (bad.sum() - np.append(0, hallucinated)) * ((~bad).sum() - np.append(0, factual))
-    return np.divide(total - np.append(0.0, lost), pairs, out=np.full(groups + 1, np.nan), where=pairs > 0)
+    found = np.full(groups + 1, np.nan)
+    np.divide(total - np.append(0.0, lost), pairs, out=found, where=pairs > 0)
+    return found

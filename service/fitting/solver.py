@@ -59,7 +59,7 @@ def solve(
     sign = torch.from_numpy(np.where(np.asarray(label) == 1, 1.0, -1.0)).float()
     weights = torch.from_numpy(np.ascontiguousarray(weight, np.float64))
     parts, strength = torch.from_numpy(np.asarray(partition, np.int64)), torch.from_numpy(np.asarray(c, np.float64))
-    heads = torch.from_numpy(rows).split(1)  # one by one, so that one head's rows stay in the cache
+    heads = torch.split(torch.from_numpy(rows), 1)  # one by one, so that one head's rows stay in the cache
     solved = [_solve(_scale(head, sign, weights), parts, strength) for head in heads]
     directions, intercepts = zip(*solved, strict=True)
     return np.concatenate(directions), np.concatenate(intercepts)

@@ -103,8 +103,10 @@ def choose_threshold(rule: GateRule, label: Labels, risk: Floats) -> ChosenThres
 
     Raises TrainingError: a target on wrong answers, and no threshold answers ``LEAST_ANSWERED`` rows.
     """
-    by_cost = isinstance(rule, WrongCosts)
-    threshold, reached = (rule.threshold, True) if by_cost else _for_target(rule, label, risk)
+    if isinstance(rule, WrongCosts):
+        threshold, reached = rule.threshold, True
+    else:
+        threshold, reached = _for_target(rule, label, risk)
     return ChosenThreshold(threshold, rule, reached, at_threshold(label, risk, threshold))
 
 
