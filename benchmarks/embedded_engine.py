@@ -22,8 +22,8 @@ from probes_store.store import SHIPPED, Store
 from service.cli.options import EngineChoice
 from service.demo.questions import questions
 from service.engines.base import Sampling
-from service.engines.transformers.batching import Prefix
 from service.engines.transformers.engine import TransformersEngine
+from service.engines.transformers.hooks import Prefix
 from service.readout import Probes, Site
 
 RESAMPLES = 2_000

@@ -136,7 +136,7 @@ class ScriptedEngine:
         sampling: Sampling | None = None,
     ) -> Extraction:
         """Activations [n, m, width], and answers.  Raises EngineError for any pooling but last_1."""
-        check_onset_only(poolings, "scripted")
+        check_onset_only(poolings)
         self._forward("extract", prompts)
         geometry = self.identity.geometry
         activations = {}

@@ -92,6 +92,7 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         return
     if place is None and not places.reachable(options.model, options.revision):
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
+    from service.engines.checks import Tokens
     from service.engines.families import geometry
     from service.engines.loading import (
         DTYPES,
@@ -102,7 +103,6 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         revision_of,
         weight_files,
     )  # fmt: skip
-    from service.engines.tokens import Tokens
 
     files = find_model_files(options)
     weights = weight_files(files.folder)

@@ -1,8 +1,7 @@
 """The engine contract: token ids in, numbers out.  Imports neither torch nor an engine.
 
 Training and serving both use ``Engine``, so a probe reads activations computed by the code it was fitted on.  A model
-runner implements ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine.  vLLM schedules by itself and
-implements ``Engine`` directly.
+runner is a ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine; vLLM schedules by itself.
 """
 
 from __future__ import annotations
@@ -71,17 +70,14 @@ FIRST_COME = Turn()
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to decode.  ``temperature`` 0 is greedy.
-
-    ``until``: on the monotonic clock; an answer that goes on then ends there, as one of ``max_tokens`` tokens does.
-    """
+    """How to decode.  ``temperature`` 0 is greedy."""
 
     max_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    until: float = math.inf
+    until: float = math.inf  # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +113,7 @@ class Extraction:
 
     activations: dict[Site, NDArray[np.float32]]  # site -> [n, m, width], at t*
     first_tokens: tuple[FirstToken, ...]
-    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # [n, m, width]; no last_1
+    pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # of no engine of this room
     completions: tuple[Completion, ...] = ()  # with ``sampling``
 
 
@@ -164,10 +160,8 @@ def prompt_context(context: Context | None, depth_means: Sequence[float], prompt
     """Return the probabilities for the context probes' depth means, in the record's order, alike for every engine."""
     if context is None:
         return UNKNOWN
-    found = {
-        probe.name: sigmoid(probe.weight * mean + probe.intercept)
-        for probe, mean in zip(context.probes, depth_means, strict=True)
-    }
+    pairs = zip(context.probes, depth_means, strict=True)
+    found = {probe.name: sigmoid(probe.weight * mean + probe.intercept) for probe, mean in pairs}
     asks, passage, stated = (found.get(name) for name in ("asks", "passage", "stated"))
     stated = None if passage is None or stated is None else passage * stated
     length = None if stated is None else stated * math.log(prompt_tokens)
@@ -184,11 +178,10 @@ def sigmoid(z: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineGate:
-    """An engine begins the answer only if ``risk < threshold``.
+    """An engine begins the answer only if ``risk < threshold``, or where the prompt asks for no fact.
 
-    The risk is the classifier's, from the depth mean of the first probe and the other signals, with weight 0 for those
-    that it does not use (``risk.risk``).  ``context`` describes the request's next probes; where the prompt asks for
-    no fact, the gate stays open.
+    The risk is the classifier's, from the first probe's depth mean and the other signals, with weight 0 for those that
+    it does not use (``risk.risk``).  ``context`` describes the request's next probes.
     """
 
     weight: tuple[float, ...]  # in the order of ``probes_store.manifest.SIGNALS``
@@ -289,10 +282,9 @@ class LoadedModel(Protocol):
     def extract(
         self, prompts: Prompts, sites: Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
     ) -> Extraction:
-        """Prefill and return every layer's activations, all heads; other poolings come from the same forward pass.
+        """Prefill and return every layer's activations at t*, all heads; with ``sampling``, answers from that prefill.
 
-        ``activations`` are those at t*, whether ``poolings`` names last_1 or not.  With ``sampling`` every prompt is
-        answered, too, from the same prefill.  Raises EngineError if the engine cannot pool.
+        Raises EngineError for ``poolings`` but last_1: the ablation's own engine pools.
         """
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:
@@ -333,20 +325,12 @@ class Engine(LoadedModel, Protocol):
         """Whether prompts without ``sampling`` overtake those that wait for space in the KV cache."""
 
     def answer(
-        self,
-        prompt: TokenIds,
-        probes: Sequence[Probes],
-        *,
-        first_token: bool = False,
-        sampling: Sampling | None = None,
-        gate: EngineGate | None = None,
-        turn: Turn = FIRST_COME,
-    ) -> AsyncGenerator[Update, None]:
-        """Yield one prompt's prefill, then its answer from the same KV cache.  Runs on any event loop.
+        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
+        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,
+    ) -> AsyncGenerator[Update, None]:  # fmt: skip
+        """Yield one prompt's prefill, then, with ``sampling``, its answer from the same KV cache.  On any event loop.
 
-        Waiting prompts begin in the order of ``turn``, then of arrival.
-
-        Without ``sampling`` only the prefill runs.  If ``gate`` closes, the request ends with its prefill, and nothing
-        is decoded.  Closing the generator, or cancelling the task that waits for it, ends the request.  Raises what
+        Waiting prompts begin in the order of ``turn``, then of arrival.  If ``gate`` closes, the request ends with its
+        prefill.  Closing the generator, or cancelling the task that waits for it, ends the request.  Raises what
         ``score`` raises, and EngineError once the engine has failed.
         """

@@ -54,13 +54,11 @@ class Outboxes:
 
     def of(self, loop: asyncio.AbstractEventLoop) -> Outbox:
         """Return the loop's outbox.  Those of closed loops are dropped."""
-        for outbox in self._all:
-            if outbox.loop is loop:
-                return outbox
         with self._lock:
-            outbox = Outbox(loop)
-            self._all = (*(known for known in self._all if not known.loop.is_closed()), outbox)
-        return outbox
+            if (found := next((outbox for outbox in self._all if outbox.loop is loop), None)) is None:
+                found = Outbox(loop)
+                self._all = (*(known for known in self._all if not known.loop.is_closed()), found)
+        return found
 
     def flush(self) -> None:
         """Deliver all items of all outboxes."""
@@ -139,7 +137,7 @@ class LoopThread:
 
 def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
     """Wait for ``work`` on ``loop``; an interrupted caller cancels it.  Not to be called on ``loop``'s thread."""
-    future: Future[T] = asyncio.run_coroutine_threadsafe(work, loop)
+    future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         return future.result()
     finally:

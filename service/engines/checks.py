@@ -1,9 +1,13 @@
-"""Checks and numbers shared by all engines: prompts, sampling options, probes, poolings, the first token."""
+"""What all engines share: text to token ids by a tokenizer, checks of what is asked, and the first token's numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -20,8 +24,7 @@ SEGMENT = 65_536  # characters encoded at a time to find out whether a text is f
 def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
     """Raise PromptTooLong for a prompt of at least twice as many tokens as the context holds, at the cost of so many.
 
-    Encoding a text of megabytes takes seconds, and hundreds of megabytes.  A text in pieces can have more tokens than
-    in one, by a few at each seam: a prompt that is refused here could not have fitted.
+    Encoding a text of megabytes takes seconds.  In pieces it has a few more tokens at each seam, not twice as many.
     """
     most = engine.identity.max_tokens
     segment = max(SEGMENT, 4 * most)
@@ -32,11 +35,14 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
         for start in range(0, len(text), segment):
             tokens += len(engine.tokenize(text[start : start + segment]))
             if tokens > 2 * most:
-                raise PromptTooLong(
-                    f"the prompt has more than {tokens} tokens and the model's context holds {most}; shorten the "
-                    "prompt (it is never truncated silently)",
-                    param="prompt",
-                )
+                raise _too_long("the prompt has more than", tokens, most)
+
+
+def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"{what} {tokens} tokens and the model's context holds {most}; shorten the prompt (it is never truncated "
+        "silently)", param="prompt",
+    )  # fmt: skip
 
 
 def check_special_tokens(contents: Sequence[str], engine: LoadedModel) -> None:
@@ -58,11 +64,7 @@ def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None
                 f"prompt {number} has no tokens, so it has no answer onset; send at least one token", param="input_ids"
             )
         if len(prompt) > max_tokens:
-            raise PromptTooLong(
-                f"prompt {number} has {len(prompt)} tokens and the model's context holds {max_tokens}; "
-                "shorten the prompt (it is never truncated silently)",
-                param="prompt",
-            )
+            raise _too_long(f"prompt {number} has", len(prompt), max_tokens)
         try:
             ids = np.asarray(prompt)
         except ValueError:  # nested lists of several lengths
@@ -141,11 +143,156 @@ def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
     return [pooling for pooling in Pooling if pooling in poolings and pooling is not Pooling.LAST_1]
 
 
-def check_onset_only(poolings: Sequence[Pooling], engine: str) -> None:
-    """Raise EngineError if an engine that reads only t* is asked for other poolings."""
+def check_onset_only(poolings: Sequence[Pooling]) -> None:
+    """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
         raise EngineError(
-            f"the {engine} engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}: load the "
-            "model with the transformers engine for the readout-position ablation, or ask for last_1",
-            param="poolings",
-        )
+            f"the engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}: hallutracer "
+            "evaluate does, with the transformers engine", param="poolings",
+        )  # fmt: skip
+
+
+STAND_INS = "\U000f0000", "\U000f03ff"  # of a private plane: 1,024 different special tokens in one request
+
+
+class Tokens:
+    """A tokenizer with request errors and digests."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def tokenize(self, text: str) -> list[int]:
+        """Encode plain text, with the tokenizer's own special tokens in front.  Raises RequestError on lone surrogates.
+
+        An end token that the tokenizer appends is removed, because t* is the prompt's last token.
+        """
+        ids = self._encode(text, special=True)
+        end = getattr(self._tokenizer, "eos_token_id", None)
+        appended = bool(ids) and ids[-1] == end and self._encode(text, special=False)[-1:] != [end]
+        return ids[:-1] if appended else ids
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Encode messages through the chat template, with its generation prompt, so that t* is its last token.
+
+        The template writes its own special tokens, so none are added; those that a message spells out are encoded as
+        the text that they are, so that no message can end its turn and begin another.  Raises RequestError if there is
+        no chat template or the template refuses the messages.
+        """
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise _refused("this model's tokenizer has no chat template; send `prompt` or `input_ids` instead")
+        if not messages:
+            raise _refused("messages is empty; send at least one message")
+        for number, message in enumerate(messages):
+            for field in ("role", "content"):
+                if not isinstance(message, dict) or not isinstance(message.get(field), str):
+                    raise _refused(f"message {number} needs {field!r} as a string")
+        hidden: dict[str, str] = {}  # special token -> the character that stands in for it
+
+        def stand_in(found: re.Match[str]) -> str:
+            mark = hidden.setdefault(found[0], chr(ord(STAND_INS[0]) + len(hidden)))
+            if mark > STAND_INS[1]:
+                raise _refused("the messages spell out too many special tokens")
+            return mark
+
+        turns = [{**message, "content": self._special.sub(stand_in, message["content"])} for message in messages]
+        try:
+            text = str(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # a template is a program that can raise anything
+            raise _refused(f"the chat template refuses these messages: {error}") from error
+        return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Decode ids, special tokens left out."""
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(token_ids), **options))
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of the serialisation, without padding and truncation, which are settings of a call.
+
+        A slow tokenizer has no such serialisation: its class, vocabulary and special tokens are used instead.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            content = json.loads(backend.to_str())
+            return _sha256({key: content[key] for key in content.keys() - {"padding", "truncation"}})
+        special = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
+        vocabulary = self._tokenizer.get_vocab()
+        return _sha256({"class": type(self._tokenizer).__name__, "vocabulary": vocabulary, "special": special})
+
+    @property
+    def chat_template_digest(self) -> str | None:
+        """The sha256 of the chat template; None if there is none."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if not template:
+            return None
+        return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else _sha256(template)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The tokenizer's padding token, if it has one."""
+        return getattr(self._tokenizer, "pad_token_id", None)
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Every special token as it is spelt, longest first."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        spelt = {str(token.content) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+        return tuple(sorted(filter(str.strip, spelt), key=len, reverse=True))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Every special token as it is spelt, and the characters that stand in for them."""
+        return re.compile("|".join([*map(re.escape, self.special_tokens), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
+
+    def _reveal(self, text: str, hidden: Mapping[str, str]) -> list[int]:
+        """Encode ``text``, each stand-in as the tokens of what it stands for.  Raises RequestError if it cannot."""
+        _check_unicode(text)
+        if not self._tokenizer.is_fast:
+            raise _spelt_out(next(iter(hidden)))
+        split: dict[str, list[int]] = {}
+        for special, mark in hidden.items():
+            ids = self._tokenizer(special, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if set(ids) & set(self._tokenizer.all_special_ids):
+                raise _spelt_out(special)
+            split[mark] = [int(token) for token in ids]
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        tokens: list[int] = []
+        revealed = -1  # the place of the stand-in before: one takes several tokens
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            found = next((place for place in range(start, end) if text[place] in split), None)
+            if found is None:
+                tokens.append(int(token))
+            elif end - start > 1:
+                raise _spelt_out(next(iter(hidden)))
+            elif found != revealed:
+                revealed = found
+                tokens += split[text[found]]
+        return tokens
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        _check_unicode(text)
+        encoded = self._tokenizer(text, add_special_tokens=special, truncation=False, padding=False, verbose=False)
+        return [int(token) for token in encoded["input_ids"]]
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        said = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}; send well-formed Unicode"
+        raise RequestError(f"the text cannot be encoded as UTF-8: {said}", param="prompt") from error
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="messages")
+
+
+def _spelt_out(special: str) -> RequestError:
+    said = "and this model's tokenizer cannot encode it as text; remove it"
+    return _refused(f"a message spells out the special token {special!r}, {said}")
+
+
+def _sha256(content: Any) -> str:
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

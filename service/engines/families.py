@@ -1,15 +1,17 @@
-"""The table of model families: where their blocks and attention output projections are.
+"""The tables of model families and readout sites: which module of which block both engines read.
 
-To support another family, add one row to ``FAMILIES`` and one config to ``tests/engines/tiny.py``.
+To support another family, add one row to ``FAMILIES`` and one config to ``tests/engines/tiny.py``.  To read another
+site, name it in ``readout.Site`` and add one row to ``SITES``: both engines then read it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from service.errors import EngineError, UnknownFamily
-from service.readout import Geometry
+from service.readout import Geometry, Site
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,12 +48,29 @@ FAMILIES: tuple[Family, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
+class SiteModule:
+    """Which module of a block has the activations of a site, and whether they are its input or its output.
+
+    vLLM reads inputs of the attention output projection only, where it has computed them; of other sites, outputs.
+    """
+
+    path: Callable[[Family], str]  # from the block; "" is the block itself
+    is_input: bool = False
+
+
+SITES = {
+    Site.ATTENTION_HEAD: SiteModule(lambda family: family.projection, is_input=True),
+    Site.RESIDUAL_STREAM: SiteModule(lambda family: ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class ModelModules:
-    """A model's blocks and output projections, ``geometry.num_layers`` of each."""
+    """A model's blocks, and in each the module of every site; ``geometry.num_layers`` of each."""
 
     geometry: Geometry
     blocks: tuple[nn.Module, ...]
-    projections: tuple[nn.Module, ...]
+    at: dict[Site, tuple[nn.Module, ...]]
 
 
 def family_of(config: Any) -> Family:
@@ -98,9 +117,11 @@ def locate(model: nn.Module) -> ModelModules:
             f"{family.name}: {family.blocks} has {len(blocks)} blocks where the config's num_hidden_layers says "
             f"{shape.num_layers}; correct the row in service/engines/families.py or the config"
         )
-    projections = tuple(_submodule(block, family.projection, family) for block in blocks)
+    at = {
+        site: tuple(_submodule(block, found.path(family), family) for block in blocks) for site, found in SITES.items()
+    }
     expected = shape.num_heads * shape.head_dim
-    for layer, projection in enumerate(projections):
+    for layer, projection in enumerate(at[Site.ATTENTION_HEAD]):
         # A Linear's ``in_features``, or the first axis of GPT-2's Conv1D weight.
         weight: Any = projection.weight
         if (width := int(getattr(projection, "in_features", weight.shape[0]))) != expected:
@@ -109,7 +130,7 @@ def locate(model: nn.Module) -> ModelModules:
                 f"{shape.num_heads} heads of {shape.head_dim} make {expected}; correct the row in "
                 "service/engines/families.py or the config"
             )
-    return ModelModules(geometry=shape, blocks=blocks, projections=projections)
+    return ModelModules(shape, blocks, at)
 
 
 def _submodule(root: nn.Module, path: str, family: Family) -> nn.Module:

@@ -28,6 +28,7 @@ CHUNK = 1 << 24
 PROGRESS_FROM = 1 << 30  # bytes from which hashing shows its progress
 NEEDED = 2 * 1.1  # bytes of free space asked for, per weight
 MAKING = ".making-"  # how the names of folders begin that are not whole yet
+PLAIN = frozenset({"F32", "F16", "BF16"})
 
 
 def is_gguf(path: Path) -> bool:
@@ -38,66 +39,16 @@ def is_gguf(path: Path) -> bool:
         return path.suffix == ".gguf" or stream.read(4) == b"GGUF"
 
 
-def folder_of(file: Path, cache: Path | None = None) -> Path:
-    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
-    cache = cache or cache_folder()
-    folder = _folder_in(cache, file)
-    _remove_left(cache)
-    if folder.is_dir():
-        return folder
-    facts = _facts(file)
-    cache.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(cache).free, facts.weights * NEEDED
-    if free < needed:
-        raise ModelLoadError(
-            f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB "
-            "free; make room, or set HALLUTRACER_CACHE to a folder elsewhere",
-            param="model",
-        )
-    with _at_work(cache):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))
-        try:
-            _convert(file, facts, aside)
-            try:
-                aside.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # another process was first
-                    raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    return folder
+def cache_folder() -> Path:
+    """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder."""
+    if given := os.environ.get("HALLUTRACER_CACHE"):
+        return Path(given).expanduser() / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "models"
 
 
 def lock_of(cache: Path) -> Path:
     """Return the file that processes of all containers lock: shared to unpack, alone to clean up."""
     return cache.with_name(f".{cache.name}.lock")
-
-
-@contextmanager
-def _at_work(cache: Path) -> Iterator[None]:
-    """Keep others from removing what this process unpacks.  Raises ModelLoadError where the cache is read-only."""
-    try:
-        lock = lock_of(cache).open("a+")
-    except OSError as error:
-        raise ModelLoadError(
-            f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE to a folder that can be written",
-            param="model",
-        ) from None
-    with lock:
-        with suppress(OSError):  # a file system without locks: nobody can lock it alone either, so nobody removes
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
-
-
-def _remove_left(cache: Path) -> None:
-    """Remove what killed processes left half made, unless a process is at work there now; else a later load does."""
-    if not any(cache.glob(f"*/{MAKING}*")):
-        return
-    with suppress(OSError), lock_of(cache).open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for left in cache.glob(f"*/{MAKING}*"):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def unpacked(file: Path) -> Path | None:
@@ -118,11 +69,53 @@ def _folder_in(cache: Path, file: Path) -> Path:
     return cache / f"{digest.hexdigest()[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
 
 
-def cache_folder() -> Path:
-    """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder."""
-    if given := os.environ.get("HALLUTRACER_CACHE"):
-        return Path(given).expanduser() / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "models"
+def folder_of(file: Path) -> Path:
+    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
+    cache = cache_folder()
+    folder = _folder_in(cache, file)
+    if any(cache.glob(f"*/{MAKING}*")):  # left half made by killed processes, unless one is at work there now
+        with suppress(OSError), lock_of(cache).open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in cache.glob(f"*/{MAKING}*"):
+                shutil.rmtree(left, ignore_errors=True)
+    if folder.is_dir():
+        return folder
+    facts = _facts(file)
+    cache.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(cache).free, facts.weights * NEEDED
+    if free < needed:
+        raise _refused(
+            f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB "
+            "free; make room, or set HALLUTRACER_CACHE to a folder elsewhere"
+        )
+    with _at_work(cache):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))
+        try:
+            _convert(file, facts, aside)
+            try:
+                aside.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # another process was first
+                    raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _at_work(cache: Path) -> Iterator[None]:
+    """Keep others from removing what this process unpacks.  Raises ModelLoadError where the cache is read-only."""
+    try:
+        lock = lock_of(cache).open("a+")
+    except OSError as error:
+        raise _refused(
+            f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE to a folder that can be written"
+        ) from None
+    with lock:
+        with suppress(OSError):  # a file system without locks: nobody can lock it alone either, so nobody removes
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
 
 
 @dataclass(frozen=True)
@@ -141,8 +134,8 @@ def _facts(file: Path) -> _Facts:
         from gguf import GGUFReader
         from gguf.quants import _type_traits  # the types that it can dequantize
     except ImportError:
-        raise ModelLoadError(
-            "reading a GGUF file needs the packages gguf and accelerate: pip install gguf accelerate", param="model"
+        raise _refused(
+            "reading a GGUF file needs the packages gguf and accelerate: pip install gguf accelerate"
         ) from None
     try:
         reader = GGUFReader(file)
@@ -151,30 +144,29 @@ def _facts(file: Path) -> _Facts:
             field = reader.get_field(name)
             return None if field is None else field.contents()
 
-        types = {tensor.tensor_type for tensor in reader.tensors}
         weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
-        kind = said("tokenizer.ggml.model")
-        adds_bos = said("tokenizer.ggml.add_bos_token")
-        adds_eos = said("tokenizer.ggml.add_eos_token")
+        # llama.cpp's default for SentencePiece vocabularies is a first token.
+        by_default = True if said("tokenizer.ggml.model") == "llama" else None
+        adds_bos, adds_eos = said("tokenizer.ggml.add_bos_token"), bool(said("tokenizer.ggml.add_eos_token"))
         head_dim = said(f"{said('general.architecture')}.attention.key_length")
         shards = int(said("split.count") or 1)
+        types = {tensor.tensor_type for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{file} is not a sound GGUF file ({error}); download it again", param="model") from error
+        raise _refused(f"{file} is not a sound GGUF file ({error}); download it again") from error
     if shards > 1:
-        raise ModelLoadError(
-            f"{file} is one of {shards} parts; merge them: llama-gguf-split --merge {file.name} whole.gguf",
-            param="model",
-        )
-    plain = {"F32", "F16", "BF16"}
-    if unknown := sorted(kind.name for kind in types if kind.name not in plain and kind not in _type_traits):
-        raise ModelLoadError(
+        raise _refused(f"{file} is one of {shards} parts; merge them: llama-gguf-split --merge {file.name} whole.gguf")
+    if unknown := sorted(kind.name for kind in types if kind.name not in PLAIN and kind not in _type_traits):
+        raise _refused(
             f"{file} holds weights of type {unknown[0]}, which cannot be dequantized here; use another quantization "
-            "of the model, such as Q4_K_M or Q8_0",
-            param="model",
+            "of the model, such as Q4_K_M or Q8_0"
         )
-    if adds_bos is None and kind == "llama":
-        adds_bos = True  # llama.cpp's default for SentencePiece vocabularies
-    return _Facts(weights, None if head_dim is None else int(head_dim), adds_bos, bool(adds_eos))
+    return _Facts(
+        weights, None if head_dim is None else int(head_dim), by_default if adds_bos is None else adds_bos, adds_eos
+    )
+
+
+def _refused(message: str) -> ModelLoadError:
+    return ModelLoadError(message, param="model")
 
 
 def _convert(file: Path, facts: _Facts, folder: Path) -> None:
@@ -191,45 +183,33 @@ def _convert(file: Path, facts: _Facts, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float16)
         if not all(bool(torch.isfinite(one).all()) for one in model.parameters()):  # beyond float16's range
             model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.bfloat16)
-        plain = _plain(model)
+        settings = model.config.to_dict()
+        settings.pop("quantization_config", None)  # refuses to be saved
+        with torch.device("meta"):
+            plain = type(model)(type(model.config).from_dict(settings))
+        plain.load_state_dict(model.state_dict(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = model.generation_config
     except HalluTracerError:
         raise
     except Exception as error:  # formats raise their own types
-        raise ModelLoadError(f"{file} cannot be converted: {type(error).__name__}: {error}", param="model") from error
-    carry_special_tokens(tokenizer, adds_bos=facts.adds_bos, adds_eos=facts.adds_eos)
+        raise _refused(f"{file} cannot be converted: {type(error).__name__}: {error}") from error
+    if facts.adds_bos is not None:
+        _carry_special_tokens(tokenizer, facts.adds_bos, facts.adds_eos)
     tokenizer.save_pretrained(folder)
     plain.save_pretrained(folder)
 
 
-def _plain(model: Any) -> Any:
-    """Return the same model without its quantization entry, which refuses to be saved."""
-    settings = model.config.to_dict()
-    settings.pop("quantization_config", None)
-    config = type(model.config).from_dict(settings)
-    with torch.device("meta"):
-        plain = type(model)(config)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    return plain
-
-
-def carry_special_tokens(tokenizer: Any, *, adds_bos: bool | None, adds_eos: bool) -> None:
+def _carry_special_tokens(tokenizer: Any, adds_bos: bool, adds_eos: bool) -> None:
     """Make the converted tokenizer begin and end a text as the file's own does, which the conversion forgets."""
-    if adds_bos is None:
-        return
-    first = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    last = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
-    if (first, last) == (adds_bos, adds_eos):
-        return
-    if adds_bos and tokenizer.bos_token is None:
-        raise ModelLoadError("the GGUF file asks for a first token and names none", param="model")
     from tokenizers.processors import TemplateProcessing
 
+    ids = tokenizer("a")["input_ids"]
+    if (ids[:1] == [tokenizer.bos_token_id], ids[-1:] == [tokenizer.eos_token_id]) == (adds_bos, adds_eos):
+        return
+    if adds_bos and tokenizer.bos_token is None:
+        raise _refused("the GGUF file asks for a first token and names none")
     parts = [tokenizer.bos_token] * adds_bos + ["$A"] + [tokenizer.eos_token] * adds_eos
-    special = {token: tokenizer.convert_tokens_to_ids(token) for token in parts if token != "$A"}
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=" ".join(parts), special_tokens=list(special.items())
-    )
-    for name, value in (("add_bos_token", adds_bos), ("add_eos_token", adds_eos)):
-        tokenizer.init_kwargs[name] = value
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in parts if token != "$A"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=" ".join(parts), special_tokens=special)
+    tokenizer.init_kwargs |= {"add_bos_token": adds_bos, "add_eos_token": adds_eos}

@@ -22,6 +22,7 @@ from service.errors import ModelLoadError
 MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXTRA_OPTIONS = frozenset({"attn_implementation"})
+SINGLE = "model.safetensors", "pytorch_model.bin"
 # Keys that saving, casting or renaming a checkpoint changes, without changing what is computed from its weights.
 INCIDENTAL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 
@@ -39,20 +40,18 @@ class ModelFiles:
 
 def find_model_files(options: EngineOptions) -> ModelFiles:
     """Return what a folder, GGUF file, package or hub has but weights.  Raises ModelLoadError, UnknownFamily."""
-    local = places.place_of(options.model)
-    arguments: dict[str, Any]
-    if local is None:
-        # Where the hub cannot be reached, what was downloaded before is read without asking for news of it.
-        offline = not places.reachable(options.model, options.revision)
-        arguments = {"pretrained_model_name_or_path": options.model, "revision": options.revision}
-    else:
+    local, offline = places.place_of(options.model), True
+    if local is not None:
         if options.revision is not None:
             raise ModelLoadError(f"{local} is on disk, without revisions; leave it out", param="revision")
-        if gguf.is_gguf(local):
-            local = gguf.folder_of(local)
+        local = gguf.folder_of(local) if gguf.is_gguf(local) else local
         check_folder(local)
-        arguments, offline = {"pretrained_model_name_or_path": str(local)}, True
+    else:
+        # Where the hub cannot be reached, what was downloaded before is read without asking for news of it.
+        offline = not places.reachable(options.model, options.revision)
+    arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(local or options.model)}
     arguments |= {"local_files_only": offline, "trust_remote_code": options.trust_remote_code}
+    arguments |= {"revision": options.revision} if local is None else {}
     config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments))
     family_of(config)
     tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments))
@@ -68,14 +67,11 @@ def load(options: EngineOptions) -> tuple[Any, ModelFiles]:
     check_options(options)
     device = choose_device(options.device)
     files = find_model_files(options)
-    arguments = {
-        **files.loader_arguments,
-        "config": files.config,
-        "dtype": choose_dtype(options.dtype, files.config, device),
-        "output_loading_info": True,
-        **attention(files.config),
-        **options.extra,
-    }
+    # Only ``eager`` caps attention logits (Gemma 2).
+    capped = getattr(text_config(files.config), "attn_logit_softcapping", None) is not None
+    attention = {"attn_implementation": "eager"} if capped else {}
+    arguments = files.loader_arguments | {"config": files.config, "output_loading_info": True} | attention
+    arguments |= {"dtype": choose_dtype(options.dtype, files.config, device), **options.extra}
     model, report = _attempt("weights", options, lambda: AutoModelForCausalLM.from_pretrained(**arguments))
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(
@@ -84,12 +80,6 @@ def load(options: EngineOptions) -> tuple[Any, ModelFiles]:
             param="model",
         )
     return _attempt("weights", options, lambda: model.to(device)), files
-
-
-def attention(config: Any) -> dict[str, str]:
-    """Return ``eager`` for models that cap attention logits (Gemma 2): other implementations do not."""
-    capped = getattr(text_config(config), "attn_logit_softcapping", None) is not None
-    return {"attn_implementation": "eager"} if capped else {}
 
 
 def check_options(options: EngineOptions) -> None:
@@ -128,18 +118,15 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ModelLoadError(
-            f"device {device!r} is unknown to torch; use cpu, cuda or cuda:0", param="device"
-        ) from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ModelLoadError(f"device {device!r} is not supported; use cpu or cuda", param="device")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ModelLoadError(
-            f"device {device!r} is not available: torch finds {torch.cuda.device_count()} CUDA device(s); use cpu",
-            param="device",
-        )
-    return chosen
+    except RuntimeError:
+        problem = "is unknown to torch; use cpu, cuda or cuda:0"
+    else:
+        there = torch.cuda.device_count()
+        if chosen.type == "cpu" or (chosen.type == "cuda" and (chosen.index or 0) < there):
+            return chosen
+        cuda = chosen.type == "cuda"
+        problem = f"is not available: torch finds {there} CUDA device(s); use cpu" if cuda else "is not cpu or cuda"
+    raise ModelLoadError(f"device {device!r} {problem}", param="device")
 
 
 def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
@@ -172,17 +159,17 @@ def _attempt(what: str, options: EngineOptions, action: Callable[[], Any]) -> An
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files that transformers would load, by name.  Raises ModelLoadError if one is missing."""
-    for single in ("model.safetensors", "pytorch_model.bin"):
+    for single in SINGLE:
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
             return [folder / single]
         if index.is_file():
-            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            if missing := [name for name in names if not (folder / name).is_file()]:
+            files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+            if missing := [file.name for file in files if not file.is_file()]:
                 raise ModelLoadError(
                     f"{index} names {', '.join(missing)}, which is not there; download the model again"
                 )
-            return [folder / name for name in names]
+            return files
     return []
 
 

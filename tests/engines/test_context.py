@@ -10,11 +10,8 @@ import pytest
 from probes_store.records import Applicability, Context, ContextName, ContextProbe
 from service.engines.base import UNKNOWN, prompt_context, sigmoid
 
-PROBES: dict[ContextName, ContextProbe] = {
-    "asks": ContextProbe("asks", 2.0, -0.5, rows=90, positive=40, auroc=0.9),
-    "passage": ContextProbe("passage", 0.5, 0.25, rows=90, positive=40, auroc=0.9),
-    "stated": ContextProbe("stated", 1.5, 0.0, rows=90, positive=40, auroc=0.9),
-}
+TERMS: dict[ContextName, tuple[float, float]] = {"asks": (2.0, -0.5), "passage": (0.5, 0.25), "stated": (1.5, 0.0)}
+PROBES = {name: ContextProbe(name, *terms, rows=90, positive=40, auroc=0.9) for name, terms in TERMS.items()}
 APPLICABILITY = Applicability(0.3, questions_below=0.01, others_above=0.02, statement="What it means.")
 
 
@@ -49,6 +46,8 @@ def test_what_has_no_probe_is_none(names: tuple[ContextName, ...]) -> None:
     assert {name for name in PROBES if getattr(told, name) is not None} == set(names)
     assert (told.stated_length is None) == (told.stated is None)
     assert told.said is (True if "asks" in names else None)
+    with pytest.raises(ValueError, match="zip"):
+        prompt_context(of(*names), [0.1] * (len(names) + 1), 9)
 
 
 def test_the_risk_applies_from_the_threshold_on() -> None:
@@ -63,11 +62,6 @@ def test_a_nan_applies() -> None:
     assert told.applies is told.said is True
     assert math.isnan(told.asks or 0.0)
     assert math.isnan(sigmoid(math.nan))
-
-
-def test_another_number_of_means_is_an_error() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        prompt_context(of("asks", "passage"), [0.1], 9)
 
 
 @pytest.mark.parametrize("z", [-1e6, -745.0, -30.0, -1.0, 0.0, 1.0, 30.0, 745.0, 1e6, math.inf, -math.inf])

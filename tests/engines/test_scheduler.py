@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -38,8 +39,12 @@ def queue(requests: list[EngineRequest], *, batch: int = 4096, kv: int = 1000, *
     waiting = RequestQueue(batch, kv)
     for entry in requests:
         waiting.add(entry)
-    waiting.answering = [request(1, tokens - 1, caller) for caller, tokens in held.items()]
+    holds(waiting, **held)
     return waiting
+
+
+def holds(waiting: RequestQueue, **held: int) -> None:
+    waiting.answering = [request(1, tokens - 1, caller) for caller, tokens in held.items()]
 
 
 REQUESTS = st.lists(
@@ -56,13 +61,11 @@ def test_every_request_leaves_once_in_batches_that_fit(requests: list[EngineRequ
         oldest = next(entry for entry in requests if entry not in batched)
         batch = waiting.next_batch()
         assert batch[0] is oldest  # none starves
-        assert len({entry.continues for entry in batch}) == 1
+        assert len({entry.sampling is None for entry in batch}) == 1
         lengths = [len(entry.prompt) for entry in batch]
-        padded = max(lengths) * len(batch)
         if len(batch) > 1:
-            assert padded <= 1024
-            assert padded <= max(FREE_PADDING, MAX_PADDING * sum(lengths))
-            assert not batch[0].continues or sum(entry.kv_tokens for entry in batch) <= 500
+            assert max(lengths) * len(batch) <= min(1024, max(FREE_PADDING, MAX_PADDING * sum(lengths)))
+            assert sum(entry.kv_tokens for entry in batch) <= 500
         batched += batch
     assert sorted(map(id, batched)) == sorted(map(id, requests))
 
@@ -78,40 +81,31 @@ def test_similar_lengths_are_batched(lengths: list[int], batches: list[list[int]
     requests = list(map(request, lengths))
     waiting = queue(requests)
     assert [waiting.next_batch() for _ in batches] == [[requests[place] for place in batch] for batch in batches]
-
-
-def test_answers_wait_for_space_in_the_cache_and_scores_overtake_them() -> None:
-    requests = [request(400, 300), request(50, 50), request(60)]
-    waiting = queue(requests, another=600)
-    assert waiting.next_batch() == [requests[2]]
-    assert waiting.next_batch() == []  # the small answer does not overtake the large one
-    waiting.answering = [request(1, 299, "another")]
-    assert waiting.next_batch() == [requests[0]]
-    waiting.answering = []
-    assert waiting.next_batch() == [requests[1]]
-
-
-def test_the_last_part_of_the_cache_is_for_those_who_hold_nothing() -> None:
-    greedy, newcomer = request(50, 50, "greedy", 900), request(50, 50, "newcomer", 800)
-    assert queue([greedy], greedy=800).next_batch() == []
-    waiting = queue([greedy, newcomer], greedy=800)
-    assert waiting.next_batch() == [newcomer]
-    waiting.answering = [request(1, 699, "greedy")]
-    assert waiting.next_batch() == [greedy]
-
-
-def test_an_answer_beyond_the_whole_cache_goes_alone() -> None:
-    requests = [request(400, 3000), request(50, 50)]
-    assert queue(requests, another=10).next_batch() == []
-    assert queue(requests).next_batch() == [requests[0]]
-
-
-def test_discarded_requests_are_in_no_batch() -> None:
-    requests = [request(100) for _ in range(8)]
     waiting = queue(requests)
-    waiting.discard(requests[:4])
-    assert set(waiting.next_batch()) == set(requests[4:])
-    assert not waiting.waiting
+    for gone in requests[1:]:
+        gone.cancelled = True
+    assert (waiting.next_batch(), waiting.waiting) == (requests[:1], [])
+
+
+@pytest.mark.parametrize(
+    ("requests", "turns"),
+    [
+        # Answers wait for space in the cache, scores overtake them, and the small answer not the large one.
+        ([request(400, 300), request(50, 50), request(60)],
+         [({"another": 600}, [2]), ({"another": 600}, []), ({"another": 300}, [0]), ({}, [1])]),
+        # The last part of the cache is for those who hold nothing, and those are served by their places.
+        ([request(50, 50, "greedy", 900)], [({"greedy": 800}, []), ({"greedy": 700}, [0])]),
+        ([request(50, 50, "greedy", 900), request(50, 50, "newcomer", 800)],
+         [({"greedy": 800}, [1]), ({"greedy": 700}, [0])]),
+        # One beyond the whole cache goes alone.
+        ([request(400, 3000), request(50, 50)], [({"another": 10}, []), ({}, [0]), ({}, [1])]),
+    ],
+)  # fmt: skip
+def test_answers_begin_where_the_cache_has_room(requests: list[EngineRequest], turns: list[Any]) -> None:
+    waiting = queue(requests)
+    for held, batch in turns:
+        holds(waiting, **held)
+        assert waiting.next_batch() == [requests[place] for place in batch]
 
 
 def test_more_callers_than_a_step_holds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +144,21 @@ class Bench:
         async with aclosing(updates):
             return [update async for update in updates]
 
+    def start(self, text: str, probe: Probes | None = None, **options: Any) -> asyncio.Task[list[Update]]:
+        return asyncio.create_task(self.answer(text, probe, **options))
+
     async def held(self) -> asyncio.Task[list[Update]]:
         """A prompt whose forward pass stands still until ``release`` is set."""
         self.script.before = self.holding
-        task = asyncio.create_task(self.answer("held"))
+        task = self.start("held")
         await asyncio.to_thread(self.holding.entered.wait, 20)
         return task
+
+    async def release(self, held: asyncio.Task[list[Update]]) -> None:
+        """Let the forward pass go on, once what was started waits."""
+        await asyncio.sleep(0)
+        self.holding.release.set()
+        await held
 
     def logits(self, text: str, probe: Probes | None = None) -> list[float]:
         """The prompt's truth logits alone."""
@@ -172,26 +175,9 @@ def logits(updates: Sequence[Update]) -> list[float]:
     return prefill_of(updates[0]).trajectories[0].tolist()
 
 
-def text(updates: Sequence[Update]) -> str:
-    return "".join(update.piece for update in updates)
-
-
-def started(work: Any) -> asyncio.Task[list[Update]]:
-    return asyncio.create_task(work)
-
-
-async def test_waiting_prompts_share_one_forward(bench: Bench) -> None:
-    async with bench.open():
-        held = await bench.held()
-        tasks = [started(bench.answer(f"prompt {n}")) for n in range(9)]
-        await asyncio.sleep(0)
-        bench.holding.release.set()
-        await held
-        assert [logits(await task) for task in tasks] == [bench.logits(f"prompt {n}") for n in range(9)]
-    assert bench.batches == [1, 9]
-
-
-async def test_several_bundles_share_one_forward(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_prompts_and_their_bundles_share_one_forward(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     score = bench.script.score
 
@@ -199,22 +185,23 @@ async def test_several_bundles_share_one_forward(bench: Bench, monkeypatch: pyte
         calls.append(len(probes))
         return score(prompts, probes, **options)
 
-    three = []
-    for seed in range(3):
-        direction = np.random.default_rng(seed).normal(size=bench.probe.direction.shape).astype(np.float32)
-        three.append(Probes(bench.probe.site, bench.probe.head, direction, bench.probe.bias, bench.probe.scale))
+    draw = np.random.default_rng(0).normal
+    three = [replace(bench.probe, direction=draw(size=bench.probe.direction.shape)) for _ in range(3)]
     async with bench.open():
         held = await bench.held()
         monkeypatch.setattr(bench.script, "score", counted)
-        tasks = [started(bench.answer("same", three[n % 3])) for n in range(6)]
-        await asyncio.sleep(0)
-        bench.holding.release.set()
-        await held
-        assert [logits(await task) for task in tasks] == [bench.logits("same", three[n % 3]) for n in range(6)]
-    assert calls == [3]  # one call with every bundle's probes
+        tasks = [bench.start(f"prompt {n}", three[n % 3]) for n in range(9)]
+        await bench.release(held)
+        found = [logits(await task) for task in tasks]
+        assert found == [bench.logits(f"prompt {n}", three[n % 3]) for n in range(9)]
+    assert bench.batches == [1, 9]
+    assert calls == [3]
 
 
-async def test_a_batch_that_fails_is_tried_one_by_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"sampling": Sampling()}])
+async def test_a_batch_that_fails_is_tried_one_by_one(
+    bench: Bench, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison = bench.script.tokenize("poison")
 
     def refusing(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,19 +212,16 @@ async def test_a_batch_that_fails_is_tried_one_by_one(bench: Bench, monkeypatch:
 
         return call
 
-    for options in ({}, {"sampling": Sampling()}):
-        async with Bench().open() as fresh:
-            held = await fresh.held()
-            monkeypatch.setattr(fresh.script, "score", refusing(fresh.script.score))
-            monkeypatch.setattr(fresh.script, "begin", refusing(fresh.script.begin))
-            tasks = [started(fresh.answer(name, **options)) for name in ("a", "poison", "b")]
-            await asyncio.sleep(0)
-            fresh.holding.release.set()
-            await held
-            assert [logits(await tasks[n]) for n in (0, 2)] == [fresh.logits("a"), fresh.logits("b")]
-            with pytest.raises(RuntimeError, match="poison"):
-                await tasks[1]
-            assert fresh.engine.alive
+    async with bench.open():
+        held = await bench.held()
+        for name in ("score", "begin"):
+            monkeypatch.setattr(bench.script, name, refusing(getattr(bench.script, name)))
+        tasks = [bench.start(name, **options) for name in ("a", "poison", "b")]
+        await bench.release(held)
+        assert [logits(await tasks[n]) for n in (0, 2)] == [bench.logits("a"), bench.logits("b")]
+        with pytest.raises(RuntimeError, match="poison"):
+            await tasks[1]
+        assert bench.engine.alive
 
 
 async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Bench) -> None:
@@ -272,17 +256,6 @@ def test_a_gate_reads_the_signals_it_weighs(bench: Bench) -> None:
         assert EngineGate((0.3, 2.0, -0.5, 0.0, 0.0, 0.0), 0.1, threshold).closes(result) is closes
 
 
-async def test_scores_do_not_wait_for_a_long_answer(bench: Bench) -> None:
-    bench.script.answer = "x" * 400
-    async with bench.open():
-        bench.script.sleep_s = 0.005
-        answer = started(bench.answer("long", sampling=Sampling(max_tokens=400)))
-        for n in range(5):
-            await bench.answer(f"score {n}")
-        assert not answer.done()
-        answer.cancel()
-
-
 async def test_many_answers_of_one_caller_leave_another_every_second_token(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,12 +270,10 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
     monkeypatch.setattr(EngineRequest, "send", watched)
     monkeypatch.setattr(scheduler, "MAX_TOGETHER", 2)
     async with bench.open():
-        held = await bench.held()
-        callers = [*["many"] * 12, "one"]
-        tasks = [started(bench.answer(name, sampling=Sampling(max_tokens=60), turn=Turn(name))) for name in callers]
-        await asyncio.sleep(0)
-        bench.holding.release.set()
-        await asyncio.gather(held, *tasks)
+        held, long = await bench.held(), Sampling(max_tokens=60)
+        tasks = [bench.start(name, sampling=long, turn=Turn(name)) for name in [*["many"] * 12, "one"]]
+        await bench.release(held)
+        await asyncio.gather(*tasks)
     assert len(decoded) == 13 * 60
     ended = len(decoded) - decoded[::-1].index("one")
     assert decoded[:ended].count("many") <= 90, "by answers it would be 720"
@@ -319,52 +290,48 @@ async def test_caches_of_running_answers_are_bounded(bench: Bench, monkeypatch: 
 
     monkeypatch.setattr(bench.script, "begin", watched)
     async with bench.open(max_kv_tokens=3 * 40):
-        tasks = [started(bench.answer(f"prompt {n}", sampling=Sampling(max_tokens=30))) for n in range(10)]
+        tasks = [bench.start(f"prompt {n}", sampling=Sampling(max_tokens=30)) for n in range(10)]
         for task in tasks:
-            assert text(await task) == bench.script.answer
+            assert "".join(update.piece for update in await task) == bench.script.answer
     assert 1 <= largest <= 3
 
 
 async def test_a_batch_waits_for_as_many_prompts_as_last_time(bench: Bench) -> None:
     async with bench.open(max_wait_s=5.0):
         held = await bench.held()
-        tasks = [started(bench.answer(f"first {n}")) for n in range(4)]
-        await asyncio.sleep(0)
-        bench.holding.release.set()
-        for task in (held, *tasks):
-            await task
+        tasks = [bench.start(f"first {n}") for n in range(4)]
+        await bench.release(held)
+        await asyncio.gather(*tasks)
         again = []
         for n in range(4):
-            again.append(started(bench.answer(f"second {n}")))
+            again.append(bench.start(f"second {n}"))
             await asyncio.sleep(0.02)
-        for task in again:
-            await task
+        await asyncio.gather(*again)
     assert bench.batches == [1, 4, 4]
 
 
 async def test_cancelled_prompts_are_dropped(bench: Bench) -> None:
     async with bench.open():
         held = await bench.held()
-        tasks = [started(bench.answer(f"prompt {n}")) for n in range(5)]
+        tasks = [bench.start(f"prompt {n}") for n in range(5)]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
-        await asyncio.sleep(0)
-        bench.holding.release.set()
-        await held
+        await bench.release(held)
         await bench.answer("next")
     assert bench.batches == [1, 1]
 
 
-async def test_synchronous_calls_run_between_turns(bench: Bench) -> None:
+async def test_synchronous_calls_and_scores_run_between_the_turns_of_a_long_answer(bench: Bench) -> None:
     """As a reload's golden prompts do, while prompts are being served."""
     bench.script.answer = "x" * 400
     threads: set[int] = set()
     async with bench.open():
         bench.script.sleep_s = 0.002
         bench.script.before = lambda _: threads.add(threading.get_ident())
-        answer = started(bench.answer("long", sampling=Sampling(max_tokens=400)))
-        await asyncio.sleep(0.05)
+        answer = bench.start("long", sampling=Sampling(max_tokens=400))
+        for n in range(5):
+            await bench.answer(f"score {n}")
         prompts = [bench.script.tokenize("a"), bench.script.tokenize("b")]
         results = await asyncio.to_thread(bench.engine.score, prompts, [bench.probe])
         assert [result.trajectories[0].tolist() for result in results] == [bench.logits("a"), bench.logits("b")]
@@ -379,22 +346,19 @@ async def test_synchronous_calls_run_between_turns(bench: Bench) -> None:
         answer.cancel()
 
 
-async def test_synchronous_calls_and_answers_never_run_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_synchronous_calls_and_answers_never_run_together(bench: Bench) -> None:
     busy = threading.Lock()
 
     def alone(_: str) -> None:
         assert busy.acquire(blocking=False), "two forward passes at once"
-        try:
-            threading.Event().wait(0.001)
-        finally:
-            busy.release()
+        threading.Event().wait(0.001)
+        busy.release()
 
     bench.script.before = alone
     async with bench.open():
         prompt = bench.script.tokenize("a")
         calls = [asyncio.to_thread(bench.engine.score, [prompt], [bench.probe]) for _ in range(20)]
-        await asyncio.gather(*calls[:1], *(bench.answer(f"{n}") for n in range(20)), *calls[1:10])
-        await asyncio.gather(*calls[10:])
+        await asyncio.gather(*calls[:10], *(bench.answer(f"{n}") for n in range(20)), *calls[10:])
 
 
 def test_until_the_first_answer_calls_run_on_their_callers_thread(bench: Bench) -> None:
@@ -412,14 +376,13 @@ async def test_closing_ends_running_requests_and_refuses_new_ones(bench: Bench) 
     bench.script.answer = "x" * 400
     async with bench.open():
         bench.script.sleep_s = 0.01
-        decoding = started(bench.answer("a", sampling=Sampling(max_tokens=400)))
+        decoding = bench.start("a", sampling=Sampling(max_tokens=400))
         await asyncio.sleep(0.05)
         await asyncio.to_thread(bench.engine.close)
-        with pytest.raises(EngineError):
-            await decoding
+        for work in (decoding, bench.answer("b")):
+            with pytest.raises(EngineError):
+                await work
         assert not bench.engine.alive
-        with pytest.raises(EngineError):
-            await bench.answer("b")
 
 
 async def test_a_thread_that_fails_leaves_no_consumer_waiting(bench: Bench) -> None:

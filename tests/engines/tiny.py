@@ -121,7 +121,7 @@ def modules(engine: Any) -> TorchModel:
 
 def projections(engine: Any) -> tuple[torch.nn.Module, ...]:
     """Each layer's attention output projection."""
-    return locate(modules(engine).model).projections
+    return locate(modules(engine).model).at[Site.ATTENTION_HEAD]
 
 
 def longrope_engine() -> TransformersEngine:

@@ -1,6 +1,5 @@
 """vLLM compared with transformers, number by number.
 
-``models`` makes a tiny model of each family, ``questions`` the requests, ``measure`` runs one backend in a process and
-writes an .npz, ``compare`` compares two of those.  ``faulty`` has workers with deliberate faults, ``matrix`` lists the
-families and configurations.
+``models`` has a tiny model of each family and the requests, ``measure`` runs one backend in a process and writes an
+.npz, ``faulty`` has workers with deliberate faults, and ``test_parity`` compares.
 """

@@ -32,7 +32,7 @@ from service.engines.base import Completion, Engine, EngineOptions, PrefillResul
 from service.engines.bridge import run_on
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
-from tests.parity import questions as q
+from tests.parity import models as q
 
 CHUNK = 48  # tokens per step: most prompts are chunked
 EXTRACTED = 40  # prompts with activations and full answers
@@ -98,25 +98,15 @@ def transformers(folder: str) -> Arrays:
     bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
     every = [probe for bundle in bundles for probe in bundle]
     scored = engine.score([one.prompt for one in everything], every, first_token=True)
-    onsets = [
-        PrefillResult(
-            tuple(
-                trajectory
-                for bundle in question.bundles
-                for trajectory in onset.trajectories[len(Site) * bundle : len(Site) * (bundle + 1)]
-            ),
-            onset.first_token,
-            onset.prompt_tokens,
-        )
-        for question, onset in zip(everything, scored, strict=True)
-    ]
+    onsets = []
+    for question, onset in zip(everything, scored, strict=True):
+        starts = [len(Site) * bundle for bundle in question.bundles]
+        own = [one for start in starts for one in onset.trajectories[start : start + len(Site)]]
+        onsets.append(PrefillResult(tuple(own), onset.first_token, onset.prompt_tokens))
     answered = [one for one in asked if one.sampling is not None and not one.cancelled]
     completions = [engine.generate([one.prompt], one.sampling)[0] for one in answered if one.sampling]
-    layers = engine.identity.geometry.num_layers
-    by_bundle = np.array([onset.trajectories for onset in scored[: len(asked)]]).reshape(
-        len(asked), q.BUNDLES, len(Site), layers
-    )
-    more = {"bundles": by_bundle.swapaxes(0, 1)}
+    by_bundle = np.array([onset.trajectories for onset in scored[: len(asked)]])
+    more = {"bundles": by_bundle.reshape(len(asked), q.BUNDLES, len(Site), -1).swapaxes(0, 1)}
     return flat(everything, onsets) | more | shared(engine, asked, rows=True) | {"answers": answers(completions)}
 
 
@@ -159,9 +149,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
         arrays = flat([*asked, *q.repeated(asked)], onsets) | {
             "answers": answers(completions),
             "cached_tokens": np.array([updates[0].cached_tokens for updates in found]),
-            "cancelled_after": np.array(
-                [len(updates) for updates, one in zip(found, asked, strict=True) if one.cancelled]
-            ),
+            "cancelled_after": np.array([len(own) for own, one in zip(found, asked, strict=True) if one.cancelled]),
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
             "runner": np.array(run_on(engine.loop, engine._client.describe())["runner"]),

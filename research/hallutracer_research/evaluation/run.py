@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -32,6 +32,7 @@ from hallutracer_research.evaluation.options import (
     cost,
     count_weights,
 )
+from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.splits import Split, kept
 from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.evaluation.transfer import transfer_table
@@ -76,7 +77,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
         console.print(f"{set_rows.name}: {len(set_rows.dataset)} rows of {set_rows.title}")
     options.out.mkdir(parents=True, exist_ok=True)
     with locked(options.out):
-        with closing(engine_factory()) as engine:
+        with closing(cast(Engine, PoolingEngine(engine_factory()))) as engine:
             prompt_format: PromptFormat = (
                 default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
             )

@@ -1,9 +1,7 @@
-"""Decoding: one answer's tokens and text, answers that come and go at any step, and batches for labelling.
+"""Decoding from prefilled caches: one answer's tokens and text, and steps of answers that come and go.
 
-``Answer`` chooses tokens from logits, whoever computes them.  ``KvContinuation`` is one prompt that is served: the
-linear layers of a step run on all rows together (``next_logits``), which reads the weights once, and attention row by
-row on the row's own keys and values, so that nothing is padded or copied and a row may come and go.  ``decode_batch``
-answers prompts that begin together from one cache padded on the left.
+The linear layers of a step run on all rows together (``next_logits``), which reads the weights once, and attention row
+by row on the row's own keys and values, so that nothing is padded or copied and a row may come and go.
 """
 
 from __future__ import annotations
@@ -11,9 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -21,13 +18,11 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache
 
-from service.engines.base import Completion, Counters, PrefillResult, Sampling, TracedAnswer
+from service.engines.base import BatchEngine, Completion, PrefillResult, Sampling, TracedAnswer
 from service.engines.checks import check_sampling
-from service.engines.families import ModelModules, text_config
-from service.engines.transformers.batching import Batch
-from service.engines.transformers.hooks import ActivationBuffer, OnsetIndex, reading
+from service.engines.families import text_config
+from service.engines.transformers.hooks import Batch
 from service.errors import EngineError, NonFiniteReadout
-from service.readout import Site
 
 Tensor = torch.Tensor
 GREEDY_BELOW = 1e-6  # smaller temperatures overflow float32; their limit is the greedy token
@@ -60,15 +55,6 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
         outside[0] = False  # also if top_p is zero in float32
         probabilities = torch.zeros_like(probabilities).scatter(0, likely[order], ordered.masked_fill(outside, 0.0))
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def refuse_nan(logits: Tensor) -> Tensor:
-    """Return a decode step's logits, or raise NonFiniteReadout."""
-    if bool(torch.isnan(logits).any()):
-        raise NonFiniteReadout(
-            "the logits of a decode step hold a NaN; the model overflowed: load it with dtype bfloat16 or float32"
-        )
-    return logits
 
 
 class TextStream:
@@ -122,80 +108,40 @@ class TextStream:
         return out
 
 
-class Decoder(Protocol):
+class Decoder(BatchEngine, Protocol):
     """The part of an engine that decoding uses."""
 
-    counters: Counters
     end_tokens: frozenset[int]  # tokens that end an answer
     max_tokens: int  # longest prompt plus answer
 
-    def step_together(self, continuations: Sequence[Any]) -> None:
-        """Run a step as ``base.BatchEngine.step_together``."""
-
-    def detokenize(self, token_ids: Any) -> str:
-        """Decode ids."""
-
-
-class Answer:
-    """One answer as it is decoded.  It ends with ``length`` where it fills the model's context."""
-
-    def __init__(self, decoder: Decoder, prompt_tokens: int, sampling: Sampling, device: torch.device) -> None:
-        self._end_tokens, self._sampling, self._prompt_tokens = decoder.end_tokens, sampling, prompt_tokens
-        self._limit = min(sampling.max_tokens, decoder.max_tokens - prompt_tokens)
-        self._stream = TextStream(decoder.detokenize, sampling.stop)
-        self._generator = generator_for(sampling, device)
-        self.ids: list[int] = []
-        self.finish = "length" if self._limit <= 0 else ""  # why it has ended; "" while it goes on
-
-    def choose(self, logits: Tensor) -> int:
-        """Return the next token for float32 logits [vocab]."""
-        return pick(logits, self._sampling, self._generator)
-
-    def add(self, token: int) -> str:
-        """Append a token; return the text that is complete now, possibly ""."""
-        self.ids.append(token)
-        if token in self._end_tokens:
-            self.finish = "stop"
-            return ""
-        piece = self._stream.push(token)
-        if self._stream.stopped:
-            self.finish = "stop"
-        elif len(self.ids) >= self._limit:
-            self.finish = "length"
-        return piece
-
-    def rest(self) -> str:
-        """End the text and return what was held back of it."""
-        rest = self._stream.finish()
-        if self._stream.stopped:
-            self.finish = "stop"
-        return rest
-
-    @property
-    def last(self) -> tuple[int, int]:
-        """The last token and its position."""
-        return self.ids[-1] if self.ids else 0, self._prompt_tokens + len(self.ids) - 1
-
-    def completion(self, finish: str = "cancelled") -> Completion:
-        """Return the answer so far; ``finish``: why it ends, where it has not ended by itself."""
-        return Completion(self._stream.text, tuple(self.ids), self.finish or finish)
-
 
 class KvContinuation:
-    """A prefilled prompt that can be decoded.  Implements ``base.Continuation``."""
+    """A prefilled prompt and the answer decoded from it.  Implements ``base.Continuation``.
 
-    def __init__(self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor) -> None:
+    The answer ends with ``length`` where it fills the model's context.  With ``states``, those of t*, it is traced.
+    """
+
+    def __init__(
+        self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor, states: Tensor | None = None
+    ) -> None:
         self._decoder = decoder
         self.prefill = prefill
         self.cache: Any = cache  # None once it is closed
-        self._ahead: Tensor | None = logits  # the next token's; None where they are still to be computed
-        self._answer: Answer | None = None
+        self._ahead: Tensor | None = logits  # the next token's, float32 [vocab]; None while they are to be computed
+        self.states = states  # [m, hidden_size] of the token that ``_ahead`` follows; None where it is not traced
+        self._sum = None if states is None else torch.zeros_like(states)  # of the answer's own tokens
+        self._log_prob: list[float] = []
+        self._stream: TextStream | None = None
+        self._ids: list[int] = []
+        self._finish = ""  # why the answer has ended; "" while it goes on
         decoder.counters.open_continuations += 1
 
     @property
     def completion(self) -> Completion | None:
         """The answer so far; None before ``decode``."""
-        return None if self._answer is None else self._answer.completion()
+        if self._stream is None:
+            return None
+        return Completion(self._stream.text, tuple(self._ids), self._finish or "cancelled")
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Yield each token's text as it is decoded from the prefill's cache, without running the prompt again.
@@ -204,48 +150,74 @@ class KvContinuation:
         Raises RequestError for invalid sampling options and EngineError after ``close`` or a first ``decode``.
         """
         check_sampling(sampling)
-        if self._answer is not None and self.cache is not None:
+        if self._stream is not None and self.cache is not None:
             raise EngineError("this continuation is already being decoded; call begin again for another answer")
         if self.cache is None or self._ahead is None:
             raise EngineError("this continuation is closed; call begin again")
-        self._answer = Answer(self._decoder, self.prefill.prompt_tokens, sampling, self._ahead.device)
-        return self._decode(self._answer, sampling.until, cancelled)
+        self._stream = TextStream(self._decoder.detokenize, sampling.stop)
+        return self._decode(self._stream, sampling, generator_for(sampling, self._ahead.device), cancelled)
 
-    def _decode(self, answer: Answer, until: float, cancelled: Callable[[], bool]) -> Iterator[str]:
+    def _decode(
+        self, stream: TextStream, sampling: Sampling, generator: torch.Generator | None, cancelled: Callable[[], bool]
+    ) -> Iterator[str]:
+        limit = min(sampling.max_tokens, self._decoder.max_tokens - self.prefill.prompt_tokens)
         try:
-            while not answer.finish:
-                if cancelled():
-                    return
-                if answer.ids and time.monotonic() >= until:
-                    answer.finish = "length"
+            while not self._finish:
+                if len(self._ids) >= limit or (self._ids and time.monotonic() >= sampling.until):
+                    self._finish = "length"
                     break
-                if self.cache is None:
-                    return  # closed while decoding
+                if cancelled() or self.cache is None:
+                    return
                 if self._ahead is None:
                     self._decoder.step_together([self])
                 logits, self._ahead = cast(Tensor, self._ahead), None
-                piece = answer.add(answer.choose(refuse_nan(logits) if answer.ids else logits))
-                if answer.ids[-1] not in self._decoder.end_tokens:
-                    yield piece
-            if rest := answer.rest():
+                if self._ids and bool(torch.isnan(logits).any()):  # the first ones were checked with the prefill
+                    raise NonFiniteReadout(
+                        "the logits of a decode step hold a NaN; the model overflowed: load it with dtype bfloat16 or "
+                        "float32"
+                    )
+                token = pick(logits, sampling, generator)
+                self._ids.append(token)
+                if self.states is not None and self._sum is not None:
+                    self._log_prob.append(float(logits[token].double() - logits.double().logsumexp(dim=-1)))
+                    self._sum += self.states if len(self._ids) > 1 else 0.0
+                if token in self._decoder.end_tokens:
+                    self._finish = "stop"
+                    break
+                piece = stream.push(token)
+                if stream.stopped:
+                    self._finish = "stop"
+                elif len(self._ids) >= limit:
+                    self._finish = "length"
+                yield piece
+            rest = stream.finish()
+            if stream.stopped:
+                self._finish = "stop"
+            if rest:
                 yield rest
         finally:
             self.close()
 
+    def traced(self) -> TracedAnswer:
+        """Return the finished answer and what the model computed for it."""
+        assert self.completion is not None and self.states is not None and self._sum is not None  # noqa: PT018
+        mean = self._sum / (len(self._ids) - 1) if len(self._ids) > 1 else self.states
+        last, means = (part.cpu().numpy() for part in (self.states, mean))
+        return TracedAnswer(self.completion, np.array(self._log_prob, np.float64), last, means)
+
     @property
     def waits(self) -> bool:
         """Whether its next token needs a forward pass over its last one."""
-        return self.cache is not None and self._ahead is None and self._answer is not None and not self._answer.finish
+        return self.cache is not None and self._ahead is None and not self._finish
 
     @property
     def last(self) -> tuple[int, int]:
         """The last token and its position."""
-        assert self._answer is not None
-        return self._answer.last
+        return self._ids[-1], self.prefill.prompt_tokens + len(self._ids) - 1
 
-    def go_on(self, logits: Tensor) -> None:
-        """Take the next token's logits [vocab] float32."""
-        self._ahead = logits
+    def go_on(self, logits: Tensor, states: Tensor | None = None) -> None:
+        """Take the next token's logits [vocab] float32 and, where traced, the states that they follow."""
+        self._ahead, self.states = logits, states
 
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""
@@ -268,8 +240,8 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
     return rows
 
 
-# A step of answers that come and go.  transformers has a place for both of its parts: a cache whose ``update`` hands on
-# what it likes, and registered attention functions.
+# transformers has a place for both parts of a step: a cache whose ``update`` hands on what it likes, and registered
+# attention functions.
 
 NAME = "hallutracer_rows"
 _implementation: ContextVar[str] = ContextVar("the model's own attention")
@@ -277,12 +249,8 @@ _implementation: ContextVar[str] = ContextVar("the model's own attention")
 
 def next_logits(model: Any, rows: Sequence[KvContinuation], device: torch.device) -> Tensor:
     """Read each row's last token: float32 logits [rows, vocab].  The caches are extended in place."""
-    tokens, positions = zip(*(row.last for row in rows), strict=True)
-    inputs = {
-        "input_ids": torch.tensor(tokens, device=device)[:, None],
-        "position_ids": torch.tensor(positions, device=device)[:, None],
-        "use_cache": True,
-    }
+    tokens, positions = torch.tensor([row.last for row in rows], device=device).T[..., None]
+    inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
     if len(rows) == 1:
         output = model(past_key_values=rows[0].cache, **inputs)
     else:
@@ -340,149 +308,3 @@ def _row_by_row(model: Any) -> Iterator[None]:
     finally:
         config._attn_implementation_internal = own
         _implementation.reset(token)
-
-
-# Batches that begin together.
-
-
-@dataclass
-class Begun:
-    """Prefilled prompts that are decoded together."""
-
-    lengths: tuple[int, ...]  # tokens of each prompt
-    cache: Any  # padded on the left
-    logits: Tensor  # [prompts, vocab] at t*
-    mask: Tensor | None  # [prompts, longest], 1 at tokens; None where nothing is padded
-
-    def repeated(self, times: int) -> Begun:
-        """Return every prompt so many times in a row; this one's cache is used up."""
-        rows = torch.arange(len(self.lengths), device=self.logits.device).repeat_interleave(times)
-        self.cache.batch_select_indices(rows)
-        lengths = tuple(length for length in self.lengths for _ in range(times))
-        return Begun(lengths, self.cache, self.logits[rows], None if self.mask is None else self.mask[rows])
-
-
-def joined(parts: Sequence[tuple[Any, Batch]], logits: Tensor) -> Begun:
-    """Join the caches of batches; row i is the prompt that has index i in its batch.  No layer may have a window."""
-    lengths = dict(pair for _, batch in parts for pair in zip(batch.index, batch.prompt_tokens, strict=True))
-    longest = max(lengths.values())
-    cache: Any = DynamicCache()
-    for place, layer in enumerate(parts[0][0].layers):
-        sides = [
-            side.new_zeros(len(lengths), side.shape[1], longest, side.shape[3]) for side in (layer.keys, layer.values)
-        ]
-        for part, batch in parts:
-            own = part.layers[place]
-            for row, (index, start, length) in enumerate(
-                zip(batch.index, batch.starts, batch.prompt_tokens, strict=True)
-            ):
-                for side, source in zip(sides, (own.keys, own.values), strict=True):
-                    side[index, :, longest - length :] = source[row, :, start : start + length]
-        cache.update(*sides, place)
-    ordered = tuple(lengths[index] for index in sorted(lengths))
-    mask = None
-    if min(ordered) < longest:
-        columns = torch.arange(longest, device=logits.device)
-        mask = (columns >= longest - torch.tensor(ordered, device=logits.device)[:, None]).long()
-    return Begun(ordered, cache, logits, mask)
-
-
-class Tracer:
-    """What the model computes in one ``decode_batch``: each token's log-probability and the states it follows from.
-
-    The state of step t is the residual stream, at every layer, of the token that the t-th answer token is predicted
-    from: t* for the first.  Memory: three states [m, hidden_size] for each answer.
-    """
-
-    def __init__(self, modules: ModelModules, head: torch.nn.Module, onset: Tensor) -> None:
-        """Start with ``onset``, the prompts' states at t*, [m, answers, hidden_size] float32."""
-        self._modules, self._head = modules, head
-        self._states = onset  # of the step that comes, by row
-        self._last, self._sum = onset.clone(), torch.zeros_like(onset)
-        self._log_prob: list[list[float]] = [[] for _ in range(onset.shape[1])]
-
-    @contextmanager
-    def reading(self, rows: int) -> Iterator[None]:
-        """Read the forward pass of one step with so many rows."""
-        sink = ActivationBuffer([Site.RESIDUAL_STREAM], self._modules.geometry, rows, self._states.device)
-        self._states = sink.buffers[Site.RESIDUAL_STREAM]
-        with reading(self._modules, self._head, sink, OnsetIndex([0] * rows, self._states.device), stop=False):
-            yield
-
-    def take(self, logits: Tensor, taken: Sequence[tuple[int, int, int]]) -> None:
-        """Take one step: logits [rows, vocab] and the (row, answer, token) that were chosen from them."""
-        if not taken:
-            return
-        row, answer, token = torch.tensor(taken, device=logits.device).T
-        chosen = logits[row, token].double() - logits[row].double().logsumexp(dim=-1)
-        states = self._states[:, row]
-        self._last[:, answer] = states
-        for (_, index, _), value in zip(taken, chosen.tolist(), strict=True):
-            self._log_prob[index].append(value)
-        follows = torch.tensor([len(self._log_prob[index]) > 1 for _, index, _ in taken], device=logits.device)
-        self._sum[:, answer[follows]] += states[:, follows]
-
-    def answers(self, completions: Sequence[Completion]) -> list[TracedAnswer]:
-        """Return what was traced of each answer."""
-        count = torch.tensor([len(one) - 1 for one in self._log_prob], device=self._sum.device)
-        mean = torch.where(count[:, None] > 0, self._sum / count.clamp(min=1)[:, None], self._last)
-        last, means = (part.cpu().numpy() for part in (self._last, mean))
-        return [
-            TracedAnswer(completion, np.array(self._log_prob[index], np.float64), last[:, index], means[:, index])
-            for index, completion in enumerate(completions)
-        ]
-
-
-def decode_batch(
-    decoder: Decoder,
-    model: Any,
-    begun: Begun,
-    sampling: Sampling,
-    seeds: Sequence[int | None] | None = None,
-    tracer: Tracer | None = None,
-) -> list[Completion]:
-    """Decode prompts together; each answer equals the one that its prompt gets alone.
-
-    Every row has its own generator, so sampled answers do not depend on the rest of the batch either.  Its seed is that
-    of ``sampling``, or its own of ``seeds``.  Finished rows are removed once they are half of the batch.
-    """
-    cache, logits, mask, device = begun.cache, begun.logits, begun.mask, begun.logits.device
-    own = seeds or [sampling.seed] * len(begun.lengths)
-    answers = [
-        Answer(decoder, length, replace(sampling, seed=seed), device)
-        for length, seed in zip(begun.lengths, own, strict=True)
-    ]
-    rows = list(range(len(answers)))  # which answer each row of the cache belongs to
-    while True:
-        refuse_nan(logits)
-        greedy = logits.argmax(dim=-1).tolist() if sampling.temperature == 0.0 else None
-        taken = []
-        for row, index in enumerate(rows):
-            if not (answer := answers[index]).finish:
-                token = answer.choose(logits[row]) if greedy is None else greedy[row]
-                answer.add(token)
-                taken.append((row, index, token))
-        if tracer is not None:
-            tracer.take(logits, taken)
-        running = [row for row, index in enumerate(rows) if not answers[index].finish]
-        if not running:
-            for answer in answers:
-                answer.rest()
-            return [answer.completion() for answer in answers]
-        if len(running) <= len(rows) // 2:
-            remaining = torch.tensor(running, device=device)
-            cache.batch_select_indices(remaining)
-            mask = mask[remaining] if mask is not None else None
-            rows = [rows[row] for row in running]
-        # A finished row that is still in the batch repeats its last token; its result is discarded.
-        tokens, positions = zip(*(answers[index].last for index in rows), strict=True)
-        inputs = {
-            "input_ids": torch.tensor(tokens, device=device)[:, None],
-            "position_ids": torch.tensor(positions, device=device)[:, None],
-        }
-        if mask is not None:
-            mask = inputs["attention_mask"] = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-        with tracer.reading(len(rows)) if tracer is not None else nullcontext():
-            logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-        decoder.counters.forward_tokens += len(running)
-        decoder.counters.decode_steps += len(running)

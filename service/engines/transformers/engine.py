@@ -6,12 +6,13 @@ reads activations, ``batching`` pads, ``decoding`` answers, ``loading`` loads th
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -21,14 +22,11 @@ from transformers import DynamicCache
 
 from service.engines import base, loading
 from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
-from service.engines.checks import beyond_onset, check_prompts, check_sampling, first_token_of, summarise
+from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
 from service.engines.families import ModelModules, locate
-from service.engines.tokens import Tokens
-from service.engines.transformers import batching, decoding, hooks
-from service.engines.transformers.batching import Batch
-from service.engines.transformers.decoding import Begun, KvContinuation, decode_batch
-from service.engines.transformers.hooks import ActivationBuffer, Prefilled, ProbeStack, TruthLogits
-from service.engines.transformers.pooling import ContentWords, PooledBuffer, windows
+from service.engines.transformers import decoding, hooks
+from service.engines.transformers.decoding import KvContinuation
+from service.engines.transformers.hooks import ActivationBuffer, Batch, OnsetIndex, Prefilled, ProbeStack, TruthLogits
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -38,11 +36,10 @@ BATCH_TOKENS = {"cpu": 512}  # measured: larger batches overflow a CPU's caches 
 
 
 class TransformersEngine:
-    """Runs one model.  Implements ``base.BatchEngine``.
+    """Runs one model.  Implements ``base.BatchEngine``; a call during another thread's call raises EngineError.
 
-    Synchronous, for one thread at a time; a call during another thread's call raises EngineError.  Hooks exist only
-    during a call.  A prompt's readout does not depend on the other prompts of its batch: to 1e-5 in float32, and in
-    half types to the rounding of their kernels, which differs with the batch's shape.
+    A prompt's readout does not depend on the other prompts of its batch: to 1e-5 in float32, and in half types to the
+    rounding of their kernels, which differs with the batch's shape.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class TransformersEngine:
         tokens = Tokens(tokenizer)
         self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
         self.special_tokens = tokens.special_tokens
-        self._content_words = ContentWords(tokens.detokenize)
         self._modules = locate(model)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
@@ -64,27 +60,23 @@ class TransformersEngine:
         self._filler = padding if padding is not None and 0 <= padding < self._vocabulary else 0
         self._device = embedding.weight.device
         self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
-        self.max_decode_tokens = max(self.max_batch_tokens, batching.tokens_worth_the_weights(model))
-        self.end_tokens = batching.end_tokens(model)
-        self._equal_lengths = batching.depends_on_longest(model.config)
-        self._windows = batching.has_windows(model.config)
-        shares = self._options.padding_side == "right" and not self._equal_lengths and not self._windows
-        self._prefix = batching.Prefix(batching.chat_prefix(self.render_chat) if shares else ())
+        self.max_decode_tokens = max(self.max_batch_tokens, hooks.tokens_worth_the_weights(model))
+        self.end_tokens = hooks.end_tokens(model)
+        self._equal_lengths = hooks.depends_on_longest(model.config)
+        windows = hooks.has_windows(model.config)
+        shares = self._options.padding_side == "right" and not self._equal_lengths and not windows
+        self._prefix = hooks.Prefix(hooks.chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
         self.counters = base.Counters()
         self.identity = base.ModelIdentity(
-            model=self._options.model,
-            revision=loading.revision_of(model.config),
-            fingerprint=fingerprint or loading.memory_fingerprint(model),
-            architecture=type(model).__name__,
-            model_type=str(model.config.model_type),
-            tokenizer=tokens.digest,
-            chat_template=tokens.chat_template_digest,
+            model=self._options.model, revision=loading.revision_of(model.config),
+            fingerprint=fingerprint or loading.memory_fingerprint(model), architecture=type(model).__name__,
+            model_type=str(model.config.model_type), tokenizer=tokens.digest,
+            chat_template=tokens.chat_template_digest, geometry=self._modules.geometry,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
-            geometry=self._modules.geometry,
-            max_tokens=batching.context_length(model.config),
-        )
+            max_tokens=hooks.context_length(model.config),
+        )  # fmt: skip
         self.max_tokens = self.identity.max_tokens
 
     @classmethod
@@ -108,16 +100,15 @@ class TransformersEngine:
     def score(self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False) -> list[PrefillResult]:
         """Return trajectories [m] (Eq. trajectory) at t*, one per probe and prompt.
 
-        Without ``first_token`` the forward pass ends at the last readout.  With it the language-model head runs on one
-        position per prompt.  Raises EmptyPrompt, PromptTooLong, RequestError and NonFiniteReadout.
+        Without ``first_token`` the forward pass ends at the last readout.  Raises as ``check`` does, and
+        NonFiniteReadout.
         """
         with self._running(prompts):
             stack = self._stack(probes)
-            full = first_token or not probes
             done: list[Prefilled] = []
             for batch in self._batches(prompts):
                 sink = TruthLogits(stack, len(batch.index), self._device)
-                logits = self._logits(batch, sink) if full else self._prefill(batch, sink, full=False)
+                logits = self._prefill(batch, sink, full=first_token or not probes)
                 done.append((batch, sink, None if logits is None or not first_token else summarise(logits)))
             return hooks.prefill_results(stack, done)
 
@@ -126,63 +117,55 @@ class TransformersEngine:
         with self._running(prompts):
             stack = self._stack(probes)
             done: list[Prefilled] = []
-            caches: dict[int, tuple[Any, Tensor]] = {}
+            kept: dict[int, tuple[Any, Tensor]] = {}
             for batch in self._batches(prompts):
-                sink, cache = TruthLogits(stack, len(batch.index), self._device), self._new_cache(batch)
-                logits = self._logits(batch, sink, cache)
+                sink = TruthLogits(stack, len(batch.index), self._device)
+                logits, caches = self._prefill_kept(batch, sink)
                 done.append((batch, sink, summarise(logits)))
-                for row, own in enumerate(decoding.split_cache(cache, batch, self._model.config)):
-                    caches[batch.index[row]] = (own, logits[row].clone())
+                kept |= {index: (caches[row], logits[row].clone()) for row, index in enumerate(batch.index)}
             results = hooks.prefill_results(stack, done)
-            return [KvContinuation(self, result, *caches[index]) for index, result in enumerate(results)]
+            return [KvContinuation(self, result, *kept[index]) for index, result in enumerate(results)]
 
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
     ) -> Extraction:
         """Return every layer's activations at t*, [n, m, width] float32 per site, and each first-token distribution.
 
-        Other ``poolings`` come from the same forward passes and do not change the activations at t*.  With ``sampling``
-        each prompt is answered from the same prefill; an answer equals the one that its prompt gets alone, and sampled
-        ones share the seed.  Raises as ``score`` does.
+        With ``sampling`` each prompt is answered from the same prefill; an answer equals the one that its prompt gets
+        alone, and sampled ones share the seed.  Raises as ``score`` does, and EngineError for ``poolings``.
         """
-        geometry, others = self._modules.geometry, beyond_onset(poolings)
-        shapes = {site: (len(prompts), geometry.num_layers, geometry.width(site)) for site in sites}
-        activations = {site: np.empty(shape, np.float32) for site, shape in shapes.items()}
-        pooled = {(site, pooling): np.empty(shapes[site], np.float32) for site in shapes for pooling in others}
+        check_onset_only(poolings)
+        if sampling is not None:
+            check_sampling(sampling)
+        shape = len(prompts), self._modules.geometry.num_layers
+        activations = {site: np.empty((*shape, self._modules.geometry.width(site)), np.float32) for site in sites}
         first: dict[int, base.FirstToken] = {}
         answers: dict[int, base.Completion] = {}
-
-        def read(batch: Batch, cache: Any, rows: Sequence[int]) -> Tensor:
-            """Run a batch of prompts, of which prompt i is ``rows[i]`` of all, and keep what was read."""
-            index = [rows[place] for place in batch.index]
-            sink = ActivationBuffer(list(shapes), geometry, len(index), self._device)
-            pooled_sink = None
-            if others:
-                counted = windows(batch, [prompts[row] for row in rows], others, self._content_words)
-                pooled_sink = PooledBuffer(sink.sites, geometry, batch, counted, self._device)
-            logits = self._logits(batch, sink, cache, pooled_sink)
-            read_here = [(activations[site], buffer, str(site)) for site, buffer in sink.buffers.items()]
-            for key, buffer in (pooled_sink.buffers if pooled_sink else {}).items():
-                read_here.append((pooled[key], buffer, ", ".join(key)))
-            for target, buffer, what in read_here:  # [m, batch, width]
-                values = buffer.cpu().numpy()
-                hooks.refuse_non_finite(values, index, what)
-                target[index] = values.swapaxes(0, 1)
-            first.update(zip(index, map(first_token_of, summarise(logits).cpu().numpy()), strict=True))
-            return logits
-
         with self._running(prompts):
-            if sampling is None:
-                for batch in self._batches(prompts, shared=not others):
-                    read(batch, None, range(len(prompts)))
-            else:
-                check_sampling(sampling)
-                for group in self._answered_together(prompts, sampling):
-                    own = [prompts[row] for row in group]
-                    begun = self._begin_together(own, partial(read, rows=group), shared=not others)
-                    answers |= zip(group, decode_batch(self, self._model, begun, sampling), strict=True)
+            groups = [list(range(len(prompts)))] if sampling is None else self._answered_together(prompts, sampling)
+            for group in groups:
+                own = [prompts[row] for row in group]
+                begun: dict[int, KvContinuation] = {}
+                for batch in self._batches(own):
+                    rows = [group[place] for place in batch.index]
+                    sink = self._buffer(sites, len(rows))
+                    caches: list[Any] = []
+                    if sampling is None:
+                        logits = self._logits(batch, sink)
+                    else:
+                        logits, caches = self._prefill_kept(batch, sink)
+                    for site, buffer in sink.buffers.items():  # [m, batch, width]
+                        values = buffer.cpu().numpy()
+                        hooks.refuse_non_finite(values, rows, str(site))
+                        activations[site][rows] = values.swapaxes(0, 1)
+                    first.update(zip(rows, map(first_token_of, summarise(logits).cpu().numpy()), strict=True))
+                    for row, cache, one in zip(rows, caches, logits, strict=False):
+                        begun[row] = KvContinuation(self, PrefillResult((), first[row], len(prompts[row])), cache, one)
+                if sampling is not None:
+                    self._answer(begun.values(), [sampling] * len(begun))
+                    answers |= {row: cast(base.Completion, one.completion) for row, one in begun.items()}
         completions = tuple(answers[row] for row in sorted(answers))
-        return Extraction(activations, tuple(first[row] for row in sorted(first)), pooled, completions)
+        return Extraction(activations, tuple(first[row] for row in sorted(first)), completions=completions)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[base.Completion]:
         """Return the answers of ``extract``."""
@@ -194,27 +177,23 @@ class TransformersEngine:
         times = {len(of_prompt) for of_prompt in seeds}
         if len(seeds) != len(prompts) or len(times) > 1 or 0 in times:
             raise EngineError(f"{len(prompts)} prompts need as many lists of seeds, none empty and all of one length")
-        count = max(times, default=1)
         answers: dict[int, list[TracedAnswer]] = {}
         with self._running(prompts):
-            for group in self._answered_together(prompts, sampling, count):
-                onset: dict[int, Tensor] = {}  # the residual stream at t*, [m, hidden_size], by prompt
-
-                def read(batch: Batch, cache: Any, onset: dict[int, Tensor] = onset) -> Tensor:
-                    sink = ActivationBuffer(
-                        [Site.RESIDUAL_STREAM], self._modules.geometry, len(batch.index), self._device
-                    )
-                    logits = self._logits(batch, sink, cache)
-                    onset.update(zip(batch.index, sink.buffers[Site.RESIDUAL_STREAM].unbind(1), strict=True))
-                    return logits
-
-                begun = self._begin_together([prompts[index] for index in group], read).repeated(count)
-                states = torch.stack([onset[place] for place in range(len(group))], dim=1)
-                tracer = decoding.Tracer(self._modules, self._head, states.repeat_interleave(count, dim=1))
-                own = [seed for index in group for seed in seeds[index]]
-                traced = tracer.answers(decode_batch(self, self._model, begun, sampling, own, tracer))
-                answers |= {index: traced[place * count : (place + 1) * count] for place, index in enumerate(group)}
-        return [answers[index] for index in sorted(answers)]
+            for group in self._answered_together(prompts, sampling, max(times, default=1)):
+                begun: dict[int, list[KvContinuation]] = {}
+                for batch in self._batches([prompts[row] for row in group]):
+                    sink = self._buffer([Site.RESIDUAL_STREAM], len(batch.index))
+                    logits, caches = self._prefill_kept(batch, sink)
+                    states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)  # at t*
+                    for place, cache, one, state in zip(batch.index, caches, logits, states, strict=True):
+                        row = group[place]
+                        prefill = PrefillResult((), None, len(prompts[row]))
+                        copies = [cache, *(copy.deepcopy(cache) for _ in seeds[row][1:])]
+                        begun[row] = [KvContinuation(self, prefill, own, one, state) for own in copies]
+                own = [replace(sampling, seed=seed) for row in begun for seed in seeds[row]]
+                self._answer(list(chain.from_iterable(begun.values())), own)
+                answers |= {row: [one.traced() for one in of_prompt] for row, of_prompt in begun.items()}
+        return [answers[row] for row in sorted(answers)]
 
     def next_token(self, prompts: Prompts, candidates: Sequence[int]) -> NDArray[np.float64]:
         """Return log-probabilities as ``base.LoadedModel.next_token``."""
@@ -222,27 +201,20 @@ class TransformersEngine:
         found = np.empty((len(prompts), len(candidates)))
         with self._running(prompts):
             for batch in self._batches(prompts):
-                nothing = ActivationBuffer([], self._modules.geometry, len(batch.index), self._device)
-                logits = self._logits(batch, nothing).double()
+                logits = self._logits(batch, self._buffer((), len(batch.index))).double()
                 chosen = logits[:, list(candidates)] - logits.logsumexp(dim=-1, keepdim=True)
                 found[list(batch.index)] = chosen.cpu().numpy()
         return found
 
     def step_together(self, continuations: Sequence[KvContinuation]) -> None:
         """Run the last tokens of all that wait for it in one forward pass."""
-        waiting = [continuation for continuation in continuations if continuation.waits]
-        for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
-            with self._running(()):
-                logits = decoding.next_logits(self._model, group, self._device)
-                self.counters.forward_tokens += len(group)
-                self.counters.decode_steps += len(group)
-                for continuation, row in zip(group, logits, strict=True):
-                    continuation.go_on(row)
+        with self._running(()):
+            self._step(continuations)
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""
         self._model = self._head = None
-        self._modules = ModelModules(self._modules.geometry, (), ())  # the modules hold the weights
+        self._modules = ModelModules(self._modules.geometry, (), {})  # the modules hold the weights
         self._stacks.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -260,31 +232,63 @@ class TransformersEngine:
         finally:
             self._busy.release()
 
-    def _batches(self, prompts: Prompts, *, shared: bool = True) -> Iterator[Batch]:
-        """Yield micro-batches; with ``shared``, what chats begin with is not run again."""
-        prefixes = [len(self._prefix.tokens) if shared and self._prefix.begins(prompt) else 0 for prompt in prompts]
+    def _batches(self, prompts: Prompts) -> Iterator[Batch]:
+        """Yield micro-batches; what chats begin with is not run again."""
+        prefixes = [len(self._prefix.tokens) if self._prefix.begins(prompt) else 0 for prompt in prompts]
         for prefix in sorted(set(prefixes)):
             rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
-            for group in batching.micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
+            for group in hooks.micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
                 index = [rows[place] for place in group]
-                yield batching.pad(prompts, index, self._options.padding_side, self._filler, self._device, prefix)
+                yield hooks.pad(prompts, index, self._options.padding_side, self._filler, self._device, prefix)
 
     def _answered_together(self, prompts: Prompts, sampling: Sampling, times: int = 1) -> list[list[int]]:
         """Group the prompts whose answers, ``times`` of each, are decoded together."""
         budgets = [len(prompt) + min(sampling.max_tokens, self.max_tokens) for prompt in prompts]
-        return batching.micro_batches(budgets, self.max_decode_tokens // times, equal_lengths=self._equal_lengths)
+        return hooks.micro_batches(budgets, self.max_decode_tokens // times)
 
-    def _begin_together(self, prompts: Prompts, read: Callable[[Batch, Any], Tensor], *, shared: bool = True) -> Begun:
-        """Prefill prompts for ``decode_batch``; ``read`` runs a batch into a cache and returns its logits at t*."""
-        if self._windows:
-            batch = batching.pad(prompts, range(len(prompts)), "left", self._filler, self._device)
-            cache = DynamicCache(config=self._model.config)
-            return Begun(batch.lengths, cache, read(batch, cache), batch.attention_mask)
-        parts = [(self._new_cache(batch), batch) for batch in self._batches(prompts, shared=shared)]
-        logits = torch.cat([read(batch, cache) for cache, batch in parts])
-        order = torch.tensor([index for _, batch in parts for index in batch.index], device=self._device).argsort()
-        return decoding.joined(parts, logits[order])
+    def _answer(self, begun: Collection[KvContinuation], samplings: Sequence[Sampling]) -> None:
+        """Decode to the end of every answer."""
+        try:
+            running = [(one, one.decode(own)) for one, own in zip(begun, samplings, strict=True)]
+            while running:
+                running = [(one, pieces) for one, pieces in running if next(pieces, None) is not None]
+                self._step([one for one, _ in running])
+        finally:
+            for one in begun:
+                one.close()
+
+    def _step(self, continuations: Sequence[KvContinuation]) -> None:
+        waiting = [continuation for continuation in continuations if continuation.waits]
+        for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
+            states: Sequence[Tensor | None] = [None] * len(group)
+            if group[0].states is not None:  # then all are traced
+                sink, onset = (
+                    self._buffer([Site.RESIDUAL_STREAM], len(group)),
+                    OnsetIndex([0] * len(group), self._device),
+                )
+                with hooks.reading(self._modules, self._head, sink, onset, stop=False):
+                    logits = decoding.next_logits(self._model, group, self._device)
+                states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)
+            else:
+                logits = decoding.next_logits(self._model, group, self._device)
+            self.counters.forward_tokens += len(group)
+            self.counters.decode_steps += len(group)
+            for continuation, row, state in zip(group, logits, states, strict=True):
+                continuation.go_on(row, state)
+
+    def _buffer(self, sites: base.Sites, rows: int) -> ActivationBuffer:
+        return ActivationBuffer(sites, self._modules.geometry, rows, self._device)
+
+    def _logits(self, batch: Batch, sink: hooks.Sink, cache: Any = None) -> Tensor:
+        """Run a batch with the sink attached: float32 logits at t* [batch, vocab]."""
+        return cast(Tensor, self._prefill(batch, sink, full=True, cache=cache))
+
+    def _prefill_kept(self, batch: Batch, sink: hooks.Sink) -> tuple[Tensor, list[Any]]:
+        """Run as ``_logits``; return each row's cache, too."""
+        cache = self._new_cache(batch)
+        logits = self._logits(batch, sink, cache)
+        return logits, decoding.split_cache(cache, batch, self._model.config)
 
     def _new_cache(self, batch: Batch) -> Any:
         """Return what the batch's forward pass reads its shared first tokens from and writes its own to."""
@@ -293,17 +297,11 @@ class TransformersEngine:
         # The model's native kind for one prompt, full-length layers for several.
         return DynamicCache(config=self._model.config) if len(batch.index) == 1 else DynamicCache()
 
-    def _logits(self, batch: Batch, sink: hooks.Sink, cache: Any = None, states: PooledBuffer | None = None) -> Tensor:
-        """Run a batch with the sinks attached: float32 logits at t* [batch, vocab]."""
-        return cast(Tensor, self._prefill(batch, sink, full=True, cache=cache, states_sink=states))
-
-    def _prefill(
-        self, batch: Batch, sink: hooks.Sink, *, full: bool, cache: Any = None, states_sink: PooledBuffer | None = None
-    ) -> Tensor | None:
+    def _prefill(self, batch: Batch, sink: hooks.Sink, *, full: bool, cache: Any = None) -> Tensor | None:
         """Run as ``_logits``; None if not ``full``, which ends at the last readout."""
         self.counters.forward_tokens += sum(batch.lengths)
         self.counters.prefills += len(batch.index)
-        onset = hooks.OnsetIndex(batch.onsets, self._device)
+        onset = OnsetIndex(batch.onsets, self._device)
         if batch.prefix and cache is None:
             cache = self._new_cache(batch)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
@@ -311,7 +309,7 @@ class TransformersEngine:
             inputs["past_key_values"] = cache
         if batch.attention_mask is not None:
             inputs |= {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-        with hooks.reading(self._modules, self._head, sink, onset, stop=not full, states_sink=states_sink):
+        with hooks.reading(self._modules, self._head, sink, onset, stop=not full):
             try:
                 logits = self._model(**inputs).logits
             except hooks.LastReadout:

@@ -1,9 +1,7 @@
 """The number of CPU threads of a forward pass: as many as pay at this moment, found by timing the passes.
 
-OpenMP's threads wait for each other several hundred times in a forward pass, and spin while they wait.  On cores of
-their own that is fastest.  Beside another busy process one of them is always waiting for a core, all others spin for
-it, and a pass takes three to six times as long; on one thread it takes as much longer as the core is shared.  On some
-machines, whose cores are two halves of one, a second thread never pays.
+OpenMP's threads spin while they wait for each other, which is fastest on cores of their own.  Beside another busy
+process a pass takes three to six times as long; on one thread, as much longer as the core is shared.
 """
 
 from __future__ import annotations
@@ -67,9 +65,9 @@ class Timings:
 
     def _neighbour(self) -> int:
         """Return the next larger and the next smaller number, in turn; at an end the only one there is."""
-        step = -1 if self._up else 1
+        step, last = -1 if self._up else 1, len(self._counts) - 1
         place = self.best + step
-        return place if 0 <= place < len(self._counts) else max(0, min(len(self._counts) - 1, self.best - step))
+        return place if 0 <= place <= last else max(0, min(last, self.best - step))
 
 
 class AdaptiveThreads:

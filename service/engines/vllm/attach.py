@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from service.engines.families import Family
+from service.engines.families import SITES, Family
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
-from service.readout import Probes, Site
+from service.readout import Geometry, Probes, Site
 
 Tensor = torch.Tensor
 TOKENS = 3  # of the input with which an attention block is checked
@@ -99,7 +100,7 @@ class SiteReadout:
         return torch.stack(self._kept).float()
 
 
-# The residual stream exists only within the compiled graph, so there an operator that the compiler cannot look into
+# Outputs of modules exist only within the compiled graph, so there an operator that the compiler cannot look into
 # hands it over.  It is the same in every layer, so that identical layers share one compiled artifact, as in bare vLLM.
 KEEP = "hallutracer::keep_residual"
 _library = torch.library.Library("hallutracer", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -125,25 +126,24 @@ def install(
 ) -> dict[Site, SiteReadout]:
     """Add the readout to a model that computes in ``dtype``.  Raises EngineError if it contradicts its family."""
     like = torch.empty(0, dtype=dtype, device=device)
-    geometry = plan.geometry
-    blocks = blocks_of(model, family, geometry.num_layers)
+    blocks = blocks_of(model, family, plan.geometry.num_layers)
     layers = range(min(blocks), max(blocks) + 1)
     found: dict[Site, SiteReadout] = {}
     for site in plan.sites:
-        if site is Site.ATTENTION_HEAD:
-            count = _local_heads(blocks, geometry.num_heads, geometry.head_dim, ranks, family)
-            heads = (rank * count if count < geometry.num_heads else 0, count)
-            found[site] = SiteReadout(plan, site, layers, heads, leading=rank == 0, device=device)
+        heads, where = (0, 1), SITES[site]
+        if where.is_input:
+            count = _local_heads(blocks, plan.geometry, ranks, family)
+            heads = (rank * count if count < plan.geometry.num_heads else 0, count)
+        found[site] = SiteReadout(plan, site, layers, heads, leading=rank == 0, device=device)
+        if where.is_input:
             for layer in layers:
-                attention = _attention_of(blocks[layer], family, layer)
-                _check_projection_reads(attention, blocks[layer], family, layer, geometry.hidden_size, like)
+                attention = _checked_attention(blocks[layer], family, layer, plan.geometry.hidden_size, like)
                 _read_attention(attention, found[site])
-        else:
-            found[site] = SiteReadout(plan, site, layers, (0, 1), leading=rank == 0, device=device)
-            _sites.append(found[site])
-            order = torch.zeros(1, device=device)
-            for layer in layers:
-                _read_block(blocks[layer], len(_sites) - 1, order)
+            continue
+        _sites.append(found[site])
+        order = torch.zeros(1, device=device)
+        for layer in layers:
+            _read_output(blocks[layer].get_submodule(where.path(family)), len(_sites) - 1, order)
     return found
 
 
@@ -168,8 +168,9 @@ def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn
     )
 
 
-def _local_heads(blocks: dict[int, nn.Module], heads: int, head_dim: int, tp_size: int, family: Family) -> int:
+def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int, family: Family) -> int:
     """Return the number of QUERY heads on this rank.  Raises EngineError if a projection's width does not fit them."""
+    heads, head_dim = geometry.num_heads, geometry.head_dim
     for layer, block in blocks.items():
         projection = block.get_submodule(family.projection)
         width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
@@ -181,29 +182,27 @@ def _local_heads(blocks: dict[int, nn.Module], heads: int, head_dim: int, tp_siz
     return int(width) // head_dim
 
 
-def _attention_of(block: nn.Module, family: Family, layer: int) -> Any:
-    """Return vLLM's attention layer beside the output projection."""
-    parent = block.get_submodule(family.projection.rpartition(".")[0])
-    layers = [module for module in parent.modules() if hasattr(module, "impl") and hasattr(module, "layer_name")]
-    if len(layers) != 1 or getattr(layers[0], "use_direct_call", False):
-        raise EngineError(
-            f"{family.name}: layer {layer} has {len(layers)} attention layers that are read between pieces of the "
-            "graph, not one; use --engine transformers"
-        )
-    return layers[0]
+class _Reached(Exception):
+    """The output projection was called."""
 
 
-def _check_projection_reads(
-    attention: Any, block: nn.Module, family: Family, layer: int, hidden_size: int, like: Tensor
-) -> None:
-    """Run the layer's attention block with its attention replaced, and compare what its output projection is given.
+def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size: int, like: Tensor) -> Any:
+    """Return vLLM's attention layer, whose result is what the output projection is given.
 
-    It computes in the dtype and on the device of ``like``.  Raises EngineError where something happens in between (a
-    gate, a norm): the probes were trained on what goes in.
+    Runs the layer's attention block with its attention replaced, in the dtype and on the device of ``like``.  Raises
+    EngineError where something happens in between (a gate, a norm): the probes were trained on what goes in.
     """
     path, _, name = family.projection.rpartition(".")
     parent: Any = block.get_submodule(path)
     projection = parent.get_submodule(name)
+
+    def refused(problem: str) -> EngineError:
+        return EngineError(f"{family.name}: layer {layer}{problem}; use --engine transformers")
+
+    found: list[Any] = [one for one in parent.modules() if hasattr(one, "impl") and hasattr(one, "layer_name")]
+    if len(found) != 1 or getattr(found[0], "use_direct_call", False):
+        raise refused(f" has {len(found)} attention layers that are read between pieces of the graph, not one")
+    [attention] = found
     width = attention.num_heads * getattr(attention, "head_size_v", attention.head_size)
     made = torch.linspace(-1, 1, TOKENS * width).view(TOKENS, width).to(like)
     given: list[Tensor] = []
@@ -220,26 +219,15 @@ def _check_projection_reads(
         values = {"hidden_states": hidden[None], "position_embeddings": (one, 0 * one), "attention_mask": None}
     attention.forward, projection.forward = lambda *args, **kwargs: made, projected
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), suppress(_Reached):
             parent(**{name: value for name, value in values.items() if name in takes})
-    except _Reached:
-        pass
     except Exception as error:  # whatever a kernel raises
-        raise EngineError(
-            f"{family.name}: layer {layer}'s attention block cannot be checked: {type(error).__name__}: {error}; use "
-            "--engine transformers"
-        ) from error
+        raise refused(f"'s attention block cannot be checked: {type(error).__name__}: {error}") from error
     finally:
         del attention.forward, projection.forward
     if len(given) != 1 or given[0].numel() != made.numel() or not torch.equal(given[0].reshape(made.shape), made):
-        raise EngineError(
-            f"{family.name}: layer {layer}'s {family.projection} does not read its attention's result as it is; use "
-            "--engine transformers"
-        )
-
-
-class _Reached(Exception):
-    """The output projection was called."""
+        raise refused(f"'s {family.projection} does not read its attention's result as it is")
+    return attention
 
 
 def _read_attention(attention: Any, site: SiteReadout) -> None:
@@ -254,9 +242,9 @@ def _read_attention(attention: Any, site: SiteReadout) -> None:
     attention.impl.forward = reading
 
 
-def _read_block(block: nn.Module, site: int, order: Tensor) -> None:
-    """Make ``block`` an instance of a subclass with the readout; its parameters and their names do not change."""
-    base: Any = type(block)
+def _read_output(module: nn.Module, site: int, order: Tensor) -> None:
+    """Make ``module`` an instance of a subclass with the readout; its parameters and their names do not change."""
+    base: Any = type(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = base.forward(self, *args, **kwargs)
@@ -265,5 +253,5 @@ def _read_block(block: nn.Module, site: int, order: Tensor) -> None:
         torch.ops.hallutracer.keep_residual(hidden, residual, self.hallutracer_order, site)
         return output
 
-    block.register_buffer("hallutracer_order", order, persistent=False)
-    block.__class__ = type(f"Reading{base.__name__}", (base,), {"forward": forward})
+    module.register_buffer("hallutracer_order", order, persistent=False)
+    module.__class__ = type(f"Reading{base.__name__}", (base,), {"forward": forward})

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from service.engines.base import Completion, Counters, PrefillResult, Sampling, TokenIds
+from service.engines.base import Counters, PrefillResult, Sampling, TokenIds
 from service.engines.bridge import LoopThread, run_on
 from service.engines.checks import check_probe
 from service.engines.vllm.launch import WORKER
@@ -105,16 +105,12 @@ class Client:
         # vLLM's output handler is cancelled before the processes end: it would report their end as a failure.
         if self._own_loop is not None:
             self._own_loop.close()
-        elif self._async_llm.output_handler is not None:
-            run_on(self.loop, _cancel(self._async_llm.output_handler))
+        elif (handler := self._async_llm.output_handler) is not None:
+            self.loop.call_soon_threadsafe(handler.cancel)
+            run_on(self.loop, asyncio.wait([handler]))
         self._async_llm.shutdown()
         # ``AsyncLLM.__del__`` fails during interpreter exit, when vLLM's modules are gone already: free it now.
         self._async_llm = self._generate = None
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 @dataclass
@@ -152,9 +148,8 @@ class Slots:
                         column = self._find(probe)
                         if column is None:
                             column = await self._put(probe)
-                slot = self._slots[column]
-                slot.users += 1
-                slot.last_used = next(self._clock)
+                self._slots[column].users += 1
+                self._slots[column].last_used = next(self._clock)
                 held.append(column)
         except BaseException:
             self.release(held)
@@ -226,30 +221,6 @@ class ProbeLease:
         """Free the slots.  Safe to call twice."""
         held, self._held = self._held, []
         self._slots.release(held)
-
-
-class AnswerBuilder:
-    """Assembles an answer from a request's outputs."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._text = ""
-        self._tokens: list[int] = []
-        self._finish_reason: str | None = None
-
-    def add(self, output: Any) -> tuple[str, int]:
-        """Append an output; return its new text and its number of tokens."""
-        new = output.outputs[0]
-        self.steps += 1
-        self._text += new.text
-        self._tokens += list(new.token_ids)
-        self._finish_reason = new.finish_reason
-        return new.text, len(new.token_ids)
-
-    def completion(self, other: str = "cancelled") -> Completion:
-        """Return the answer so far; ``other``: why it ends, where vLLM has not ended it."""
-        finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else other
-        return Completion(self._text, tuple(self._tokens), finish_reason)
 
 
 def payload_of(output: Any, plan: Plan, directive: Directive) -> Payload:

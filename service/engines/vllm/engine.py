@@ -28,13 +28,12 @@ from service.engines.base import (
     Prompts,
     Sampling,
     Update,
-)
+)  # fmt: skip
 from service.engines.bridge import Outboxes, gather_all, relay, run_on
-from service.engines.checks import check_onset_only, check_prompts, check_sampling, refuse_tracing
+from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, refuse_tracing
 from service.engines.families import text_config
-from service.engines.tokens import Tokens
 from service.engines.vllm import launch
-from service.engines.vllm.client import AnswerBuilder, Client, ProbeLease, Slots, parameters_for, payload_of, times
+from service.engines.vllm.client import Client, ProbeLease, Slots, parameters_for, payload_of, times
 from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
@@ -75,27 +74,20 @@ class VllmEngine:
         config = client.config
         self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
         described = run_on(client.loop, client.describe())
-        self._plan = Plan(
-            Geometry(*described["geometry"]),
-            tuple(Site(name) for name in described["sites"]),
-            int(described["slots"]),
-            bool(described["rows"]),
-        )
+        sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
+        self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
         self._slots = Slots(self._plan, self._client.write)
-        self.identity = base.ModelIdentity(
-            model=files.name,
-            revision=loading.revision_of(files.config),
-            fingerprint=loading.changed_at_load(
-                loading.folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)
-            ),
-            architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
-            model_type=str(files.config.model_type),
-            tokenizer=tokens.digest,
-            chat_template=tokens.chat_template_digest,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            geometry=self._plan.geometry,
-            max_tokens=int(config.model_config.max_model_len),
+        loaded = loading.changed_at_load(
+            loading.folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)
         )
+        self.identity = base.ModelIdentity(
+            model=files.name, revision=loading.revision_of(files.config), fingerprint=loaded,
+            architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
+            model_type=str(files.config.model_type), tokenizer=tokens.digest,
+            chat_template=tokens.chat_template_digest, geometry=self._plan.geometry,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            max_tokens=int(config.model_config.max_model_len),
+        )  # fmt: skip
         launch.say("testing what is read")
         # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
         self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
@@ -114,14 +106,9 @@ class VllmEngine:
 
     @classmethod
     def load(
-        cls,
-        options: EngineOptions,
-        *,
-        sites: Sequence[Site] = tuple(Site),
-        slots: int = SLOTS,
-        rows: bool = False,
+        cls, options: EngineOptions, *, sites: Sequence[Site] = tuple(Site), slots: int = SLOTS, rows: bool = False,
         threads: int | None = None,
-    ) -> VllmEngine:
+    ) -> VllmEngine:  # fmt: skip
         """Start vLLM on a model folder or hub name, on an event loop of its own, and run the self-test.
 
         sites, slots: what is compiled in; a site's slots bound how many probes can be read there at the same time.
@@ -164,11 +151,10 @@ class VllmEngine:
     ) -> Extraction:
         """Return every layer's activations at t*, [n, m, width] float32 per site, and each first-token distribution.
 
-        With ``sampling`` prefill and answer are one request.  Raises as ``score`` and ``check_sampling`` do, and
-        EngineError if the engine was not loaded with ``rows`` and these sites, or for any pooling but last_1: tokens
-        found in vLLM's prefix cache are not computed again.
+        With ``sampling`` prefill and answer are one request.  Raises EngineError unless loaded with ``rows`` and these
+        sites.
         """
-        check_onset_only(poolings, "vllm")
+        check_onset_only(poolings)
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
             raise EngineError(
                 "this engine was started for scoring; start it for training (rows=True) to extract activations"
@@ -179,13 +165,11 @@ class VllmEngine:
         payloads = [payload for payload, _ in found if payload is not None]
         if len(payloads) < len(prompts):
             raise base.unfinished()
-        shape = len(prompts), self._plan.geometry.num_layers
-        activations = {
-            site: np.array([payload.activations[site] for payload in payloads], np.float32).reshape(
-                *shape, self._plan.geometry.width(site)
-            )
-            for site in sites
-        }
+        geometry = self._plan.geometry
+        activations = {}
+        for site in sites:
+            rows = np.array([payload.activations[site] for payload in payloads], np.float32)
+            activations[site] = rows.reshape(len(prompts), geometry.num_layers, geometry.width(site))
         first_tokens = tuple(payload.first_token for payload in payloads if payload.first_token is not None)
         completions = () if sampling is None else tuple(completion for _, completion in found)
         return Extraction(activations, first_tokens, completions=completions)
@@ -202,7 +186,7 @@ class VllmEngine:
         self._begin(prompts)
 
         async def complete(prompt: base.TokenIds) -> tuple[Payload | None, Completion]:
-            payload, answer = None, AnswerBuilder()
+            payload, answer = None, _Answer()
             async with aclosing(self._client.outputs(prompt, parameters_for(sampling, directive))) as outputs:
                 async for output in outputs:
                     if directive is not None:
@@ -221,15 +205,9 @@ class VllmEngine:
         refuse_tracing("vllm")
 
     async def answer(
-        self,
-        prompt: base.TokenIds,
-        probes: Sequence[Probes],
-        *,
-        first_token: bool = False,
-        sampling: Sampling | None = None,
-        gate: EngineGate | None = None,
-        turn: base.Turn = base.FIRST_COME,
-    ) -> AsyncGenerator[Update, None]:
+        self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
+        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: base.Turn = base.FIRST_COME,
+    ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield ``base.Engine.answer``'s updates of one vLLM request; ``turn`` needs the policy "priority"."""
         if sampling is not None:
             check_sampling(sampling)
@@ -241,17 +219,12 @@ class VllmEngine:
                 yield update
 
     async def _answer(
-        self,
-        prompt: base.TokenIds,
-        probes: Sequence[Probes],
-        first_token: bool,
-        sampling: Sampling | None,
-        gate: EngineGate | None,
-        turn: base.Turn = base.FIRST_COME,
-    ) -> AsyncGenerator[Update, None]:
+        self, prompt: base.TokenIds, probes: Sequence[Probes], first_token: bool, sampling: Sampling | None,
+        gate: EngineGate | None, turn: base.Turn = base.FIRST_COME,
+    ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Answer on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
-        answer = AnswerBuilder()
+        answer = _Answer()
         try:
             parameters = parameters_for(sampling, lease.directive)
             async with aclosing(self._client.outputs(prompt, parameters, turn.place)) as outputs:
@@ -264,18 +237,13 @@ class VllmEngine:
                             return
                         continue
                     result, gated = lease.prefill(output, len(prompt))
-                    continues = sampling is not None and not gated
-                    queue_s, prefill_s = times(output)
+                    if sampling is None or gated:
+                        piece, tokens, ends = "", 0, False
+                    else:
+                        ends = output.finished
                     self.on_prefill(1, len(prompt))
-                    yield Update(
-                        result,
-                        piece if continues else "",
-                        tokens if continues else 0,
-                        answer.completion() if continues and output.finished else None,
-                        cached_tokens=int(output.num_cached_tokens or 0),
-                        queue_s=queue_s,
-                        prefill_s=prefill_s,
-                    )
+                    completion, cached = answer.completion() if ends else None, int(output.num_cached_tokens or 0)
+                    yield Update(result, piece, tokens, completion, cached, *times(output))
         finally:
             lease.release()
 
@@ -284,15 +252,13 @@ class VllmEngine:
     ) -> ProbeLease:
         """Keep the probes in their slots for one request, made here or by vLLM's own server.  Runs on ``loop``."""
         columns = await self._slots.hold(probes)
-        gated = gate is not None and self.end_token is not None
+        gate = gate if self.end_token is not None else None
         directive = Directive(
-            first_token=first_token,
-            slot=columns[0] if columns else 0,
-            gate=gate if gated else None,
-            end_token=self.end_token if gated else None,
+            first_token=first_token, slot=columns[0] if columns else 0, gate=gate,
+            end_token=None if gate is None else self.end_token,
             context=context_terms(None if gate is None else gate.context, columns[1:]),
             probes=self._slots.digests(columns),
-        )
+        )  # fmt: skip
         return ProbeLease(directive, self._plan, columns, self._slots)
 
     def close(self) -> None:
@@ -307,6 +273,29 @@ class VllmEngine:
         return run_on(self.loop, gather_all(work, at_once=MAX_IN_FLIGHT))
 
 
+class _Answer:
+    """An answer, assembled from a request's outputs."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._text, self._tokens = "", list[int]()
+        self._finish_reason: str | None = None
+
+    def add(self, output: Any) -> tuple[str, int]:
+        """Append an output; return its new text and its number of tokens."""
+        new = output.outputs[0]
+        self.steps += 1
+        self._text += new.text
+        self._tokens += new.token_ids
+        self._finish_reason = new.finish_reason
+        return new.text, len(new.token_ids)
+
+    def completion(self, other: str = "cancelled") -> Completion:
+        """Return the answer so far; ``other``: why it ends, where vLLM has not ended it."""
+        finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else other
+        return Completion(self._text, tuple(self._tokens), finish_reason)
+
+
 def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
     """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode.
 
@@ -318,41 +307,35 @@ def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
     def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
         return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
 
-    generator = np.random.default_rng(0)
-    tolerance = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))]
+    def apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+        return float(np.abs(one - other).max())
+
+    generator, geometry = np.random.default_rng(0), plan.geometry
+    layers = geometry.num_layers
     lengths = [2, 5, 3, 40, 1, 17, 2, 9]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
     prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
     changed_end = [*prompts[3][:-1], (prompts[3][-1] + 1) % vocabulary]
     for site in plan.sites:
-        direction = generator.normal(size=(plan.geometry.num_layers, plan.geometry.dim(site)))
-        direction /= np.linalg.norm(direction, axis=1, keepdims=True)
-        layers = plan.geometry.num_layers
-        probes = Probes(
-            site,
-            generator.integers(0, plan.geometry.heads(site), layers),
-            direction.astype(np.float32),
-            np.zeros(layers, np.float32),
-            np.ones(layers, np.float32),
-        )
+        direction = generator.normal(size=(layers, geometry.dim(site)))
+        direction = (direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(np.float32)
+        head, ones = generator.integers(0, geometry.heads(site), layers), np.ones(layers, np.float32)
+        probes = Probes(site, head, direction, 0 * ones, ones)
         together = trajectories([*prompts, changed_end], probes)
         alone = np.concatenate([trajectories([prompt], probes) for prompt in prompts])
-        mirrored = trajectories(prompts[:2], replace(probes, direction=-probes.direction))
+        mirrored = trajectories(prompts[:2], replace(probes, direction=-direction))
         size = float(np.abs(together).max())
-        apart = float(np.abs(together[:-1] - alone).max())
-        shift = float(np.abs(together[3] - together[-1]).max())
-        ignored = float(np.abs(mirrored + alone[:2]).max())
+        most = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))] * size
+        mixed = apart(together[:-1], alone)
         for holds, problem in (
             (size > 0.0, "is zero everywhere: no probe was written"),
-            (
-                apart <= tolerance * size,
-                f"depends on the other prompts of the batch, by {apart:.2g}: rows are mixed up",
-            ),
-            (shift > tolerance * size / 10, "does not depend on the prompt's last token: it is read one row too early"),
-            (ignored <= tolerance * size, "ignores a change of its probe: clear vLLM's compile cache too"),
-        ):
+            (mixed <= most, f"depends on the other prompts of the batch, by {mixed:.2g}: rows are mixed up"),
+            (apart(together[3], together[-1]) > most / 10,
+             "does not depend on the prompt's last token: it is read one row too early"),
+            (apart(mirrored, -alone[:2]) <= most, "ignores a change of its probe: clear vLLM's compile cache too"),
+        ):  # fmt: skip
             if not holds:
                 raise EngineError(
                     f"self-test: the readout at {site} {problem}; install the supported vLLM version and restart"
                 )
-    for size in DECODED:
-        engine.generate(prompts[:size], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker
+    for count in DECODED:
+        engine.generate(prompts[:count], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker

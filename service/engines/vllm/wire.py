@@ -79,20 +79,15 @@ def context_terms(context: Context | None, columns: Sequence[int]) -> tuple[floa
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """What one request asks of the worker.
-
-    ``slot`` is the gated probe's index in ``sites`` x ``slots``, ``context`` what the gate reads of the context probes;
-    ``end_token`` is the token that a closed gate samples instead of an answer's first token.  ``probes`` are (column,
-    ``probe_digest``) of what the request side has written there: where a worker finds something else, it reports no
-    number.
-    """
+    """What one request asks of the worker."""
 
     first_token: bool = False
     activations: bool = False
-    slot: int = 0
+    slot: int = 0  # the gated probe's index in ``sites`` x ``slots``
     gate: EngineGate | None = None
-    end_token: int | None = None
-    context: tuple[float, ...] = NO_CONTEXT
+    end_token: int | None = None  # the token that a closed gate samples instead of an answer's first token
+    context: tuple[float, ...] = NO_CONTEXT  # what the gate reads of the context probes
+    # (column, ``probe_digest``) that the request side has written: where a worker finds another, it reports no number.
     probes: tuple[tuple[int, str], ...] = ()
 
     def encode(self) -> dict[str, Any]:
@@ -155,9 +150,9 @@ class Payload:
         flat = np.asarray(wire, np.float32).reshape(-1)
         expected = plan.payload + (plan.activation_floats() if directive.activations else 0)
         if flat.size != expected:
+            said = f"the worker sent {flat.size} numbers where {expected} were expected; "
             raise EngineError(
-                f"the worker sent {flat.size} numbers where {expected} were expected; run the same version of "
-                "HalluTracer, with the same settings, in worker and server"
+                said + "run the same version of HalluTracer, with the same settings, in worker and server"
             )
         columns, layers = len(plan.sites) * plan.slots, plan.geometry.num_layers
         logits = flat[: columns * (layers + 1)].reshape(columns, layers + 1)

@@ -2,10 +2,8 @@
 
     vllm serve MODEL --worker-cls service.engines.vllm.worker.Worker
 
-It loads the model as vLLM does, then adds the readout before anything is compiled, warmed up or captured.  A built
-runner, V1 or V2, becomes an instance of a subclass of its own class, which knows the row of a step that belongs to a
-request.  Both subclasses make the same five calls (see ``reader``) at the points where their runner allows it.  Written
-against vLLM 0.32.
+The readout is added before anything is compiled, warmed up or captured.  A built runner, V1 or V2, becomes an instance
+of a subclass of its own class, which makes five calls (see ``reader``) where it allows it.  Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from service.engines import families
 from service.engines.vllm import attach
 from service.engines.vllm.launch import refuse_unsupported, say
-from service.engines.vllm.reader import Reader, StageLink, StepLayout, onset_rows
+from service.engines.vllm.reader import Reader, StepLayout, onset_rows
 from service.engines.vllm.wire import KEY, Directive, Plan, probe_digest
 from service.errors import EngineError
 from service.readout import Probes, Site
@@ -51,7 +50,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         refuse_unsupported(vllm_config)
         self.hallutracer_plan = plan = plan_of(vllm_config)
         additional = vllm_config.additional_config
-        if Site.RESIDUAL_STREAM in plan.sites:  # the other site is not in the graph
+        if not all(families.SITES[site].is_input for site in plan.sites):  # inputs are not read in the graph
             if isinstance(additional, dict):  # hashed into vLLM's compile cache's key, which ignores worker classes
                 additional[f"{KEY}_fingerprint"] = fingerprint(plan)
             if pieces := vllm_config.compilation_config.splitting_ops:
@@ -65,7 +64,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
         family, rank, ranks = families.family_of(config.hf_config), group.rank_in_group, group.world_size
         found = attach.install(self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype)
-        self.hallutracer_reader = Reader(plan, found, StageLink(group if ranks > 1 else None), self.device)
+        self.hallutracer_reader = Reader(plan, found, group if ranks > 1 else None, self.device)
         adopt(self.model_runner, self.hallutracer_reader)
 
     def determine_available_memory(self) -> Any:
@@ -80,16 +79,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
     def hallutracer_describe(self) -> dict[str, Any]:
         """Return this rank's readout; called through vLLM's ``collective_rpc``."""
-        plan, layers = self.hallutracer_plan, next(iter(self.hallutracer_reader.sites.values())).layers
+        plan = self.hallutracer_plan
         return {
-            "layers": [layers.start, layers.stop],
-            "sites": [str(site) for site in plan.sites],
-            "slots": plan.slots,
-            "rows": plan.activations,
-            "geometry": [plan.geometry.num_layers, plan.geometry.num_heads, plan.geometry.head_dim,
-                         plan.geometry.hidden_size],
-            "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
-            "fingerprint": fingerprint(plan),
+            "sites": [str(site) for site in plan.sites], "slots": plan.slots, "rows": plan.activations,
+            "geometry": [*astuple(plan.geometry)], "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
         }  # fmt: skip
 
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
@@ -108,21 +101,18 @@ def plan_of(config: VllmConfig) -> Plan:
     """Return what ``additional_config``'s key "hallutracer" (sites, slots, rows) asks for.  Raises EngineError."""
     additional = config.additional_config
     given = additional.get(KEY, {}) if isinstance(additional, dict) else {}
-    if unknown := sorted(set(given) - {"sites", "slots", "rows"}):
-        raise EngineError(f"additional_config.{KEY} has no {unknown[0]!r}; it takes sites, slots and rows")
-    try:
-        sites = tuple(site for site in Site if site in {Site(name) for name in given.get("sites", list(Site))})
-    except ValueError as error:
-        raise EngineError(f"additional_config.{KEY}.sites: {error}; sites are {', '.join(Site)}") from None
-    slots = given.get("slots", SLOTS)
-    if not sites or not isinstance(slots, int) or slots < 1:
-        raise EngineError(f"additional_config.{KEY} needs at least one site and one slot, not {given}")
-    plan = Plan(families.geometry(config.model_config.hf_config), sites, slots, bool(given.get("rows", False)))
-    if plan.activations and config.parallel_config.pipeline_parallel_size > 1:
-        raise EngineError(
-            "activations for training cannot be extracted across pipeline stages; use tensor parallelism instead"
-        )
-    return plan
+    wanted, slots, rows = given.get("sites", list(Site)), given.get("slots", SLOTS), bool(given.get("rows", False))
+    sites = tuple(site for site in Site if site in wanted)
+    stages = config.parallel_config.pipeline_parallel_size > 1
+    for wrong, problem in (
+        (set(given) - {"sites", "slots", "rows"}, f"takes sites, slots and rows, not {[*given]}"),
+        (set(wanted) - set(sites), f"has sites other than {', '.join(Site)}: {wanted}"),
+        (not sites or not isinstance(slots, int) or slots < 1, f"needs at least one site and one slot, not {given}"),
+        (rows and stages, "cannot have rows, for training, across pipeline stages; use tensor parallelism instead"),
+    ):
+        if wrong:
+            raise EngineError(f"additional_config.{KEY} {problem}")
+    return Plan(families.geometry(config.model_config.hf_config), sites, slots, rows)
 
 
 def fingerprint(plan: Plan) -> str:
@@ -157,9 +147,7 @@ def adopt(runner: Any, reader: Reader) -> None:
 
 def _take_earlier(intermediate: Any) -> Tensor | None:
     """Remove the readouts of earlier stages from the tensors that they passed on."""
-    if intermediate is None:
-        return None
-    return intermediate.tensors.pop(STAGE_KEY, None)  # type: ignore[no-any-return]
+    return None if intermediate is None else intermediate.tensors.pop(STAGE_KEY, None)
 
 
 class V1Reading:
@@ -197,13 +185,9 @@ class V1Reading:
         runner: Any = self
         batch = runner.input_batch
         count = len(batch.req_ids)
-        return StepLayout(
-            requests=batch.req_ids,
-            starts=runner.query_start_loc.np[: count + 1],
-            computed=batch.num_computed_tokens_cpu[:count],
-            prompts=batch.num_prompt_tokens[:count],
-            emits=~runner.discard_request_mask.np[:count],
-        )
+        computed, prompts = batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
+        starts, emits = runner.query_start_loc.np[: count + 1], ~runner.discard_request_mask.np[:count]
+        return StepLayout(batch.req_ids, starts, computed, prompts, emits)
 
     def _directive_of(self, request: str) -> Directive | None:
         runner: Any = self
@@ -253,8 +237,7 @@ class V2Reading:
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``before``: the step's rows are known."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        onsets = onset_rows(self._step_layout(batch), self.hallutracer_directives.get)
-        self.hallutracer.before(onsets)
+        self.hallutracer.before(onset_rows(self._step_layout(batch), self.hallutracer_directives.get))
         return batch
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,14 +263,10 @@ class V2Reading:
     def _step_layout(self, batch: Any) -> StepLayout:
         runner: Any = self
         prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
-        return StepLayout(
-            requests=batch.req_ids,
-            starts=batch.query_start_loc_np[: batch.num_reqs + 1],  # a captured batch is padded with empty requests
-            computed=batch.num_computed_tokens_np,
-            prompts=prompts,
-            # Known tokens beyond the prompt were sampled before a preemption: this step does not sample at t*.
-            emits=batch.prefill_len_np <= prompts,
-        )
+        starts = batch.query_start_loc_np[: batch.num_reqs + 1]  # a captured batch is padded with empty requests
+        # Known tokens beyond the prompt were sampled before a preemption: this step does not sample at t*.
+        emits = batch.prefill_len_np <= prompts
+        return StepLayout(batch.req_ids, starts, batch.num_computed_tokens_np, prompts, emits)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``gate``: the tokens are sampled, and not used yet."""

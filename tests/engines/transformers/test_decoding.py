@@ -1,8 +1,9 @@
-"""Decoding: text in pieces, answers from the prefill's cache alone, together and in batches: always the model's own."""
+"""Decoding: text in pieces, answers from the prefill's cache alone, together, sampled and traced: the model's own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engines.base import BatchEngine, Completion, Continuation, Sampling
+from service.engines.base import BatchEngine, Completion, Continuation, Sampling, TracedAnswer
 from service.engines.transformers.decoding import TextStream, generator_for, pick
 from service.errors import EngineError, NonFiniteReadout, RequestError
-from service.readout import Pooling, Site
+from service.readout import Site
 from tests.engines import tiny
 
 LENGTHS = [3, 20, 7, 30, 1, 11]
@@ -50,34 +51,29 @@ def test_pieces_are_whole_characters_and_join_to_the_text_less_an_unfinished_end
 
 
 @given(st.lists(st.integers(0, 3), max_size=12))
-def test_spaces_between_words_survive_tokens_without_text(ids: list[int]):
+def test_spaces_between_words_survive_tokens_without_text(ids: list[int]) -> None:
     assert "".join(run(TextStream(sentencepiece_like), ids)) == sentencepiece_like(ids)
 
 
 @given(st.text(alphabet="abc", max_size=30), st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3))
-def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]):
+def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]) -> None:
     stream = TextStream(from_bytes, stops)
     joined = "".join(run(stream, text.encode()))
     # Byte by byte, the stop that is complete first ends the answer; of those that end there, the longest counts.
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    assert joined == (text[: min(ends)[1]] if ends else text)
+    assert joined == stream.text == (text[: min(ends)[1]] if ends else text)
     assert stream.stopped == bool(ends)
-    assert stream.text == joined
 
 
-def test_text_that_may_begin_a_stop_string_waits_and_is_not_lost():
-    stream = TextStream(from_bytes, ["END"])
-    assert [stream.push(byte) for byte in b"aENx"] == ["a", "", "", "ENx"]
-    assert [stream.push(byte) for byte in b"EN"] == ["", ""]
-    assert stream.finish() == "EN"
-    assert stream.text == "aENxEN"
-
-
-def test_half_a_character_waits():
-    stream = TextStream(from_bytes)
-    assert [stream.push(byte) for byte in "é€".encode()] == ["", "é", "", "", "€"]
-    assert stream.push("é".encode()[0]) == ""
-    assert stream.finish() == ""
+@pytest.mark.parametrize(
+    ("stops", "ids", "pieces"),
+    [
+        (["END"], b"aENxEN", ["a", "", "", "ENx", "", "", "EN"]),  # may begin a stop string, and is not lost
+        ([], "é€é".encode()[:-1], ["", "é", "", "", "€", "", ""]),  # half a character waits, and in vain
+    ],
+)
+def test_text_that_is_not_complete_waits(stops: list[str], ids: bytes, pieces: list[str]) -> None:
+    assert run(TextStream(from_bytes, stops), ids) == pieces
 
 
 def test_top_p_keeps_the_token_that_crosses_it_and_nothing_beyond() -> None:
@@ -91,7 +87,7 @@ def test_top_p_keeps_the_token_that_crosses_it_and_nothing_beyond() -> None:
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
-def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread: float):
+def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread: float) -> None:
     logits = spread * torch.randn(3000, generator=torch.Generator().manual_seed(1))
     ordered, order = torch.softmax(logits, -1).sort(descending=True)
     count = int((ordered.cumsum(-1) - ordered < top_p).sum())
@@ -103,7 +99,7 @@ def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread
         assert found == drawn or spread == 0.0  # of equal probabilities it does not matter which are kept
 
 
-def test_sampling_follows_the_probabilities():
+def test_sampling_follows_the_probabilities() -> None:
     probabilities = torch.tensor([0.7, 0.2, 0.1])
     sampling = Sampling(temperature=1.0, seed=3)
     generator = generator_for(sampling, CPU)
@@ -136,65 +132,51 @@ def decoded(continuation: Continuation, sampling: Sampling = Sampling(max_tokens
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str) -> None:
     engine: BatchEngine = tiny.engine(name, padding_side=side)
-    prompts = tiny.prompts(LENGTHS[:4])
+    prompts, counters = tiny.prompts(LENGTHS[:4]), engine.counters
     continuations = engine.begin(prompts, [tiny.probes(engine.identity.geometry)])
-    assert engine.counters.forward_tokens == sum(LENGTHS[:4])
-    assert engine.counters.open_continuations == 4
+    assert (counters.forward_tokens, counters.open_continuations) == (sum(LENGTHS[:4]), 4)
     steps = 0
     for prompt, continuation in zip(prompts, continuations, strict=True):
         ids = decoded(continuation, Sampling(max_tokens=12)).token_ids
         assert list(ids) == reference(tiny.modules(engine).model, prompt, 12)
         steps += len(ids) - 1  # the first token comes from the prefill
-        assert engine.counters.decode_steps == steps
-        assert engine.counters.forward_tokens == sum(LENGTHS[:4]) + steps
-    assert engine.counters.open_continuations == 0
+        assert (counters.decode_steps, counters.forward_tokens) == (steps, sum(LENGTHS[:4]) + steps)
+    assert counters.open_continuations == 0
 
 
 @pytest.mark.parametrize("name", tiny.SLIDING_FAMILIES)
-def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str):
+def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> None:
     engine = tiny.engine(name)
     short, long = tiny.prompts([tiny.WINDOW + 2, 60])
-    together = engine.begin([short, long], [])
-    alone = engine.begin([short], [])
-    window = [layer.keys.shape[-2] for layer in together[0].cache.layers if layer.is_sliding]
-    assert window
-    assert set(window) == {tiny.WINDOW - 1}
-    for ours, own in zip(together[0].cache.layers, alone[0].cache.layers, strict=True):
+    [together, _], [alone] = engine.begin([short, long], []), engine.begin([short], [])
+    assert {layer.keys.shape[-2] for layer in together.cache.layers if layer.is_sliding} == {tiny.WINDOW - 1}
+    for ours, own in zip(together.cache.layers, alone.cache.layers, strict=True):
         assert ours.get_seq_length() == own.get_seq_length() == len(short)
-        torch.testing.assert_close(ours.keys, own.keys, rtol=0, atol=1e-5)
-        torch.testing.assert_close(ours.values, own.values, rtol=0, atol=1e-5)
-    assert list(decoded(together[0], Sampling(max_tokens=20)).token_ids) == reference(
-        tiny.modules(engine).model, short, 20
-    )
+        torch.testing.assert_close((ours.keys, ours.values), (own.keys, own.values), rtol=0, atol=1e-5)
+    found = decoded(together, Sampling(max_tokens=20)).token_ids
+    assert list(found) == reference(tiny.modules(engine).model, short, 20)
 
 
-def test_begin_reads_the_same_onset_as_score():
+def test_each_continuation_has_scores_onset_and_its_own_memory() -> None:
     engine = tiny.shared_engine("qwen3")
-    prompts, probe = tiny.prompts(LENGTHS[:4]), tiny.probes(engine.identity.geometry)
-    scored = engine.score(prompts, [probe], first_token=True)
-    for onset, continuation in zip(scored, engine.begin(prompts, [probe]), strict=True):
-        assert continuation.prefill.trajectories[0] == pytest.approx(onset.trajectories[0], abs=1e-6)
-        assert continuation.prefill.first_token is not None
+    prompts, probe = tiny.prompts([5, 40]), tiny.probes(engine.identity.geometry)
+    scored, begun = engine.score(prompts, [probe], first_token=True), engine.begin(prompts, [probe])
+    for onset, one in zip(scored, begun, strict=True):
+        np.testing.assert_allclose(one.prefill.trajectories[0], onset.trajectories[0], atol=1e-6)
+        assert one.prefill.first_token is not None
         assert onset.first_token is not None
-        assert continuation.prefill.first_token.token == onset.first_token.token
-        continuation.close()
-
-
-def test_each_continuation_owns_its_memory():
-    engine = tiny.shared_engine("llama")
-    continuations = engine.begin(tiny.prompts([5, 40]), [])
-    storages = [
-        {layer.keys.untyped_storage().data_ptr() for layer in continuation.cache.layers}
-        for continuation in continuations
-    ]
+        assert one.prefill.first_token.token == onset.first_token.token
+    storages = [{layer.keys.untyped_storage().data_ptr() for layer in one.cache.layers} for one in begun]
     assert not storages[0] & storages[1]
-    short = continuations[0].cache.layers[0].keys
+    short = begun[0].cache.layers[0].keys
     assert short.untyped_storage().nbytes() == short.numel() * short.element_size()
     assert short.shape[-2] == 5
+    for one in begun:
+        one.close()
 
 
 @pytest.mark.parametrize("as_list", [True, False])
-def test_end_tokens_stop_the_answer(as_list: bool):
+def test_end_tokens_stop_the_answer(as_list: bool) -> None:
     model = tiny.model("llama")
     prompt = tiny.prompts([8])[0]
     answer = reference(model, prompt, 10)
@@ -202,25 +184,8 @@ def test_end_tokens_stop_the_answer(as_list: bool):
     model.generation_config.eos_token_id = [tiny.EOS, end] if as_list else end
     engine = tiny.TransformersEngine(model, tiny.tokenizer())
     found = decoded(engine.begin([prompt], [])[0], Sampling(max_tokens=10))
-    assert list(found.token_ids) == answer[: answer.index(end) + 1]
-    assert found.finish_reason == "stop"
-    assert found.text == tiny.shared_engine("llama").detokenize(found.token_ids[:-1]).rstrip("\ufffd")
-
-
-def test_stop_strings_end_the_answer_before_themselves():
-    engine = tiny.engine("llama", max_batch_tokens=64)
-    text = None
-    for seed in range(200):  # a random model rarely says a few plain characters in a row
-        prompt = tiny.prompts([6], seed)[0]
-        ids = reference(tiny.modules(engine).model, prompt, 16)
-        text = engine.detokenize(ids)
-        if len(text) > 6 and "\ufffd" not in text[:6] and text.find(text[3:5]) == 3:
-            break
-    assert text is not None
-    assert "\ufffd" not in text[:6]
-    found = decoded(engine.begin([prompt], [])[0], Sampling(max_tokens=16, stop=(text[3:5], "never said")))
-    assert (found.text, found.finish_reason) == (text[:3], "stop")
-    assert engine.counters.open_continuations == 0
+    assert (list(found.token_ids), found.finish_reason) == (answer[: answer.index(end) + 1], "stop")
+    assert found.text == engine.detokenize(found.token_ids[:-1]).rstrip("\ufffd")
 
 
 def test_cancelling_stops_before_the_next_step() -> None:
@@ -237,10 +202,12 @@ def test_cancelling_stops_before_the_next_step() -> None:
     assert engine.counters.open_continuations == 0
 
 
-def test_an_answer_ends_at_its_time_as_one_of_full_length() -> None:
-    engine = tiny.engine("llama")
-    found = decoded(engine.begin(tiny.prompts([8]), [])[0], Sampling(max_tokens=50, until=0.0))
-    assert (found.finish_reason, len(found.token_ids)) == ("length", 1)
+def test_an_answer_ends_at_its_time_and_where_the_context_is_full() -> None:
+    engine = tiny.engine("gpt2")
+    begun = engine.begin(tiny.prompts([8, tiny.CONTEXT - 3, tiny.CONTEXT]), [])
+    for continuation, until, tokens in zip(begun, (0.0, np.inf, np.inf), (1, 3, 0), strict=True):
+        found = decoded(continuation, Sampling(max_tokens=20, until=until))
+        assert (len(found.token_ids), found.finish_reason) == (tokens, "length")
     assert engine.counters.open_continuations == 0
 
 
@@ -252,34 +219,22 @@ def test_closing_ends_the_answer_and_frees_the_cache(what: str) -> None:
     list(islice(stream, 1))
     steps = engine.counters.decode_steps
     (stream if what == "iterator" else continuation).close()
-    assert list(stream) == []
-    assert continuation.cache is None
+    assert (list(stream), continuation.cache) == ([], None)
     assert continuation.completion is not None
     assert continuation.completion.finish_reason == "cancelled"
     continuation.close()
     assert (engine.counters.open_continuations, engine.counters.decode_steps) == (0, steps)
 
 
-def test_a_continuation_is_decoded_once_and_not_after_close():
-    engine = tiny.engine("llama")
-    first, second = engine.begin(tiny.prompts([4, 5]), [])
+def test_a_continuation_is_decoded_once_and_not_after_close() -> None:
+    first, second = tiny.engine("llama").begin(tiny.prompts([4, 5]), [])
     assert first.completion is None
     list(first.decode(Sampling(max_tokens=2)))
-    with pytest.raises(EngineError, match="closed"):
-        first.decode(Sampling(max_tokens=2))
     stream = second.decode(Sampling(max_tokens=2))
-    with pytest.raises(EngineError, match="already"):
-        second.decode(Sampling(max_tokens=2))
+    for continuation, named in ((first, "closed"), (second, "already")):
+        with pytest.raises(EngineError, match=named):
+            continuation.decode(Sampling(max_tokens=2))
     list(stream)
-
-
-def test_prompt_and_answer_never_exceed_the_context() -> None:
-    engine = tiny.engine("gpt2")
-    for continuation, tokens in zip(
-        engine.begin(tiny.prompts([tiny.CONTEXT - 3, tiny.CONTEXT]), []), (3, 0), strict=True
-    ):
-        found = decoded(continuation, Sampling(max_tokens=20))
-        assert (len(found.token_ids), found.finish_reason) == (tokens, "length")
 
 
 def test_a_seed_repeats_a_sample_and_seeds_differ() -> None:
@@ -311,18 +266,16 @@ def test_impossible_sampling_is_refused_by_name(option: str, bad: Any) -> None:
     assert decoded(continuation, Sampling(max_tokens=1)).finish_reason == "length"  # it is usable still
 
 
-def test_a_nan_while_decoding_is_an_error_and_frees_the_cache():
-    engine = tiny.engine("llama")
-    continuation = engine.begin(tiny.prompts([4]), [])[0]
-    stream = continuation.decode(Sampling(max_tokens=5))
-    with torch.no_grad():
-        tiny.projections(engine)[1].weight.fill_(float("nan"))
-    with pytest.raises(NonFiniteReadout):
-        list(stream)
-    assert engine.counters.open_continuations == 0
-
-
 # Several that come and go
+
+
+def begun(engine: Any, lengths: list[int], sampling: Sampling) -> tuple[list[Any], list[Any]]:
+    """Continuations and their pieces, of which one is taken."""
+    continuations = engine.begin(tiny.prompts(lengths), [])
+    streams = [continuation.decode(sampling) for continuation in continuations]
+    for stream in streams:
+        next(stream)
+    return continuations, streams
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
@@ -351,10 +304,7 @@ def test_greedy_answers_are_the_models_own(name: str) -> None:
 
 def test_a_step_reads_the_weights_once() -> None:
     engine = tiny.engine("llama")
-    continuations = engine.begin(tiny.prompts(LENGTHS), [])
-    streams = [continuation.decode(Sampling(max_tokens=5)) for continuation in continuations]
-    for stream in streams:
-        next(stream)
+    continuations, streams = begun(engine, LENGTHS, Sampling(max_tokens=5))
     rows: list[int] = []
     handle = tiny.projections(engine)[0].register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     engine.step_together(continuations)
@@ -365,14 +315,11 @@ def test_a_step_reads_the_weights_once() -> None:
     assert rows == [len(LENGTHS)]
 
 
-def test_attention_is_the_models_own_again_afterwards() -> None:
+def test_attention_is_the_models_own_again_after_a_failure() -> None:
     engine = tiny.engine("llama")
     model = tiny.modules(engine).model
     own = model.config._attn_implementation
-    continuations = engine.begin(tiny.prompts([4, 9]), [])
-    streams = [continuation.decode(Sampling(max_tokens=5)) for continuation in continuations]
-    for stream in streams:
-        next(stream)
+    continuations, _ = begun(engine, [4, 9], Sampling(max_tokens=5))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "cat", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -382,57 +329,43 @@ def test_attention_is_the_models_own_again_afterwards() -> None:
 
 def test_a_nan_ends_the_answer_that_has_it_and_no_other() -> None:
     engine = tiny.engine("llama")
-    prompts = tiny.prompts([4, 9])
-    bad, good = engine.begin(prompts, [])
-    streams = [continuation.decode(Sampling(max_tokens=8)) for continuation in (bad, good)]
-    for stream in streams:
-        next(stream)
+    [bad, good], streams = begun(engine, [4, 9], Sampling(max_tokens=8))
     with torch.inference_mode():
         bad.cache.layers[1].values.fill_(float("nan"))
     engine.step_together([bad, good])
     with pytest.raises(NonFiniteReadout):
         next(streams[0])
     list(streams[1])
-    assert good.completion is not None
-    assert list(good.completion.token_ids) == reference(tiny.modules(engine).model, prompts[1], 8)
+    expected = reference(tiny.modules(engine).model, tiny.prompts([4, 9])[1], 8)
+    assert list(good.completion.token_ids) == expected
     assert engine.counters.open_continuations == 0
 
 
-# Batches, for labelling
+# All to the end, for labelling
 
 MIXED = [3, 25, 7, 7, 14, 1]
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
-def test_mixed_lengths_equal_single_prompts(name: str):
-    engine = tiny.engine(name, max_batch_tokens=90)
-    prompts = tiny.prompts(MIXED)
-    for prompt, completion in zip(prompts, engine.generate(prompts, Sampling(max_tokens=12)), strict=True):
-        assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 12)
-        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tiny.EOS else "length")
-
-
-@pytest.mark.parametrize("name", tiny.ALL)
-def test_readouts_and_answers_come_from_one_prefill(name: str):
+def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: str) -> None:
     engine = tiny.engine(name, max_batch_tokens=90)
     prompts, sampling = tiny.prompts(MIXED), Sampling(max_tokens=12)
-    sites, poolings = list(Site), (Pooling.MEAN, Pooling.CONTENT_MAX)
-    apart, answers = engine.extract(prompts, sites, poolings), engine.generate(prompts, sampling)
+    apart = engine.extract(prompts, list(Site))
     before = engine.counters.prefills
-    together = engine.extract(prompts, sites, poolings, sampling)
+    together = engine.extract(prompts, list(Site), sampling=sampling)
     assert engine.counters.prefills == before + len(prompts)
-    assert list(together.completions) == answers
-    assert apart.completions == ()
-    for ours, theirs in ((together.activations, apart.activations), (together.pooled, apart.pooled)):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            np.testing.assert_allclose(ours[key], theirs[key], rtol=0, atol=1e-5)
+    for prompt, completion in zip(prompts, together.completions, strict=True):
+        assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 12)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tiny.EOS else "length")
+    assert (list(together.completions), apart.completions) == (engine.generate(prompts, sampling), ())
+    for site in Site:
+        np.testing.assert_allclose(together.activations[site], apart.activations[site], rtol=0, atol=1e-5)
     for here, there in zip(together.first_tokens, apart.first_tokens, strict=True):
         assert here.token == there.token
         assert here.entropy == pytest.approx(there.entropy, abs=1e-5)
 
 
-def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly():
+def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
     model = tiny.model("llama")
     prompts = tiny.prompts([4, 9, 9, 17, 6, 12, 3, 8])
     answers = [reference(model, prompt, 14) for prompt in prompts]
@@ -440,47 +373,46 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly():
     model.generation_config.eos_token_id = ends
     engine = tiny.TransformersEngine(model, tiny.tokenizer())
     completions = engine.generate(prompts, Sampling(max_tokens=14))
-    reasons = set()
     for answer, completion in zip(answers, completions, strict=True):
         stops = [at for at, token in enumerate(answer) if token in ends]
-        expected = answer[: stops[0] + 1] if stops else answer
-        assert list(completion.token_ids) == expected
+        assert list(completion.token_ids) == (answer[: stops[0] + 1] if stops else answer)
         assert completion.finish_reason == ("stop" if stops else "length")
-        reasons.add(completion.finish_reason)
-    assert reasons == {"stop", "length"}
-    produced = sum(len(completion.token_ids) for completion in completions)
-    assert engine.counters.decode_steps == produced - len(prompts)
-    assert engine.counters.forward_tokens == sum(map(len, prompts)) + produced - len(prompts)
-    assert engine.counters.prefills == len(prompts)
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    steps, counters = sum(len(completion.token_ids) for completion in completions) - len(prompts), engine.counters
+    assert (counters.decode_steps, counters.prefills) == (steps, len(prompts))
+    assert counters.forward_tokens == sum(map(len, prompts)) + steps
 
 
-def test_sampled_answers_do_not_depend_on_batch_mates():
+def test_sampled_answers_do_not_depend_on_batch_mates() -> None:
     engine = tiny.shared_engine("llama")
     prompts = tiny.prompts([4, 9, 15])
     sampling = Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=7)
     together = engine.generate(prompts, sampling)
-    alone = [engine.generate([prompt], sampling)[0] for prompt in prompts]
-    assert together == alone
-    other = engine.generate(prompts, Sampling(max_tokens=10, temperature=1.2, top_p=0.9, seed=8))
-    assert other != together
+    assert together == [engine.generate([prompt], sampling)[0] for prompt in prompts]
+    assert engine.generate(prompts, replace(sampling, seed=8)) != together
 
 
-def test_generate_and_decode_agree_on_text_and_stop_strings():
-    engine = tiny.shared_engine("qwen2")
+def test_stop_strings_end_the_answer_before_themselves() -> None:
+    engine = tiny.engine("qwen2")
     prompts = tiny.prompts([5] * 12, seed=3)
     plain = engine.generate(prompts, Sampling(max_tokens=16))
     stop = tuple({completion.text[4:6] for completion in plain if len(completion.text) > 6})
     assert stop
-    sampling = Sampling(max_tokens=16, stop=stop)
-    for prompt, completion in zip(prompts, engine.generate(prompts, sampling), strict=True):
-        continuation = engine.begin([prompt], [])[0]
-        pieces = list(continuation.decode(sampling))
-        assert continuation.completion == completion
-        assert "".join(pieces) == completion.text
+    sampling, found = Sampling(max_tokens=16, stop=stop), 0
+    for prompt, whole, completion in zip(
+        prompts, plain, engine.generate(prompts, Sampling(16, stop=stop)), strict=True
+    ):
+        assert decoded(engine.begin([prompt], [])[0], sampling) == completion
+        ends = [whole.text.find(end) for end in stop if end in whole.text]
+        found += bool(ends)
         assert not any(end in completion.text for end in stop)
+        assert whole.text.startswith(completion.text)
+        assert completion.finish_reason == "stop" or not ends
+    assert found
+    assert engine.counters.open_continuations == 0
 
 
-def test_a_full_context_leaves_no_room_and_says_length():
+def test_a_full_context_leaves_no_room_and_says_length() -> None:
     engine = tiny.shared_engine("gpt2")
     prompts = tiny.prompts([tiny.CONTEXT, 5, tiny.CONTEXT - 2])
     full, short, nearly = engine.generate(prompts, Sampling(max_tokens=6))
@@ -490,9 +422,76 @@ def test_a_full_context_leaves_no_room_and_says_length():
     assert engine.generate([], Sampling()) == []
 
 
-def test_longrope_answers_do_not_depend_on_longer_batch_mates():
+def test_longrope_answers_do_not_depend_on_longer_batch_mates() -> None:
     engine = tiny.longrope_engine()
     prompts = tiny.prompts([5, 60, 30])
     for limit in (6, 200):
         together = engine.generate(prompts, Sampling(max_tokens=limit))
         assert together == [engine.generate([prompt], Sampling(max_tokens=limit))[0] for prompt in prompts]
+
+
+# Traced
+
+
+def check_trace(engine: Any, prompt: list[int], answer: TracedAnswer) -> None:
+    """Against one whole forward pass for the log-probabilities, and ``extract`` of every beginning for states."""
+    ids = list(answer.completion.token_ids)
+    with torch.no_grad():
+        output = tiny.modules(engine).model(torch.tensor([[*prompt, *ids]]), use_cache=False)
+    log_prob = torch.log_softmax(output.logits[0, len(prompt) - 1 : -1].double(), dim=-1)
+    np.testing.assert_allclose(answer.log_prob, log_prob[torch.arange(len(ids)), torch.tensor(ids)].numpy(), atol=2e-4)
+    beginnings = [[*prompt, *ids[:count]] for count in range(len(ids))]
+    states = engine.extract(beginnings, [Site.RESIDUAL_STREAM]).activations[Site.RESIDUAL_STREAM]
+    np.testing.assert_allclose(answer.last, states[-1], rtol=1e-3, atol=1e-3)
+    of_answer = states[1:] if len(ids) > 1 else states
+    np.testing.assert_allclose(answer.mean, of_answer.mean(axis=0), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_a_greedy_trace_is_that_of_plain_decoding(name: str) -> None:
+    engine = tiny.engine(name, max_batch_tokens=60)
+    prompts = tiny.prompts(LENGTHS[:4])
+    plain = engine.generate(prompts, Sampling(max_tokens=6))
+    traced = engine.sample(prompts, Sampling(max_tokens=6), [[0]] * len(prompts))
+    assert [one.completion for (one,) in traced] == plain
+    for prompt, (answer,) in zip(prompts, traced, strict=True):
+        check_trace(engine, prompt, answer)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])  # a cache in full, and one with windows
+def test_samples_share_one_prefill_and_each_is_that_of_its_seed(name: str) -> None:
+    engine = tiny.engine(name)
+    prompts, sampling = tiny.prompts(LENGTHS[:4]), Sampling(max_tokens=7, temperature=1.3, top_p=0.9)
+    seeds = [[10 * row + number for number in range(3)] for row in range(len(prompts))]
+    traced = engine.sample(prompts, sampling, seeds)
+    written = sum(len(one.completion.token_ids) for of_prompt in traced for one in of_prompt)
+    assert engine.counters.prefills == len(prompts)
+    assert engine.counters.forward_tokens == sum(LENGTHS[:4]) + written - 3 * len(prompts)
+    for prompt, own, of_prompt in zip(prompts, seeds, traced, strict=True):
+        assert len({one.completion.token_ids for one in of_prompt}) > 1
+        for seed, one in zip(own, of_prompt, strict=True):
+            assert one.completion == engine.generate([prompt], replace(sampling, seed=seed))[0]
+            check_trace(engine, prompt, one)
+
+
+def test_an_answer_of_one_token_has_the_states_of_the_onset_and_each_prompt_its_seeds() -> None:
+    engine = tiny.shared_engine("llama")
+    prompts = tiny.prompts([9, 5])
+    (answer,) = engine.sample(prompts[:1], Sampling(max_tokens=1), [[0]])[0]
+    check_trace(engine, prompts[0], answer)
+    np.testing.assert_array_equal(answer.last, answer.mean)
+    assert engine.sample([], Sampling(), []) == []
+    for seeds in ([[1]], [[1], [1, 2]], [[], []]):
+        with pytest.raises(EngineError, match="seeds"):
+            engine.sample(prompts, Sampling(max_tokens=2), seeds)
+
+
+def test_next_token_is_the_softmax_of_the_logits() -> None:
+    engine = tiny.engine("qwen2", max_batch_tokens=40)
+    prompts = tiny.prompts(LENGTHS[:4])
+    for prompt, own in zip(prompts, engine.next_token(prompts, [7, 100, 7]), strict=True):
+        with torch.no_grad():
+            logits = tiny.modules(engine).model(torch.tensor([prompt])).logits[0, -1]
+        np.testing.assert_allclose(own, torch.log_softmax(logits, -1)[[7, 100, 7]].numpy(), atol=1e-4)
+    with pytest.raises(RequestError, match="264"):
+        engine.next_token(prompts, [tiny.VOCABULARY])

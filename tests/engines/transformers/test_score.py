@@ -1,4 +1,4 @@
-"""Trajectories from a batch: independent of the other prompts, and without unneeded computation."""
+"""Trajectories from padded micro-batches: independent of the other prompts, without unneeded computation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.engines.base import BatchEngine
+from service.engines.base import BatchEngine, EngineOptions, Sampling
+from service.engines.transformers.engine import TransformersEngine
+from service.engines.transformers.hooks import Prefix, chat_prefix, micro_batches, pad
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Site
 from service.risk import truth_logits
 from tests.engines import tiny
+from tests.engines.transformers.test_decoding import check_trace, decoded, reference
 from tests.matching import Held
 
+CPU = torch.device("cpu")
 LENGTHS = [3, 20, 7, 20, 1, 33, 12, 7]
 
 
@@ -58,7 +62,7 @@ def test_score_equals_the_formula_on_single_prompt_activations(name: str, side: 
     budget=st.sampled_from([1, 50, 8192]),
     seed=st.integers(0, 1000),
 )
-def test_a_trajectory_does_not_depend_on_batch_mates(lengths, side, name, budget, seed):
+def test_a_trajectory_does_not_depend_on_batch_mates(lengths, side, name, budget, seed) -> None:
     engine = tiny.shared_engine(name, side, budget)
     probe = tiny.probes(engine.identity.geometry, Site.ATTENTION_HEAD)
     prompts = tiny.prompts(lengths, seed)
@@ -68,7 +72,7 @@ def test_a_trajectory_does_not_depend_on_batch_mates(lengths, side, name, budget
         np.testing.assert_allclose(onset.trajectories[0], alone.trajectories[0], rtol=0, atol=1e-5)
 
 
-def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones():
+def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones() -> None:
     engine = tiny.longrope_engine()
     prompts, probes = tiny.prompts([5, 40]), [tiny.probes(engine.identity.geometry)]
     together, alone = engine.score(prompts, probes)[0], engine.score(prompts[:1], probes)[0]
@@ -77,7 +81,7 @@ def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones():
 
 @pytest.mark.parametrize("name", tiny.ALL)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_first_token_equals_the_models_own_logits(name: str, side: str):
+def test_first_token_equals_the_models_own_logits(name: str, side: str) -> None:
     engine = tiny.shared_engine(name, side)
     prompts = tiny.prompts([9, 17, 4])
     probe = tiny.probes(engine.identity.geometry)
@@ -97,7 +101,7 @@ def test_first_token_equals_the_models_own_logits(name: str, side: str):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox"])
-def test_nothing_runs_after_the_last_readout(name: str):
+def test_nothing_runs_after_the_last_readout(name: str) -> None:
     engine = tiny.engine(name)
     model, ran = tiny.modules(engine).model, []
     last = tiny.projections(engine)[-1]
@@ -117,7 +121,7 @@ def test_nothing_runs_after_the_last_readout(name: str):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_hooks_are_gone_after_success_and_after_failure(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_hooks_are_gone_after_success_and_after_failure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine(name)
     before = hooks_of(tiny.modules(engine).model)
     prompts, probe = tiny.prompts([5, 8]), tiny.probes(engine.identity.geometry)
@@ -126,12 +130,8 @@ def test_hooks_are_gone_after_success_and_after_failure(name: str, monkeypatch: 
     for continuation in engine.begin(prompts, [probe]):
         continuation.close()
     assert hooks_of(tiny.modules(engine).model) == before
-
-    def broken(*_args: Any, **_kwargs: Any) -> None:
-        raise RuntimeError("broken block")
-
-    monkeypatch.setattr(tiny.modules(engine).blocks[1], "forward", broken)
-    with pytest.raises(RuntimeError, match="broken block"):
+    monkeypatch.setattr(tiny.modules(engine).blocks[1], "forward", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         engine.score(prompts, [probe])
     assert hooks_of(tiny.modules(engine).model) == before
     monkeypatch.undo()
@@ -152,26 +152,28 @@ def test_a_second_thread_is_refused():
     handle.remove()
 
 
-def test_bad_prompts_are_named_and_never_truncated():
+@pytest.mark.parametrize(
+    ("bad", "error", "named"),
+    [
+        ([], EmptyPrompt, "prompt 1"), ([7] * (tiny.CONTEXT + 1), PromptTooLong, f"prompt 1 .*{tiny.CONTEXT + 1}"),
+        ([1, tiny.VOCABULARY], RequestError, "0 to 263"), ([-1, 3], RequestError, "0 to 263"),
+        *((bad, RequestError, "integer") for bad in ([1.5, 2.0], [True], [[1], [2, 3]], [[1, 2]], ["a"])),
+    ],
+)  # fmt: skip
+def test_bad_prompts_are_named_and_never_truncated(bad: Any, error: type[RequestError], named: str) -> None:
     engine = tiny.shared_engine("llama")
-    probe = [tiny.probes(engine.identity.geometry)]
-    good = tiny.prompts([4])[0]
-    with pytest.raises(EmptyPrompt, match="prompt 1"):
-        engine.score([good, []], probe)
-    with pytest.raises(PromptTooLong, match=f"prompt 0 .*{tiny.CONTEXT + 1}"):
-        engine.begin(tiny.prompts([tiny.CONTEXT + 1]), probe)
-    for bad in ([1, tiny.VOCABULARY], [-1, 3]):
-        with pytest.raises(RequestError, match="vocabulary is 0 to 263"):
-            engine.extract([bad], [Site.ATTENTION_HEAD])
-    for bad in ([1.5, 2.0], [True], [[1], [2, 3]], [[1, 2]], ["a"]):  # type: ignore[assignment]
-        with pytest.raises(RequestError, match="integer"):
-            engine.score([good, bad], probe)
+    probe, good = [tiny.probes(engine.identity.geometry)], tiny.prompts([4])[0]
+    for call in (engine.score, engine.begin):
+        with pytest.raises(error, match=named):
+            call([good, bad], probe)
+    with pytest.raises(error, match=named):
+        engine.extract([good, bad], [Site.ATTENTION_HEAD])
     assert len(engine.score(tiny.prompts([tiny.CONTEXT]), probe)) == 1
     assert engine.score([], probe) == []
     assert engine.extract([], [Site.ATTENTION_HEAD]).activations[Site.ATTENTION_HEAD].shape == (0, 3, 64)
 
 
-def test_a_nan_is_refused_with_its_layer_and_prompt():
+def test_a_nan_is_refused_with_its_layer_and_prompt() -> None:
     engine = tiny.engine("llama")
     prompts = tiny.prompts([4, 6, 5])
     probe = tiny.probes(engine.identity.geometry)
@@ -200,13 +202,13 @@ def test_a_nan_is_refused_with_its_layer_and_prompt():
     ],
     ids=str,
 )
-def test_probes_of_another_geometry_are_refused(changed: dict[str, Any], named: str):
+def test_probes_of_another_geometry_are_refused(changed: dict[str, Any], named: str) -> None:
     engine = tiny.shared_engine("llama")
     with pytest.raises(EngineError, match=named):
         engine.score(tiny.prompts([4]), [replace(tiny.probes(engine.identity.geometry), **changed)])
 
 
-def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_tokens():
+def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_tokens() -> None:
     engine = tiny.engine("llama", max_batch_tokens=40)
     onsets = engine.score(tiny.prompts([3, 20, 9]), [], first_token=True)
     assert [onset.trajectories for onset in onsets] == [(), (), ()]
@@ -214,7 +216,7 @@ def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_
     assert (engine.counters.forward_tokens, engine.counters.prefills, engine.counters.decode_steps) == (32, 3, 0)
 
 
-def test_a_limited_number_of_probe_stacks_is_cached():
+def test_a_limited_number_of_probe_stacks_is_cached() -> None:
     engine = tiny.engine("llama")
     prompts, probes = tiny.prompts([4]), [tiny.probes(engine.identity.geometry, seed=seed) for seed in range(9)]
     engine.score(prompts, probes[:1])
@@ -228,7 +230,7 @@ def test_a_limited_number_of_probe_stacks_is_cached():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gives_float32_logits_near_the_full_ones(dtype: torch.dtype):
+def test_half_precision_gives_float32_logits_near_the_full_ones(dtype: torch.dtype) -> None:
     half = tiny.TransformersEngine(tiny.model("llama").to(dtype), tiny.tokenizer())
     full = tiny.shared_engine("llama")
     assert half.identity.dtype == str(dtype).removeprefix("torch.")
@@ -238,9 +240,111 @@ def test_half_precision_gives_float32_logits_near_the_full_ones(dtype: torch.dty
         assert np.abs(a.trajectories[0] - b.trajectories[0]).max() > 0
 
 
-def test_a_closed_engine_raises():
+def test_a_closed_engine_raises() -> None:
     engine = tiny.engine("llama")
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         engine.score(tiny.prompts([4]), [])
+
+
+# Micro-batches
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200), st.booleans())
+def test_every_prompt_is_in_one_batch_within_budget(lengths: list[int], budget: int, equal: bool) -> None:
+    groups = micro_batches(lengths, budget, equal_lengths=equal)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(lengths[index] for index in group) <= budget
+        assert not equal or len({lengths[index] for index in group}) == 1
+
+
+def test_batches_are_as_full_as_the_budget_allows() -> None:
+    assert micro_batches([4, 4, 4, 4], 16) == [[0, 1, 2, 3]]
+    assert micro_batches([4, 4, 4, 5], 16) == [[0, 1, 2], [3]]
+    assert micro_batches([9, 2], 1) == [[1], [0]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_keeps_ids_finds_the_onset_and_is_masked_where_attention_could_see_it(side: str) -> None:
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    batch = pad(prompts, [2, 0, 1], side, 9, CPU)
+    assert batch.index == (2, 0, 1)
+    for row, index in enumerate(batch.index):
+        start, length = batch.starts[row], batch.lengths[row]
+        assert batch.input_ids[row, start : start + length].tolist() == prompts[index]
+        assert batch.input_ids[row, batch.onsets[row]] == prompts[index][-1]
+        assert (batch.input_ids[row] == 9).sum() == 3 - length
+    masks = None if side == "right" else [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
+    assert (None if batch.attention_mask is None else batch.attention_mask.tolist()) == masks
+    if batch.position_ids is not None:
+        assert batch.position_ids.tolist() == [[0, 0, 1], [0, 1, 2], [0, 0, 0]]
+    assert pad([[1, 2], [3, 4]], [0, 1], side, 0, CPU).attention_mask is None
+
+
+# The fixed beginning of chats
+
+TEMPLATE = "<s>system: be brief\n{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}<|assistant|>"
+NOT_SHARED = (*tiny.SLIDING_FAMILIES, "phi3_longrope")  # windows; positions that depend on the longest prompt
+CONTENTS = ["a", "what is it?", "b" * 30, "ä"]
+
+
+def chatting(family: str = "llama") -> TransformersEngine:
+    options = EngineOptions(model=f"tiny-{family}")
+    return TransformersEngine(tiny.model(family), tiny.tokenizer(template=TEMPLATE), options=options)
+
+
+def chats(made: TransformersEngine) -> list[list[int]]:
+    found = [made.render_chat([{"role": "user", "content": content}]) for content in CONTENTS]
+    return [*found, made.tokenize("no chat"), list(made._prefix.tokens) or found[0][:9]]
+
+
+@pytest.mark.parametrize("family", tiny.ALL)
+def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
+    ours, plain = chatting(family), chatting(family)
+    plain._prefix = Prefix(())
+    prompts, probe = chats(chatting()), tiny.probes(ours.identity.geometry)
+    scores = (engine.score(prompts, [probe], first_token=True) for engine in (ours, plain))
+    for found, expected in zip(*scores, strict=True):
+        np.testing.assert_allclose(found.trajectories[0], expected.trajectories[0], atol=1e-5)
+        assert found.prompt_tokens == expected.prompt_tokens
+        assert found.first_token is not None
+        assert expected.first_token is not None
+        assert found.first_token.token == expected.first_token.token
+    for site in Site:
+        rows, whole = (engine.extract(prompts, [site]).activations[site] for engine in (ours, plain))
+        np.testing.assert_allclose(rows, whole, atol=1e-5)
+    assert (ours.counters.forward_tokens < plain.counters.forward_tokens) is bool(ours._prefix.tokens)
+    assert (ours._prefix.tokens == ()) is (family in NOT_SHARED)
+    for prompt, continuation in zip(prompts, ours.begin(prompts, [probe]), strict=True):
+        answer = decoded(continuation, Sampling(max_tokens=8)).token_ids
+        assert list(answer) == reference(tiny.modules(ours).model, prompt, 8)
+
+
+def test_the_beginning_is_run_once() -> None:
+    made = chatting()
+    prefix, probe = made._prefix.tokens, tiny.probes(made.identity.geometry)
+    assert made.detokenize(prefix).endswith("user: ")
+    prompts = chats(made)[: len(CONTENTS)]
+    for _ in range(3):
+        before = made.counters.forward_tokens
+        found = made.score(prompts, [probe])
+        assert made.counters.forward_tokens - before == sum(len(prompt) - len(prefix) for prompt in prompts)
+    assert [result.prompt_tokens for result in found] == [len(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_without_a_fixed_beginning_nothing_is_kept(template: str | None) -> None:
+    made = TransformersEngine(tiny.model("llama"), tiny.tokenizer(template=template))
+    assert made._prefix.tokens == chat_prefix(made.render_chat) == ()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_traces_of_chats_and_texts_together_are_each_its_own(family: str, tokens: int) -> None:
+    made = chatting(family)
+    prompts = [*chats(made), made.tokenize("no chat, and longer than the shorter ones of the chats")]
+    traced = made.sample(prompts, Sampling(max_tokens=tokens), [[0]] * len(prompts))
+    for prompt, (answer,) in zip(prompts, traced, strict=True):
+        check_trace(made, prompt, answer)

@@ -127,14 +127,8 @@ class Model(nn.Module):
         return hidden + residual
 
 
-def installed(
-    model: Model,
-    sites: tuple[Site, ...] = tuple(Site),
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    dtype: torch.dtype = torch.float32,
-) -> dict[Site, SiteReadout]:
+def installed(model: Model, sites: tuple[Site, ...] = tuple(Site), *, rank: int = 0, ranks: int = 1,
+              dtype: torch.dtype = torch.float32) -> dict[Site, SiteReadout]:  # fmt: skip
     return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, ranks, CPU, dtype)
 
 
@@ -153,18 +147,12 @@ def run(model: Any, found: dict[Site, SiteReadout], inputs: torch.Tensor, onsets
 def activations_of(model: Model, inputs: torch.Tensor) -> dict[Site, np.ndarray]:
     """Activations [tokens, m, width] of an unchanged model, from hooks."""
     captured: dict[Site, list[torch.Tensor]] = {site: [] for site in Site}
+    heads, stream = captured[Site.ATTENTION_HEAD], captured[Site.RESIDUAL_STREAM]
     handles = []
     for block in model.model.layers:
-        handles.append(
-            block.self_attn.o_proj.register_forward_pre_hook(
-                lambda _module, given: captured[Site.ATTENTION_HEAD].append(given[0])
-            )
-        )
-        handles.append(
-            block.register_forward_hook(
-                lambda _module, _given, output: captured[Site.RESIDUAL_STREAM].append(output[0] + output[1])
-            )
-        )
+        projection = block.self_attn.o_proj
+        handles.append(projection.register_forward_pre_hook(lambda _, given: heads.append(given[0])))
+        handles.append(block.register_forward_hook(lambda _, __, output: stream.append(output[0] + output[1])))
     with torch.inference_mode():
         model(inputs)
     for handle in handles:
@@ -213,29 +201,23 @@ def test_ranks_that_split_the_heads_add_up(size: int) -> None:
     rows = activations_of(Model(), hidden())
     slots = {site: [probes(site, seed) for seed in range(SLOTS)] for site in Site}
     read: dict[Site, list[np.ndarray]] = {site: [] for site in Site}
-    share = GEOMETRY.num_heads // size
+    share, d = GEOMETRY.num_heads // size, GEOMETRY.head_dim
     for rank in range(size):
-        model = Model(range(rank * share, (rank + 1) * share))
-        found = installed(model, rank=rank, ranks=size)
-        assert found[Site.ATTENTION_HEAD].heads == (rank * share, share)
-        assert found[Site.ATTENTION_HEAD].split
-        assert not found[Site.RESIDUAL_STREAM].split
-        first, d = rank * share, GEOMETRY.head_dim
-        inputs = {
-            Site.ATTENTION_HEAD: torch.from_numpy(rows[Site.ATTENTION_HEAD][..., first * d : (first + share) * d]),
-            Site.RESIDUAL_STREAM: torch.from_numpy(rows[Site.RESIDUAL_STREAM]),
-        }
+        first = rank * share
+        found = installed(Model(range(first, first + share)), rank=rank, ranks=size)
+        assert found[Site.ATTENTION_HEAD].heads == (first, share)
+        assert [readout.split for readout in found.values()] == [True, False]
+        own = rows | {Site.ATTENTION_HEAD: rows[Site.ATTENTION_HEAD][..., first * d : (first + share) * d]}
         for site, readout in found.items():
             for slot, probe in enumerate(slots[site]):
                 readout.write(slot, probe)
             readout.start(torch.tensor(ONSETS))
             for layer in range(GEOMETRY.num_layers):
-                readout.keep(inputs[site][:, layer])
+                readout.keep(torch.from_numpy(own[site])[:, layer])
             read[site].append(readout.read().numpy())
     for site in Site:
-        together = np.sum(read[site], axis=0)
         for slot, probe in enumerate(slots[site]):
-            check_read(together, slot, rows[site], probe)
+            check_read(np.sum(read[site], axis=0), slot, rows[site], probe)
 
 
 def test_half_types_are_read_in_float32() -> None:
@@ -295,21 +277,13 @@ def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_and_n
         assert (len(ours), len(set(ours))) == (count, min(count, 1))
 
 
-def test_a_step_that_reads_nothing_keeps_nothing() -> None:
-    model = Model()
-    found = installed(model)
-    for readout in found.values():
-        readout.start(None)
-    with torch.inference_mode():
-        model(hidden())
-    assert not any(readout._kept for readout in found.values())
-
-
 @pytest.mark.parametrize("calls", [0, 2, 4])
 def test_a_layer_that_was_not_kept_or_kept_twice_gives_no_number(calls: int) -> None:
     """As where a CUDA graph ran that was captured as a whole, or a compile cache is stale."""
-    model = Model()
-    for readout in installed(model).values():
+    for readout in installed(Model()).values():
+        readout.start(None)
+        readout.keep(torch.ones(TOKENS, readout.width))
+        assert readout._kept == []  # a step that reads nothing
         readout.start(torch.tensor(ONSETS))
         for _ in range(calls):
             readout.keep(torch.ones(TOKENS, readout.width))

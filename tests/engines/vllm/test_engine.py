@@ -218,14 +218,10 @@ def test_an_answer_ends_at_its_time_as_one_of_full_length(engine: VllmEngine, pr
     assert all_slots_are_free(engine)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_closing_the_generator_ends_the_request(engine: VllmEngine, probes: list[Probes], count: int) -> None:
-    assert len(updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90)), count)) == count
-    assert idle(engine)
-    assert all_slots_are_free(engine)
+def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: list[Probes]) -> None:
+    for count in (1, 3):
+        assert len(updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90)), count)) == count
 
-
-def test_cancelling_the_consumer_ends_the_request(engine: VllmEngine, probes: list[Probes]) -> None:
     async def given_up() -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(0.02):
@@ -257,36 +253,25 @@ def test_updates_report_cached_tokens_and_times(engine: VllmEngine, probes: list
         assert update.prefill_s > 0.0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "error"),
-    [([], EmptyPrompt), ([5] * CONTEXT, PromptTooLong), ([10**6], RequestError), ([-1], RequestError)],
-)
-def test_impossible_prompts_are_refused_before_anything_runs(
-    engine: VllmEngine, prompt: list[int], error: type[RequestError]
-) -> None:
+def test_impossible_requests_are_refused_before_anything_runs(engine: VllmEngine) -> None:
     before = engine.counters.prefills
-    for call in (
-        lambda: engine.score([PROMPTS[0], prompt], []),
-        lambda: engine.generate([PROMPTS[0], prompt], Sampling()),
-        lambda: engine.extract([PROMPTS[0], prompt], list(Site)),
-    ):
-        with pytest.raises(error):
-            call()
-    assert engine.counters.prefills == before
-
-
-def test_impossible_sampling_is_refused(engine: VllmEngine) -> None:
+    for prompt, error in (([], EmptyPrompt), ([5] * CONTEXT, PromptTooLong), ([10**6], RequestError),
+                          ([-1], RequestError)):  # fmt: skip
+        for call in (
+            lambda bad: engine.score(bad, []),
+            lambda bad: engine.generate(bad, Sampling()),
+            lambda bad: engine.extract(bad, list(Site)),
+        ):
+            with pytest.raises(error):
+                call([PROMPTS[0], prompt])
     with pytest.raises(RequestError, match="max_tokens"):
         engine.generate(PROMPTS[:1], Sampling(max_tokens=0))
     with pytest.raises(RequestError, match="top_p"):
         updates(engine, engine.answer(PROMPTS[0], [], sampling=Sampling(top_p=0.0)))
-    assert idle(engine)
-
-
-def test_probes_of_another_geometry_are_refused(engine: VllmEngine) -> None:
-    wrong = tiny.probes(tiny.shared_engine("llama").identity.geometry)
     with pytest.raises(EngineError, match="another model"):
-        engine.score(PROMPTS[:1], [wrong])
+        engine.score(PROMPTS[:1], [tiny.probes(tiny.shared_engine("llama").identity.geometry)])
+    assert engine.counters.prefills == before
+    assert idle(engine)
     assert all_slots_are_free(engine)
 
 

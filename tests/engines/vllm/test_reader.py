@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probes_store.records import Applicability, Context, ContextProbe
+from probes_store.records import Applicability, Context, ContextName, ContextProbe
 from service.engines.base import EngineGate, PrefillResult, prompt_context
 from service.engines.checks import summarise
 from service.engines.vllm.attach import SiteReadout
-from service.engines.vllm.reader import OnsetRow, Reader, StageLink, StepLayout, onset_rows
+from service.engines.vllm.reader import OnsetRow, Reader, StepLayout, onset_rows
 from service.engines.vllm.wire import EXTRAS, Directive, Payload, Plan, context_terms
 from service.errors import NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
@@ -37,7 +37,7 @@ def reader(sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False) 
     for site, readout in found.items():
         for slot in range(SLOTS):
             readout.write(slot, tiny.probes(GEOMETRY, site, slot, scaled=True))
-    return Reader(plan, found, StageLink(), CPU)
+    return Reader(plan, found, None, CPU)
 
 
 def forward(made: Reader, seed: int = 0, layers: int = 2) -> torch.Tensor:
@@ -65,13 +65,9 @@ class Part:
 
 
 def onsets_of(parts: list[Part]) -> list[OnsetRow]:
-    layout = StepLayout(
-        requests=[part.request for part in parts],
-        starts=np.cumsum([0, *(part.count for part in parts)]),
-        computed=np.array([part.computed for part in parts], np.int32),
-        prompts=np.array([part.prompt for part in parts], np.int32),
-        emits=np.array([part.emits for part in parts], np.bool_),
-    )
+    counts = np.array([(part.computed, part.prompt) for part in parts], np.int32).reshape(-1, 2)
+    starts, emits = np.cumsum([0, *(part.count for part in parts)]), np.array([part.emits for part in parts], np.bool_)
+    layout = StepLayout([part.request for part in parts], starts, counts[:, 0], counts[:, 1], emits)
     directives = {part.request: OURS for part in parts if part.ours}
     return onset_rows(layout, directives.get)
 
@@ -129,18 +125,14 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
 
 def test_the_row_is_counted_from_the_requests_own_first_row() -> None:
     step = [
-        Part("decoding", 1, 9, 9),
-        Part("chunk", 4, 4, 12, emits=False),
-        Part("other", 3, 0, 3, ours=False),
-        Part("ends", 4, 8, 12),
-        Part("whole", 1, 0, 1),
-    ]
+        Part("decoding", 1, 9, 9), Part("chunk", 4, 4, 12, emits=False), Part("other", 3, 0, 3, ours=False),
+        Part("ends", 4, 8, 12), Part("whole", 1, 0, 1),
+    ]  # fmt: skip
     assert onsets_of(step) == [OnsetRow("ends", OURS, 11, 3, 12), OnsetRow("whole", OURS, 12, 4, 1)]
 
 
 def test_an_answer_that_is_computed_again_after_a_preemption_has_no_second_onset() -> None:
-    assert onsets_of([Part("resumed", 14, 0, 12)]) == []
-    assert onsets_of([Part("resumed", 12, 0, 12, emits=False)]) == []
+    assert onsets_of([Part("resumed", 14, 0, 12)]) == onsets_of([Part("resumed", 12, 0, 12, emits=False)]) == []
 
 
 # ---- one step
@@ -171,7 +163,8 @@ def run(
     return made.payloads()
 
 
-def test_each_request_gets_its_own_rows_numbers_and_its_own_logits() -> None:
+def test_each_request_gets_its_own_rows_numbers_and_the_steps_first_logits() -> None:
+    """V2 also computes logits of the prompt, for requests that want its log probabilities: they are not looked at."""
     made = reader()
     logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(1))
     onsets = step(Directive(first_token=True), Directive(), Directive(first_token=True))
@@ -179,8 +172,8 @@ def test_each_request_gets_its_own_rows_numbers_and_its_own_logits() -> None:
     read = forward(made)
     made.after()
     made.observe_logits(logits)
-    payloads = made.payloads()
-    expected = summarise(logits)
+    made.observe_logits(torch.flip(logits, [1])[:2])
+    payloads, expected = made.payloads(), summarise(logits)
     for number, row in enumerate(onsets):
         payload = Payload.decode(payloads[row.request].numpy(), made.plan, row.directive)
         np.testing.assert_array_equal(payload.trajectories, read[:-1, number].T.numpy())
@@ -190,21 +183,6 @@ def test_each_request_gets_its_own_rows_numbers_and_its_own_logits() -> None:
             assert payload.first_token.token == int(logits[number + 1].argmax())
             assert payload.first_token.entropy == pytest.approx(float(expected[number + 1, 1]))
     assert made.payloads() == {}, "a payload is sent once"
-
-
-def test_only_the_steps_first_logits_are_the_first_tokens() -> None:
-    """V2 also computes logits of the prompt, for requests that want its log probabilities."""
-    made = reader()
-    logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    made.before(step(Directive(first_token=True)))
-    forward(made)
-    made.after()
-    made.observe_logits(logits)
-    made.observe_logits(torch.flip(logits, [1])[:2])
-    [payload] = made.payloads().values()
-    first = Payload.decode(payload.numpy(), made.plan, Directive(first_token=True)).first_token
-    assert first is not None
-    assert first.token == int(logits[1].argmax())
 
 
 OPEN, SHUT = (EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, threshold) for threshold in (1.0, 0.0))
@@ -249,7 +227,10 @@ def test_a_prompt_whose_probe_was_replaced_gets_no_number_and_its_neighbours_the
 
 
 def test_a_step_without_onsets_does_nothing() -> None:
+    """Nor does a dummy step of data parallelism, which may follow one whose payloads another stage sends."""
     made = reader()
+    run(made, step(Directive()))
+    assert (made.keeps, made.after()) == (False, None)
     made.before(step(Directive()))
     assert made.keeps
     made.before([])
@@ -261,14 +242,6 @@ def test_a_step_without_onsets_does_nothing() -> None:
     sampled = torch.tensor([[3]])
     assert made.gate(sampled) is sampled
     assert made.payloads() == {}
-
-
-def test_nothing_is_kept_after_the_forward_pass() -> None:
-    """A dummy step of data parallelism may follow one whose payloads another stage sends."""
-    made = reader()
-    run(made, step(Directive()))
-    assert not made.keeps
-    assert made.after() is None
 
 
 def test_activations_are_returned_to_requests_that_ask() -> None:
@@ -304,14 +277,10 @@ def test_a_later_stage_adds_its_layers_and_its_part_of_the_mean() -> None:
 def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA ``torch.tensor(.., device=)`` and reading a number back would stop vLLM's asynchronous scheduling."""
     made = reader()
-    directive = Directive(
-        first_token=True, gate=EngineGate((1.0, 0.5, 0.5, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=END, slot=1
-    )
-    onsets, logits, sampled = (
-        step(directive, Directive(), directive),
-        torch.randn(4, VOCABULARY),
-        torch.zeros(4, 1).long(),
-    )
+    gate = EngineGate((1.0, 0.5, 0.5, 0.0, 0.0, 0.0), 0.0, 0.5)
+    directive = Directive(first_token=True, gate=gate, end_token=END, slot=1)
+    onsets, logits = step(directive, Directive(), directive), torch.randn(4, VOCABULARY)
+    sampled = torch.zeros(4, 1).long()
     made_tensors: list[object] = []
     tensor = torch.tensor
 
@@ -342,12 +311,12 @@ def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: py
 END = 7
 
 
+def probe(name: ContextName, weight: float, intercept: float) -> ContextProbe:
+    return ContextProbe(name, weight, intercept, rows=9, positive=4, auroc=0.9)
+
+
 CONTEXT = Context(
-    (
-        ContextProbe("asks", 0.8, 0.1, rows=9, positive=4, auroc=0.9),
-        ContextProbe("passage", 0.5, -0.2, rows=9, positive=4, auroc=0.9),
-        ContextProbe("stated", 0.7, 0.3, rows=9, positive=4, auroc=0.9),
-    ),
+    (probe("asks", 0.8, 0.1), probe("passage", 0.5, -0.2), probe("stated", 0.7, 0.3)),
     Applicability(0.5, questions_below=0.01, others_above=0.02, statement="What it means."),
 )
 
@@ -409,12 +378,11 @@ def test_a_gate_closes_at_and_above_its_threshold(slot: int, weight: tuple[float
 
 
 @pytest.mark.parametrize("intercept", [-50.0, 0.0, 50.0])
-def test_a_threshold_of_0_closes_every_gate_and_one_of_1_none(intercept: float) -> None:
+def test_a_threshold_of_0_closes_every_gate_one_of_1_none_and_one_of_the_risk_is_left_to_the_request_side(
+    intercept: float,
+) -> None:
     assert gated(replace(SHUT, intercept=intercept))[:2] == (True, END)
     assert gated(replace(OPEN, intercept=intercept))[:2] == (False, 2)
-
-
-def test_a_risk_at_the_threshold_is_left_to_the_request_side() -> None:
     _, _, exact = gated(replace(HALF, threshold=2.0))
     assert gated(replace(HALF, threshold=exact))[:2] == (False, 2)
 

@@ -69,24 +69,18 @@ async def test_an_unused_slot_is_replaced_and_never_one_in_use() -> None:
     assert await slots.hold([FOURTH]) == [0]
     slots.release([1])
     assert await slots.hold([SECOND]) == [1]
-
-
-async def test_the_least_recently_used_goes_first() -> None:
     slots, _ = made()
     for probe in (FIRST, SECOND, FIRST):
         slots.release(await slots.hold([probe]))
-    assert await slots.hold([THIRD]) == [1]
+    assert await slots.hold([THIRD]) == [1]  # the least recently used goes first
 
 
-async def test_a_failed_hold_holds_nothing() -> None:
+async def test_a_failed_hold_holds_nothing_and_a_failed_write_leaves_the_slot_invalid() -> None:
     slots, written = made()
     with pytest.raises(EngineError):
         await slots.hold([FIRST, SECOND, THIRD])
     assert await slots.hold([FOURTH, THIRD]) == [0, 1]
     assert written.count == 4
-
-
-async def test_a_slot_is_invalid_after_a_failed_write() -> None:
     slots, written = made(slots=1)
     slots.release(await slots.hold([FIRST]))
     written.broken = True

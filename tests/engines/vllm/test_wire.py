@@ -22,7 +22,7 @@ from service.engines.vllm.wire import (
     Payload,
     Plan,
     context_terms,
-)
+)  # fmt: skip
 from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
 from service.readout import Geometry, Site
 
@@ -77,9 +77,8 @@ def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
     assert sigmoid(CERTAIN) == 1.0
 
 
-@pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {KEY: None}, {KEY: "text"}])
-def test_a_request_without_a_directive_has_none(extra_args: dict[str, object] | None) -> None:
-    assert Directive.decode(extra_args, PLAN) is None
+def made_of(**changes: object) -> Directive | None:
+    return Directive.decode({KEY: GATED | changes}, PLAN)
 
 
 @pytest.mark.parametrize(
@@ -104,25 +103,21 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
         Directive.decode({KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "nan", None, [], "x"])
-@pytest.mark.parametrize(("name", "place"), [*(("context", n) for n in range(10)), *(("gate", n) for n in range(8))])
-def test_a_number_that_is_none_makes_no_directive(name: str, place: int, bad: object) -> None:
-    numbers = [*GATED[name]]
-    assert Directive.decode({KEY: GATED | {name: numbers}}, PLAN) is not None
-    numbers[place] = bad
-    assert Directive.decode({KEY: GATED | {name: numbers}}, PLAN) is None
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        *([*NO_CONTEXT[:place], slot, *NO_CONTEXT[place + 1 :]]
-          for place in range(3) for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300)),
-        *([0.0] * length for length in (0, 9, 11)),
-    ],
-)  # fmt: skip
-def test_a_slot_that_is_not_there_and_another_number_of_terms_make_no_directive(context: list[float]) -> None:
-    assert Directive.decode({KEY: GATED | {"context": context}}, PLAN) is None
+def test_what_is_no_directive_of_this_plan_is_none() -> None:
+    for extra_args in (None, {}, {"other": 1}, {KEY: None}, {KEY: "text"}):
+        assert Directive.decode(extra_args, PLAN) is None
+    assert made_of() is not None
+    for bad in (math.nan, math.inf, -math.inf, "nan", None, [], "x"):
+        for name in ("context", "gate"):
+            for place in range(len(GATED[name])):
+                numbers = [*GATED[name]]
+                numbers[place] = bad
+                assert made_of(**{name: numbers}) is None, (name, place, bad)
+    for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300):
+        for place in range(3):
+            assert made_of(context=[*NO_CONTEXT[:place], slot, *NO_CONTEXT[place + 1 :]]) is None
+    for length in (0, 9, 11):
+        assert made_of(context=[0.0] * length) is None
 
 
 @pytest.mark.parametrize(
@@ -165,12 +160,12 @@ def test_numbers_that_were_not_asked_for_are_ignored_and_rounding_leaves_no_rang
 
 
 @pytest.mark.parametrize("activations", [True, False])
-@pytest.mark.parametrize("more", [-1, 1, -PLAN.payload, "the others"])
-def test_a_payload_of_another_length_is_refused(more: int | str, activations: bool) -> None:
-    right = PLAN.payload + (PLAN.activation_floats() if activations else 0)
-    count = 2 * PLAN.payload + PLAN.activation_floats() - right if isinstance(more, str) else right + more
-    with pytest.raises(EngineError, match=f"sent {count} numbers"):
-        Payload.decode(np.zeros(count, np.float32), PLAN, Directive(activations=activations))
+def test_a_payload_of_another_length_is_refused(activations: bool) -> None:
+    plain, whole = PLAN.payload, PLAN.payload + PLAN.activation_floats()
+    right = whole if activations else plain
+    for count in (right - 1, right + 1, right - PLAN.payload, plain + whole - right):
+        with pytest.raises(EngineError, match=f"sent {count} numbers"):
+            Payload.decode(np.zeros(count, np.float32), PLAN, Directive(activations=activations))
 
 
 def test_a_replaced_probe_is_said() -> None:
@@ -185,15 +180,11 @@ def test_a_replaced_probe_is_said() -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (0, "layer 0"),
-        (4 * 3 + 2, "layer 2"),
-        (4 * 1 + 3, "the depth mean"),
-        (LOGITS, "first token"),
-        (LOGITS + 1, "first token"),
-        (PLAN.payload, "attention_head"),
+        (0, "layer 0"), (4 * 3 + 2, "layer 2"), (4 * 1 + 3, "the depth mean"), (LOGITS, "first token"),
+        (LOGITS + 1, "first token"), (PLAN.payload, "attention_head"),
         (PLAN.payload + PLAN.activation_floats() - 1, "residual_stream"),
     ],
-)
+)  # fmt: skip
 def test_a_nan_or_infinity_is_refused(place: int, message: str, bad: float) -> None:
     values = wire(activations=True)
     values[place] = bad

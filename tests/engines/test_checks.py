@@ -3,16 +3,18 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from service.demo import MODEL_DIR
-from service.engines.tokens import Tokens
+from service.engines.checks import Tokens
 from service.errors import RequestError
 from tests.engines import tiny
 
@@ -36,15 +38,11 @@ def test_the_tokenizers_and_the_templates_special_tokens_come_once():
         ([{"role": "user", "content": None}], "content"), ([{"role": "tool", "content": "x"}], "no tools here"),
     ],
 )  # fmt: skip
-def test_invalid_messages_are_request_errors(messages: list[dict[str, str]], named: str):
-    with pytest.raises(RequestError, match=named) as caught:
-        Tokens(tiny.tokenizer()).render_chat(messages)
-    assert caught.value.param == "messages"
-
-
-def test_no_template_says_what_to_send_instead():
-    with pytest.raises(RequestError, match="chat template"):
-        Tokens(tiny.tokenizer(template=None)).render_chat(USER)
+def test_invalid_messages_and_no_template_are_request_errors(messages: list[dict[str, str]], named: str) -> None:
+    for template, what in ((tiny.CHAT_TEMPLATE, named), (None, "chat template")):
+        with pytest.raises(RequestError, match=what) as caught:
+            Tokens(tiny.tokenizer(template=template)).render_chat(messages)
+        assert caught.value.param == "messages"
 
 
 def byte_level() -> Any:
@@ -141,8 +139,6 @@ def test_lone_surrogates_are_refused_by_position():
 
 
 def test_the_digest_survives_a_save_and_a_padded_call_and_sees_a_change(tmp_path):
-    from transformers import AutoTokenizer
-
     original = tiny.tokenizer()
     digest = Tokens(original).digest
     original.save_pretrained(tmp_path)
@@ -152,32 +148,19 @@ def test_the_digest_survives_a_save_and_a_padded_call_and_sees_a_change(tmp_path
     assert Tokens(loaded).chat_template_digest == Tokens(original).chat_template_digest
     loaded.add_tokens(["new"])
     assert Tokens(loaded).digest != digest
+    texts = [Tokens(tiny.tokenizer(template=text)).chat_template_digest for text in (None, "a", "b")]
+    assert texts[0] is None
+    assert len(set(texts)) == 3
 
 
-def test_the_chat_template_digest_is_none_without_one_and_follows_its_text():
-    assert Tokens(tiny.tokenizer(template=None)).chat_template_digest is None
-    first, second = (Tokens(tiny.tokenizer(template=text)).chat_template_digest for text in ("a", "b"))
-    assert first != second
+def test_a_slow_tokenizer_is_digested_by_vocabulary_and_special_tokens() -> None:
+    def slow(vocabulary: dict[str, int]) -> str:
+        return Tokens(SimpleNamespace(special_tokens_map={"eos_token": "</s>"}, get_vocab=lambda: vocabulary)).digest
 
-
-def test_a_slow_tokenizer_is_digested_by_vocabulary_and_special_tokens():
-    class Slow:
-        special_tokens_map = {"eos_token": "</s>"}
-
-        def __init__(self, vocabulary: dict[str, int]) -> None:
-            self._vocabulary = vocabulary
-
-        def get_vocab(self) -> dict[str, int]:
-            return self._vocabulary
-
-    digest = Tokens(Slow({"a": 0, "b": 1})).digest
-    assert digest == Tokens(Slow({"b": 1, "a": 0})).digest
-    assert digest != Tokens(Slow({"a": 1, "b": 0})).digest
+    assert slow({"a": 0, "b": 1}) == slow({"b": 1, "a": 0}) != slow({"a": 1, "b": 0})
 
 
 def test_an_end_token_that_the_tokenizer_appends_is_not_the_answer_onset():
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = tiny.tokenizer()
     plain = Tokens(tokenizer).tokenize("a b")
     end, number = tokenizer.eos_token, tokenizer.eos_token_id

@@ -1,0 +1,122 @@
+"""Activations pooled over several tokens: the readout-position ablation (App. pooling, Tab. ablation_pooling).
+
+Engines read the answer onset alone, so each prompt runs once more, by itself.  Content words are determined from token
+ids.  The paper does not define "content word"; ``is_content`` is this project's definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from service.engines.base import Extraction, LoadedModel, Prompts, Sampling, TokenIds
+from service.engines.checks import beyond_onset, check_onset_only
+from service.engines.families import SITES, locate
+from service.errors import NonFiniteReadout
+from service.readout import Pooling, Site
+
+Tensor = torch.Tensor
+LAST = {Pooling.LAST_4: 4, Pooling.LAST_8: 8, Pooling.LAST_16: 16}
+CONTENT = (Pooling.CONTENT_MEAN, Pooling.CONTENT_MAX)
+
+
+@cache
+def is_content(text: str) -> bool:
+    """Return whether a token's text is a content word: it holds a letter or digit and is no English stop word.
+
+    Compared in lower case, without leading and trailing white space and punctuation, which many vocabularies join to
+    words.  Each token is decided alone: a part of a word counts; a part of a character, which decodes to no letter,
+    does not.
+    """
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+
+    letters = [place for place, character in enumerate(text) if character.isalnum()]
+    return bool(letters) and text[letters[0] : letters[-1] + 1].lower() not in ENGLISH_STOP_WORDS
+
+
+def pool(states: Tensor, pooling: Pooling, content: Tensor) -> Tensor:
+    """Pool one prompt's states [tokens, width] in float32; ``content`` [tokens] is true at content words.
+
+    A window longer than the prompt is the whole prompt.  Without a content word both mean and maximum are the mean over
+    all tokens.
+    """
+    states = states.float()
+    if pooling in CONTENT:
+        if not bool(content.any()):
+            return states.mean(dim=0)
+        states = states[content]
+    if pooling in (Pooling.MAX, Pooling.CONTENT_MAX):
+        return states.amax(dim=0)
+    return states[-LAST.get(pooling, len(states)) :].mean(dim=0)
+
+
+class PoolingEngine:
+    """An engine whose ``extract`` pools, too; all else is the engine's own."""
+
+    def __init__(self, engine: LoadedModel) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def extract(
+        self,
+        prompts: Prompts,
+        sites: Sequence[Site],
+        poolings: Sequence[Pooling] = (),
+        sampling: Sampling | None = None,
+    ) -> Extraction:
+        """Extract as the engine does, and pool.  Raises EngineError where its modules are in another process."""
+        others = beyond_onset(poolings)
+        if self._engine.torch_model is None:
+            check_onset_only(others)
+        found = self._engine.extract(prompts, sites, (), sampling)
+        pooled = {(site, one): np.empty_like(found.activations[site]) for site in sites for one in others}
+        for number, prompt in enumerate(prompts if others else ()):
+            for key, rows in self._pooled(prompt, sites, others).items():
+                if not np.isfinite(rows).all():
+                    layer = int(np.argwhere(~np.isfinite(rows))[0][0])
+                    raise NonFiniteReadout(
+                        f"layer {layer} gave a NaN or infinity ({', '.join(key)}) for prompt {number}; the model "
+                        "overflowed: load it with dtype bfloat16 or float32, and check its weights"
+                    )
+                pooled[key][number] = rows
+        return Extraction(found.activations, found.first_tokens, pooled, found.completions)
+
+    def _pooled(
+        self, prompt: TokenIds, sites: Sequence[Site], poolings: Sequence[Pooling]
+    ) -> dict[tuple[Site, Pooling], NDArray[np.float32]]:
+        """Return [m, width] of each site and pooling, pooled layer by layer within a forward pass of one prompt."""
+        model = self._engine.torch_model
+        assert model is not None
+        text = [self._engine.detokenize([token]) for token in prompt]  # special tokens have none
+        content = torch.tensor([is_content(one) for one in text], device=model.device)
+        rows: dict[tuple[Site, Pooling], list[Tensor]] = {(site, one): [] for site in sites for one in poolings}
+
+        def reader(site: Site) -> Any:
+            def hook(_module: Any, *tensors: Any) -> None:
+                states = tensors[-1][0] if isinstance(tensors[-1], tuple) else tensors[-1]
+                for pooling in poolings:
+                    rows[site, pooling].append(pool(states[0], pooling, content))
+
+            return hook
+
+        handles = []
+        try:
+            for site in sites:
+                for module in locate(model.model).at[site]:
+                    hook, before = reader(site), SITES[site].is_input
+                    handles.append(
+                        module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+                    )
+            with torch.inference_mode():
+                model.model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {key: torch.stack(layers).cpu().numpy() for key, layers in rows.items()}
