@@ -33,7 +33,7 @@ from service.fitting.scores import risk_auroc
 
 
 def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateOptions) -> str:
-    """Return paragraphs: what is measured, how to read it, what to compare with; ``sets``: names and rows of each."""
+    """Return paragraphs: what is measured, how to read it, what to compare with; ``sets``: names and rows."""
     listed = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sets)
     paragraphs = [
         f"Before `{model}` writes the first token of an answer, can one tell that the answer will be wrong? This "
