@@ -167,9 +167,11 @@ class Hub:
                 return HubUnreachable, "HF_HUB_OFFLINE is set" if offline else "not in the cache", cure
             case of_hub.EntryNotFoundError():
                 return errors.MissingFile, "the repository has no such file", None
-            case of_hub.HfHubHTTPError() if (status := error.response.status_code) in (401, 403):
-                return HubError, f"the hub refused the token, or asks for one ({status})", f"Try this: {_TOKEN}"
+            case of_hub.HfHubHTTPError() if error.response.status_code in (401, 403):
+                problem = f"the hub refused the token, or asks for one ({error.response.status_code})"
+                return HubError, problem, f"Try this: {_TOKEN}"
             case of_hub.HfHubHTTPError():
+                status = error.response.status_code
                 problem = f"the hub answered {status}: {one_line(error.server_message or error)}"
                 if status >= 500 or status == 429:
                     return HubUnreachable, problem, f"Wait, and run {later}"

@@ -367,9 +367,9 @@ def pull(
         address = parse_address(source)
         with ExitStack() as stack:
 
-            def bar(total: int) -> tqdm[Any]:
+            def bar(total: int) -> Callable[[int], Any]:
                 shown = tqdm(total=total, unit="B", unit_scale=True, desc=str(address), disable=None, leave=False)
-                return stack.enter_context(shown)
+                return stack.enter_context(shown).update
 
             done = pull_from_hub(own, address, digest=digest, take_over=take_over, bar=bar)
         bundle, added, place = done.bundle, done.added, f"{address} at commit {done.commit}"
