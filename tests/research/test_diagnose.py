@@ -93,11 +93,12 @@ def test_numbers_up_to_the_limit_overflow_nowhere(tmp_path: Path, dtype: type) -
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         found = diagnose(saved(tmp_path, **large))
     assert found["features"] == ordinary["features"]
-    for section, key in (("fisher", "r_fisher"), ("snr", "rho"), ("variance", "icc_unbiased"), ("chen_qin", "p_value"),
-                         *(("geometry", key) for key in ("cohen_d", "r_w", "distance_correlation",
-                                                         "stable_rank"))):  # fmt: skip
-        assert found[section][key] == pytest.approx(ordinary[section][key], rel=1e-3), key
-    assert found["fisher"]["r_fisher"] == pytest.approx(ordinary["fisher"]["r_fisher"], rel=1e-4)
+    for section, key, rel in (
+        ("fisher", "r_fisher", 1e-4), ("snr", "rho", 1e-4), ("variance", "icc_unbiased", 1e-4),
+        ("chen_qin", "p_value", 1e-3), ("geometry", "cohen_d", 1e-3), ("geometry", "r_w", 1e-3),
+        ("geometry", "distance_correlation", 1e-3), ("geometry", "stable_rank", 1e-3),
+    ):  # fmt: skip
+        assert found[section][key] == pytest.approx(ordinary[section][key], rel=rel), key
 
 
 def test_what_readouts_without_groups_or_directions_can_tell(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def with_residual(spread: float) -> SetResult:
     result = shaped(level=1.0)
     rng = np.random.default_rng(2)
     other = [
-        replace(fold, score=fold.score + spread * rng.standard_normal(len(fold.score))) for fold in result.scores[OURS]
+        fold._replace(score=fold.score + spread * rng.standard_normal(len(fold.score))) for fold in result.scores[OURS]
     ]
     return replace(result, scores={**result.scores, RESIDUAL: other})
 
