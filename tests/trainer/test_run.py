@@ -22,7 +22,7 @@ from service.data.training_rows import read_dataset
 from service.engines.base import TokenIds
 from service.engines.scheduler import Scheduled
 from service.errors import DataError, EngineError, NoDirection, RunMismatch, TrainingError
-from service.fitting import C_GRID, nested_cv, probes
+from service.fitting import C_GRID, estimator, nested_cv
 from service.fitting.estimator import FinalClassifier
 from service.fitting.folds import outer_folds
 from service.fitting.layer_weights import FLOOR
@@ -274,8 +274,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[tupl
     calls: list[tuple[Any, ...]] = []
     function = getattr(where, name)
 
-    def watch(*given: Any) -> Any:
-        calls.append((*given, function(*given)))
+    def watch(*given: Any, **named: Any) -> Any:
+        calls.append((*given, *([named] if named else []), function(*given, **named)))
         return calls[-1][-1]
 
     monkeypatch.setattr(where, name, watch)
@@ -426,7 +426,7 @@ class ConstantEngine(PlantedEngine):
 def test_a_head_constant_in_one_fold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Site, head: int | None
 ) -> None:
-    blanks, rows = watched(monkeypatch, probes, "_blank"), planted_rows(240)
+    fitted, rows = watched(monkeypatch, estimator, "fit_probes"), planted_rows(240)
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows), "given", folds=3)
     label = np.array([row["label"] for row in rows])
     fold = outer_folds(label, dataset.groups, folds=FAST["folds"], seeds=(0,))[0]
@@ -435,7 +435,9 @@ def test_a_head_constant_in_one_fold(
     assert bundle.evaluation()["cross_validation"]["signals"]["depth_mean_unit_norm"]["auroc"]["mean"] > 0.75
     assert np.linalg.norm(bundle.probes.direction, axis=1) == pytest.approx(1.0, abs=1e-5)
     # The cross-fit's fold, and in the nested evaluation its outer fold and that one's inner folds.
-    assert len(blanks) == (0 if head is not None else 2 + FAST["inner_folds"])
+    kept = [fit for *_, named, fits in fitted if named.get("retry_larger_c") for fit in fits]  # not the choice of C
+    zeros = sum(not fit.direction.any(axis=1).all() for fit in kept)
+    assert zeros == (0 if head is not None else 2 + FAST["inner_folds"])
 
 
 def test_a_layer_that_is_constant_everywhere_is_an_error_and_is_not_published(tmp_path: Path) -> None:
