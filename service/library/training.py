@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from probes_store.bundle import Bundle
+    from probes_store.manifest import SiteName
     from probes_store.store import Store
     from service.engines.base import EngineOptions
     from service.fitting.estimator import DepthMeanProbe
@@ -197,7 +198,7 @@ def publish(
 
 def extract(
     prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message], model: str | Path | None = None, *,
-    site: Literal["attention_head", "residual_stream"] = "attention_head", engine: Engine | None = None,
+    site: SiteName = "attention_head", engine: Engine | None = None,
     report: Report = note,
 ) -> NDArray[np.float32]:  # fmt: skip
     """Return the activations that a probe reads, at each prompt's last token, before the answer.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeV
 
 from cyclopts import Group, Parameter
 
-from probes_store.manifest import Signal, TrainingRecord
+from probes_store.manifest import Signal, SiteName, TrainingRecord
 from service.data.options import (
     BATCH_ROWS,
     DRY_RUN,
@@ -227,7 +227,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         "fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  Default: "
         "mixture; none with given labels, which belong to the prompts as they are.",
         metavar="NAMES")] = None  # fmt: skip
-    readout: Annotated[Literal["attention_head", "residual_stream"], option(
+    readout: Annotated[SiteName, option(
         "attention_head is the paper's default.")] = "attention_head"  # where a_l is taken (Eq. readout)  # fmt: skip
     logit_scale: Annotated[LogitScale, option(
         "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; "

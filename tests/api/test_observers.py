@@ -21,10 +21,11 @@ from service.audit.auditor import Auditor
 from service.audit.events import Who
 from service.audit.file import verify
 from service.policies.guard import GATE
-from service.serving import observers
+from service.serving import metrics, observers
 from service.serving.judgement import Judgement
 from service.serving.metrics import Metrics
 from service.serving.request_log import JsonLines
+from service.serving.service import Service
 from tests.key_files import add_key, revoke_key
 from tests.running import App, until
 
@@ -113,6 +114,20 @@ def test_what_is_counted(tmp_path: Path) -> None:
         "decode_seconds_count 1.0", "requests_in_flight 0.0", "ready 1.0",
     ):  # fmt: skip
         assert f"hallutracer_{line}" in text
+
+
+def test_a_new_metric_is_a_series_and_an_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count_long(service: Service, judgement: Judgement, *_: Any) -> None:
+        for one in judgement.prompts:
+            if one.report.prompt_tokens > 24:
+                service.metrics.count("long_prompts_total", judgement.bundle)
+
+    series = ("Counter", "long_prompts_total", None, ("bundle",), "Prompts of more than 24 tokens.")
+    monkeypatch.setattr(metrics, "_SERIES", (*metrics._SERIES, series))
+    monkeypatch.setattr(observers, "ENDED", (*observers.ENDED, count_long))
+    with client(tmp_path) as opened:
+        opened.post("/score", json={"prompt": ["a", "a longer prompt than that" * 4]})
+        assert 'hallutracer_long_prompts_total{bundle="tiny:1"} 1.0' in opened.get("/metrics").text
 
 
 def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> None:

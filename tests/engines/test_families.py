@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from service.engines.families import FAMILIES, SITES, family_of, geometry, locate
+from probes_store.manifest import SiteName
+from service.engines.families import FAMILIES, SITES, SiteModule, family_of, geometry, locate
 from service.errors import EngineError, UnknownFamily
 from service.readout import Site
 from tests.engines import tiny
@@ -78,6 +80,17 @@ def test_activations_equal_an_independent_capture(name: str):
             np.testing.assert_allclose(residual, hidden[layer + 1][0, -1].numpy(), rtol=1e-5, atol=1e-6)
         head = activations[Site.ATTENTION_HEAD][0, layer]
         np.testing.assert_allclose(head, projected[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_new_site_is_a_name_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: Any = StrEnum("Added", {"MLP": "mlp_output"})["MLP"]
+    monkeypatch.setitem(SITES, added, SiteModule(lambda family: "mlp"))
+    engine = tiny.engine("llama")
+    model, prompt = tiny.modules(engine).model, tiny.prompts([11])[0]
+    found = engine.extract([prompt], [added]).activations[added][0]
+    outputs = capture(model, [block.get_submodule("mlp") for block in locate(model).blocks], prompt)
+    np.testing.assert_allclose(found, [output[-1].numpy() for output in outputs], rtol=1e-5, atol=1e-6)
+    assert {site.value for site in Site} == set(get_args(SiteName))  # as a bundle names them
 
 
 def test_geometry_counts_query_heads_and_takes_the_configs_head_dim_or_the_quotient() -> None:
