@@ -45,13 +45,7 @@ from benchmarks.fleet import (
     replay,
     two_versions,
 )
-from benchmarks.harness import (
-    Check,
-    conclude,
-    parser,
-    raise_file_limit,
-    say,
-)
+from benchmarks.harness import Check, conclude, parser, raise_file_limit, say
 from probes_store.store import Store
 from service.feedback.databases import location
 from tests.feedback.made import rows

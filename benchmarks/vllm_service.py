@@ -29,16 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_model import SHAPES, Bench, run_shapes
-from benchmarks.harness import (
-    MIXES,
-    Pool,
-    make_prompts,
-    parser,
-    percentile,
-    post,
-    say,
-    score_requests,
-)
+from benchmarks.harness import MIXES, Pool, make_prompts, parser, percentile, post, say, score_requests
 from benchmarks.vllm_contestant import MAX_LENGTH, SAME, Listener, Talker, interval
 
 CLIENTS = 32
