@@ -19,11 +19,11 @@ Pairs = list[tuple[Index, Index]]  # (train, test) positions
 
 
 class OuterFold(NamedTuple):
-    """One outer split of a nested cross-validation."""
+    """One outer split of a nested cross-validation: seed, number within it from 0, positions of rows."""
 
     seed: int
-    fold: int  # number within the seed, from 0
-    train: Index  # positions of the rows that everything is fitted on
+    fold: int
+    train: Index
     test: Index
 
 
@@ -36,9 +36,10 @@ def outer_folds(label: Labels, group: Labels, *, folds: int, seeds: Sequence[int
 def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
     """Return (train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
 
-    Groups are disjoint, every row is tested once, and both sides of every fold have both classes.
-    Raises TrainingError: a side of a fold lacks a class; names seed, fold and cure.
+    Groups are disjoint, every row is tested once, and both sides of every fold have both classes.  Raises TrainingError:
+    a class has fewer groups than ``folds``, or a side lacks one; names the class, where, and the cure.
     """
+    _check_groups(label, group, rows, folds, what, by_class=True)
     pairs = unchecked_folds(label, group, rows, folds, seed, what)
     for number, pair in enumerate(pairs):
         for side, name in zip(pair, ("training", "test"), strict=True):
@@ -52,13 +53,25 @@ def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int
 
 
 def unchecked_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, what: str = "fold") -> Pairs:
-    """Return ``group_folds`` whose sides may lack a class.  Raises TrainingError: fewer groups than folds."""
-    groups = len(np.unique(group[rows]))
-    if groups < folds:
-        lower = {"fold": "--folds", "inner fold": "--inner-folds"}.get(what, "the number of folds")
-        raise TrainingError(f"{folds} {what}s need {folds} groups, there are {groups}: add rows, or lower {lower}")
+    """Return ``group_folds`` whose sides may lack a class.  Raises TrainingError: too few groups or rows for ``folds``."""
+    sizes = np.unique(label[rows], return_counts=True)[1]
+    # scikit-learn refuses rows of which no class has as many as there are folds.
+    _check_groups(label, group, rows, folds, what, by_class=bool((sizes < folds).all()))
     chosen = (np.asarray(values[rows], np.int64).tobytes() for values in (label, group))
     return [(rows[train].astype(np.int64), rows[test].astype(np.int64)) for train, test in _split(*chosen, folds, seed)]
+
+
+def _check_groups(label: Labels, group: Labels, rows: Index, folds: int, what: str, *, by_class: bool) -> None:
+    kinds = {"": rows}
+    if by_class:
+        words = enumerate(("hallucinated", "factual"))
+        kinds |= {f" with a {word} row": rows[label[rows] == value] for value, word in words}
+    for kind, own in kinds.items():
+        if (count := len(np.unique(group[own]))) < folds:
+            lower = {"fold": "--folds", "inner fold": "--inner-folds"}.get(what, "the number of folds")
+            raise TrainingError(
+                f"{folds} {what}s need {folds} groups{kind}, there are {count}: add such rows, or lower {lower}"
+            )
 
 
 @lru_cache(maxsize=2)  # the choice of C and the cross-fit use the same folds, and a split takes a second

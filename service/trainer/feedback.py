@@ -22,8 +22,7 @@ from service.errors import TrainingError
 from service.feedback.databases import location
 from service.feedback.rows import CONTINUE, LabelledAnswer, read_answers
 from service.fitting.nested_cv import rounded
-from service.fitting.prior_shift import Traffic, estimate_share, number_together, prior_shift_test, shift_to
-from service.fitting.recalibration import MapFit
+from service.fitting.recalibration import MapFit, Traffic, estimate_share, number_together, prior_shift_test, shift_to
 from service.risk import served_risk
 from service.trainer.cards import CAUTION, feedback_lines
 from service.trainer.new_rows import Marks, seen_by

@@ -32,8 +32,8 @@ from service.errors import EngineError
 from service.fitting import FIRST_TOKEN
 from service.fitting.estimator import DepthMeanProbe, FinalClassifier, scale_shift
 from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of, rounded
-from service.fitting.prior_shift import LabelledRisks
 from service.fitting.probes import Floats, Index, ProbeFit
+from service.fitting.recalibration import LabelledRisks
 from service.fitting.scores import debiased_calibration_error, effective_groups, risk_auroc
 from service.fitting.thresholds import GateProfile
 from service.fitting.uncertainty import TrajectoryReference

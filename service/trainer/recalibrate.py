@@ -25,18 +25,21 @@ from service.data.training_rows import Dataset, TrafficFile, read_dataset, read_
 from service.engines.base import Engine
 from service.errors import DataError, RequestError, TrainingError
 from service.fitting.nested_cv import rounded
-from service.fitting.prior_shift import (
+from service.fitting.recalibration import (
+    FOLDS,
+    ChosenMap,
     LabelledRisks,
+    MapFit,
     PriorShiftTest,
     ShareEstimate,
     Traffic,
+    choose_map,
     estimate_share,
     most_likely_share,
     number_together,
     prior_shift_test,
     shift_to,
 )
-from service.fitting.recalibration import FOLDS, ChosenMap, MapFit, choose_map
 from service.fitting.scores import at_threshold, share_interval
 from service.scoring import Scorer
 from service.trainer.cards import candidates_table, recalibrated_card

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.special import expit, logit
 
-from service.fitting.prior_shift import (
+from service.fitting.recalibration import (
     LEVELS,
     NEGLIGIBLE,
     LabelledRisks,

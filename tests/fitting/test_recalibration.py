@@ -14,8 +14,16 @@ from probes_store.bundle import render
 from probes_store.manifest import sealed
 from probes_store.records import Method, Recalibration
 from service.errors import TrainingError
-from service.fitting.prior_shift import Traffic, most_likely_share, shift_to
-from service.fitting.recalibration import COX_KEYS, FITS, choose_map, cox_line, fit_cox_line
+from service.fitting.recalibration import (
+    COX_KEYS,
+    FITS,
+    Traffic,
+    choose_map,
+    cox_line,
+    fit_cox_line,
+    most_likely_share,
+    shift_to,
+)
 from service.fitting.scores import debiased_calibration_error, t_interval
 from tests.fitting.made import PRIOR, rows
 from tests.probes_store.factory import make_draft
