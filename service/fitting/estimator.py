@@ -94,17 +94,10 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        C: float | Literal["auto"] = "auto",  # noqa: N803
-        *,
-        c_grid: tuple[float, ...] = C_GRID,
-        logit_scale: LogitScale = "unit_norm",
-        class_balance: ClassBalance = "weights",
-        folds: int = 5,
-        inner_folds: int = 3,
-        seeds: tuple[int, ...] = (0, 1, 2),
-        n_jobs: int = 1,
-    ) -> None:
+        self, C: float | Literal["auto"] = "auto", *, c_grid: tuple[float, ...] = C_GRID,  # noqa: N803
+        logit_scale: LogitScale = "unit_norm", class_balance: ClassBalance = "weights", folds: int = 5,
+        inner_folds: int = 3, seeds: tuple[int, ...] = (0, 1, 2), n_jobs: int = 1,
+    ) -> None:  # fmt: skip
         self.C, self.c_grid = C, c_grid
         self.logit_scale, self.class_balance = logit_scale, class_balance
         self.folds, self.inner_folds, self.seeds, self.n_jobs = folds, inner_folds, seeds, n_jobs
@@ -116,12 +109,8 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        groups: ArrayLike | None = None,
-        extra: ArrayLike | None = None,  # noqa: N803
-    ) -> Self:
+        self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None, extra: ArrayLike | None = None,  # noqa: N803
+    ) -> Self:  # fmt: skip
         """Fit probes and classifier: X as the class says, y [n], groups [n] of rows that depend on each other.
 
         ``extra`` [n, k] are further signals that the classifier reads beside the depth mean, such as entropies.
@@ -133,7 +122,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.classes_, label = np.unique(classes, return_inverse=True)
         if len(self.classes_) == 1:
             raise ValueError("y has one class: two are needed")
-        if len(self.classes_) > 2:
+        if len(self.classes_) > 2:  # in scikit-learn's words
             kind = type_of_target(classes)
             raise ValueError(f"Only binary classification is supported. The type of the target is {kind}.")
         self.shape_ = x.shape[1:]
@@ -174,15 +163,9 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return np.asarray(self.classes_[factual.astype(np.int64)])
 
     def fit_readouts(
-        self,
-        readouts: Readouts,
-        group: Index,
-        rows: Index | None = None,
-        test: Index | None = None,
-        *,
-        scales: Sequence[LogitScale] = (),
-        fold: bool = False,
-    ) -> Self:
+        self, readouts: Readouts, group: Index, rows: Index | None = None, test: Index | None = None, *,
+        scales: Sequence[LogitScale] = (), fold: bool = False,
+    ) -> Self:  # fmt: skip
         """Fit all but the classifier on ``rows`` of activations in memory or on disk, and read ``test``: group [n].
 
         Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, of the own rule and ``scales``, ``scaled_``.
@@ -213,7 +196,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Return the C of the largest out-of-fold AUROC of the depth mean, by grouped folds inside ``rows``.
 
         At most 8 layers and 8 heads, evenly spaced, take part.  A value that leaves a layer without a direction is
-        excluded.  Raises NoDirection: all are (not with ``must``: then the largest).
+        excluded.  Raises NoDirection: all are (without ``must``: the largest).
         """
         grid = tuple(sorted(set(self.c_grid))) if self.C == "auto" else (float(self.C),)
         if len(grid) == 1:
@@ -301,9 +284,8 @@ def fit_classifier(signals: Floats, label: Labels, soft_label: Floats | None = N
 def signal_matrix(trajectory: Floats, extra: Floats | None = None) -> Floats:
     """Return the classifier's input [..., n, 1 + k]: trajectory [..., n, m] scaled, extra [n, k]."""
     mean = depth_mean(trajectory)[..., None]
-    if extra is None:
-        return mean
-    return np.concatenate([mean, np.broadcast_to(extra, (*mean.shape[:-1], extra.shape[1]))], axis=-1)
+    more = [] if extra is None else [np.broadcast_to(extra, (*mean.shape[:-1], extra.shape[1]))]
+    return np.concatenate([mean, *more], axis=-1)
 
 
 def extra_signals(names: Sequence[str], first_token: Floats, context: Floats | None = None) -> Floats | None:

@@ -36,9 +36,8 @@ def outer_folds(label: Labels, group: Labels, *, folds: int, seeds: Sequence[int
 def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
     """Return (train, test) positions, both inside ``rows``: label [n], group [n], rows [r].
 
-    Groups are disjoint, every row is tested once, and both sides of every fold have both classes.  Raises TrainingError:
-    a class has fewer groups than ``folds``, or a side lacks one; names the class, where, and the cure.
-    """
+    Groups are disjoint, every row is tested once, both sides of every fold have both classes.  Raises TrainingError: a
+    class has fewer groups than ``folds``, or a side lacks one; names the class, where, and the cure."""
     _check_groups(label, group, rows, folds, what, by_class=True)
     pairs = unchecked_folds(label, group, rows, folds, seed, what)
     for number, pair in enumerate(pairs):
@@ -53,7 +52,7 @@ def group_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int
 
 
 def unchecked_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, what: str = "fold") -> Pairs:
-    """Return ``group_folds`` whose sides may lack a class.  Raises TrainingError: too few groups or rows for ``folds``."""
+    """Return ``group_folds`` whose sides may lack a class.  Raises TrainingError: too few groups or rows."""
     sizes = np.unique(label[rows], return_counts=True)[1]
     # scikit-learn refuses rows of which no class has as many as there are folds.
     _check_groups(label, group, rows, folds, what, by_class=bool((sizes < folds).all()))

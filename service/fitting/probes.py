@@ -145,23 +145,19 @@ class ProbeFit:
 
     @property
     def standardized(self) -> Floats:
-        """The trajectories, each logit over its within-class deviation, [n_test, m]."""
+        """Return the trajectories, each logit over its within-class deviation, [n_test, m]."""
         return self.trajectory / self.scale
 
     @property
     def best_layer(self) -> int:
-        """The layer of the single best head by training AUROC, ties to the lowest (the ITI rule)."""
+        """Return the layer of the single best head by training AUROC, ties to the lowest (the ITI rule)."""
         return int(np.argmax(self.auroc))
 
 
 def fit_head(
-    x: NDArray[np.floating],
-    label: Labels,
-    tasks: Sequence[Task],
-    site: Site,
-    balance: ClassBalance,
+    x: NDArray[np.floating], label: Labels, tasks: Sequence[Task], site: Site, balance: ClassBalance,
     soft_label: Floats | None = None,
-) -> list[tuple[Floats, float] | None]:
+) -> list[tuple[Floats, float] | None]:  # fmt: skip
     """Return each task's raw-space weight [d] and bias of one head, not yet divided by its norm: x [n, d], label [n].
 
     Eq. standardize, standardized-probe and raw-space-probe: L1 at the attention site, all tasks at once (``solver``),
@@ -213,8 +209,7 @@ def row_weights(label: Labels, balance: ClassBalance, weight: Floats | None = No
         return kept
     counts = np.ones(len(label)) if weight is None else weight
     sizes = np.bincount(label, counts, minlength=2)
-    balanced: Floats = counts * np.where(label == 1, counts.sum() / (2.0 * sizes[1]), counts.sum() / (2.0 * sizes[0]))
-    return balanced
+    return np.asarray(counts * (counts.sum() / (2.0 * sizes))[label])
 
 
 def _ridge(x: NDArray[np.floating], rows: WeightedRows, c: float, balance: ClassBalance) -> tuple[Floats, float] | None:
@@ -240,16 +235,10 @@ def _downsample(label: Labels) -> Index:
 
 
 def fit_probes(
-    readouts: Readouts,
-    tasks: Sequence[Task],
-    *,
-    balance: ClassBalance,
-    jobs: int,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    retry_larger_c: bool = False,
+    readouts: Readouts, tasks: Sequence[Task], *, balance: ClassBalance, jobs: int,
+    layers: Sequence[int] | None = None, heads: Sequence[int] | None = None, retry_larger_c: bool = False,
     zero_layers: bool = False,
-) -> list[ProbeFit]:
+) -> list[ProbeFit]:  # fmt: skip
     """Return one ProbeFit per task, over all or the given layers and heads; each layer is read once for all tasks.
 
     A layer whose every probe is zero is fitted again, with ``retry_larger_c``, with the next C of ``LARGER_C`` that
@@ -260,11 +249,9 @@ def fit_probes(
     for task in tasks:
         soft = readouts.soft(task.train)
         if soft is not None and not 0 < soft.sum() < len(soft):
-            raise TrainingError(
-                f"all sampled answers of {len(soft)} training rows are {'right' if soft.all() else 'wrong'}: add rows "
-                "of the other class, more samples or a higher temperature",
-                param="samples",
-            )
+            found = f"all sampled answers of {len(soft)} training rows are {'right' if soft.all() else 'wrong'}"
+            cure = "add rows of the other class, more samples or a higher temperature"
+            raise TrainingError(f"{found}: {cure}", param="samples")
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
     heads = [*range(geometry.heads(site))] if heads is None else [*map(int, heads)]
@@ -287,13 +274,10 @@ def fit_probes(
                 probe = HeadProbe(heads[0], np.zeros(geometry.dim(site)), 0.0, 1.0, 0.5, np.zeros(len(task.test)))
             if probe is None:
                 probes = f"all {len(heads)} probes are" if len(heads) > 1 else "the probe is"
-                heads_read = site is Site.ATTENTION_HEAD
-                reason = "the penalty is too strong" if heads_read else "the readouts there may be constant"
-                raise NoDirection(
-                    f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows ({reason}): "
-                    "give a larger C (or larger values in the grid), or more rows",
-                    param="c",
-                )
+                strong = site is Site.ATTENTION_HEAD  # at the residual stream no penalty makes a zero
+                reason = "the penalty is too strong" if strong else "the readouts there may be constant"
+                where = f"layer {layer}: {probes} zero at C = {task.c:g} on {len(task.train)} rows ({reason})"
+                raise NoDirection(f"{where}: give a larger C or larger values in the grid, or more rows", param="c")
             chosen.append(probe)
         head, direction, bias, scale, quality, logits = map(np.array, zip(*chosen, strict=True))
         fits.append(ProbeFit(head.astype(np.int32), direction, bias, scale, quality, np.ascontiguousarray(logits.T)))
@@ -317,13 +301,9 @@ def _fit_layer(
 
 
 def unit_probe(
-    x: NDArray[np.float32],
-    label: Labels,
-    task: Task,
-    head: int,
-    raw: tuple[Floats, float],
+    x: NDArray[np.float32], label: Labels, task: Task, head: int, raw: tuple[Floats, float],
     soft_label: Floats | None = None,
-) -> HeadProbe:
+) -> HeadProbe:  # fmt: skip
     """Return ``fit_head``'s weight and bias divided by the norm (Eq. raw-space-normalized-probe), rated on the training
     rows: x [n, d], label, soft_label [n]."""
     norm = float(np.linalg.norm(raw[0]))

@@ -18,7 +18,7 @@ from scipy.stats import beta, t
 from sklearn.metrics import average_precision_score, brier_score_loss
 
 Labels = NDArray[np.integer]
-Floats = NDArray[np.floating]
+Floats, Doubles = NDArray[np.floating], NDArray[np.float64]
 Index = NDArray[np.integer]
 Tests = Sequence[tuple[Index, Floats]]  # test sides: rows and their risks
 
@@ -73,9 +73,7 @@ def equal_mass_bins(risk: Floats, bins: int = ECE_BINS) -> NDArray[np.int64]:
     return np.unique(first * bins // len(values), return_inverse=True)[1].astype(np.int64)
 
 
-def reliability(
-    label: Labels, risk: Floats, bins: int = ECE_BINS
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+def reliability(label: Labels, risk: Floats, bins: int = ECE_BINS) -> tuple[Doubles, Doubles, NDArray[np.int64]]:
     """Return mean risk, share hallucinated and size of each of ``equal_mass_bins``, [b <= bins]."""
     order = np.argsort(risk, kind="stable")
     ranked, truth = np.asarray(risk, np.float64)[order], 1.0 - np.asarray(label, np.float64)[order]
@@ -95,9 +93,7 @@ def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
     return float(np.sum(size * np.abs(predicted - observed)) / np.sum(size))
 
 
-def squared_calibration_error(
-    label: Labels, risk: Floats, group: Index, bins: int = ECE_BINS
-) -> tuple[float, NDArray[np.float64]]:
+def squared_calibration_error(label: Labels, risk: Floats, group: Index, bins: int = ECE_BINS) -> tuple[float, Doubles]:
     """Return the squared calibration error less what chance adds (Kumar et al. 2019): of all rows, without each group.
 
     Of each equal-mass bin the squared difference minus the variance of its observed share, y (1 - y) / (n - 1); bins of
@@ -135,7 +131,7 @@ def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, flo
     }
 
 
-def coverage_curve(label: Labels, risk: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def coverage_curve(label: Labels, risk: Floats) -> tuple[Doubles, Doubles]:
     """Return share answered and share wrong among the answered, [n] each, lowest risks answered first."""
     wrong = 1.0 - np.asarray(label, np.float64)[np.argsort(risk, kind="stable")]
     count = np.arange(1, len(wrong) + 1)
@@ -147,8 +143,7 @@ def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]
     codes: dict[Hashable, int] = {}
     index = np.array([codes.setdefault(stratum, len(codes)) for stratum in strata])
     total = pairs = 0.0
-    for code in range(len(codes)):
-        inside = index == code
+    for inside in (index == code for code in range(len(codes))):
         weight = float(np.sum(label[inside] == 0)) * float(np.sum(label[inside] == 1))
         if weight:
             total += weight * risk_auroc(label[inside], risk[inside])
@@ -184,7 +179,7 @@ def share_interval(share: float, group: Index) -> ConfidenceInterval:
     return jeffreys(share, effective_groups(group))
 
 
-def group_draws(group: Index, seed: int = 0) -> Iterator[NDArray[np.float64]]:
+def group_draws(group: Index, seed: int = 0) -> Iterator[Doubles]:
     """Yield 1,000 bootstrap draws of whole groups: how often each row of ``group`` [n] counts, [n]."""
     names, member = np.unique(group, return_inverse=True)
     rng = np.random.default_rng(seed)
@@ -240,7 +235,7 @@ def _refitting(tests: Tests) -> float:
     return 1.0 if share == 1 else 1 / (1 - share)
 
 
-def _mean_auroc(label: Index, group: Index, tests: Tests) -> tuple[float, NDArray[np.float64]]:
+def _mean_auroc(label: Index, group: Index, tests: Tests) -> tuple[float, Doubles]:
     """Return the mean AUROC over test sides, and its values without each group [groups]; NaN: no side has a pair."""
     names, member = np.unique(np.concatenate([np.asarray(group)[side] for side, _ in tests]), return_inverse=True)
     ends = np.cumsum([len(side) for side, _ in tests])

@@ -93,11 +93,11 @@ def _scale(rows: Tensor, sign: Tensor, weight: Tensor) -> _Scaled:
         gram = torch.stack([(mine.transpose(1, 2) @ mine).flatten(1) for mine in runs], 1).double()  # [h, A, (d + 1)^2]
         plain, weighted = (kinds > 0).double() @ gram, kinds @ gram
     else:
-        parts = [
-            [(signed.transpose(1, 2) @ (signed * s.float()[None, :, None])).flatten(1) for s in weights[:, order]]
-            for weights in ((weight > 0).double(), weight)
-        ]
-        plain, weighted = (torch.stack(part, 1).double() for part in parts)
+        plain, weighted = (
+            torch.stack([(signed.transpose(1, 2) @ (signed * s.float()[None, :, None])).flatten(1) for s in own], 1)
+            for own in ((weight > 0).double()[:, order], weight[:, order])
+        )
+        plain, weighted = plain.double(), weighted.double()
     size = signed.shape[-1]
     plain, weighted = (moment.view(*moment.shape[:-1], size, size) for moment in (plain, weighted))
     mean = plain[..., :-1, -1] / plain[..., -1:, -1]  # [h, F, d]
@@ -218,14 +218,9 @@ def _descend(metric: Tensor, active: _Active, at: Tensor, gradient: Tensor) -> t
 # contract: fused multiply-add is allowed; nothing is reordered.
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def descend(
-    metric: NDArray[np.float32],
-    partition: NDArray[np.int64],
-    start: Floats,
-    gradient: Floats,
-    penalty: Floats,
-    sweeps: int,
-    decrease: float,
-) -> tuple[Floats, Floats]:
+    metric: NDArray[np.float32], partition: NDArray[np.int64], start: Floats, gradient: Floats, penalty: Floats,
+    sweeps: int, decrease: float,
+) -> tuple[Floats, Floats]:  # fmt: skip
     """Return the minimisers and their gradients without the penalty, [P, D] each, of P L1-penalised quadratics
 
         minimise over w   g . (w - v) + 1/2 (w - v)' H (w - v) + sum_j penalty_j |w_j|
@@ -238,10 +233,7 @@ def descend(
     problems, size = start.shape
     slopes = gradient.astype(np.float32)
     for problem in range(problems):
-        h = metric[partition[problem]]
-        w = weights[problem]
-        slope = slopes[problem]
-        first = 0.0
+        h, w, slope, first = metric[partition[problem]], weights[problem], slopes[problem], 0.0
         for sweep in range(sweeps):
             gained = 0.0
             for j in range(size):
@@ -250,12 +242,11 @@ def descend(
                     continue
                 target = curvature * w[j] - np.float64(slope[j])
                 bound = penalty[problem, j]
+                new = 0.0
                 if target > bound:
                     new = (target - bound) / curvature
                 elif target < -bound:
                     new = (target + bound) / curvature
-                else:
-                    new = 0.0
                 step = new - w[j]
                 if step != 0.0:
                     w[j] = new

@@ -33,17 +33,16 @@ class WrongCosts:
     k: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check values, not types."""
+        """Check the value, not its type."""
         if not 0 < self.k < math.inf:
-            raise TrainingError(
-                "wrong_costs must be a positive number, what a wrong answer costs in withheld right answers, not "
-                f"{self.k!r}: 1 answers what is more likely right than wrong",
-                param="wrong_costs",
+            cure = (
+                "give a positive number of withheld right answers, such as 1: answer what is likelier right than wrong"
             )
+            raise TrainingError(f"wrong_costs cannot be {self.k!r}: {cure}", param="wrong_costs")
 
     @property
     def threshold(self) -> float:
-        """A risk, between 0 and 1: from here on an answer costs more than it gains."""
+        """Return the risk, between 0 and 1, from which on an answer costs more than it gains."""
         return min(max(1 / (1 + self.k), _OPEN), 1 - _OPEN)
 
 
@@ -59,15 +58,10 @@ class Target:
         """Return what ``wrong<=0.2`` or ``answered>=0.5`` says.  Raises TrainingError where it is neither."""
         if found := _TARGET.fullmatch(text):
             share = float(found[3])
-            if found[1] and 0 <= share < 1:
-                return cls("wrong", share)
-            if found[2] and 0 < share <= 1:
-                return cls("answered", share)
-        raise TrainingError(
-            'target must be "wrong<=SHARE" (from 0, below 1) or "answered>=SHARE" (above 0, up to 1), not '
-            f'{text!r}: write for example --target "wrong<=0.2", with the quotes',
-            param="target",
-        )
+            if 0 <= share < 1 if found[1] else 0 < share <= 1:
+                return cls("wrong" if found[1] else "answered", share)
+        wanted = '"wrong<=SHARE" (from 0, below 1) or "answered>=SHARE" (above 0, up to 1), such as "wrong<=0.2"'
+        raise TrainingError(f"target must be {wanted} with the quotes, not {text!r}", param="target")
 
     def __str__(self) -> str:
         """Return what ``parse`` reads."""
@@ -98,15 +92,11 @@ def choose_threshold(rule: GateRule, label: Labels, risk: Floats) -> ChosenThres
 
     A cost K has 1 / (1 + K): on a calibrated risk an answer pays as long as risk * K < 1 - risk.  A target on wrong
     answers has the largest threshold that meets it with ``LEAST_ANSWERED`` rows answered; where none does, the one with
-    the lowest share of wrong among as many, of equals the largest.  A target on answers has the smallest threshold that
-    meets it.  Thresholds that answer the same rows count as one, half-way between two risks.
-
-    Raises TrainingError: a target on wrong answers, and no threshold answers ``LEAST_ANSWERED`` rows.
+    the lowest share of wrong among as many, of equals the largest.  A target on answers has the smallest that meets it.
+    Thresholds that answer the same rows count as one, half-way between two risks.  Raises TrainingError: a target on
+    wrong answers, and no threshold answers ``LEAST_ANSWERED`` rows.
     """
-    if isinstance(rule, WrongCosts):
-        threshold, reached = rule.threshold, True
-    else:
-        threshold, reached = _for_target(rule, label, risk)
+    threshold, reached = (rule.threshold, True) if isinstance(rule, WrongCosts) else _for_target(rule, label, risk)
     return ChosenThreshold(threshold, rule, reached, at_threshold(label, risk, threshold))
 
 
@@ -127,11 +117,8 @@ def _for_target(target: Target, label: Labels, risk: Floats) -> tuple[float, boo
         return float(cuts[fine[0] if len(fine) else -1]), len(fine) > 0
     enough = answered >= LEAST_ANSWERED * len(risk)
     if not enough.any():
-        raise TrainingError(
-            f"the target {target} needs {LEAST_ANSWERED} answered rows, and there are {len(label)} labelled ones: "
-            "add rows, or choose the threshold with --wrong-costs",
-            param="target",
-        )
+        found = f"the target {target} needs {LEAST_ANSWERED} answered rows, and there are {len(label)} labelled ones"
+        raise TrainingError(f"{found}: add rows, or choose the threshold with --wrong-costs", param="target")
     cuts, share = cuts[enough], (wrong[answered] / np.maximum(answered, 1))[enough]
     reached = bool(share.min() <= target.share)
     return float(cuts[np.flatnonzero(share <= (target.share if reached else share.min()))[-1]]), reached
@@ -162,23 +149,23 @@ class GuaranteeTest:
 
     @property
     def passed(self) -> GuaranteeStep | None:
-        """The last step whose p-value is at most delta; those after it were not tested, or failed."""
+        """Return the last step whose p-value is at most delta; those after it were not tested, or failed."""
         return next((step for step in reversed(self.steps) if step.p_value <= self.delta), None)
 
     @property
     def threshold(self) -> float | None:
-        """Risks below it may pass; None: nothing may."""
+        """Return what risks below may pass; None: nothing may."""
         return None if self.passed is None else self.passed.threshold
 
     @property
     def least_alpha(self) -> float:
-        """The smallest alpha that the first step would have passed at: Clopper and Pearson's upper bound at delta."""
+        """Return the smallest alpha that the first step would have passed at: Clopper and Pearson's bound at delta."""
         right = self.steps[0].groups - self.steps[0].wrong
         return float(beta.ppf(1 - self.delta, self.steps[0].wrong + 1, right)) if right > 0 else 1.0
 
     @property
     def groups_wanted(self) -> int:
-        """Answering groups that the first step needed at its observed share of wrong ones, at least; -1: no number."""
+        """Return the answering groups that the first step needed at least at its share of wrong; -1: no number."""
         first = self.steps[0]
         share = first.wrong / first.groups if first.groups else 0.0
         if share >= self.alpha:

@@ -37,27 +37,21 @@ class TrajectoryReference:
 
     @property
     def rows(self) -> int:
-        """Rows whose distances gave the cutoff."""
+        """Return how many rows' distances gave the cutoff."""
         return int(self.distance.shape[1]) + self.others
 
     @property
     def share(self) -> float:
-        """Of fresh prompts like the training rows, that are expected beyond the cutoff."""
+        """Return the share expected beyond the cutoff of fresh prompts like the training rows."""
         return max(OUTSIDE_SHARE, 1 / (self.rows + 1))  # few rows cannot place a small quantile
 
 
 def fit_reference(
-    trajectory: Floats,
-    label: NDArray[np.integer],
-    group: Index,
-    folds: int,
-    seeds: Sequence[int],
+    trajectory: Floats, label: NDArray[np.integer], group: Index, folds: int, seeds: Sequence[int],
     others: tuple[Floats, Index] | None = None,
-) -> TrajectoryReference:
+) -> TrajectoryReference:  # fmt: skip
     """Return the reference of out-of-fold logits [seeds, n, M], with the folds that they came from: label, group [n].
-
-    ``others``: logits [k, M] and groups [k] of prompts without a label, which belong to training as well.
-    """
+    ``others``: logits [k, M] and groups [k] of prompts without a label, which belong to training as well."""
     more, more_group = (np.empty((0, trajectory.shape[-1])), np.empty(0, np.int64)) if others is None else others
     fold_of = np.unique(more_group, return_inverse=True)[1] % folds
     away, further = np.empty(trajectory.shape[:2]), np.empty((len(seeds), len(more)))
@@ -88,8 +82,7 @@ def _whitened(rows: Floats) -> tuple[Floats, Floats]:
 
 def fit_interval(risk: Floats, reference: TrajectoryReference, folds: int) -> RefitInterval | None:
     """Return the interval by risks [seeds, n] of the nested folds' fits; None for one seed, of one fit for each row."""
-    seeds = len(risk)
-    if seeds < 2:
+    if (seeds := len(risk)) < 2:
         return None
     log_odds = -np.log(np.clip(risk, _TINY, 1 - _TINY) / np.clip(1 - risk, _TINY, 1 - _TINY))
     shape = log_odds.mean(axis=0)
