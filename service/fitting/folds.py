@@ -14,7 +14,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 from service.errors import TrainingError
 
 Index = NDArray[np.int64]
-Labels = NDArray[np.integer]
+Labels, Floats = NDArray[np.integer], NDArray[np.float64]
 Pairs = list[tuple[Index, Index]]  # (train, test) positions
 
 
@@ -73,9 +73,22 @@ def _check_groups(label: Labels, group: Labels, rows: Index, folds: int, what: s
             )
 
 
+class _Split(StratifiedGroupKFold):  # type: ignore[misc]
+    """scikit-learn's folds to the last row, faster: all folds are rated for a group at once."""
+
+    def _find_best_fold(self, y_counts_per_fold: Floats, y_cnt: Labels, group_y_counts: Floats) -> int:
+        added = np.eye(self.n_splits)[:, :, None] * group_y_counts
+        spread = ((y_counts_per_fold + added) / y_cnt).std(axis=1).mean(axis=1)
+        best, least, fewest = 0, np.inf, np.inf
+        for fold, (own, rows) in enumerate(zip(spread.tolist(), y_counts_per_fold.sum(axis=1).tolist(), strict=True)):
+            if own < least or (own - least <= 1e-8 + 1e-5 * least and rows < fewest):
+                best, least, fewest = fold, own, rows
+        return best
+
+
 @lru_cache(maxsize=2)  # the choice of C and the cross-fit use the same folds, and a split takes a second
 def _split(label: bytes, group: bytes, folds: int, seed: int) -> tuple[tuple[Index, Index], ...]:
     y, groups = np.frombuffer(label, np.int64), np.frombuffer(group, np.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a class with few rows: the caller checks every side
-        return tuple(StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(y, y, groups))
+        return tuple(_Split(folds, shuffle=True, random_state=seed).split(y, y, groups))

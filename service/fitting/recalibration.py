@@ -374,28 +374,32 @@ def prior_shift_test(source: LabelledRisks, traffic: Traffic, seed: int = 0) -> 
     functions; the largest distance that remains is compared with what chance leaves, by a centred bootstrap over groups
     of both samples.  A traffic that happens to be such a mixture passes.  Raises ValueError: the source lacks a class.
     """
-    bad = np.asarray(source.label) == 0
-    if not bad.any() or bad.all():
+    good = np.asarray(source.label) != 0
+    if not good.any() or good.all():
         raise ValueError("the source needs rows of both classes")
     cuts = np.unique(np.quantile(np.concatenate([source.risk, traffic.risk]), np.linspace(0, 1, CUTS + 2)[1:-1]))
     of_source, of_traffic = (np.searchsorted(cuts, risk, "left") for risk in (source.risk, traffic.risk))
+    bins = len(cuts) + 1
+    of_source += good * bins
 
-    def functions(own: NDArray[np.float64], seen: NDArray[np.float64]) -> list[Floats]:
-        """Return the distribution functions at the cuts of hallucinated, factual and traffic rows, of such weights."""
-        parts = (of_source[bad], own[bad]), (of_source[~bad], own[~bad]), (of_traffic, seen)
-        return [np.cumsum(np.bincount(place, w, len(cuts) + 1))[:-1] / w.sum() for place, w in parts]
+    def sums(own: Floats, seen: Floats) -> Floats:
+        """Return the weight up to each cut, and in all, of hallucinated, factual and traffic rows, of such weights."""
+        counts = np.append(np.bincount(of_source, own, 2 * bins), np.bincount(of_traffic, seen, bins))
+        return np.asarray(np.cumsum(counts.reshape(3, bins), axis=1))
 
     def rest(share: float, hallucinated: Floats, factual: Floats, unknown: Floats) -> Floats:
         return np.asarray(unknown - share * hallucinated - (1 - share) * factual)
 
-    found = functions(np.ones(len(bad)), np.ones(len(traffic.risk)))
+    whole = sums(np.ones(len(good)), np.ones(len(traffic.risk)))
+    found = whole[:, :-1] / whole[:, -1:]
     free = _best_share(*found)
     share = float(np.clip(free, 0.0, 1.0))
     distance, centre = float(np.abs(rest(share, *found)).max()), rest(free, *found)
     chance = []
-    for own, seen in zip(group_draws(source.group, seed), group_draws(traffic.group, seed + 1), strict=True):
-        if own[bad].any() and own[~bad].any():  # a draw may lack a class of few groups
-            drawn = functions(own, seen)
+    for weights in zip(group_draws(source.group, seed), group_draws(traffic.group, seed + 1), strict=True):
+        drawn = sums(*weights)
+        if drawn[:, -1].all():  # a draw may lack a class of few groups
+            drawn = drawn[:, :-1] / drawn[:, -1:]
             chance.append(np.abs(rest(_best_share(*drawn), *drawn) - centre).max())
     p_value = (1 + int((np.array(chance) >= distance).sum())) / (1 + len(chance))
     limit = max(NEGLIGIBLE, float(np.quantile(chance, 1 - LEVEL))) if chance else 1.0
