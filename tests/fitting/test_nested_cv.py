@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.model_selection import StratifiedGroupKFold
 
 from service.errors import TrainingError
 from service.fitting.estimator import DepthMeanProbe
-from service.fitting.folds import OuterFold, group_folds, outer_folds
+from service.fitting.folds import OuterFold, group_folds, outer_folds, unchecked_folds
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Columns, Inputs, by_row, evaluate, nested_cv, probe_columns
 from service.fitting.probes import ActivationArray, Readouts
 from service.fitting.scores import auroc
@@ -42,13 +46,35 @@ def test_folds_are_disjoint_by_group_and_cover_the_rows() -> None:
         assert sorted([*train.tolist(), *test.tolist()]) == rows.tolist()
 
 
-def test_a_fold_without_a_class_is_named() -> None:
-    group = np.arange(40) // 4
+def test_too_few_groups_of_a_class_are_named_with_their_number_and_the_cure() -> None:
+    group, every = np.arange(40) // 4, np.arange(40)
     label = (group < 8).astype(int)  # two hallucinated groups for five folds
-    with pytest.raises(TrainingError, match=r"seed 1, fold \d of 5: the test side has no hallucinated"):
-        group_folds(label, group, np.arange(40), 5, seed=1)
-    with pytest.raises(TrainingError, match="need 5 groups, there are 2"):
-        group_folds(label, np.arange(40) // 20, np.arange(40), 5, seed=1)
+    few = every[:8]  # no class has as many rows as folds: scikit-learn would raise ValueError
+    cases = [
+        ((label, group, every), "need 5 groups with a hallucinated row, there are 2: .*--folds"),
+        ((1 - label, every, every[:36]), "need 5 groups with a factual row, there are 4"),
+        ((every % 2, every, few), "need 5 groups with a hallucinated row, there are 4"),
+        ((label, every // 20, every), "need 5 groups, there are 2"),
+    ]
+    for rows, said in cases:
+        with pytest.raises(TrainingError, match=said):
+            group_folds(*rows, 5, seed=1)
+    with pytest.raises(TrainingError, match="hallucinated row, there are 4"):
+        unchecked_folds(every % 2, every, few, 5, seed=1)
+    assert len(unchecked_folds(label, group, every, 5, seed=1)) == 5  # whose sides may lack a class
+
+
+@given(st.integers(0, 10_000), st.integers(2, 5), st.floats(0.1, 0.9))
+@settings(max_examples=25, deadline=None)
+def test_the_folds_are_scikit_learn_s(seed: int, folds: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    label, group = (rng.random(60) < share).astype(int), rng.integers(0, 25, 60)
+    theirs = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(label, label, group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = [[side.tolist() for side in pair] for pair in theirs]
+    found = unchecked_folds(label, group, np.arange(60), folds, seed)
+    assert [[side.tolist() for side in pair] for pair in found] == expected
 
 
 def test_every_row_is_scored_once_per_seed_by_a_fold_without_its_group() -> None:
@@ -84,10 +110,10 @@ def test_columns_of_the_nested_classifiers_are_out_of_fold() -> None:
 
 def test_the_nested_evaluation_finds_a_signal_and_none_where_there_is_none() -> None:
     for strength, low, high in ((0.8, 0.8, 1.0), (0.0, 0.38, 0.6)):
-        found = evaluate(inputs(strength), folds=4, seeds=(0, 1), probe=PROBE)
+        found = evaluate(inputs(strength), folds=3, seeds=(0,), probe=PROBE)
         signals = found.document["signals"]
         assert tuple(signals) == tuple(name for name in NAMES if name not in CONTEXT_NAMES)
-        assert len(found.document["folds"]) == 8
+        assert len(found.document["folds"]) == 3
         for name in ("depth_mean_unit_norm", "depth_mean_standardized", "fused_unit_norm"):
             assert low <= signals[name]["auroc"]["mean"] <= high
             assert signals[name]["auroc_within_kind"] is not None

@@ -1,4 +1,4 @@
-"""Maps of the risk: what they find, that they keep the order of risks, and which is chosen; slope and intercept."""
+"""Maps of the risk: what they find, their order, which is chosen; slope and intercept; the share under prior shift."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from service.errors import TrainingError
 from service.fitting.recalibration import (
     COX_KEYS,
     FITS,
+    LEVELS,
+    NEGLIGIBLE,
+    LabelledRisks,
     Traffic,
     choose_map,
     cox_line,
+    estimate_share,
     fit_cox_line,
     most_likely_share,
+    number_together,
+    prior_shift_test,
     shift_to,
-)
+)  # fmt: skip  # isort: skip
 from service.fitting.scores import debiased_calibration_error, t_interval
-from tests.fitting.made import PRIOR, rows
+from tests.fitting.made import APART, PRIOR, rows
 from tests.probes_store.factory import make_draft
 
 MANIFEST = render(make_draft())[0]
@@ -38,21 +44,20 @@ def drawn(truth: Recalibration, count: int = 40_000, seed: int = 0) -> tuple[np.
     return (rng.random(count) >= truth(risk)).astype(int), risk
 
 
+def fitted(name: Method, label: np.ndarray, risk: np.ndarray) -> Recalibration:
+    found = FITS[name](label, risk)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize(
     ("truth", "within"),
     [(Recalibration("intercept", c=1.3), 0.05), (Recalibration("platt", 0.6, 0.6, -0.5), 0.05),
      (Recalibration("beta", 0.5, 1.4, 0.4), 0.1)],
 )  # fmt: skip
 def test_each_map_finds_its_numbers(truth: Recalibration, within: float) -> None:
-    found = FITS[truth.method](*drawn(truth))
-    assert found is not None
+    found = fitted(truth.method, *drawn(truth))
     assert (found.a, found.b, found.c) == pytest.approx((truth.a, truth.b, truth.c), abs=within)
-
-
-def fitted(name: Method, label: np.ndarray, risk: np.ndarray) -> Recalibration:
-    found = FITS[name](label, risk)
-    assert found is not None
-    return found
 
 
 def test_the_intercept_makes_the_mean_risk_the_share_and_a_negative_coefficient_of_beta_is_0() -> None:
@@ -66,23 +71,20 @@ def test_the_intercept_makes_the_mean_risk_the_share_and_a_negative_coefficient_
     assert found.b == 0.0
 
 
-def test_isotonic_follows_a_step_and_a_block_without_an_error_is_no_certainty() -> None:
+def test_isotonic_follows_a_step_a_pure_block_is_no_certainty_and_falling_risks_have_no_map() -> None:
     rng = np.random.default_rng(2)
     risk = rng.uniform(0, 1, 20_000)
     found = fitted("isotonic", (rng.random(20_000) >= np.where(risk < 0.5, 0.1, 0.7)).astype(int), risk)
     np.testing.assert_allclose(found(np.array([0.2, 0.45, 0.55, 0.8])), [0.1, 0.1, 0.7, 0.7], atol=0.04)
     found = fitted("isotonic", np.array([1] * 10 + [0] * 10), np.linspace(0.1, 0.9, 20))
     assert found(np.array([0.0, 0.1, 0.9, 1.0])) == pytest.approx([0.024, 0.024, 0.976, 0.976], abs=0.001)
-
-
-def test_risks_that_fall_with_hallucination_have_no_map() -> None:
     rng = np.random.default_rng(3)
     risk = rng.uniform(0.05, 0.95, 2_000)
     label = (rng.random(2_000) < risk).astype(int)
     assert [name for name, fit in FITS.items() if fit(label, risk)] == ["intercept"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(4, 60), st.integers(1, 4))
 def test_every_map_is_strictly_increasing(seed: int, count: int, digits: int) -> None:
     rng = np.random.default_rng(seed)
@@ -96,9 +98,6 @@ def test_every_map_is_strictly_increasing(seed: int, count: int, digits: int) ->
         assert np.all((made >= 0) & (made <= 1))
         steep = max(found.a, found.b, abs(found.c)) > 5  # then doubles are all alike at the ends
         assert steep or np.all(np.diff(found(grid)) > 0)
-
-
-# --- the choice ---
 
 
 def test_a_calibrated_risk_stays_as_it_is() -> None:
@@ -176,7 +175,7 @@ def test_intervals_count_groups_and_hold_the_calibration_error_and_too_few_rows_
     assert widths[1] == pytest.approx(widths[0], rel=0.15)
     assert alone.error == pytest.approx(debiased_calibration_error(label, risk), abs=1e-9)
     assert alone.error_interval.low <= alone.error <= alone.error_interval.high
-    with pytest.raises(TrainingError, match="no hallucinated row"):
+    with pytest.raises(TrainingError, match="hallucinated row"):
         choose_map(np.array([0] * 3 + [1] * 40), np.linspace(0.1, 0.9, 43), np.arange(43))
 
 
@@ -194,11 +193,11 @@ def draw(rng: np.random.Generator, groups: int, size: int = 5) -> tuple[np.ndarr
     return (u >= expit(x)).astype(np.int64), group, expit(x)
 
 
-@pytest.mark.parametrize(("slope", "intercept"), [(1.0, 0.0), (0.5, 0.0), (1.6, -0.7)])
-def test_a_known_distortion_is_found(slope: float, intercept: float) -> None:
+def test_a_known_distortion_is_found() -> None:
     label, _, risk = draw(np.random.default_rng(0), 40_000, 1)
-    found = fit_cox_line(label, expit((logit(risk) - intercept) / slope))
-    assert found == pytest.approx((slope, intercept), abs=0.05)
+    for slope, intercept in ((1.0, 0.0), (0.5, 0.0), (1.6, -0.7)):
+        found = fit_cox_line(label, expit((logit(risk) - intercept) / slope))
+        assert found == pytest.approx((slope, intercept), abs=0.05)
 
 
 def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
@@ -242,3 +241,122 @@ def test_one_newton_step_is_close_to_refitting_without_each_group_and_a_cross_va
         assert [found[key]["low"], found[key]["high"]] == pytest.approx(exact, abs=0.01 * (exact.high - exact.low))
     widths = [line[SLOPE]["high"] - line[SLOPE]["low"] for line in (found, crossed)]
     assert widths[1] / widths[0] == pytest.approx(np.sqrt(1.25))
+
+
+# --- prior shift ---
+
+
+def em(risk: np.ndarray, prior: float, wrong: int, right: int) -> float:
+    """Saerens, Latinne and Decaestecker 2002, as they wrote it; labelled rows keep their class in every step."""
+    share = prior
+    for _ in range(3_000):
+        odds = risk / (1 - risk) * share / (1 - share) * (1 - prior) / prior
+        share = float((np.sum(odds / (1 + odds)) + wrong) / (len(risk) + wrong + right))
+    return share
+
+
+def seen(rng: np.random.Generator, groups: int, share: float, size: int = 1) -> Traffic:
+    return Traffic(*rows(rng, groups, share, size=size)[::2])
+
+
+def source(rng: np.random.Generator, groups: int = 600, size: int = 1) -> LabelledRisks:
+    return LabelledRisks(*rows(rng, groups, PRIOR, size=size))
+
+
+def width(traffic: Traffic, *labelled: np.ndarray) -> float:
+    found = estimate_share(traffic, PRIOR, *labelled)
+    return found.high - found.low
+
+
+def test_the_share_is_the_fixed_point_of_em_also_where_many_rows_are_binned() -> None:
+    for count, labels, within in ((400, 0, 1e-6), (400, 30, 1e-6), (20 * LEVELS, 0, 1e-4)):
+        rng = np.random.default_rng(0)
+        traffic, label = seen(rng, count, 0.6), rows(rng, labels, 0.6)[1]
+        expected = em(traffic.risk, PRIOR, int((label == 0).sum()), int(label.sum()))
+        assert most_likely_share(traffic, PRIOR, label) == pytest.approx(expected, abs=within)
+
+
+@pytest.mark.parametrize(("share", "groups", "size", "labels"), [(0.7, 150, 1, 0), (0.15, 150, 1, 30), (0.6, 80, 4, 0)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(share: float, groups: int, size: int, labels: int) -> None:
+    held, widths, repeats = 0, [], 60
+    for seed in range(repeats):
+        rng = np.random.default_rng(seed)
+        traffic, label = seen(rng, groups, share, size), rows(rng, labels, share)[1]
+        found = estimate_share(traffic, PRIOR, label, groups + np.arange(labels))
+        assert found.low <= found.value <= found.high
+        held += found.low <= share <= found.high
+        widths.append(found.high - found.low)
+    assert held / repeats >= 0.88  # 0.95, less 2.5 standard errors
+    assert np.mean(widths) < 0.4
+
+
+def test_groups_widen_the_interval_and_labels_narrow_it_by_their_groups() -> None:
+    rng = np.random.default_rng(3)
+    traffic = seen(rng, 60, 0.6, 6)
+    assert width(traffic) > 1.5 * width(Traffic(traffic.risk, np.arange(360)))
+    traffic, label = seen(rng, 100, 0.6), rows(rng, 200, 0.6)[1]
+    apart, one_group = 100 + np.arange(200), np.full(200, 100)
+    assert width(traffic, label, apart) < 0.6 * width(traffic)
+    assert width(traffic, label, one_group) > width(traffic, label, apart)
+    values = [estimate_share(traffic, PRIOR, label, group).value for group in (apart, one_group)]
+    assert values[0] == values[1]
+
+
+def test_the_map_gives_the_risks_of_the_new_share_and_one_at_the_end_no_certainty() -> None:
+    x = np.linspace(-4, 4, 9)
+    moved = shift_to(0.8, PRIOR, 1_000)(expit(APART * x + logit(PRIOR)))
+    np.testing.assert_allclose(moved, expit(APART * x + logit(0.8)), rtol=1e-9)
+    np.testing.assert_allclose(shift_to(PRIOR, PRIOR, 10)(moved), moved, rtol=1e-9)
+    for risk, share in ((0.001, 0.0), (0.999, 1.0)):
+        found = most_likely_share(Traffic(np.full(50, risk), np.arange(50)), PRIOR)
+        assert found == pytest.approx(share, abs=1e-9)
+        assert 0 < shift_to(found, PRIOR, 50)(risk) < 1
+        assert abs(shift_to(found, PRIOR, 50).c) < 6
+    assert [numbers.tolist() for numbers in number_together(["a", "b", "a"], ["c", "b"])] == [[0, 1, 0], [2, 1]]
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.1, 1), (PRIOR, 1), (0.8, 1), (0.6, 4)])
+def test_prior_shift_is_rarely_refused(share: float, size: int) -> None:
+    found = []
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        traffic = seen(rng, 300 // size, share, size)
+        found.append(prior_shift_test(source(rng, 600 // size, size), traffic))
+    assert sum(not one.explained for one in found) <= 3  # of 30 at a level of 1 %: P(more than 3) is below 0.001
+    assert np.mean([one.share for one in found]) == pytest.approx(share, abs=0.05)
+
+
+def test_other_questions_are_refused_and_their_share_would_have_been_wrong() -> None:
+    """Covariate shift: x is distributed otherwise, around the middle, and P(hallucinated | x) stays."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        risk = expit(APART * (0.5 + 0.5 * rng.standard_normal(300)) + logit(PRIOR))
+        wrong, traffic = rng.random(300) < risk, Traffic(risk, np.arange(300))
+        found = prior_shift_test(source(rng), traffic)
+        assert not found.explained
+        assert found.distance > NEGLIGIBLE
+        share = estimate_share(traffic, PRIOR)
+        assert not share.low <= np.mean(wrong) <= share.high  # without the test nothing would have said so
+
+
+def test_rows_of_a_group_are_no_evidence_of_their_own() -> None:
+    """The same rows, each fifteen times: taken as rows of their own they refuse what is nothing but chance."""
+    refused = np.zeros(2, int)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        known, risk = source(rng), np.repeat(rows(rng, 40, 0.6)[0], 15)
+        for place, group in enumerate((np.repeat(np.arange(40), 15), np.arange(600))):
+            refused[place] += not prior_shift_test(known, Traffic(risk, group)).explained
+    assert refused[0] <= 1
+    assert refused[1] >= 5
+
+
+def test_a_large_traffic_is_not_refused_for_a_hair_and_both_classes_are_needed() -> None:
+    """Refitted probes separate the classes a little better than cross-fitted ones."""
+    rng = np.random.default_rng(0)
+    known, traffic = source(rng, 20_000), seen(rng, 20_000, 0.6)
+    found = prior_shift_test(known, Traffic(1 / (1 + (1 / traffic.risk - 1) ** 1.04), traffic.group))
+    assert found.explained
+    assert found.limit == NEGLIGIBLE
+    with pytest.raises(ValueError, match="both classes"):
+        prior_shift_test(LabelledRisks(np.array([0.1, 0.2]), np.ones(2, int), np.arange(2)), traffic)

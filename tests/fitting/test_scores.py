@@ -25,7 +25,7 @@ def labelled(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(labelled(), st.lists(st.integers(0, 3), min_size=40, max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_auroc_is_the_share_of_ordered_pairs_and_within_a_stratum_of_its_own(
     sample: tuple[np.ndarray, np.ndarray], strata: list[int]
 ) -> None:
