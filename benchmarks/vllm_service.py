@@ -1,25 +1,32 @@
-"""``hallutracer serve --engine vllm`` beside stock vLLM, in one run: request rate, and time to risk.
+"""``hallutracer serve --engine vllm`` and its readout beside stock vLLM, in one run.
 
     python -m benchmarks.vllm_service [--shapes qwen2.5-0.5b,demo] [--parts rate,latency] [--quick] [--json OUT]
+    python -m benchmarks.vllm_service --shapes qwen2.5-0.5b --parts overhead [--overhead-rounds 30] [--starts 3]
 
-Three processes with the same engine arguments (float32, compiled, prefix caching off): our server and, one after the
-other beside it, stock ``LLM.generate(max_tokens=1)`` and stock vLLM's OpenAI server.  Of the two that are there the one
-whose turn it is runs, the other is stopped.
+Processes with the same engine arguments (float32, compiled, prefix caching off).  Of those that are there the one whose
+turn it is runs, the others are stopped.
 
-  rate      POST /score from 32 clients over ``LLM.generate`` given all the prompts at once; fresh token ids, the same
-            for both, in paired rounds of alternating order
-  latency   from sending to the whole answer of /score, and to the first piece of a streamed /v1/completions with
-            max_tokens=1 (an answer that goes on would only slow its neighbours); 1 and 32 clients, paired rounds
+  rate      POST /score from 32 clients over stock ``LLM.generate(max_tokens=1)`` given all the prompts at once; fresh
+            token ids, the same for both, in paired rounds of alternating order
+  latency   from sending to the whole answer of /score, and to the first piece of a streamed /v1/completions of stock
+            vLLM with max_tokens=1; 1 and 32 clients, paired rounds
+  overhead  ``LLM.generate`` of the contestants (``vllm_contestant``) in random order: N fresh token ids with
+            max_tokens=1, where ours has its directive and its readings are checked, and vLLM's own time per token
+            between the first and the last of 17.  A process keeps a bias of its own (where its memory lies) that rounds
+            do not average out, so they are shared out among several starts.  again / bare is the noise floor.
 
 Medians of paired ratios with a 95 % bootstrap interval; p50 and p99 over all requests.  The exit status is 1 where the
-0.5B shape misses a target: a rate ratio of 0.95, times to risk no longer than those to the first token.  The demo model
-is so small that HTTP decides; it is reported only.  Needs 12 GiB; about 22 minutes on two idle cores.
+0.5B shape misses a target: a rate ratio of 0.95, times to risk no longer than those to the first token, an overhead of
+1 %.  The demo model is so small that HTTP decides; it is reported only.  Needs 12 GiB (overhead: 20) and 22 minutes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
+import statistics
 import sys
 import tempfile
 import time
@@ -28,12 +35,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.bench_model import SHAPES, Bench, run_shapes
-from benchmarks.harness import MIXES, Pool, make_prompts, parser, percentile, post, say, score_requests
+from benchmarks.harness import (
+    MIXES,
+    Pool,
+    machine_busy_seconds,
+    make_prompts,
+    parser,
+    percentile,
+    post,
+    say,
+    score_requests,
+)
 from benchmarks.vllm_contestant import MAX_LENGTH, SAME, Listener, Talker, interval
 
 CLIENTS = 32
-RATE_TARGET = 0.95
+RATE_TARGET, OVERHEAD_TARGET = 0.95, 1.01
+DECODED = 17
+SHORT_S = 0.4  # a measure shorter than this is repeated within a turn
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -80,7 +101,11 @@ class VllmBench(Bench):
         """Start those that the parts need; one after the other, since starting takes all cores."""
         logs, name = Path(tempfile.mkdtemp(prefix="hallutracer-bench-")), self.prepared.shape
         say(f"logs in {logs}")
+        if "overhead" in parts:
+            self.overhead(logs)
         with ExitStack() as stack:
+            if not {"rate", "latency"} & set(parts):
+                return
             ours = stack.enter_context(Listener(self._serve(), logs / f"ours-{name}.log", "/health/ready", {}))
             if "rate" in parts:
                 bare = ["--model", self.prepared.folder, "--kind=bare", "--arguments", json.dumps(self._same())]
@@ -145,6 +170,72 @@ class VllmBench(Bench):
                       ratio <= 1, note)  # fmt: skip
         self.record[f"latency, {clients} clients"] = {"rounds": rounds}
 
+    def overhead(self, logs: Path) -> None:
+        """Time every contestant beside bare vLLM, in rounds of several starts."""
+        kinds, lengths = self.options.kinds.split(","), [int(one) for one in self.options.tokens.split(",")]
+        todo = {f"prefill {length}": (length, 1) for length in lengths} | {"decode": (min(64, *lengths), DECODED)}
+        starts: list[dict[str, list[dict[str, float]]]] = []  # measure -> rounds -> contestant -> seconds
+        cores: list[str] = []
+        for number in range(self.options.starts):
+            times, busy = self._start(kinds, todo, logs, random.Random(number))
+            starts, cores = [*starts, times], [*cores, f"{busy:.2f}"]
+        for name in todo:
+            bare = statistics.median(one["bare"] for times in starts for one in times[name]) * 1e3
+            for kind in kinds:
+                if kind != "bare":
+                    ratios = [[one[kind] / one["bare"] for one in times[name]] for times in starts]
+                    result, judged = interval(np.concatenate(ratios)), kind == "ours"
+                    by_start = " ".join(f"{statistics.median(one):.3f}" for one in ratios)
+                    self.add(f"{name}: {kind} / bare", f"{result} ({result.count} rounds)",
+                             f"<= {OVERHEAD_TARGET}" if judged else "(reported)",
+                             result.median <= OVERHEAD_TARGET if judged else None,
+                             f"bare {bare:.1f} ms; by start {by_start}; cores busy {', '.join(cores)}")  # fmt: skip
+        self.record["overhead"] = {"cpus": os.cpu_count(), "starts": starts}
+
+    def _start(
+        self, kinds: list[str], todo: dict[str, tuple[int, int]], logs: Path, draw: random.Random
+    ) -> tuple[dict[str, list[dict[str, float]]], float]:
+        """Start the contestants, warm up and go through the rounds.  Return the times, and the cores that were busy."""
+        order, rounds = draw.sample(kinds, len(kinds)), max(2, -(-self.options.overhead_rounds // self.options.starts))
+        same = json.dumps({"enforce_eager": True} if self.options.eager else {})
+
+        def prompt(length: int) -> list[int]:
+            return [draw.randrange(10, 4_000) for _ in range(length)]
+
+        def ask(talker: Talker, name: str) -> dict[str, Any]:
+            return talker.ask(prompts=[prompt(todo[name][0])], tokens=todo[name][1])
+
+        def seconds(talker: Talker, name: str, repeats: int) -> float:
+            with talker.turn():
+                talker.ask(prompts=[prompt(4)], tokens=1)  # awake, and vLLM's queues no longer idle
+                answers = [ask(talker, name) for _ in range(repeats)]
+            return statistics.median(one["decode"][0] if name == "decode" else one["seconds"] for one in answers)
+
+        with ExitStack() as stack:
+            talkers: dict[str, Talker] = {}
+            for kind in order:
+                command = ["--model", self.prepared.folder, "--kind", kind, "--stats", "--arguments", same]
+                talker = Talker(["benchmarks.vllm_contestant", *command], logs / f"{kind}.log")
+                talkers[kind] = stack.enter_context(talker)
+                say(f"{kind}: started in {talker.hello['start_s']:.0f} s")
+            repeats = dict.fromkeys(todo, 1)
+            for name, talker in ((name, talker) for name in todo for talker in talkers.values()):
+                with talker.turn():
+                    warm = [float(ask(talker, name)["seconds"]) for _ in range(2)][1]
+                if todo[name][1] == 1:
+                    repeats[name] = max(repeats[name], min(20, round(SHORT_S / warm)))
+            times: dict[str, list[dict[str, float]]] = {name: [] for name in todo}
+            begun, busy = time.monotonic(), machine_busy_seconds()
+            for number in range(rounds):
+                for name in todo:
+                    draw.shuffle(order)
+                    times[name].append({kind: seconds(talkers[kind], name, repeats[name]) for kind in order})
+                say(f"overhead, round {number + 1} of {rounds}")
+                if time.monotonic() - begun > 60 * self.options.minutes:
+                    say("time is up")
+                    break
+            return times, (machine_busy_seconds() - busy) / (time.monotonic() - begun)
+
     def _prompts(self, count: int, mix: str) -> list[list[int]]:
         self.seed += 1
         return make_prompts(count, mix, self.seed)
@@ -179,18 +270,24 @@ class VllmBench(Bench):
 def main() -> int:
     arguments = parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
     arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
-    arguments.add_argument("--parts", default="rate,latency")
+    arguments.add_argument("--parts", default="rate,latency", help="rate, latency, overhead")
     arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of a rate")
     seconds = "work of a round and side, about; on the 0.5B shape the least work, 96 prompts, takes longer"
     arguments.add_argument("--round-seconds", type=float, default=5.0, help=seconds)
     arguments.add_argument("--latency-rounds", type=int, default=6)
     arguments.add_argument("--alone", type=int, default=16, help="requests a round and side with one client")
+    arguments.add_argument("--kinds", default="bare,again,ours,both", help="contestants; bare must be one of them")
+    arguments.add_argument("--tokens", default="64,256,1024", help="prefills of the overhead")
+    arguments.add_argument("--overhead-rounds", type=int, default=30, help="all starts together")
+    arguments.add_argument("--starts", type=int, default=3, help="of the contestants")
+    arguments.add_argument("--minutes", type=float, default=14.0, help="of a start's rounds; no new one after this")
     arguments.add_argument("--eager", action="store_true", help="no compiled graphs: starts faster, for a smoke")
     options = arguments.parse_args()
     options.least = 3
     if options.quick:
         options.shapes, options.eager, options.rounds, options.latency_rounds = "demo", True, 2, 2
         options.round_seconds, options.least = 0.5, 1
+        options.tokens, options.overhead_rounds, options.starts = "32,64", 4, 2
     return run_shapes(options, VllmBench)
 
 
