@@ -22,18 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.running_service import (
-    GENERATE,
-    Answers,
-    Job,
-    Line,
-    Message,
-    add_options,
-    answers,
-    group_of,
-    together,
-    user,
-)
+from benchmarks.running_service import GENERATE, Answers, Job, Line, Message, add_options, answers, together, user
 from hallutracer_research.data.mixture import read_rows
 from service.data.labels import CLASSES
 from service.fitting.scores import jeffreys
@@ -196,7 +185,7 @@ def main() -> int:
     options = parser.parse_args()
     rows = [row for row in read_rows(options.questions) if "prompt" in row]
     random.Random(options.seed).shuffle(rows)
-    rows = list({group_of(row): row for row in rows}.values())
+    rows = list({row.get("group") or row["id"]: row for row in rows}.values())
     with answers(options) as ask:
         found = withheld(ask, rows, options.withheld, options.policy, options.workers)
         jobs = [tried(row, way, options.policy) for row, _ in found for way in WAYS]

@@ -31,20 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.fleet import (
-    NAME,
-    SOURCES,
-    Fleet,
-    Replica,
-    Witness,
-    draft,
-    fleet,
-    kept,
-    questions,
-    recorded,
-    replay,
-    two_versions,
-)
+from benchmarks import fleet as fleets
 from benchmarks.harness import Check, conclude, parser, raise_file_limit, say
 from probes_store.store import Store
 from service.feedback.databases import location
@@ -53,7 +40,7 @@ from tests.feedback.test_killed import STORED, a_database
 
 DISTINCT, LABELS = 200, 0.3
 READY_S = 120.0  # on a machine that others use, too
-FLAGS = ("--bundle", f"{NAME}@production", "--policy", "observe", "--deadline-s", "58")
+FLAGS = ("--bundle", f"{fleets.NAME}@production", "--policy", "observe", "--deadline-s", "58")
 DAY_S = 86_400
 
 
@@ -63,8 +50,8 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    fleet: Fleet
-    witness: Witness
+    fleet: fleets.Fleet
+    witness: fleets.Witness
     store: Store
     digests: Mapping[str, str]
     database: str
@@ -72,7 +59,7 @@ class Stage:
     quick: bool
 
     @property
-    def one(self) -> Replica:
+    def one(self) -> fleets.Replica:
         return self.fleet.replicas[0]
 
     def play(self, act: Callable[[], Awaitable[list[Check]]], rate: float) -> list[Check]:
@@ -91,10 +78,10 @@ class Stage:
             took = asyncio.run(replica.ready_within(READY_S))
             found.append(Check(f"ready again, {replica.name}", "no" if took is None else f"{took:.1f} s after the end",
                                f"<= {READY_S:.0f} s", took is not None))  # fmt: skip
-        labels = kept(self.witness, lambda: {(id, index): label for id, index, label in
+        labels = fleets.kept(self.witness, lambda: {(id, index): label for id, index, label in
                                              rows(location(self.database), STORED)})  # fmt: skip
-        risks = replay(self.witness, self.digests, self.store.root)
-        return [*found, risks, labels, recorded(self.witness, self.audit)]
+        risks = fleets.replay(self.witness, self.digests, self.store.root)
+        return [*found, risks, labels, fleets.recorded(self.witness, self.audit)]
 
 
 @contextmanager
@@ -104,12 +91,12 @@ def stage(
     """Yield replicas behind nginx, a store with two versions at ``place``, a database and an audit log they share."""
     with tempfile.TemporaryDirectory() as folder, a_database(replicas > 1) as (database, _):
         own = Path(folder)
-        store, digests = two_versions(place or own / "store", own / "cache of this process")
+        store, digests = fleets.two_versions(place or own / "store", own / "cache of this process")
         audit = own / "audit.jsonl"
         arguments = (*FLAGS, f"--audit-log={audit}", "--audit-required", *flags, f"--feedback-db={database}")
         variables |= {"HALLUTRACER_STORE": store.where, "HALLUTRACER_STORE_CACHE": str(own / "cache")}
-        with fleet(own / "nginx", replicas, *arguments, **variables) as made:
-            witness = Witness(made.address, questions(DISTINCT), labels=LABELS)
+        with fleets.fleet(own / "nginx", replicas, *arguments, **variables) as made:
+            witness = fleets.Witness(made.address, fleets.questions(DISTINCT), labels=LABELS)
             yield Stage(made, witness, store, digests, database, audit, options.quick)
 
 
@@ -129,7 +116,7 @@ def killed(options: argparse.Namespace) -> list[Check]:
         return [*on.play(act, options.rate), whole_answers(on.witness)]
 
 
-def whole_answers(witness: Witness) -> Check:
+def whole_answers(witness: fleets.Witness) -> Check:
     """Check that everything is answered but streams, which cannot be begun again."""
     count = sum(witness.failures.values())
     note = "; ".join(f"{number} x {name}" for name, number in witness.failures.most_common(3))
@@ -200,7 +187,7 @@ def cut_off(on: Stage, rate: float, outage: Callable[[], AbstractContextManager[
 
     async def act() -> list[Check]:
         await asyncio.sleep(2.0)
-        await asyncio.to_thread(on.store.set_alias, NAME, "production", 2)
+        await asyncio.to_thread(on.store.set_alias, fleets.NAME, "production", 2)
         with outage():
             status = await asyncio.to_thread(on.one.reload)
             published = await asyncio.to_thread(publishing, on.store)
@@ -221,7 +208,7 @@ def cut_off(on: Stage, rate: float, outage: Callable[[], AbstractContextManager[
 
 def publishing(store: Store) -> str:
     try:
-        store.publish(draft(SOURCES[0]))
+        store.publish(fleets.draft(fleets.SOURCES[0]))
     except Exception as error:
         return type(error).__name__
     return "done"

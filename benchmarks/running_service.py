@@ -147,7 +147,3 @@ def line_of(answer: dict[str, Any]) -> Line:
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
-
-
-def group_of(row: Line) -> str:
-    return str(row.get("group") or row["id"])

@@ -29,30 +29,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.bench_model import SHAPES, Bench, Direct, run_shapes
-from benchmarks.harness import (
-    MIXES,
-    TEXT,
-    CpuMeter,
-    Outcome,
-    Pool,
-    ServiceProcess,
-    bad_refusals,
-    closed_loop,
-    goodput,
-    make_prompts,
-    make_texts,
-    open_loop,
-    parser,
-    percentile,
-    poisson_arrivals,
-    say,
-    score_requests,
-    spread,
-    statuses,
-    steady,
-    summarise,
-)
 
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 BATCH = 32
@@ -71,32 +49,32 @@ class ServiceBench(Bench):
         if set(parts) - {"overload"}:
             flags = shlex.split(self.options.flags)
             own = Direct(self.prepared.shape, self.options.cache, threads)
-            with own as direct, ServiceProcess(*common, *flags) as server:
-                say(f"server and direct engine are ready, {direct.threads} threads each")
+            with own as direct, harness.ServiceProcess(*common, *flags) as server:
+                harness.say(f"server and direct engine are ready, {direct.threads} threads each")
                 if "rate" in parts:
-                    for mix in (*MIXES, TEXT):
+                    for mix in (*harness.MIXES, harness.TEXT):
                         self.rate(server, direct, mix)
                 if "latency" in parts:
-                    for mix in MIXES:
+                    for mix in harness.MIXES:
                         asyncio.run(self.latency(server, direct, mix))
                 if "sweep" in parts:
                     self.sweep(server, direct)
         if "overload" in parts:
-            with ServiceProcess(*common, *shlex.split(self.options.overload_flags)) as server:
+            with harness.ServiceProcess(*common, *shlex.split(self.options.overload_flags)) as server:
                 self.overload(server)
 
-    def rate(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
+    def rate(self, server: harness.ServiceProcess, direct: Direct, mix: str) -> None:
         """Time fixed work, both ways; a ratio for each round, over the better way to call the engine."""
         count = self._work(direct, mix)
         prompts = any_prompts(count, mix, seed=1)
-        requests = score_requests(prompts)
+        requests = harness.score_requests(prompts)
         some = max(BATCH, count // 3)
         self._closed(server, requests[:some], BATCH)
         by_size = self._direct_rates(direct, prompts[:some])
         size = better(by_size)
         rounds: list[dict[str, float]] = []
         failed: Counter[str] = Counter()
-        meter = CpuMeter({"server": server.pid, "direct": direct.pid, "load": os.getpid()})
+        meter = harness.CpuMeter({"server": server.pid, "direct": direct.pid, "load": os.getpid()})
         for number in range(self.options.rounds):
             seconds = {}
             for side in SIDES[:: 1 if number % 2 == 0 else -1]:
@@ -108,10 +86,12 @@ class ServiceBench(Bench):
                     failed.update(not_answered(outcomes))
                 time.sleep(0.1)  # the server's OpenMP threads stop spinning
             rounds.append({side: count / value for side, value in seconds.items()})
-        ratio = spread([one["service"] / one["direct"] for one in rounds])
+        ratio = harness.spread([one["service"] / one["direct"] for one in rounds])
         medians = {side: statistics.median(one[side] for one in rounds) for side in SIDES}
         cores = meter.cores()
-        carried = "text, rendered and tokenised on both sides" if mix == TEXT else "token ids, nothing to render"
+        carried = (
+            "text, rendered and tokenised on both sides" if mix == harness.TEXT else "token ids, nothing to render"
+        )
         note = (
             f"{carried}; service {medians['service']:.4g}/s, direct "
             f"{medians['direct']:.4g}/s {way(size)}; at most {direct.max_batch_tokens} padded tokens in a forward pass "
@@ -124,26 +104,26 @@ class ServiceBench(Bench):
         self.record[f"rate, {mix}"] = {"prompts": count, "rounds": rounds, "ratio": asdict(ratio), "failed": failed}
         self.record[f"rate, {mix}"] |= {"direct_by_batch": by_size, "cores": cores}
 
-    async def latency(self, server: ServiceProcess, direct: Direct, mix: str) -> None:
+    async def latency(self, server: harness.ServiceProcess, direct: Direct, mix: str) -> None:
         """Time one at a time, both ways, in groups of about 0.2 s in alternating order; the first two are warm-up."""
-        pool = Pool(*server.address)
-        once = statistics.median(direct.score(make_prompts(8, mix, seed=2), 1))
+        pool = harness.Pool(*server.address)
+        once = statistics.median(direct.score(harness.make_prompts(8, mix, seed=2), 1))
         size = max(1, round(0.2 / once))
-        meter = CpuMeter({"server": server.pid, "direct": direct.pid, "load": os.getpid()})
+        meter = harness.CpuMeter({"server": server.pid, "direct": direct.pid, "load": os.getpid()})
         times: dict[str, list[float]] = {side: [] for side in SIDES}
         failed: Counter[str] = Counter()
         end = time.monotonic() + self.options.latency_seconds
         for number in itertools.count():
             if number >= 8 and time.monotonic() > end:
                 break
-            prompts = make_prompts(size, mix, seed=100 + number)
+            prompts = harness.make_prompts(size, mix, seed=100 + number)
             seconds: dict[str, list[float]] = {side: [] for side in SIDES}
             for side in SIDES[:: 1 if number % 2 == 0 else -1]:
                 await asyncio.sleep(0.02)
                 if side == "direct":
                     seconds[side] = direct.score(prompts, 1)
                     continue
-                for request in score_requests(prompts):
+                for request in harness.score_requests(prompts):
                     begun = time.perf_counter()
                     reply = await pool.exchange(request, 120)
                     seconds[side].append(time.perf_counter() - begun)
@@ -152,9 +132,11 @@ class ServiceBench(Bench):
                 times[side] += seconds[side]
         pool.close()
         failed = +failed
-        figures = {side: (statistics.median(values), percentile(values, 0.99)) for side, values in times.items()}
+        figures = {
+            side: (statistics.median(values), harness.percentile(values, 0.99)) for side, values in times.items()
+        }
         ratio = figures["service"][0] / figures["direct"][0]
-        paired = spread([a / b for a, b in zip(times["service"], times["direct"], strict=True)])
+        paired = harness.spread([a / b for a, b in zip(times["service"], times["direct"], strict=True)])
         words = ", ".join(f"{side} p50 {p50 * 1e3:.2f} p99 {p99 * 1e3:.2f} ms" for side, (p50, p99) in figures.items())
         # The bound was set for the 0.5B shape; on a model of 4 ms the same milliseconds are another share.
         judged = self.prepared.shape == "qwen2.5-0.5b"
@@ -166,66 +148,70 @@ class ServiceBench(Bench):
         )  # fmt: skip
         self.record[f"latency, {mix}"] = {"ratio": ratio, "paired": asdict(paired), **times}
 
-    def sweep(self, server: ServiceProcess, direct: Direct) -> None:
+    def sweep(self, server: harness.ServiceProcess, direct: Direct) -> None:
         """Run a closed loop at each number of clients, after as many warm-up answers as there are clients."""
-        mix = next(iter(MIXES))
-        prompts = make_prompts(512, mix, seed=3)
-        requests = score_requests(prompts)
+        mix = next(iter(harness.MIXES))
+        prompts = harness.make_prompts(512, mix, seed=3)
+        requests = harness.score_requests(prompts)
         seconds = self.options.sweep_seconds
         some = prompts[: min(len(prompts), max(BATCH, self._work(direct, mix)))]
         by_size = self._direct_rates(direct, some)
         size = better(by_size)
         record: dict[str, Any] = {"direct_rate": by_size[size], "direct_way": way(size), "levels": []}
-        say(f"{'clients':>8} {'rate/s':>9} {'p50 ms':>9} {'p99 ms':>9} {'answers':>8}  not 200, and cores in use")
+        harness.say(
+            f"{'clients':>8} {'rate/s':>9} {'p50 ms':>9} {'p99 ms':>9} {'answers':>8}  not 200, and cores in use"
+        )
         failed: Counter[str] = Counter()
         for clients in self.options.clients:
-            meter = CpuMeter({"server": server.pid, "load": os.getpid()})
+            meter = harness.CpuMeter({"server": server.pid, "load": os.getpid()})
             outcomes = self._for_seconds(server, requests, clients, seconds, 2 * clients + 8)
             cores = meter.cores()
-            kept, took = steady(outcomes, clients)
-            summary = summarise(kept, took)
+            kept, took = harness.steady(outcomes, clients)
+            summary = harness.summarise(kept, took)
             failed.update(not_answered(outcomes))
             record["levels"].append({"clients": clients, **asdict(summary), "cores": cores})
-            say(
+            harness.say(
                 f"{clients:8} {summary.rate:9.2f} {summary.p50_ms:9.1f} {summary.p99_ms:9.1f} {len(kept):8}  "
                 f"{not_answered(outcomes) or 'none'}; {shown(cores)}"
             )
         self.add("sweep: requests not answered with 200", str(dict(failed) or 0), "0", not failed)
         self.record["sweep"] = record
 
-    def overload(self, server: ServiceProcess) -> None:
+    def overload(self, server: harness.ServiceProcess) -> None:
         """Measure the capacity, send three times of it, and measure it again."""
-        mix = next(iter(MIXES))
-        requests = score_requests(make_prompts(512, mix, seed=4))
+        mix = next(iter(harness.MIXES))
+        requests = harness.score_requests(harness.make_prompts(512, mix, seed=4))
         clients, seconds = self.options.capacity_clients, self.options.overload_seconds
         deadline = self.options.deadline_s
 
         def capacity() -> float:
             outcomes = self._for_seconds(server, requests, clients, seconds / 4, 3 * clients)
-            return summarise(*steady(outcomes, clients)).rate
+            return harness.summarise(*harness.steady(outcomes, clients)).rate
 
         before = capacity()
         if not before > 0:
             self.add("overload", "no capacity: no request was answered with 200", "", False)
             return
-        arrivals = poisson_arrivals(OVERLOAD * before, seconds, seed=5)
-        say(f"capacity {before:.2f}/s with {clients} clients; {len(arrivals)} arrivals in {seconds:g} s")
-        meter = CpuMeter({"server": server.pid, "load": os.getpid()})
-        sending = open_loop(server.address, itertools.cycle(requests), arrivals.tolist(), timeout_s=4 * deadline)
+        arrivals = harness.poisson_arrivals(OVERLOAD * before, seconds, seed=5)
+        harness.say(f"capacity {before:.2f}/s with {clients} clients; {len(arrivals)} arrivals in {seconds:g} s")
+        meter = harness.CpuMeter({"server": server.pid, "load": os.getpid()})
+        sending = harness.open_loop(
+            server.address, itertools.cycle(requests), arrivals.tolist(), timeout_s=4 * deadline
+        )
         outcomes = asyncio.run(sending)
         cores = meter.cores()
         after = capacity()
-        found = goodput(outcomes, deadline, seconds)
+        found = harness.goodput(outcomes, deadline, seconds)
         reference = (before + after) / 2
-        bad = bad_refusals(outcomes)
+        bad = harness.bad_refusals(outcomes)
         refused = len(outcomes) - found.good - found.late
-        lag = percentile([outcome.sent - outcome.intended for outcome in outcomes], 0.99)
-        summary = summarise(outcomes, seconds)
+        lag = harness.percentile([outcome.sent - outcome.intended for outcome in outcomes], 0.99)
+        summary = harness.summarise(outcomes, seconds)
         waits = sorted({outcome.retry_after for outcome in outcomes if outcome.retry_after})
         name = f"overload {OVERLOAD:g}x"
         self.add(f"{name}: refusals other than 429/503 with Retry-After",
                   str(bad or (0 if refused else "nothing was refused")), "0", not bad and refused > 0,
-                  f"{statuses(outcomes)}; Retry-After {', '.join(waits[:6]) or '-'}")  # fmt: skip
+                  f"{harness.statuses(outcomes)}; Retry-After {', '.join(waits[:6]) or '-'}")  # fmt: skip
         self.add(
             f"{name}: goodput / capacity", f"{found.overall / reference:.3f}", f">= {GOODPUT_TARGET}",
             found.overall >= GOODPUT_TARGET * reference,
@@ -256,19 +242,19 @@ class ServiceBench(Bench):
         return BATCH * max(least, round(seconds / direct.score(prompts, BATCH)[0]))
 
     def _for_seconds(
-        self, server: ServiceProcess, requests: list[bytes], clients: int, seconds: float, least: int
-    ) -> list[Outcome]:
+        self, server: harness.ServiceProcess, requests: list[bytes], clients: int, seconds: float, least: int
+    ) -> list[harness.Outcome]:
         """Send in a closed loop for so long, and at least so many requests."""
-        going = closed_loop(server.address, itertools.cycle(requests), clients,
+        going = harness.closed_loop(server.address, itertools.cycle(requests), clients,
                             lambda sent, elapsed: elapsed < seconds or sent < least)  # fmt: skip
         return asyncio.run(going)
 
-    def _closed(self, server: ServiceProcess, requests: list[bytes], clients: int) -> list[Outcome]:
-        return asyncio.run(closed_loop(server.address, iter(requests), clients))
+    def _closed(self, server: harness.ServiceProcess, requests: list[bytes], clients: int) -> list[harness.Outcome]:
+        return asyncio.run(harness.closed_loop(server.address, iter(requests), clients))
 
 
 def any_prompts(count: int, mix: str, seed: int) -> Sequence[list[int] | str]:
-    return make_texts(count, seed) if mix == TEXT else make_prompts(count, mix, seed)
+    return harness.make_texts(count, seed) if mix == harness.TEXT else harness.make_prompts(count, mix, seed)
 
 
 def better(rates: dict[int, float]) -> int:
@@ -279,8 +265,8 @@ def way(size: int) -> str:
     return "one by one" if size == 1 else f"in batches of {size}"
 
 
-def not_answered(outcomes: list[Outcome]) -> dict[str, int]:
-    return {name: count for name, count in statuses(outcomes).items() if name != "200"}
+def not_answered(outcomes: list[harness.Outcome]) -> dict[str, int]:
+    return {name: count for name, count in harness.statuses(outcomes).items() if name != "200"}
 
 
 def shown(cores: dict[str, float]) -> str:
@@ -290,7 +276,7 @@ def shown(cores: dict[str, float]) -> str:
 
 
 def main() -> int:
-    arguments = parser(__doc__, quick="smoke: short, and no figure to quote")
+    arguments = harness.parser(__doc__, quick="smoke: short, and no figure to quote")
     arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
     arguments.add_argument("--parts", default="rate,latency,sweep,overload")
     arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of the rate")

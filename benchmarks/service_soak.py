@@ -24,22 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
 from benchmarks.bench_model import SHAPES, Prepared, prepare
-from benchmarks.harness import (
-    GAUGES,
-    Check,
-    CpuMeter,
-    Metrics,
-    Pool,
-    ServiceProcess,
-    Unexpected,
-    conclude,
-    cpu_seconds,
-    parser,
-    percentile,
-    raise_file_limit,
-    slope,
-)
+from benchmarks.harness import Check, Metrics, ServiceProcess
 from benchmarks.traffic import Tally, Traffic
 
 WARM_UP = 0.2  # share of the run whose memory is not judged
@@ -62,7 +49,7 @@ class Soak:
 
 
 async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: float) -> None:
-    pool = Pool(*server.address)
+    pool = harness.Pool(*server.address)
     pick = random.Random(id(traffic))
     while time.monotonic() < until and server.alive():
         request = traffic.next()
@@ -72,7 +59,7 @@ async def client(server: ServiceProcess, traffic: Traffic, soak: Soak, until: fl
             reply = await pool.exchange(request.data, 60)
             soak.tally.statuses[reply.status] += 1
             request.verify(reply.status, reply.body, soak.tally)
-        except (OSError, Unexpected, ValueError, LookupError) as error:
+        except (OSError, harness.Unexpected, ValueError, LookupError) as error:
             soak.failures.append(f"{request.kind}: {type(error).__name__}: {str(error)[:300]}")
         kept = soak.latencies[request.kind]
         if len(kept) < KEPT:
@@ -125,16 +112,18 @@ async def break_off(address: tuple[str, int], request: bytes, moment: str, draw:
 def left_behind(server: ServiceProcess, files_before: int, within_s: float = 30.0) -> list[Check]:
     """Check that nothing goes on for those who hung up."""
     start = time.monotonic()
-    while any(left := [server.metrics().total(gauge) for gauge in GAUGES]) and time.monotonic() - start < within_s:
+    while (
+        any(left := [server.metrics().total(gauge) for gauge in harness.GAUGES]) and time.monotonic() - start < within_s
+    ):
         time.sleep(0.05)
-    took, before, cpu = time.monotonic() - start, server.metrics(), cpu_seconds(server.pid)
+    took, before, cpu = time.monotonic() - start, server.metrics(), harness.cpu_seconds(server.pid)
     time.sleep(2.0)
-    after, idle, files = server.metrics(), cpu_seconds(server.pid) - cpu, server.open_files()
+    after, idle, files = server.metrics(), harness.cpu_seconds(server.pid) - cpu, server.open_files()
     grown = sum(after.total(name) - before.total(name) for name in WORK)
-    missing = [gauge for gauge in GAUGES if not after.has(gauge)]
+    missing = [gauge for gauge in harness.GAUGES if not after.has(gauge)]
     return [
         Check("gauges afterwards", ", ".join(f"{value:g}" for value in left), "0, 0, 0", not any(left) and not missing,
-              f"{', '.join(GAUGES)}; zero after {took:.2f} s; missing: {', '.join(missing) or 'none'}"),
+              f"{', '.join(harness.GAUGES)}; zero after {took:.2f} s; missing: {', '.join(missing) or 'none'}"),
         Check("tokens and batches in 2 s afterwards", f"{grown:g}", "0", not grown),
         Check("CPU in 2 s afterwards", f"{idle:.2f} s", "<= 0.10 s", idle <= 0.10),
         Check("open files: before, afterwards", f"{files_before}, {files}", "<= 4 more", files <= files_before + 4),
@@ -176,7 +165,7 @@ def memory_checks(series: list[tuple[float, float]]) -> list[Check]:
               f"{values.max():.1f}"),
     ]  # fmt: skip
     try:
-        found = slope(times, values, block_s=10.0 if times[-1] > 120 else max(1.0, times[-1] / 10))
+        found = harness.slope(times, values, block_s=10.0 if times[-1] > 120 else max(1.0, times[-1] / 10))
     except ValueError as error:
         return [*checks, Check("resident memory: slope", "-", "", None, str(error))]
     judged = times[-1] >= 300  # in a short run the allocator's own warm-up is all there is
@@ -225,14 +214,14 @@ def metric_checks(before: Metrics, after: Metrics, soak: Soak, bundle: str) -> l
 def kinds_table(soak: Soak) -> str:
     lines = [f"{'':28} {'requests':>9} {'p50 ms':>8} {'p99 ms':>8}"]
     for kind, values in sorted(soak.latencies.items()):
-        lines.append(f"{kind:28} {soak.counts[kind]:9} {percentile(values, 0.5) * 1e3:8.1f} "
-                     f"{percentile(values, 0.99) * 1e3:8.1f}")  # fmt: skip
+        lines.append(f"{kind:28} {soak.counts[kind]:9} {harness.percentile(values, 0.5) * 1e3:8.1f} "
+                     f"{harness.percentile(values, 0.99) * 1e3:8.1f}")  # fmt: skip
     broken = ", ".join(f"{name} {count}" for name, count in sorted(soak.broken.items()))
     return "\n".join([*lines, f"broken off: {broken or 'none'}"])
 
 
 def main() -> int:
-    arguments = parser(__doc__, quick="20 s")
+    arguments = harness.parser(__doc__, quick="20 s")
     arguments.add_argument("--shape", choices=SHAPES, default="demo")
     arguments.add_argument("--seconds", type=float, default=600.0)
     arguments.add_argument("--clients", type=int, default=16)
@@ -240,14 +229,14 @@ def main() -> int:
     options = arguments.parse_args()
     if options.quick:
         options.seconds = 20.0
-    raise_file_limit()
+    harness.raise_file_limit()
     prepared = prepare(options.shape, options.cache)
     checks: list[Check] = []
     record: dict[str, Any] = {"shape": options.shape, "seconds": options.seconds}
     with ServiceProcess(*prepared.arguments, *shlex.split(options.flags)) as server:
         files = server.open_files()
         before = server.metrics()
-        meter = CpuMeter({"server": server.pid})
+        meter = harness.CpuMeter({"server": server.pid})
         soak = asyncio.run(run(server, prepared, options))
         cores = meter.cores()
         total = sum(soak.counts.values())
@@ -265,7 +254,7 @@ def main() -> int:
     checks.append(server.end())
     rate = total / options.seconds
     print(f"\n{rate:.1f} requests/s, cores: server {cores['server']:.2f}\n")
-    return conclude(checks, options.json, record)
+    return harness.conclude(checks, options.json, record)
 
 
 if __name__ == "__main__":

@@ -37,18 +37,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
 from benchmarks.bench_model import SHAPES, Bench, run_shapes
-from benchmarks.harness import (
-    MIXES,
-    Pool,
-    machine_busy_seconds,
-    make_prompts,
-    parser,
-    percentile,
-    post,
-    say,
-    score_requests,
-)
 from benchmarks.vllm_contestant import MAX_LENGTH, SAME, Listener, Talker, interval
 
 CLIENTS = 32
@@ -58,7 +48,7 @@ SHORT_S = 0.4  # a measure shorter than this is repeated within a turn
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
-async def exchange(pool: Pool, request: bytes) -> float:
+async def exchange(pool: harness.Pool, request: bytes) -> float:
     """Return seconds to the whole answer or, of a streamed one, to its first piece.  Raises RuntimeError unless 200."""
     reply = await pool.exchange(request, 3600)
     streamed = reply.header("transfer-encoding") is not None
@@ -72,9 +62,9 @@ async def closed_loop(address: tuple[str, int], requests: Sequence[bytes], clien
     """Return the seconds of each request, and of all, where each of ``clients`` sends its next when it was answered."""
     left: Iterator[bytes] = iter(requests)
     found: list[float] = []
-    pools = [Pool(*address) for _ in range(clients)]
+    pools = [harness.Pool(*address) for _ in range(clients)]
 
-    async def work(pool: Pool) -> None:
+    async def work(pool: harness.Pool) -> None:
         for request in left:
             found.append(await exchange(pool, request))
 
@@ -89,7 +79,7 @@ async def closed_loop(address: tuple[str, int], requests: Sequence[bytes], clien
 
 def stream_requests(prompts: Sequence[list[int]]) -> list[bytes]:
     bodies = ({"model": "bench", "prompt": one, "max_tokens": 1, "temperature": 0, "stream": True} for one in prompts)
-    return [post("/v1/completions", json.dumps(body, separators=(",", ":")).encode()) for body in bodies]
+    return [harness.post("/v1/completions", json.dumps(body, separators=(",", ":")).encode()) for body in bodies]
 
 
 class VllmBench(Bench):
@@ -100,7 +90,7 @@ class VllmBench(Bench):
     def run(self, parts: list[str]) -> None:
         """Start those that the parts need; one after the other, since starting takes all cores."""
         logs, name = Path(tempfile.mkdtemp(prefix="hallutracer-bench-")), self.prepared.shape
-        say(f"logs in {logs}")
+        harness.say(f"logs in {logs}")
         if "overhead" in parts:
             self.overhead(logs)
         with ExitStack() as stack:
@@ -110,7 +100,7 @@ class VllmBench(Bench):
             if "rate" in parts:
                 bare = ["--model", self.prepared.folder, "--kind=bare", "--arguments", json.dumps(self._same())]
                 with Talker(["benchmarks.vllm_contestant", *bare], logs / f"llm-{name}.log") as direct:
-                    for mix in MIXES:
+                    for mix in harness.MIXES:
                         self.rate(ours, direct, mix)
             if "latency" in parts:
                 stock = stack.enter_context(Listener(self._stock(), logs / f"stock-{name}.log", "/health", QUIET))
@@ -122,7 +112,7 @@ class VllmBench(Bench):
             seconds = [direct.ask(prompts=self._prompts(CLIENTS, mix), tokens=1)["seconds"] for _ in range(2)]
         count = CLIENTS * max(self.options.least, round(self.options.round_seconds / seconds[1]))
         with ours.turn():
-            asyncio.run(closed_loop(ours.address, score_requests(self._prompts(2 * CLIENTS, mix)), CLIENTS))
+            asyncio.run(closed_loop(ours.address, harness.score_requests(self._prompts(2 * CLIENTS, mix)), CLIENTS))
         rounds: list[dict[str, float]] = []
         for number in range(self.options.rounds):
             prompts = self._prompts(count, mix)
@@ -134,10 +124,10 @@ class VllmBench(Bench):
                         took[side] = float(direct.ask(prompts=prompts, tokens=1)["seconds"])
                 else:
                     with ours.turn():
-                        asyncio.run(closed_loop(ours.address, score_requests(self._prompts(1, mix)), 1))
-                        took[side] = asyncio.run(closed_loop(ours.address, score_requests(prompts), CLIENTS))[1]
+                        asyncio.run(closed_loop(ours.address, harness.score_requests(self._prompts(1, mix)), 1))
+                        took[side] = asyncio.run(closed_loop(ours.address, harness.score_requests(prompts), CLIENTS))[1]
             rounds.append({side: count / value for side, value in took.items()})
-            say(f"rate, {mix}, round {number + 1} of {self.options.rounds}: {rounds[-1]}")
+            harness.say(f"rate, {mix}, round {number + 1} of {self.options.rounds}: {rounds[-1]}")
         result = interval([one["score"] / one["llm"] for one in rounds])
         rates = {side: interval([one[side] for one in rounds]).median for side in ("score", "llm")}
         note = f"/score {rates['score']:.4g}/s, LLM.generate {rates['llm']:.4g}/s; {count} prompts a round"
@@ -147,22 +137,26 @@ class VllmBench(Bench):
 
     def latency(self, ours: Listener, stock: Listener, clients: int, count: int) -> None:
         """``count`` requests a round and side, of 32 to 96 tokens; the first round is warm-up."""
-        sides = {"risk": (ours, score_requests), "first token": (stock, stream_requests)}
+        sides = {"risk": (ours, harness.score_requests), "first token": (stock, stream_requests)}
         rounds: list[dict[str, list[float]]] = []
         for number in range(self.options.latency_rounds + 1):
-            prompts = self._prompts(count, next(iter(MIXES)))
+            prompts = self._prompts(count, next(iter(harness.MIXES)))
             found: dict[str, list[float]] = {}
             for side in sides if number % 2 == 0 else reversed(sides):
                 server, make = sides[side]
                 with server.turn():
-                    asyncio.run(closed_loop(server.address, make(self._prompts(1, next(iter(MIXES)))), 1))  # awake
+                    asyncio.run(
+                        closed_loop(server.address, make(self._prompts(1, next(iter(harness.MIXES)))), 1)
+                    )  # awake
                     found[side] = asyncio.run(closed_loop(server.address, make(prompts), clients))[0]
             if number:
                 rounds.append(found)
         pooled = {side: [value for one in rounds for value in one[side]] for side in sides}
         for share, name in ((0.5, "p50"), (0.99, "p99")):
-            times = {side: percentile(values, share) for side, values in pooled.items()}
-            paired = [percentile(one["risk"], share) / percentile(one["first token"], share) for one in rounds]
+            times = {side: harness.percentile(values, share) for side, values in pooled.items()}
+            paired = [
+                harness.percentile(one["risk"], share) / harness.percentile(one["first token"], share) for one in rounds
+            ]
             ratio = times["risk"] / times["first token"]
             note = f"{times['risk'] * 1e3:.2f} ms, first token {times['first token'] * 1e3:.2f} ms, of "
             note += f"{len(pooled['risk'])} requests each; by round {interval(paired)}"
@@ -217,7 +211,7 @@ class VllmBench(Bench):
                 command = ["--model", self.prepared.folder, "--kind", kind, "--stats", "--arguments", same]
                 talker = Talker(["benchmarks.vllm_contestant", *command], logs / f"{kind}.log")
                 talkers[kind] = stack.enter_context(talker)
-                say(f"{kind}: started in {talker.hello['start_s']:.0f} s")
+                harness.say(f"{kind}: started in {talker.hello['start_s']:.0f} s")
             repeats = dict.fromkeys(todo, 1)
             for name, talker in ((name, talker) for name in todo for talker in talkers.values()):
                 with talker.turn():
@@ -225,20 +219,20 @@ class VllmBench(Bench):
                 if todo[name][1] == 1:
                     repeats[name] = max(repeats[name], min(20, round(SHORT_S / warm)))
             times: dict[str, list[dict[str, float]]] = {name: [] for name in todo}
-            begun, busy = time.monotonic(), machine_busy_seconds()
+            begun, busy = time.monotonic(), harness.machine_busy_seconds()
             for number in range(rounds):
                 for name in todo:
                     draw.shuffle(order)
                     times[name].append({kind: seconds(talkers[kind], name, repeats[name]) for kind in order})
-                say(f"overhead, round {number + 1} of {rounds}")
+                harness.say(f"overhead, round {number + 1} of {rounds}")
                 if time.monotonic() - begun > 60 * self.options.minutes:
-                    say("time is up")
+                    harness.say("time is up")
                     break
-            return times, (machine_busy_seconds() - busy) / (time.monotonic() - begun)
+            return times, (harness.machine_busy_seconds() - busy) / (time.monotonic() - begun)
 
     def _prompts(self, count: int, mix: str) -> list[list[int]]:
         self.seed += 1
-        return make_prompts(count, mix, self.seed)
+        return harness.make_prompts(count, mix, self.seed)
 
     def _same(self) -> dict[str, Any]:
         more = {"enforce_eager": True} if self.options.eager else {}
@@ -268,7 +262,7 @@ class VllmBench(Bench):
 
 
 def main() -> int:
-    arguments = parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
+    arguments = harness.parser(__doc__, quick="smoke: demo model, eager, short; nothing judged")
     arguments.add_argument("--shapes", default="qwen2.5-0.5b,demo", help=", ".join(SHAPES))
     arguments.add_argument("--parts", default="rate,latency", help="rate, latency, overhead")
     arguments.add_argument("--rounds", type=int, default=7, help="paired rounds of a rate")
