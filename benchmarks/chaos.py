@@ -6,8 +6,6 @@
     stopped       SIGSTOP for some seconds to one of two replicas, then SIGCONT
     store         the store cannot be read while an alias moves and the bundles are reloaded
     store-url     the same with a store on S3, whose server gives no answer
-    disk-full     the disk of the feedback is full (a small tmpfs; needs root), then there is room again
-    clock         the clock jumps a day ahead, and two back (libfaketime: HALLUTRACER_FAKETIME names the library)
 
 The script plays the supervisor only: it starts again what has ended.  In each scenario answers are replayed with the
 bundle that they name, labels that were acknowledged are looked for in the database, and answers in the audit log
@@ -21,13 +19,12 @@ import argparse
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +38,6 @@ from tests.feedback.test_killed import STORED, a_database
 DISTINCT, LABELS = 200, 0.3
 READY_S = 120.0  # on a machine that others use, too
 FLAGS = ("--bundle", f"{fleets.NAME}@production", "--policy", "observe", "--deadline-s", "58")
-DAY_S = 86_400
 
 
 class LeftOut(Exception):
@@ -214,104 +210,8 @@ def publishing(store: Store) -> str:
     return "done"
 
 
-@contextmanager
-def small_disk(folder: Path, mib: int) -> Iterator[Path]:
-    """Yield a tmpfs.  Raises LeftOut where it cannot be mounted."""
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True,
-                          text=True, check=False)  # fmt: skip
-    if done.returncode != 0:
-        raise LeftOut(f"mount: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def disk_full(options: argparse.Namespace) -> list[Check]:
-    """Fill the disk: scores go on, labels are refused in words, and are taken again when there is room."""
-    with tempfile.TemporaryDirectory() as own, small_disk(Path(own) / "disk", 4) as disk, stage(options, 1) as before:
-        database = str(disk / "feedback.db")
-        before.one.drain()
-        before.one.arguments = (*before.one.arguments[:-1], f"--feedback-db={database}")
-        before.one.start()
-        on = replace(before, database=database)
-
-        async def acknowledged() -> int:
-            count = len(on.witness.acknowledged)
-            await asyncio.sleep(3.0)
-            return len(on.witness.acknowledged) - count
-
-        async def act() -> list[Check]:
-            first = await acknowledged()
-            filler = disk / "filler"
-            with filler.open("wb", buffering=0) as file, suppress(OSError):
-                while True:
-                    file.write(b"x" * 4096)
-            await asyncio.sleep(2.0 if on.quick else 10.0)
-            during = await acknowledged()
-            refused, answered = on.witness.unlabelled["503"], on.witness.answered
-            filler.unlink()
-            end = time.monotonic() + READY_S
-            while (after := await acknowledged()) == 0 and time.monotonic() < end:
-                pass
-            return [
-                Check("labels acknowledged in 3 s: before, full, afterwards", f"{first}, {during}, {after}",
-                      "> 0, any, > 0", first > 0 and after > 0),
-                Check("labels refused with 503 while it was full", str(refused), "> 0", refused > 0),
-                Check("answers by then", str(answered), "> 0", answered > 0),
-            ]  # fmt: skip
-
-        return [*on.play(act, options.rate), on.witness.failed()]
-
-
-def faketime() -> str:
-    named = os.environ.get("HALLUTRACER_FAKETIME")
-    found = [*Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), *Path("/usr/local/lib").glob("faketime/*MT.so.1")]
-    if named or found:
-        return named or str(found[0])
-    raise LeftOut("libfaketime is not here (Debian: libfaketime), and HALLUTRACER_FAKETIME names none")
-
-
-def clock(options: argparse.Namespace) -> list[Check]:
-    """Let wall time jump, not the monotonic clock.  libfaketime makes the process slow, so there are few requests."""
-    library = faketime()
-    with tempfile.TemporaryDirectory() as folder:
-        moved = Path(folder) / "offset"
-
-        def jump(offset: int) -> None:
-            """At once: libfaketime ends a process that finds the file empty."""
-            aside = moved.with_name("aside")
-            aside.write_text(f"{offset:+d}")
-            aside.replace(moved)
-
-        jump(0)
-        faked = {"LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": str(moved), "FAKETIME_CACHE_DURATION": "1",
-                 "DONT_FAKE_MONOTONIC": "1", "FAKETIME_DONT_RESET": "1"}  # fmt: skip
-        with stage(options, 1, **faked) as on:
-
-            async def act() -> list[Check]:
-                answers = []
-                for offset in (0, DAY_S, -DAY_S, 0):
-                    before, labels = on.witness.answered, len(on.witness.acknowledged)
-                    jump(offset)
-                    await asyncio.sleep(4.0 if on.quick else 10.0)
-                    answers.append((on.witness.answered - before, len(on.witness.acknowledged) - labels))
-                times = [stamp for (stamp,) in rows(location(on.database), "SELECT time FROM hallutracer_answers")]
-                span = max(times, default=0.0) - min(times, default=0.0)
-                return [
-                    Check("answers, labels at now, +1 d, -1 d, now", str(answers), "all > 0",
-                          all(count > 0 for pair in answers for count in pair)),
-                    Check("the clock did jump: span of the stored times", f"{span / DAY_S:.2f} d", ">= 2 d",
-                          span >= 1.99 * DAY_S),
-                ]  # fmt: skip
-
-            return [*on.play(act, min(options.rate, 2.0)), on.witness.failed()]
-
-
 SCENARIOS: dict[str, Callable[[argparse.Namespace], list[Check]]] = {
     "killed": killed, "stopped": stopped, "store": unreadable, "store-url": unreachable,
-    "disk-full": disk_full, "clock": clock,
 }  # fmt: skip
 
 
