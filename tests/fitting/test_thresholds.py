@@ -13,22 +13,9 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from service.errors import TrainingError
+from service.fitting import thresholds
 from service.fitting.scores import at_threshold
-from service.fitting.thresholds import (
-    ChosenThreshold,
-    GuaranteeStep,
-    GuaranteeTest,
-    Target,
-    WrongCosts,
-    by_wrong_costs,
-    certify,
-    choose_threshold,
-    first_answered,
-    gate_profile,
-    least_groups,
-    risk_control,
-    threshold_sequence,
-)
+from service.fitting.thresholds import Target, WrongCosts, by_wrong_costs, certify, choose_threshold, first_answered
 
 
 def made(*levels: tuple[float, int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -39,37 +26,37 @@ def made(*levels: tuple[float, int, int]) -> tuple[np.ndarray, np.ndarray]:
     return label[order].astype(np.int64), risk[order][None]
 
 
-def target(text: str, label: np.ndarray, risk: np.ndarray) -> ChosenThreshold:
+def target(text: str, label: np.ndarray, risk: np.ndarray) -> thresholds.ChosenThreshold:
     return choose_threshold(Target.parse(text), label, risk)
 
 
-@pytest.mark.parametrize("k", [0.25, 0.5, 1.0, 3.0, 99.0])
-def test_by_cost_it_is_one_over_one_plus_k_whatever_the_rows_are(k: float) -> None:
-    for rows in (made((0.1, 30, 0), (0.9, 0, 30)), made((0.1, 3, 30), (0.9, 1, 30))):
-        found = choose_threshold(WrongCosts(k), *rows)
-        assert found.reached
-        assert found.document() == {"rule": "wrong_costs", "wrong_costs": k, "threshold": 1 / (1 + k)}
+def test_by_cost_it_is_one_over_one_plus_k_whatever_the_rows_are() -> None:
+    for k in (0.25, 0.5, 1.0, 3.0, 99.0):
+        for rows in (made((0.1, 30, 0), (0.9, 0, 30)), made((0.1, 3, 30), (0.9, 1, 30))):
+            found = choose_threshold(WrongCosts(k), *rows)
+            document = {"rule": "wrong_costs", "wrong_costs": k, "threshold": 1 / (1 + k)}
+            assert (found.reached, found.document()) == (True, document)
+    label, risk = made(*LEVELS)
+    rows_of = by_wrong_costs(label, risk)
+    assert [row["wrong_costs"] for row in rows_of] == [0.25, 0.5, 1, 2, 4]
+    for row in rows_of:
+        assert row["threshold"] == pytest.approx(1 / (1 + row["wrong_costs"]))
+        assert row.items() >= at_threshold(label, risk[0], row["threshold"]).items()
     assert WrongCosts().threshold == 0.5
     assert 0 < WrongCosts(1e30).threshold < WrongCosts(1e-30).threshold < 1
 
 
-@pytest.mark.parametrize(
-    ("text", "measure", "share"),
-    [("wrong<=0.2", "wrong", 0.2), ("answered>=0.5", "answered", 0.5), (" wrong <= .05 ", "wrong", 0.05),
-     ("wrong<=0", "wrong", 0.0), ("answered>=1", "answered", 1.0)],
-)  # fmt: skip
-def test_a_target_is_read_as_it_is_written(text: str, measure: str, share: float) -> None:
-    found = Target.parse(text)
-    assert (found.measure, found.share) == (measure, share)
-    assert Target.parse(str(found)) == found
-
-
-def test_a_cost_or_a_target_that_is_none_is_an_error() -> None:
+def test_a_target_is_read_as_it_is_written_and_one_or_a_cost_that_is_none_is_an_error() -> None:
+    for text, *expected in (("wrong<=0.2", "wrong", 0.2), (" wrong <= .05 ", "wrong", 0.05), ("wrong<=0", "wrong", 0.0),
+                            ("answered>=0.5", "answered", 0.5), ("answered>=1", "answered", 1.0)):  # fmt: skip
+        found = Target.parse(text)
+        assert [found.measure, found.share] == expected
+        assert Target.parse(str(found)) == found
     texts = ["", "wrong", "0.2", "wrong>=0.2", "answered<=0.5", "wrong<0.2", "wrong=0.2", "wrong<=20%", "wrong<=1",
              "wrong<=2", "answered>=0", "answered>=1.1", "wrong<=-0.1", "wrong<=nan", "right<=0.2",
              "wrong<=0.2,answered>=0.5", "wrong<=\N{ARABIC-INDIC DIGIT ZERO}"]  # fmt: skip
-    calls = [("target", Target.parse, text) for text in texts]
-    calls += [("wrong_costs", WrongCosts, k) for k in (0.0, -1.0, float("inf"), float("nan"))]
+    calls = [*(("target", Target.parse, text) for text in texts),
+             *(("wrong_costs", WrongCosts, k) for k in (0.0, -1.0, float("inf"), float("nan")))]  # fmt: skip
     for param, call, given_ in calls:
         with pytest.raises(TrainingError) as caught:
             call(given_)
@@ -147,15 +134,6 @@ def test_no_other_threshold_does_better(seed: int, seeds: int, text: str) -> Non
         assert found.gate["wrong_among_answered"] == min(gate["wrong_among_answered"] for gate in gates)
 
 
-def test_the_table_of_costs_is_what_gates_at_these_thresholds_do() -> None:
-    label, risk = made(*LEVELS)
-    rows = by_wrong_costs(label, risk)
-    assert [row["wrong_costs"] for row in rows] == [0.25, 0.5, 1, 2, 4]
-    assert [row["threshold"] for row in rows] == pytest.approx([0.8, 2 / 3, 0.5, 1 / 3, 0.2])
-    for row in rows:
-        assert row.items() >= at_threshold(label, risk[0], row["threshold"]).items()
-
-
 # --- a guarantee ---
 
 ALPHA, DELTA = 0.2, 0.1
@@ -187,15 +165,15 @@ def truth_of(size: int, icc: float) -> Callable[[float], float]:
 )
 def test_the_guarantee_is_broken_no_more_often_than_delta(groups: int, size: int, icc: float) -> None:
     rng = np.random.default_rng(0)
-    thresholds = threshold_sequence(gate_profile(*draw(rng, 300, size, icc)), ALPHA, DELTA, groups)
+    levels = thresholds.threshold_sequence(thresholds.gate_profile(*draw(rng, 300, size, icc)), ALPHA, DELTA, groups)
     truth = truth_of(size, icc)
     draws, broken, served, by_row = 300, 0, 0, 0
     for seed in range(draws):
         label, risk, group = draw(rng, groups, size, icc)
-        found = certify(label, risk, group, thresholds, ALPHA, DELTA, seed).threshold
+        found = certify(label, risk, group, levels, ALPHA, DELTA, seed).threshold
         served += found is not None
         broken += found is not None and truth(found) > ALPHA
-        rows = certify(label, risk, np.arange(len(label)), thresholds, ALPHA, DELTA, seed).threshold
+        rows = certify(label, risk, np.arange(len(label)), levels, ALPHA, DELTA, seed).threshold
         by_row += rows is not None and truth(rows) > ALPHA
     assert broken <= binom.ppf(0.999, draws, DELTA)
     assert served > draws * 0.5
@@ -205,13 +183,13 @@ def test_the_guarantee_is_broken_no_more_often_than_delta(groups: int, size: int
 
 def test_the_sequence_goes_from_strict_to_loose_and_never_sees_the_calibration_rows() -> None:
     label, risk, group = draw(np.random.default_rng(0), 300, 4, 0.3)
-    profile = gate_profile(label, risk, group)
-    thresholds = threshold_sequence(profile, ALPHA, DELTA, 200)
-    assert thresholds == sorted(set(thresholds))
-    groups, wrong = first_answered(label, risk, group, thresholds[0], np.random.default_rng(0).permutation(len(label)))
+    profile = thresholds.gate_profile(label, risk, group)
+    levels = thresholds.threshold_sequence(profile, ALPHA, DELTA, 200)
+    assert levels == sorted(set(levels))
+    groups, wrong = first_answered(label, risk, group, levels[0], np.random.default_rng(0).permutation(len(label)))
     assert wrong <= 0.5 * ALPHA * groups
-    assert groups / 300 * 200 >= 1.2 * least_groups(ALPHA, DELTA)
-    assert threshold_sequence(profile, ALPHA, DELTA, 5) == [pytest.approx(1.0)]  # too few groups for any
+    assert groups / 300 * 200 >= 1.2 * thresholds.least_groups(ALPHA, DELTA)
+    assert thresholds.threshold_sequence(profile, ALPHA, DELTA, 5) == [pytest.approx(1.0)]  # too few groups for any
 
 
 def test_a_group_counts_once_with_its_first_answered_row() -> None:
@@ -222,10 +200,12 @@ def test_a_group_counts_once_with_its_first_answered_row() -> None:
 
 
 def test_it_stops_at_the_first_failure_and_says_what_is_missing() -> None:
-    assert least_groups(0.1, 0.05) == 29
+    assert thresholds.least_groups(0.1, 0.05) == 29
     assert binom.cdf(0, 29, 0.1) <= 0.05 < binom.cdf(0, 28, 0.1)
-    steps = [GuaranteeStep(0.5, groups, wrong, groups, wrong, 1.0) for groups, wrong in ((29, 0), (28, 0), (3, 3))]
-    bounds = [GuaranteeTest(0.1, 0.05, (step,)).least_alpha for step in steps]
+    steps = [
+        thresholds.GuaranteeStep(0.5, groups, wrong, groups, wrong, 1.0) for groups, wrong in ((29, 0), (28, 0), (3, 3))
+    ]
+    bounds = [thresholds.GuaranteeTest(0.1, 0.05, (step,)).least_alpha for step in steps]
     assert bounds[0] < 0.1 < bounds[1] < bounds[2] == 1.0
     label, risk, group = np.ones(100, int), np.linspace(0.01, 1, 100), np.arange(100)
     label[70:] = 0
@@ -242,8 +222,8 @@ def test_conformal_risk_control_keeps_its_mean() -> None:
     rng = np.random.default_rng(0)
     losses = []
     for _ in range(200):
-        threshold = risk_control(*draw(rng, 80, 5, 0.5), 0.1)
+        threshold = thresholds.risk_control(*draw(rng, 80, 5, 0.5), 0.1)
         label, risk, _ = draw(rng, 200, 5, 0.5)
         losses.append(0.0 if threshold is None else float(np.mean((risk < threshold) & (label == 0))))
     assert 0.07 < np.mean(losses) <= 0.1 + 3 * np.std(losses) / np.sqrt(200)
-    assert risk_control(np.zeros(5, int), np.full(5, 0.5), np.arange(5), 0.1) is None
+    assert thresholds.risk_control(np.zeros(5, int), np.full(5, 0.5), np.arange(5), 0.1) is None
