@@ -205,9 +205,7 @@ def report(lines: Sequence[Line], forms: Sequence[str]) -> str:
 
 def examples(lines: Sequence[Line]) -> str:
     """Return the middle one of the lone questions that are answered right, and of those withheld and wrong.
-
-    The rule by which examples for README, playground and ``serve`` are drawn.
-    """
+    The rule by which examples for README, playground and ``serve`` are drawn."""
     rows = []
     for title, flagged, verdict in (("answered, right", False, "factual"), ("withheld, wrong", True, "hallucinated")):
         own = [line for line in lines if line["form"] == LONE and line.get("verdict") == verdict]

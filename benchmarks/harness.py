@@ -171,9 +171,7 @@ class Slope(NamedTuple):
 
 def slope(seconds: ArrayLike, values: ArrayLike, block_s: float = 10.0) -> Slope:
     """Return the least squares through means of blocks of ``block_s``, which are nearly independent.
-
-    Raises ValueError where fewer than four blocks hold samples.
-    """
+    Raises ValueError where fewer than four blocks hold samples."""
     from scipy import stats
 
     times, series = np.asarray(seconds, np.float64), np.asarray(values, np.float64)

@@ -120,9 +120,7 @@ def answers(options: argparse.Namespace) -> Iterator[Answers]:
 
 def post(client: httpx.Client, more: Body, body: Body) -> Line:
     """Ask the service.  What it refuses because of the conversation, such as its length, is a line with the code.
-
-    Raises RuntimeError for any other refusal.
-    """
+    Raises RuntimeError for any other refusal."""
     response = client.post("/score", json=body | more)
     if response.status_code == 200:
         return line_of(response.json())

@@ -107,9 +107,7 @@ def context_columns(fits: Sequence[ContextFit], labels: PromptLabels) -> Floats:
 
 def _balanced(label: NDArray[np.int64], group: Index, rows: Index, seed: int) -> Index:
     """Return all rows of the smaller class and, of a seeded draw of groups, at most ``SIDES`` times as many others.
-
-    Whole groups, so that the probe has not seen the sibling of a row that it is going to read.
-    """
+    Whole groups, so that the probe has not seen the sibling of a row that it is going to read."""
     small, large = sorted((rows[label[rows] == value] for value in (0, 1)), key=len)
     most = SIDES * len(small)
     if len(large) > most:

@@ -90,8 +90,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     one, so ``predict_proba(X)[:, 0]`` is the risk.
 
     After ``fit``: ``C_``, ``probes_`` (head, direction, bias and AUROC by layer), ``scale_``, ``classifier_``,
-    ``out_of_fold_`` [seeds, n, layers] logits and ``out_of_fold_risk_`` [seeds, n], ``classes_``, ``shape_``.
-    """
+    ``out_of_fold_`` [seeds, n, layers] logits and ``out_of_fold_risk_`` [seeds, n], ``classes_``, ``shape_``."""
 
     def __init__(
         self, C: float | Literal["auto"] = "auto", *, c_grid: tuple[float, ...] = C_GRID,  # noqa: N803
@@ -112,10 +111,8 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None, extra: ArrayLike | None = None,  # noqa: N803
     ) -> Self:  # fmt: skip
         """Fit probes and classifier: X as the class says, y [n], groups [n] of rows that depend on each other.
-
         ``extra`` [n, k] are further signals that the classifier reads beside the depth mean, such as entropies.
-        Raises ValueError for arrays that do not fit together, TrainingError where a fold lacks a class.
-        """
+        Raises ValueError for arrays that do not fit together, TrainingError where a fold lacks a class."""
         x: NDArray[np.float32]
         x, classes = validate_data(self, X, y, dtype=np.float32, allow_nd=True)
         check_classification_targets(classes)
@@ -167,11 +164,9 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         scales: Sequence[LogitScale] = (), fold: bool = False,
     ) -> Self:  # fmt: skip
         """Fit all but the classifier on ``rows`` of activations in memory or on disk, and read ``test``: group [n].
-
         Sets ``C_``, ``c_search_``, ``cross_fit_``, ``probes_`` and, of the own rule and ``scales``, ``scaled_``.
         ``fold``: for a part of the data, whose probes are never served, a layer may lack a direction.
-        Raises NoDirection (not with ``fold``), TrainingError.
-        """
+        Raises NoDirection (not with ``fold``), TrainingError."""
         rows = np.arange(len(readouts.label)) if rows is None else rows
         self.C_, self.c_search_ = self.choose_c(readouts, group, rows, self.seeds[0], must=not fold)
         self.cross_fit_ = self.cross_fit(readouts, group, rows, self.C_)
@@ -194,10 +189,8 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def choose_c(self, readouts: Readouts, group: Index, rows: Index, seed: int, *, must: bool = True) -> ChosenC:
         """Return the C of the largest out-of-fold AUROC of the depth mean, by grouped folds inside ``rows``.
-
         At most 8 layers and 8 heads, evenly spaced, take part.  A value that leaves a layer without a direction is
-        excluded.  Raises NoDirection: all are (without ``must``: the largest).
-        """
+        excluded.  Raises NoDirection: all are (without ``must``: the largest)."""
         grid = tuple(sorted(set(self.c_grid))) if self.C == "auto" else (float(self.C),)
         if len(grid) == 1:
             return ChosenC(grid[0], {})
@@ -268,9 +261,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 def fit_classifier(signals: Floats, label: Labels, soft_label: Floats | None = None) -> FinalClassifier:
     """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual), or soft_label [n].
-
-    No class weights: the risk is a probability at the training data's share of hallucinations.
-    """
+    No class weights: the risk is a probability at the training data's share of hallucinations."""
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
     rows = weighted_rows(label, soft_label)

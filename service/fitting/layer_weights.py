@@ -40,11 +40,9 @@ def fit_layer_weights(
     trajectory: Floats, label: Labels, group: Labels, *, folds: int, seed: int, soft_label: Floats | None = None
 ) -> LayerWeights:
     """Fit on trajectory [n, m] of unit-norm probes, each row's fitted without it; label, group [n].
-
     Group-disjoint folds choose lambda by AUROC; the paper's rule, lambda = infinity, is left only where the gain over
     it has an interval above zero.  ``soft_label`` [n] is fitted on where there is one; lambda is chosen by ``label``.
-    Raises TrainingError where a fold lacks a class.
-    """
+    Raises TrainingError where a fold lacks a class."""
     every = np.arange(len(label))
     pairs = group_folds(label, group, every, folds, seed, what="layer-weight fold")
 

@@ -80,9 +80,7 @@ def nested_cv(
     outer: Iterable[OuterFold], fit: Callable[[OuterFold], Mapping[str, Floats]]
 ) -> dict[str, list[FoldScores]]:
     """Call ``fit`` on each outer fold and return its test scores by name, in the order of the folds.
-
-    ``fit`` must learn from ``fold.train`` only; it returns the scores of ``fold.test`` [n_test] by each method.
-    """
+    ``fit`` must learn from ``fold.train`` only; it returns the scores of ``fold.test`` [n_test] by each method."""
     scores: dict[str, list[FoldScores]] = {}
     for fold in outer:
         for name, score in fit(fold).items():
@@ -139,9 +137,7 @@ def name_of(signals: Sequence[str], scale: LogitScale) -> str:
 
 def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMeanProbe) -> Evaluation:
     """Return the nested cross-validation of every signal in ``NAMES``; ``probe`` has the options.
-
-    Raises TrainingError.
-    """
+    Raises TrainingError."""
     label, group = inputs.label, inputs.group
     records: list[dict[str, Any]] = []
 
@@ -216,9 +212,7 @@ def probe_columns(
     prompts: PromptLabels | None = None,
 ) -> tuple[float, Columns]:
     """Return C and the probes' signals in one outer fold, fitted on ``train``, whose own columns are out of fold.
-
-    group [n], first_token [n, 2]; ``probe`` has the options.  Without ``prompts`` none of ``CONTEXT_NAMES``.
-    """
+    group [n], first_token [n, 2]; ``probe`` has the options.  Without ``prompts`` none of ``CONTEXT_NAMES``."""
     folds = probe.inner_folds
     inner = clone(probe).set_params(folds=folds, seeds=(seed,), logit_scale="unit_norm")
     inner.fit_readouts(readouts, group, train, test, scales=SCALES, fold=True)

@@ -159,11 +159,9 @@ def fit_head(
     soft_label: Floats | None = None,
 ) -> list[tuple[Floats, float] | None]:  # fmt: skip
     """Return each task's raw-space weight [d] and bias of one head, not yet divided by its norm: x [n, d], label [n].
-
     Eq. standardize, standardized-probe and raw-space-probe: L1 at the attention site, all tasks at once (``solver``),
     L2 at the residual stream.  None where every weight is zero.  Rows of which both classes have a part by
-    ``soft_label`` [n] count twice in the attention site's standardisation.
-    """
+    ``soft_label`` [n] count twice in the attention site's standardisation."""
     if site is Site.RESIDUAL_STREAM:
         trains = [task.train for task in tasks]
         rows_of = [weighted_rows(label[train], _soft(soft_label, train)) for train in trains]
@@ -186,9 +184,7 @@ def fit_head(
 
 def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
     """Return x [n, d] standardised (Eq. standardize) as a float64 copy, its mean [d] and deviation [d].
-
-    A constant column becomes zeros with deviation 1: its computed deviation is rounding error.
-    """
+    A constant column becomes zeros with deviation 1: its computed deviation is rounding error."""
     z = x.astype(np.float64)
     mean = z.mean(axis=0)
     z -= mean
@@ -244,8 +240,7 @@ def fit_probes(
     A layer whose every probe is zero is fitted again, with ``retry_larger_c``, with the next C of ``LARGER_C`` that
     leaves it a direction; one that still has none gets, with ``zero_layers``, a direction and logits of zero.
 
-    Raises NoDirection: a layer has none.  TrainingError: sampled answers of a task's rows all right or all wrong.
-    """
+    Raises NoDirection: a layer has none.  TrainingError: sampled answers of a task's rows all right or all wrong."""
     for task in tasks:
         soft = readouts.soft(task.train)
         if soft is not None and not 0 < soft.sum() < len(soft):

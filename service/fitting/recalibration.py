@@ -59,9 +59,7 @@ def fit_platt(label: Labels, risk: Floats) -> Recalibration | None:
 
 def fit_beta(label: Labels, risk: Floats) -> Recalibration | None:
     """Return Kull, Silva Filho and Flach's map (2017): logistic regression on log(risk) and -log(1 - risk), a, b >= 0.
-
-    A coefficient that comes out negative is 0 and the other is fitted alone, as in the paper.
-    """
+    A coefficient that comes out negative is 0 and the other is fitted alone, as in the paper."""
     inside = np.clip(np.asarray(risk, np.float64), EDGE, 1 - EDGE)
     features = np.stack([np.log(inside), -np.log1p(-inside)], axis=1)
     kept = [0, 1]
@@ -76,10 +74,8 @@ def fit_beta(label: Labels, risk: Floats) -> Recalibration | None:
 
 def fit_isotonic(label: Labels, risk: Floats) -> Recalibration | None:
     """Return pool-adjacent-violators, linear between its blocks' means, so that rows of one block keep their order.
-
     Values are drawn towards the rows' share by one row's weight: a block without an error is no proof of risk 0.
-    None where one block has all rows.
-    """
+    None where one block has all rows."""
     order = np.argsort(risk, kind="stable")
     x, bad = np.asarray(risk, np.float64)[order], (np.asarray(label)[order] == 0).astype(np.float64)
     levels, place, size = np.unique(x, return_inverse=True, return_counts=True)
@@ -219,11 +215,9 @@ def fit_cox_line(label: Labels, risk: Floats) -> CoxLine | None:
 
 def cox_line(label: Labels, group: Labels, risks: Floats, folds: int | None = None) -> dict[str, Any]:
     """Return by ``COX_KEYS`` mean and deviation over seeds, low and high of a 95 % interval: risks [seeds, n].
-
     label, group [n]; ``folds`` as in ``t_interval``.  None where a seed has no line.  A jackknife's interval, where the
     line without a group is one Newton step from the whole data's (Shao and Tu 1995, The Jackknife and Bootstrap), which
-    needs only sums over groups; no low and high where it has no step.
-    """
+    needs only sums over groups; no low and high where it has no step."""
     lines = [fit_cox_line(label, risk) for risk in risks]
     if any(line is None for line in lines):
         return dict.fromkeys(COX_KEYS)
@@ -346,10 +340,8 @@ def _ratios(risk: Floats, prior: float) -> tuple[NDArray[np.float64], NDArray[np
 
 def _most_likely(ratio: Floats, counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the share of greatest likelihood of each of D samples: ratio [L], counts [D, L + 2] -> [D].
-
     sum_j n_j log(1 + pi (ratio_j - 1)) + h log(pi) + f log(1 - pi) is concave: bisection on its slope, of all samples
-    at once, finds the maximum that the EM of Saerens et al. climbs to.
-    """
+    at once, finds the maximum that the EM of Saerens et al. climbs to."""
     rise = np.asarray(ratio) - 1.0
     unlabelled, wrong, right = counts[:, :-2], counts[:, -2], counts[:, -1]
     low, high = np.zeros(len(counts)), np.ones(len(counts))

@@ -95,10 +95,8 @@ def ece(label: Labels, risk: Floats, bins: int = ECE_BINS) -> float:
 
 def squared_calibration_error(label: Labels, risk: Floats, group: Index, bins: int = ECE_BINS) -> tuple[float, Doubles]:
     """Return the squared calibration error less what chance adds (Kumar et al. 2019): of all rows, without each group.
-
     Of each equal-mass bin the squared difference minus the variance of its observed share, y (1 - y) / (n - 1); bins of
-    one row are left out.  label, risk, group [n] -> a number and [G], perhaps below 0.
-    """
+    one row are left out.  label, risk, group [n] -> a number and [G], perhaps below 0."""
     bin_of, member = equal_mass_bins(risk, bins), np.unique(group, return_inverse=True)[1]
     shape = (int(member.max()) + 1, int(bin_of.max()) + 1)
     place = member * shape[1] + bin_of

@@ -227,8 +227,7 @@ def descend(
 
     by coordinate descent: metric H [F, D, D], partition [P], start v and its gradient g [P, D], penalty [P, D].  A
     problem stops after ``sweeps``, or when a sweep gains less than ``decrease`` of the first sweep's gain.  Coordinates
-    without curvature keep their start.  H and the running gradient are float32, which halves the memory traffic.
-    """
+    without curvature keep their start.  H and the running gradient are float32, which halves the memory traffic."""
     weights = start.copy()
     problems, size = start.shape
     slopes = gradient.astype(np.float32)

@@ -89,13 +89,11 @@ class ChosenThreshold:
 
 def choose_threshold(rule: GateRule, label: Labels, risk: Floats) -> ChosenThreshold:
     """Return the threshold that ``rule`` asks for: label [n], out-of-fold risk [seeds, n], all rows alike.
-
     A cost K has 1 / (1 + K): on a calibrated risk an answer pays as long as risk * K < 1 - risk.  A target on wrong
     answers has the largest threshold that meets it with ``LEAST_ANSWERED`` rows answered; where none does, the one with
     the lowest share of wrong among as many, of equals the largest.  A target on answers has the smallest that meets it.
     Thresholds that answer the same rows count as one, half-way between two risks.  Raises TrainingError: a target on
-    wrong answers, and no threshold answers ``LEAST_ANSWERED`` rows.
-    """
+    wrong answers, and no threshold answers ``LEAST_ANSWERED`` rows."""
     threshold, reached = (rule.threshold, True) if isinstance(rule, WrongCosts) else _for_target(rule, label, risk)
     return ChosenThreshold(threshold, rule, reached, at_threshold(label, risk, threshold))
 
@@ -243,10 +241,8 @@ def certify(
 
 def risk_control(label: Labels, risk: Floats, group: Labels, alpha: float) -> float | None:
     """Return the loosest threshold with E[answered and wrong] <= alpha for a row of a new group; None without one.
-
     Conformal risk control (Angelopoulos et al. 2022): a group's loss is the share of its rows answered and wrong, and
-    the threshold is the largest with (sum of losses + 1) / (groups + 1) <= alpha.
-    """
+    the threshold is the largest with (sum of losses + 1) / (groups + 1) <= alpha."""
     names, member = np.unique(group, return_inverse=True)
     order = np.argsort(risk, kind="stable")
     ranked = np.asarray(risk, np.float64)[order]

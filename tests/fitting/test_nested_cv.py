@@ -65,7 +65,7 @@ def test_too_few_groups_of_a_class_are_named_with_their_number_and_the_cure() ->
 
 
 @given(st.integers(0, 10_000), st.integers(2, 5), st.floats(0.1, 0.9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_folds_are_scikit_learn_s(seed: int, folds: int, share: float) -> None:
     rng = np.random.default_rng(seed)
     label, group = (rng.random(60) < share).astype(int), rng.integers(0, 25, 60)
