@@ -18,41 +18,25 @@ from tqdm import tqdm
 from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS
 from service.fitting import DEPTH_MEAN, FIRST_TOKEN, LogitScale
+from service.fitting import scores as measures
 from service.fitting.context import PromptLabels, context_columns, fit_passage_probes
 from service.fitting.estimator import DepthMeanProbe, FinalClassifier, extra_signals, fit_classifier, signal_matrix
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.probes import Floats, Index, Readouts
 from service.fitting.recalibration import cox_line
-from service.fitting.scores import (
-    ECE_BINS,
-    SUMMARY,
-    Tests,
-    at_threshold,
-    auroc_interval,
-    debiased_calibration_error,
-    ece,
-    risk_auroc,
-    summary,
-    within_stratum_auroc,
-)
 
 FUSED: tuple[Signal, ...] = (DEPTH_MEAN, *FIRST_TOKEN)
 SCALES: tuple[LogitScale, ...] = get_args(LogitScale)
 CONTEXT_NAMES = tuple(f"{kind}_{scale}" for kind in ("context", "fused_context") for scale in SCALES)  # with passages
 NAMES = (
-    *(f"{kind}_{scale}" for kind in ("depth_mean", "fused") for scale in SCALES),
-    *CONTEXT_NAMES,
-    "best_head",
-    "best_layer",
-    "first_token_max_prob",
-    "first_token_entropy",
-    "prompt_length",
-)
+    *(f"{kind}_{scale}" for kind in ("depth_mean", "fused") for scale in SCALES), *CONTEXT_NAMES,
+    "best_head", "best_layer", "first_token_max_prob", "first_token_entropy", "prompt_length",
+)  # fmt: skip
 STRATA = {"kind": ("kind",), "kind_x_template": ("kind", "template"), "form": ("form",)}
 PROTOCOL = {
     "splits": "stratified, group-disjoint; scaling, head, C, classifier from the training side",
     "mean_and_std": "over the test sides of all folds and seeds; population standard deviation",
-    "ece": f"{ECE_BINS} equal-mass bins of each test side; small test sides make it larger",
+    "ece": f"{measures.ECE_BINS} equal-mass bins of each test side; small test sides make it larger",
     "ece_pooled": "the same over all rows, each with the risk of the fold that tested it; mean over seeds",
     "calibration_debiased": "root of the squared error over the same bins of all rows, less what chance adds "
     "(Kumar et al. 2019); mean over seeds",
@@ -88,7 +72,7 @@ def nested_cv(
     return scores
 
 
-def test_sides(scores: Sequence[FoldScores]) -> Tests:
+def test_sides(scores: Sequence[FoldScores]) -> measures.Tests:
     """Return the rows of each test side with their scores."""
     return [(fold.test, fold.score) for fold in scores]
 
@@ -125,7 +109,7 @@ class Evaluation:
 
     document: dict[str, Any]
     risk: dict[str, Floats]  # signal -> [seeds, n], each row's risk by a fold that never saw it
-    tests: dict[str, Tests]  # signal -> test sides of all folds: rows and their risks
+    tests: dict[str, measures.Tests]  # signal -> test sides of all folds: rows and their risks
 
 
 def name_of(signals: Sequence[str], scale: LogitScale) -> str:
@@ -152,7 +136,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
         for name, (of_train, of_test) in signals:
             classifier = fit_classifier(of_train, label[train], inputs.readouts.soft(train))
             risks[name] = risk = classifier.risk(of_test)
-            record["signals"][name] = summary(label[test], risk) | _within(label[test], risk, strata)
+            record["signals"][name] = measures.summary(label[test], risk) | _within(label[test], risk, strata)
         records.append(record)
         return risks
 
@@ -165,10 +149,10 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
     signals: dict[str, Any] = {}
     for name in names:
         signals[name] = row = _summarise([record["signals"][name] for record in records])
-        row["ece_pooled"] = _over([ece(label, risk) for risk in risks[name]])
-        row["calibration_debiased"] = _over([debiased_calibration_error(label, risk) for risk in risks[name]])
+        row["ece_pooled"] = _over([measures.ece(label, risk) for risk in risks[name]])
+        row["calibration_debiased"] = _over([measures.debiased_calibration_error(label, risk) for risk in risks[name]])
         row |= rounded(cox_line(label, group, risks[name], folds))
-        row["auroc"] |= rounded(auroc_interval(label, group, tests[name])._asdict())
+        row["auroc"] |= rounded(measures.auroc_interval(label, group, tests[name])._asdict())
     protocol = {"folds": folds, "inner_folds": probe.inner_folds, "seeds": list(seeds), **PROTOCOL}
     return Evaluation({"protocol": protocol, "signals": signals, "folds": rounded(records)}, risks, tests)
 
@@ -182,8 +166,10 @@ def held_out(
     risks = {"bundle": classifier.risk(signals)}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
         risks[name] = fit_classifier(of_train, references.label, references.readouts.soft_label).risk(of_test)
-    scores = {name: {**summary(label, risk), **_within(label, risk, inputs.strata)} for name, risk in risks.items()}
-    gate = at_threshold(label, risks["bundle"], threshold)
+    scores = {
+        name: {**measures.summary(label, risk), **_within(label, risk, inputs.strata)} for name, risk in risks.items()
+    }
+    gate = measures.at_threshold(label, risks["bundle"], threshold)
     calibration = cox_line(label, inputs.group, risks["bundle"][None])
     counts = {"rows": len(label), "factual": factual, "hallucinated": len(label) - factual}
     return {**counts, **rounded({"signals": scores, "at_threshold": gate, "calibration": calibration})}
@@ -249,7 +235,9 @@ def _references(inputs: Inputs) -> Iterator[tuple[str, Floats]]:
 def _within(label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]]) -> dict[str, float | None]:
     """Return the AUROC within each stratification whose keys every row has."""
     return {
-        f"auroc_within_{name}": within_stratum_auroc(label, risk, [tuple(row[key] for key in keys) for row in strata])
+        f"auroc_within_{name}": measures.within_stratum_auroc(
+            label, risk, [tuple(row[key] for key in keys) for row in strata]
+        )
         for name, keys in STRATA.items()
         if all(key in row for row in strata for key in keys)
     }
@@ -258,7 +246,7 @@ def _within(label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str
 def _summarise(records: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
     """Return mean and standard deviation over folds and seeds; None for a score that no fold has."""
     table: dict[str, Any] = {}
-    for name in dict.fromkeys((*SUMMARY, *(key for record in records for key in record))):
+    for name in dict.fromkeys((*measures.SUMMARY, *(key for record in records for key in record))):
         values = [value for record in records if (value := record.get(name)) is not None]
         table[name] = _over(values) if values else None
     return table
@@ -270,5 +258,5 @@ def _over(values: Sequence[float]) -> dict[str, float]:
 
 def layer_aurocs(label: NDArray[np.int64], trajectory: Floats) -> tuple[Floats, Floats]:
     """Return the AUROC of each layer's logit and of the depth mean, by seed: [seeds, n, m] -> [seeds, m], [seeds]."""
-    layers = np.array([[risk_auroc(label, -column) for column in of_seed.T] for of_seed in trajectory])
-    return layers, np.array([risk_auroc(label, -of_seed.mean(axis=1)) for of_seed in trajectory])
+    layers = np.array([[measures.risk_auroc(label, -column) for column in of_seed.T] for of_seed in trajectory])
+    return layers, np.array([measures.risk_auroc(label, -of_seed.mean(axis=1)) for of_seed in trajectory])

@@ -8,19 +8,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from service.errors import NoDirection, TrainingError
-from service.fitting import ClassBalance
+from service.fitting import ClassBalance, probes
 from service.fitting.estimator import fit_classifier
-from service.fitting.probes import (
-    ProbeFit,
-    Readouts,
-    Task,
-    fit_head,
-    fit_probes,
-    row_weights,
-    soft_auroc,
-    weighted_rows,
-    within_class_std,
-)
 from service.fitting.scores import auroc
 from service.readout import Site
 from tests.fitting.made import readouts
@@ -34,13 +23,13 @@ def fit_one(
 ) -> tuple[np.ndarray, float]:  # fmt: skip
     """One head, one task, all rows."""
     every = np.arange(len(x))
-    [found] = fit_head(x, label, [Task(every, every, c)], site, balance, soft_label)
+    [found] = probes.fit_head(x, label, [probes.Task(every, every, c)], site, balance, soft_label)
     assert found is not None
     return found
 
 
-def fit_all(data: Readouts, *tasks: Task, **options: object) -> list[ProbeFit]:
-    return fit_probes(data, tasks, balance="weights", **{"jobs": 1, **options})  # type: ignore[arg-type]
+def fit_all(data: probes.Readouts, *tasks: probes.Task, **options: object) -> list[probes.ProbeFit]:
+    return probes.fit_probes(data, tasks, balance="weights", **{"jobs": 1, **options})  # type: ignore[arg-type]
 
 
 def sample(count: int = 300, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +62,7 @@ def test_raw_space_logits_are_the_pipelines_up_to_a_positive_factor(site: Site) 
 def test_directions_are_unit_and_selection_is_by_training_auroc() -> None:
     rows, label = sample()
     train, test = EVERY[:200], EVERY[200:]
-    (fit,) = fit_all(readouts(rows, label), Task(train, test, 0.3))
+    (fit,) = fit_all(readouts(rows, label), probes.Task(train, test, 0.3))
     np.testing.assert_allclose(np.linalg.norm(fit.direction, axis=1), 1.0)
     assert fit.head.tolist() == [1, 1, 1]
     for layer in range(3):
@@ -82,14 +71,14 @@ def test_directions_are_unit_and_selection_is_by_training_auroc() -> None:
         assert fit.auroc[layer] == pytest.approx(max(best))
         logits = x[:, 1] @ fit.direction[layer] + fit.bias[layer]
         np.testing.assert_allclose(fit.trajectory[:, layer], logits[test])
-        assert fit.scale[layer] == pytest.approx(within_class_std(own, logits[train]))
+        assert fit.scale[layer] == pytest.approx(probes.within_class_std(own, logits[train]))
     rows[:, :, 3] = rows[:, :, 1]  # a tie goes to the lowest head
-    assert fit_all(readouts(rows, label), Task(EVERY, test, 0.3))[0].head.tolist() == [1, 1, 1]
+    assert fit_all(readouts(rows, label), probes.Task(EVERY, test, 0.3))[0].head.tolist() == [1, 1, 1]
 
 
 def test_processes_and_a_choice_of_layers_and_heads_change_no_other_s_bits() -> None:
     data = readouts(*sample())
-    tasks = [Task(EVERY[:200], EVERY[200:], c) for c in (0.05, 0.3)]
+    tasks = [probes.Task(EVERY[:200], EVERY[200:], c) for c in (0.05, 0.3)]
     for one, other in zip(fit_all(data, *tasks), fit_all(data, *tasks, jobs=3), strict=True):
         for field in ("direction", "trajectory", "bias"):
             assert getattr(one, field).tobytes() == getattr(other, field).tobytes()
@@ -102,13 +91,13 @@ def test_a_layer_without_a_probe_at_the_chosen_c_takes_a_larger_one_by_itself() 
     rows, label = sample()
     rows[:, 1] = np.random.default_rng(5).standard_normal(rows[:, 1].shape) + 0.1 * label[:, None, None]
     data, grid = readouts(rows, label), np.geomspace(1e-4, 1, 40)
-    found = fit_all(data, *(Task(EVERY, EVERY, c) for c in grid), zero_layers=True)
+    found = fit_all(data, *(probes.Task(EVERY, EVERY, c) for c in grid), zero_layers=True)
     weak = grid[next(place for place, fit in enumerate(found) if fit.direction.any(axis=1).all()) - 1]
-    task = Task(EVERY, EVERY, weak)
+    task = probes.Task(EVERY, EVERY, weak)
     with pytest.raises(NoDirection):
         fit_all(data, task)
     (fit,), (plain,) = fit_all(data, task, retry_larger_c=True), fit_all(data, task, layers=[0, 2])
-    (larger,) = fit_all(data, Task(EVERY, EVERY, 3 * weak), layers=[1])
+    (larger,) = fit_all(data, probes.Task(EVERY, EVERY, 3 * weak), layers=[1])
     assert np.array_equal(fit.trajectory[:, [0, 2]], plain.trajectory)
     assert np.array_equal(fit.trajectory[:, [1]], larger.trajectory)
     rows[:, 1] = 5.0
@@ -125,9 +114,9 @@ def test_zero_fits_are_skipped_and_a_layer_of_them_is_an_error() -> None:
     rows, label = sample()
     rows[:, 1] = 5.0  # every readout of layer 1 is constant
     with pytest.raises(NoDirection, match=r"layer 1: all 4 .* C = 0.3 on 300 rows.*larger C"):
-        fit_all(readouts(rows, label), Task(EVERY, EVERY[:3], 0.3))
+        fit_all(readouts(rows, label), probes.Task(EVERY, EVERY[:3], 0.3))
     rows[:, 1, 2] = sample()[0][:, 0, 1]  # head 2 alone has something to say
-    assert fit_all(readouts(rows, label), Task(EVERY, EVERY[:3], 0.3))[0].head[1] == 2
+    assert fit_all(readouts(rows, label), probes.Task(EVERY, EVERY[:3], 0.3))[0].head[1] == 2
 
 
 def test_downsampling_uses_as_many_rows_of_each_class() -> None:
@@ -136,7 +125,7 @@ def test_downsampling_uses_as_many_rows_of_each_class() -> None:
     down, again = (fit_one(x, label, 0.3, balance="downsample")[0] for _ in range(2))
     assert not np.allclose(down, fit_one(x, label, 0.3)[0])
     assert down.tolist() == again.tolist()
-    assert row_weights(label, "downsample").sum() == 60
+    assert probes.row_weights(label, "downsample").sum() == 60
 
 
 # --- soft labels ---
@@ -154,12 +143,12 @@ def shared() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 def test_weighted_rows_carry_the_soft_labels() -> None:
     soft = np.array([0.0, 0.25, 1.0, 0.5])
-    made = weighted_rows(np.array([1, 1, 0, 0]), soft)
+    made = probes.weighted_rows(np.array([1, 1, 0, 0]), soft)
     assert len(made.row) == 6  # rows without doubt stay one row
     for row, value in enumerate(soft):
         mine = made.row == row
         assert (made.weight[mine].sum(), made.weight[mine & (made.label == 1)].sum()) == (1, value)
-    assert [part.tolist() for part in weighted_rows(np.array([1, 0]), None)] == [[0, 1], [1, 0], [1.0, 1.0]]
+    assert [part.tolist() for part in probes.weighted_rows(np.array([1, 0]), None)] == [[0, 1], [1, 0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("site", list(Site))
@@ -177,11 +166,13 @@ def test_ranking_scale_balance_and_classifier_are_those_of_one_row_for_each_answ
     x, label, soft_label, verdicts = shared()
     score = x[:, 0].astype(np.float64)
     many, flat = np.repeat(score, K), verdicts.ravel()
-    assert soft_auroc(label, soft_label, score) == pytest.approx(auroc(flat, many))
-    assert soft_auroc(label, None, score) == auroc(label, score)
-    made = weighted_rows(label, soft_label)
-    assert within_class_std(made.label, score[made.row], made.weight) == pytest.approx(within_class_std(flat, many))
-    weight = row_weights(made.label, "weights", made.weight)
+    assert probes.soft_auroc(label, soft_label, score) == pytest.approx(auroc(flat, many))
+    assert probes.soft_auroc(label, None, score) == auroc(label, score)
+    made = probes.weighted_rows(label, soft_label)
+    assert probes.within_class_std(made.label, score[made.row], made.weight) == pytest.approx(
+        probes.within_class_std(flat, many)
+    )
+    weight = probes.row_weights(made.label, "weights", made.weight)
     assert weight[made.label == 1].sum() == pytest.approx(weight[made.label == 0].sum()) == pytest.approx(75)
     signals = x.astype(np.float64)
     soft, hard = fit_classifier(signals, label, soft_label), fit_classifier(np.repeat(signals, K, axis=0), flat)
@@ -191,7 +182,7 @@ def test_ranking_scale_balance_and_classifier_are_those_of_one_row_for_each_answ
 
 def test_samples_that_are_all_wrong_are_an_error() -> None:
     rows, label = sample()
-    data = Readouts(readouts(rows, label).file, EVERY, label, np.r_[np.zeros(180), np.full(120, 0.5)])
+    data = probes.Readouts(readouts(rows, label).file, EVERY, label, np.r_[np.zeros(180), np.full(120, 0.5)])
     with pytest.raises(TrainingError, match="180 training rows are wrong") as caught:
-        fit_all(data, Task(EVERY[:180], EVERY[180:], 0.3))
+        fit_all(data, probes.Task(EVERY[:180], EVERY[180:], 0.3))
     assert caught.value.param == "samples"

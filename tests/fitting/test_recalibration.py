@@ -14,22 +14,7 @@ from probes_store.bundle import render
 from probes_store.manifest import sealed
 from probes_store.records import Method, Recalibration
 from service.errors import TrainingError
-from service.fitting.recalibration import (
-    COX_KEYS,
-    FITS,
-    LEVELS,
-    NEGLIGIBLE,
-    LabelledRisks,
-    Traffic,
-    choose_map,
-    cox_line,
-    estimate_share,
-    fit_cox_line,
-    most_likely_share,
-    number_together,
-    prior_shift_test,
-    shift_to,
-)  # fmt: skip  # isort: skip
+from service.fitting import recalibration as maps
 from service.fitting.scores import debiased_calibration_error, t_interval
 from tests.fitting.made import APART, PRIOR, rows
 from tests.probes_store.factory import make_draft
@@ -45,7 +30,7 @@ def drawn(truth: Recalibration, count: int = 40_000, seed: int = 0) -> tuple[np.
 
 
 def fitted(name: Method, label: np.ndarray, risk: np.ndarray) -> Recalibration:
-    found = FITS[name](label, risk)
+    found = maps.FITS[name](label, risk)
     assert found is not None
     return found
 
@@ -81,7 +66,7 @@ def test_isotonic_follows_a_step_a_pure_block_is_no_certainty_and_falling_risks_
     rng = np.random.default_rng(3)
     risk = rng.uniform(0.05, 0.95, 2_000)
     label = (rng.random(2_000) < risk).astype(int)
-    assert [name for name, fit in FITS.items() if fit(label, risk)] == ["intercept"]
+    assert [name for name, fit in maps.FITS.items() if fit(label, risk)] == ["intercept"]
 
 
 @settings(max_examples=25, deadline=None)
@@ -91,7 +76,7 @@ def test_every_map_is_strictly_increasing(seed: int, count: int, digits: int) ->
     risk = rng.uniform(0, 1, count).round(digits)  # also ties, 0 and 1
     label = np.append([0, 1], rng.integers(0, 2, count - 2))
     grid = np.linspace(0.001, 0.999, 200)
-    for found in filter(None, (fit(label, risk) for fit in FITS.values())):
+    for found in filter(None, (fit(label, risk) for fit in maps.FITS.values())):
         sealed(dataclasses.replace(MANIFEST, recalibration=found))  # a bundle may have it
         made = found(np.concatenate([[0.0], grid, [1.0]]))
         assert np.all(np.diff(made) >= 0)
@@ -102,7 +87,7 @@ def test_every_map_is_strictly_increasing(seed: int, count: int, digits: int) ->
 
 def test_a_calibrated_risk_stays_as_it_is() -> None:
     drawings = [drawn(Recalibration("intercept"), 200, seed) for seed in range(12)]
-    names = [choose_map(label, risk, np.arange(200)).chosen.name for label, risk in drawings]
+    names = [maps.choose_map(label, risk, np.arange(200)).chosen.name for label, risk in drawings]
     assert names.count("identity") >= 9
 
 
@@ -114,7 +99,7 @@ def test_a_calibrated_risk_stays_as_it_is() -> None:
 )  # fmt: skip
 def test_the_simplest_map_that_fits_is_chosen(truth: Recalibration, count: int) -> None:
     for seed in range(2):
-        choice = choose_map(*drawn(truth, count, seed), np.arange(count))
+        choice = maps.choose_map(*drawn(truth, count, seed), np.arange(count))
         chosen, before = choice.chosen, choice.before
         assert (chosen.name, chosen.log_loss) == (truth.method, pytest.approx(before.log_loss - chosen.gain))
         assert chosen.gain_interval.low > 0
@@ -129,13 +114,13 @@ def test_prior_shift_needs_few_labels() -> None:
     names = []
     for seed in range(8):
         rng = np.random.default_rng(seed)
-        traffic = Traffic(*rows(rng, 600, 0.75)[::2])
+        traffic = maps.Traffic(*rows(rng, 600, 0.75)[::2])
         few, label, of_few = rows(rng, 40, 0.75)
 
-        def fit(label: np.ndarray, risk: np.ndarray, traffic: Traffic = traffic) -> Recalibration:
-            return shift_to(most_likely_share(traffic, PRIOR, label), PRIOR, 640)
+        def fit(label: np.ndarray, risk: np.ndarray, traffic: maps.Traffic = traffic) -> Recalibration:
+            return maps.shift_to(maps.most_likely_share(traffic, PRIOR, label), PRIOR, 640)
 
-        choice = choose_map(label, few, of_few, fit)
+        choice = maps.choose_map(label, few, of_few, fit)
         names.append(choice.chosen.name)
         fresh, truth, _ = rows(rng, 4_000, 0.75)
         for one in choice.candidates:
@@ -161,7 +146,7 @@ def test_a_map_is_judged_on_groups_that_it_has_not_seen() -> None:
         values = np.where(np.isin(knots.round(3), risks.round(3)), known, 0.5)
         return Recalibration("isotonic", knots=tuple(knots.tolist()), values=tuple(values.tolist()))
 
-    choice = choose_map(label, risk, group, remembers)
+    choice = maps.choose_map(label, risk, group, remembers)
     (found,) = [one for one in choice.candidates if one.name == "prior_shift"]
     assert found.log_loss == pytest.approx(np.log(2), abs=0.12)
     assert choice.chosen.name == "identity"
@@ -169,19 +154,19 @@ def test_a_map_is_judged_on_groups_that_it_has_not_seen() -> None:
 
 def test_intervals_count_groups_and_hold_the_calibration_error_and_too_few_rows_of_a_class_are_said() -> None:
     risk, label, _ = rows(np.random.default_rng(4), 100, 0.6)
-    alone = choose_map(label, risk, np.arange(100)).before
-    copied = choose_map(np.repeat(label, 5), np.repeat(risk, 5), np.repeat(np.arange(100), 5)).before
+    alone = maps.choose_map(label, risk, np.arange(100)).before
+    copied = maps.choose_map(np.repeat(label, 5), np.repeat(risk, 5), np.repeat(np.arange(100), 5)).before
     widths = [one.log_loss_interval.high - one.log_loss_interval.low for one in (alone, copied)]
     assert widths[1] == pytest.approx(widths[0], rel=0.15)
     assert alone.error == pytest.approx(debiased_calibration_error(label, risk), abs=1e-9)
     assert alone.error_interval.low <= alone.error <= alone.error_interval.high
     with pytest.raises(TrainingError, match="hallucinated row"):
-        choose_map(np.array([0] * 3 + [1] * 40), np.linspace(0.1, 0.9, 43), np.arange(43))
+        maps.choose_map(np.array([0] * 3 + [1] * 40), np.linspace(0.1, 0.9, 43), np.arange(43))
 
 
 # --- slope and intercept ---
 
-SLOPE, INTERCEPT = COX_KEYS
+SLOPE, INTERCEPT = maps.COX_KEYS
 
 
 def draw(rng: np.random.Generator, groups: int, size: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -196,26 +181,26 @@ def draw(rng: np.random.Generator, groups: int, size: int = 5) -> tuple[np.ndarr
 def test_a_known_distortion_is_found() -> None:
     label, _, risk = draw(np.random.default_rng(0), 40_000, 1)
     for slope, intercept in ((1.0, 0.0), (0.5, 0.0), (1.6, -0.7)):
-        found = fit_cox_line(label, expit((logit(risk) - intercept) / slope))
+        found = maps.fit_cox_line(label, expit((logit(risk) - intercept) / slope))
         assert found == pytest.approx((slope, intercept), abs=0.05)
 
 
 def test_separated_or_constant_risks_and_a_single_class_have_no_line() -> None:
     label, group, risk = np.repeat([0, 1], 10), np.arange(20), np.linspace(0.9, 0.1, 20)
     for given_ in (risk, 1 - risk, np.full(20, 0.3), np.where(label == 0, 1.0, 0.0)):
-        assert fit_cox_line(label, given_) is None
-        assert cox_line(label, group, given_[None]) == {SLOPE: None, INTERCEPT: None}
-    assert fit_cox_line(np.ones(20, int), risk) is None
+        assert maps.fit_cox_line(label, given_) is None
+        assert maps.cox_line(label, group, given_[None]) == {SLOPE: None, INTERCEPT: None}
+    assert maps.fit_cox_line(np.ones(20, int), risk) is None
     mixed = risk.copy()
     mixed[[9, 10]] = mixed[[10, 9]]
-    assert np.isfinite(list(cox_line(label, group, np.stack([mixed, mixed]))[SLOPE].values())).all()
-    assert cox_line(label, group, np.stack([mixed, risk])) == {SLOPE: None, INTERCEPT: None}  # one seed's are
+    assert np.isfinite(list(maps.cox_line(label, group, np.stack([mixed, mixed]))[SLOPE].values())).all()
+    assert maps.cox_line(label, group, np.stack([mixed, risk])) == {SLOPE: None, INTERCEPT: None}  # one seed's are
     # Risks of zero and one are taken as nearly so, and seeds are averaged.
     label, group, risk = draw(np.random.default_rng(1), 200)
     risk[0], risk[1] = 0.0, 1.0
-    alone, five = cox_line(label, group, risk[None]), cox_line(label, group, np.stack([risk] * 5))
+    alone, five = maps.cox_line(label, group, risk[None]), maps.cox_line(label, group, np.stack([risk] * 5))
     assert np.isfinite(alone[SLOPE]["high"])
-    for key in COX_KEYS:
+    for key in maps.COX_KEYS:
         assert five[key] == pytest.approx(alone[key], abs=1e-9)
 
 
@@ -225,7 +210,7 @@ def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
     for _ in range(draws):
         label, group, risk = draw(rng, 80, 8)
         for groups, count in ((group, hits), (np.arange(len(group)), naive)):
-            found = cox_line(label, groups, risk[None])
+            found = maps.cox_line(label, groups, risk[None])
             for place, (key, truth) in enumerate(((SLOPE, 1.0), (INTERCEPT, 0.0))):
                 count[place] += found[key]["low"] <= truth <= found[key]["high"]
     assert hits.min() / draws > 0.9  # 95 % nominal
@@ -234,9 +219,9 @@ def test_the_intervals_cover_and_rows_taken_as_independent_would_not() -> None:
 
 def test_one_newton_step_is_close_to_refitting_without_each_group_and_a_cross_validation_s_interval_is_wider() -> None:
     label, group, risk = draw(np.random.default_rng(3), 100)
-    found, crossed = cox_line(label, group, risk[None]), cox_line(label, group, risk[None], 5)
-    refitted = np.array([fit_cox_line(label[group != name], risk[group != name]) for name in np.unique(group)])
-    for key, column in zip(COX_KEYS, refitted.T.astype(float), strict=True):
+    found, crossed = maps.cox_line(label, group, risk[None]), maps.cox_line(label, group, risk[None], 5)
+    refitted = np.array([maps.fit_cox_line(label[group != name], risk[group != name]) for name in np.unique(group)])
+    for key, column in zip(maps.COX_KEYS, refitted.T.astype(float), strict=True):
         exact = t_interval(found[key]["mean"], column)
         assert [found[key]["low"], found[key]["high"]] == pytest.approx(exact, abs=0.01 * (exact.high - exact.low))
     widths = [line[SLOPE]["high"] - line[SLOPE]["low"] for line in (found, crossed)]
@@ -255,25 +240,25 @@ def em(risk: np.ndarray, prior: float, wrong: int, right: int) -> float:
     return share
 
 
-def seen(rng: np.random.Generator, groups: int, share: float, size: int = 1) -> Traffic:
-    return Traffic(*rows(rng, groups, share, size=size)[::2])
+def seen(rng: np.random.Generator, groups: int, share: float, size: int = 1) -> maps.Traffic:
+    return maps.Traffic(*rows(rng, groups, share, size=size)[::2])
 
 
-def source(rng: np.random.Generator, groups: int = 600, size: int = 1) -> LabelledRisks:
-    return LabelledRisks(*rows(rng, groups, PRIOR, size=size))
+def source(rng: np.random.Generator, groups: int = 600, size: int = 1) -> maps.LabelledRisks:
+    return maps.LabelledRisks(*rows(rng, groups, PRIOR, size=size))
 
 
-def width(traffic: Traffic, *labelled: np.ndarray) -> float:
-    found = estimate_share(traffic, PRIOR, *labelled)
+def width(traffic: maps.Traffic, *labelled: np.ndarray) -> float:
+    found = maps.estimate_share(traffic, PRIOR, *labelled)
     return found.high - found.low
 
 
 def test_the_share_is_the_fixed_point_of_em_also_where_many_rows_are_binned() -> None:
-    for count, labels, within in ((400, 0, 1e-6), (400, 30, 1e-6), (20 * LEVELS, 0, 1e-4)):
+    for count, labels, within in ((400, 0, 1e-6), (400, 30, 1e-6), (20 * maps.LEVELS, 0, 1e-4)):
         rng = np.random.default_rng(0)
         traffic, label = seen(rng, count, 0.6), rows(rng, labels, 0.6)[1]
         expected = em(traffic.risk, PRIOR, int((label == 0).sum()), int(label.sum()))
-        assert most_likely_share(traffic, PRIOR, label) == pytest.approx(expected, abs=within)
+        assert maps.most_likely_share(traffic, PRIOR, label) == pytest.approx(expected, abs=within)
 
 
 @pytest.mark.parametrize(("share", "groups", "size", "labels"), [(0.7, 150, 1, 0), (0.15, 150, 1, 30), (0.6, 80, 4, 0)])
@@ -282,7 +267,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(share: float, groups: 
     for seed in range(repeats):
         rng = np.random.default_rng(seed)
         traffic, label = seen(rng, groups, share, size), rows(rng, labels, share)[1]
-        found = estimate_share(traffic, PRIOR, label, groups + np.arange(labels))
+        found = maps.estimate_share(traffic, PRIOR, label, groups + np.arange(labels))
         assert found.low <= found.value <= found.high
         held += found.low <= share <= found.high
         widths.append(found.high - found.low)
@@ -293,26 +278,26 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(share: float, groups: 
 def test_groups_widen_the_interval_and_labels_narrow_it_by_their_groups() -> None:
     rng = np.random.default_rng(3)
     traffic = seen(rng, 60, 0.6, 6)
-    assert width(traffic) > 1.5 * width(Traffic(traffic.risk, np.arange(360)))
+    assert width(traffic) > 1.5 * width(maps.Traffic(traffic.risk, np.arange(360)))
     traffic, label = seen(rng, 100, 0.6), rows(rng, 200, 0.6)[1]
     apart, one_group = 100 + np.arange(200), np.full(200, 100)
     assert width(traffic, label, apart) < 0.6 * width(traffic)
     assert width(traffic, label, one_group) > width(traffic, label, apart)
-    values = [estimate_share(traffic, PRIOR, label, group).value for group in (apart, one_group)]
+    values = [maps.estimate_share(traffic, PRIOR, label, group).value for group in (apart, one_group)]
     assert values[0] == values[1]
 
 
 def test_the_map_gives_the_risks_of_the_new_share_and_one_at_the_end_no_certainty() -> None:
     x = np.linspace(-4, 4, 9)
-    moved = shift_to(0.8, PRIOR, 1_000)(expit(APART * x + logit(PRIOR)))
+    moved = maps.shift_to(0.8, PRIOR, 1_000)(expit(APART * x + logit(PRIOR)))
     np.testing.assert_allclose(moved, expit(APART * x + logit(0.8)), rtol=1e-9)
-    np.testing.assert_allclose(shift_to(PRIOR, PRIOR, 10)(moved), moved, rtol=1e-9)
+    np.testing.assert_allclose(maps.shift_to(PRIOR, PRIOR, 10)(moved), moved, rtol=1e-9)
     for risk, share in ((0.001, 0.0), (0.999, 1.0)):
-        found = most_likely_share(Traffic(np.full(50, risk), np.arange(50)), PRIOR)
+        found = maps.most_likely_share(maps.Traffic(np.full(50, risk), np.arange(50)), PRIOR)
         assert found == pytest.approx(share, abs=1e-9)
-        assert 0 < shift_to(found, PRIOR, 50)(risk) < 1
-        assert abs(shift_to(found, PRIOR, 50).c) < 6
-    assert [numbers.tolist() for numbers in number_together(["a", "b", "a"], ["c", "b"])] == [[0, 1, 0], [2, 1]]
+        assert 0 < maps.shift_to(found, PRIOR, 50)(risk) < 1
+        assert abs(maps.shift_to(found, PRIOR, 50).c) < 6
+    assert [numbers.tolist() for numbers in maps.number_together(["a", "b", "a"], ["c", "b"])] == [[0, 1, 0], [2, 1]]
 
 
 @pytest.mark.parametrize(("share", "size"), [(0.1, 1), (PRIOR, 1), (0.8, 1), (0.6, 4)])
@@ -321,7 +306,7 @@ def test_prior_shift_is_rarely_refused(share: float, size: int) -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
         traffic = seen(rng, 300 // size, share, size)
-        found.append(prior_shift_test(source(rng, 600 // size, size), traffic))
+        found.append(maps.prior_shift_test(source(rng, 600 // size, size), traffic))
     assert sum(not one.explained for one in found) <= 3  # of 30 at a level of 1 %: P(more than 3) is below 0.001
     assert np.mean([one.share for one in found]) == pytest.approx(share, abs=0.05)
 
@@ -331,11 +316,11 @@ def test_other_questions_are_refused_and_their_share_would_have_been_wrong() -> 
     for seed in range(10):
         rng = np.random.default_rng(seed)
         risk = expit(APART * (0.5 + 0.5 * rng.standard_normal(300)) + logit(PRIOR))
-        wrong, traffic = rng.random(300) < risk, Traffic(risk, np.arange(300))
-        found = prior_shift_test(source(rng), traffic)
+        wrong, traffic = rng.random(300) < risk, maps.Traffic(risk, np.arange(300))
+        found = maps.prior_shift_test(source(rng), traffic)
         assert not found.explained
-        assert found.distance > NEGLIGIBLE
-        share = estimate_share(traffic, PRIOR)
+        assert found.distance > maps.NEGLIGIBLE
+        share = maps.estimate_share(traffic, PRIOR)
         assert not share.low <= np.mean(wrong) <= share.high  # without the test nothing would have said so
 
 
@@ -346,7 +331,7 @@ def test_rows_of_a_group_are_no_evidence_of_their_own() -> None:
         rng = np.random.default_rng(seed)
         known, risk = source(rng), np.repeat(rows(rng, 40, 0.6)[0], 15)
         for place, group in enumerate((np.repeat(np.arange(40), 15), np.arange(600))):
-            refused[place] += not prior_shift_test(known, Traffic(risk, group)).explained
+            refused[place] += not maps.prior_shift_test(known, maps.Traffic(risk, group)).explained
     assert refused[0] <= 1
     assert refused[1] >= 5
 
@@ -355,8 +340,8 @@ def test_a_large_traffic_is_not_refused_for_a_hair_and_both_classes_are_needed()
     """Refitted probes separate the classes a little better than cross-fitted ones."""
     rng = np.random.default_rng(0)
     known, traffic = source(rng, 20_000), seen(rng, 20_000, 0.6)
-    found = prior_shift_test(known, Traffic(1 / (1 + (1 / traffic.risk - 1) ** 1.04), traffic.group))
+    found = maps.prior_shift_test(known, maps.Traffic(1 / (1 + (1 / traffic.risk - 1) ** 1.04), traffic.group))
     assert found.explained
-    assert found.limit == NEGLIGIBLE
+    assert found.limit == maps.NEGLIGIBLE
     with pytest.raises(ValueError, match="both classes"):
-        prior_shift_test(LabelledRisks(np.array([0.1, 0.2]), np.ones(2, int), np.arange(2)), traffic)
+        maps.prior_shift_test(maps.LabelledRisks(np.array([0.1, 0.2]), np.ones(2, int), np.arange(2)), traffic)
