@@ -20,16 +20,16 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from service.audit.events import Line
 from service.errors import AuditUnavailable, HalluTracerError
 
 log = logging.getLogger("hallutracer")
+Line = Mapping[str, Any]
 FIRST = "0" * 64  # ``prev`` of a chain's first line
 CUT = b" (cut short)\n"  # ends a line that was, so that it cannot be read as one even where only its end is missing
 _NOTED = re.compile(r"([0-9a-f]{64}) (\d{20}) (\d{20})\n")

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from service.audit import auditor as module
-from service.audit.auditor import Auditor, recorded
-from service.audit.events import JudgedEvent, Who, decision
+from service.audit.auditor import Auditor, JudgedEvent, Who, decision, recorded
 from service.audit.file import verify
 from service.errors import AuditUnavailable
 

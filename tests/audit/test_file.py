@@ -6,14 +6,12 @@ Lines that were changed show, whatever is written afterwards; what honest writer
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import resource
 import shutil
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +23,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.audit.events import SERVICE, change
+from service.audit.auditor import SERVICE, change
 from service.audit.file import FIRST, AuditFile, Verified, digest_of, head_path, verify
 from service.errors import AuditUnavailable, HalluTracerError
-from tests.serve_process import PATHS
+
+FORK = multiprocessing.get_context("fork")
 
 
 def line(number: int, **more: Any) -> Any:
@@ -84,9 +83,8 @@ def test_each_line_has_the_digest_of_the_one_before_it_also_over_a_restart(path:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600  # nobody else may read
 
 
-@pytest.mark.parametrize("length", [16_300, 16_384, 40_000, 3_000_000])
-def test_the_line_before_is_found_however_long_it_is(path: Path, length: int) -> None:
-    log_of(path, 2).append([line(2, text="x" * length)])
+def test_the_line_before_is_found_however_long_it_is(path: Path) -> None:
+    log_of(path, 2).append([line(2, text="x" * 3_000_000)])
     log_of(path, 1, first=3)
     assert whole(path, lines=4)
 
@@ -111,6 +109,7 @@ def test_the_chain_goes_on_over_a_rotation(path: Path, old: Path, how: str, firs
     other.append([line(2)])
     rotate(path, old, how)
     assert whole(old)
+    assert how == "rename" or whole(path, continues=True)  # whoever has no older file is told of it
     (AuditFile(path) if first == "a new process" else file if first == "the writer" else other).append([line(3)])
     for one in (file, other):
         one.append([line(4)])
@@ -120,16 +119,6 @@ def test_the_chain_goes_on_over_a_rotation(path: Path, old: Path, how: str, firs
     assert not whole(path, old)
     tamper(old, "changed in place")  # the last line of the older file
     assert not whole(old, path)
-
-
-def test_a_log_that_was_emptied_shows_as_one_that_began_in_an_earlier_file(path: Path) -> None:
-    """As by a rotation that copies; whoever has no such file knows."""
-    file = log_of(path, 3)
-    assert whole(path, continues=False)
-    os.truncate(path, 0)
-    assert whole(path, continues=True)
-    file.append([line(3)])
-    assert whole(path, continues=True)
 
 
 def test_a_full_disk_leaves_whole_lines_and_the_next_one_says_so(path: Path, old: Path) -> None:
@@ -228,7 +217,6 @@ def test_a_changed_end_shows_at_once_and_is_not_healed_by_the_next_line(
     other.append([line(0)])
     file = AuditFile(path, on_break=lambda: breaks.append(1))
     file.append([line(1), line(2)])
-    assert whole(path)
     tamper(path, what)
     assert not whole(path)
     newer = AuditFile(path, on_break=lambda: breaks.append(1))
@@ -242,11 +230,13 @@ def test_a_changed_end_shows_at_once_and_is_not_healed_by_the_next_line(
     assert (breaks, caplog.text.count("were changed or removed")) == ([1], 1)
 
 
-@pytest.mark.parametrize("what", list(CHANGES)[8:])
-def test_what_was_changed_in_the_middle_shows(path: Path, what: str) -> None:
-    log_of(path, 5).close()
-    tamper(path, what)
-    assert not whole(path)
+def test_what_was_changed_in_the_middle_shows(path: Path) -> None:
+    for what in list(CHANGES)[8:]:
+        log_of(path, 5).close()
+        tamper(path, what)
+        assert not whole(path), what
+        path.unlink()
+        head_path(path).unlink()
 
 
 def chain_again(path: Path) -> None:
@@ -295,16 +285,7 @@ def test_what_is_gone_from_the_end_shows_by_a_digest_that_was_noted(path: Path) 
 
 
 # What may happen to a log that nobody tampers with, at any moment between two lines.
-HONEST = (
-    "a",
-    "b",
-    "new",
-    "rename",
-    "rename and make",
-    "copy and empty",
-    "crash within a line",
-    "crash before the head",
-)
+HONEST = ("a", "b", "new", *ROTATIONS, "crash within a line", "crash before the head")
 
 
 def act(folder: Path, what: str, number: int, writers: dict[str, AuditFile]) -> None:
@@ -364,34 +345,25 @@ def check_every_change(files: list[Path]) -> None:
         path.write_bytes(kept)
 
 
-WRITER = """
-import random, sys
-from pathlib import Path
-from service.audit.file import AuditFile
-from tests.audit.test_file import line
-draw, path, count = random.Random(int(sys.argv[2])), Path(sys.argv[1]), int(sys.argv[3])
-file = AuditFile(path)
-print(flush=True)
-sys.stdin.readline()
-while count:
-    some = min(count, draw.randint(1, 4))
-    file.append([line(count) for _ in range(some)], sync=draw.random() < 0.1)
-    count -= some
-    if draw.random() < 0.05:
-        file.close()
-        file = AuditFile(path)
-"""
+def write(path: Path, seed: int, count: int, all_there: Any) -> None:
+    draw, file = random.Random(seed), AuditFile(path)
+    all_there.wait()
+    while count:
+        some = min(count, draw.randint(1, 4))
+        file.append([line(count) for _ in range(some)], sync=draw.random() < 0.1)
+        count -= some
+        if draw.random() < 0.05:
+            file.close()
+            file = AuditFile(path)
 
 
-def writing(path: Path, seeds: range, count: int) -> list[subprocess.Popen[bytes]]:
+def writing(path: Path, seeds: range, count: int) -> list[Any]:
     """Processes that write so many lines each, all at once."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    commands = [[sys.executable, "-c", WRITER, str(path), str(seed), str(count)] for seed in seeds]
-    writers = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATHS}, **pipes) for command in commands]
+    all_there = FORK.Barrier(len(seeds) + 1)
+    writers = [FORK.Process(target=write, args=(path, seed, count, all_there)) for seed in seeds]
     for writer in writers:
-        writer.stdout.readline()  # type: ignore[union-attr]
-    for writer in writers:
-        writer.stdin.close()  # type: ignore[union-attr]
+        writer.start()
+    all_there.wait()
     return writers
 
 
@@ -399,12 +371,12 @@ def writing(path: Path, seeds: range, count: int) -> list[subprocess.Popen[bytes
 def test_processes_and_a_rotation_at_any_moment_make_one_chain(tmp_path: Path, path: Path, seed: int) -> None:
     draw, rotations = random.Random(seed), 0
     writers = writing(path, range(10 * seed, 10 * seed + 3), 300)
-    while any(writer.poll() is None for writer in writers):
+    while any(writer.is_alive() for writer in writers):
         time.sleep(draw.random() * 0.02)
         if path.exists():
             path.rename(tmp_path / f"{rotations:04}")
             rotations += 1
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert whole(*files_of(tmp_path), lines=900, no_head=0)
 
 
@@ -415,8 +387,8 @@ def test_processes_that_are_killed_leave_a_chain(tmp_path: Path, path: Path, see
         writers = writing(path, range(100 * seed + 10 * number, 100 * seed + 10 * number + 2), 100_000)
         time.sleep(draw.random() * 0.1)
         for writer in writers:
-            writer.send_signal(signal.SIGKILL)
-            writer.wait()
+            writer.kill()
+            writer.join()
         log_of(path, 1).close()  # as the service begins again
         if number % 2:
             path.rename(tmp_path / f"{number:04}")
