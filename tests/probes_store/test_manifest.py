@@ -17,15 +17,7 @@ from scipy.special import expit, logit
 
 from probes_store import errors
 from probes_store.bundle import render
-from probes_store.errors import (
-    BadValue,
-    BundleDamaged,
-    DigestMismatch,
-    MissingField,
-    NotFinite,
-    UnknownField,
-    WrongShape,
-)
+from probes_store.errors import BadValue, BundleDamaged, DigestMismatch, MissingField, UnknownField, WrongShape
 from probes_store.manifest import MAX_FILE, check_identity, manifest_bytes, read_manifest, sealed
 from probes_store.records import Applicability, Context, ContextProbe, Recalibration, least_reaching
 from probes_store.syntax import canonical_json, parse_json, plain, readable_json
@@ -109,7 +101,7 @@ def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
 TEXTS: list[tuple[type[BundleDamaged], str | None, bytes]] = [
     *((BadValue, None, data) for data in (b"\xff\xfe}\n", b"[" * 100_000 + b"}\n", b"{,}\n", b"[]\n",
                                          b'{"version": ' + b"9" * 5000 + b"}\n")),
-    *((NotFinite, None, DATA.replace(b'"threshold": 0.5', b'"threshold": ' + text))
+    *((errors.NotFinite, None, DATA.replace(b'"threshold": 0.5', b'"threshold": ' + text))
       for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999")),
     *((BadValue, ".".join([*path, name]), json.dumps(changed(DOCUMENT, path, {name: "tiny\ud800llama"})).encode())
       for path, name in ((["model"], "name"), (["training"], "judge"))),

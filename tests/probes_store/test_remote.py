@@ -18,20 +18,10 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
-from probes_store import bucket
+from probes_store import bucket, errors
 from probes_store.bucket import Objects
 from probes_store.bundle import SIGNATURE, read_files, read_signature
-from probes_store.errors import (
-    BundleConflict,
-    BundleDamaged,
-    BundleError,
-    BundleNotFound,
-    DigestMismatch,
-    InvalidReference,
-    MissingFile,
-    StoreRefused,
-    StoreUnreachable,
-)
+from probes_store.errors import BundleDamaged, InvalidReference, MissingFile, StoreRefused, StoreUnreachable
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, sealed
 from probes_store.store import SHIPPED, RemoteBackend, Store
 from probes_store.syntax import check_url
@@ -140,7 +130,7 @@ def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -
     blob, size = blob_of(bundle.manifest, "probes.safetensors"), bundle.manifest.files["probes.safetensors"].bytes
     for data in (b"x" * size, b"x" * 10_000):
         objects.put(blob, data)
-        with pytest.raises(DigestMismatch, match=r"tiny/1/probes\.safetensors"):
+        with pytest.raises(errors.DigestMismatch, match=r"tiny/1/probes\.safetensors"):
             opens(url, "new").load("tiny")
     assert not (opens(url, "new").root / "tiny" / "1").exists()  # nothing of it is kept
     assert store.load("tiny").reference == "tiny:1"  # its copy is sound
@@ -167,7 +157,7 @@ def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens)
     again = sealed(first.manifest, created="2030-01-01T00:00:00Z")  # sealing anew makes another bundle, too
     for other in (rogue.manifest, again):
         Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(other))
-        with pytest.raises(BundleConflict, match="than before"):
+        with pytest.raises(errors.BundleConflict, match="than before"):
             store.load("tiny")
 
 
@@ -215,7 +205,7 @@ def test_without_an_answer_the_copies_serve(published: str, opens: Opens, caplog
     assert "going on with the copies in" in caplog.text
     assert f"aliases of tiny as they were when {published} last answered: production -> 1" in caplog.text
     assert [summary.reference for summary in store.list()] == ["tiny:1"]
-    with pytest.raises(BundleNotFound):
+    with pytest.raises(errors.BundleNotFound):
         store.load("tiny:2")  # never fetched by this machine
     for action in (lambda: store.publish(make_draft(9)), lambda: store.set_alias("tiny", "canary", 1),
                    lambda: opens(published, "new").load("tiny"),
@@ -297,7 +287,7 @@ def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path
         barrier.wait()
         try:
             copy(rivals[number], store, source="here", take_over=True)
-        except BundleError as error:
+        except errors.BundleError as error:
             told.append(error)
 
     threads = [threading.Thread(target=add, args=(number,)) for number in range(2)]
@@ -305,7 +295,7 @@ def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path
         thread.start()
     for thread in threads:
         thread.join()
-    assert [type(error) for error in told] == [BundleConflict]
+    assert [type(error) for error in told] == [errors.BundleConflict]
     assert opens(s3_url, "reader").verify("tiny:1").manifest.digest in {rival.manifest.digest for rival in rivals}
 
 

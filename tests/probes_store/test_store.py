@@ -15,21 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probes_store import local
+from probes_store import errors, local
 from probes_store.bucket import Objects
 from probes_store.bundle import read_files
-from probes_store.errors import (
-    BadValue,
-    BundleConflict,
-    BundleDamaged,
-    BundleError,
-    BundleNotFound,
-    DigestMismatch,
-    InvalidReference,
-    StoreNotWritable,
-    Truncated,
-    UnknownField,
-)
+from probes_store.errors import BadValue, BundleConflict, BundleNotFound, InvalidReference, StoreNotWritable, Truncated
 from probes_store.local import LocalBackend, write_files
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
@@ -135,12 +124,12 @@ def test_aliases_need_a_version_that_loads(where: str, opens: Opens) -> None:
 ALIAS_DAMAGE = [
     (b"", Truncated), (b'{\n  "production": 1', Truncated), (b"{,}\n", BadValue), (b"[1]\n", BadValue),
     (b'{"production": "1"}\n', BadValue), (b'{"production": true}\n', BadValue), (b'{"production": 0}\n', BadValue),
-    (b'{"../x": 1}\n', BadValue), (b'{"production": 1, "production": 2}\n', UnknownField),
+    (b'{"../x": 1}\n', BadValue), (b'{"production": 1, "production": 2}\n', errors.UnknownField),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "error"), ALIAS_DAMAGE)
-def test_damaged_aliases(where: str, opens: Opens, data: bytes, error: type[BundleDamaged]) -> None:
+def test_damaged_aliases(where: str, opens: Opens, data: bytes, error: type[errors.BundleDamaged]) -> None:
     here, table = opens(where), "tiny/aliases/1.json" if is_url(where) else "tiny/aliases.json"
     here.publish(make_draft())
     put(where, table, data)
@@ -325,9 +314,9 @@ def test_damaged_bundles_are_listed_with_their_error_and_no_substitute(store: St
     (store.root / "stray.txt").write_text("x")
     (store.root / "tiny" / "3").write_text("not a folder")
     found = [(one.reference, one.manifest is None, one.aliases, type(one.error)) for one in store.list()]
-    assert found == [("tiny:1", True, (), DigestMismatch), ("tiny:2", False, ("production",), type(None)),
+    assert found == [("tiny:1", True, (), errors.DigestMismatch), ("tiny:2", False, ("production",), type(None)),
                      ("tiny:3", True, (), BundleNotFound)]  # fmt: skip
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(errors.DigestMismatch):
         store.load("tiny:1")
     again = store.publish(make_draft(0))
     assert (again.reference, again.manifest.digest) == ("tiny:4", first.manifest.digest)
@@ -458,7 +447,7 @@ def write_as_nobody(root: str, results: Any) -> None:
         try:
             action()
             found.append("done")
-        except BundleError as error:
+        except errors.BundleError as error:
             found.append(type(error).__name__)
     results.put(found)
 

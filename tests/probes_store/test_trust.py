@@ -11,17 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from probes_store import errors
 from probes_store.bundle import SIGNATURE, Bundle
-from probes_store.errors import (
-    BundleConflict,
-    BundleDamaged,
-    DigestMismatch,
-    InvalidReference,
-    OpenStore,
-    SignatureMismatch,
-    SignatureMissing,
-    SigningError,
-)
+from probes_store.errors import DigestMismatch, OpenStore, SignatureMismatch, SignatureMissing, SigningError
 from probes_store.manifest import MANIFEST, manifest_bytes, sealed
 from probes_store.store import SHIPPED, Store, Trust
 from probes_store.transfer import copy, files_of
@@ -104,7 +96,7 @@ def test_a_signature_is_for_one_version_and_one_key(store: Store, strict: Store,
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[" * 10_000, b"x" * (2 << 20)])
 def test_what_is_no_signature_does_not(data: bytes, store: Store, strict: Store) -> None:
     (store.publish(make_draft()).path / SIGNATURE).write_bytes(data)
-    with pytest.raises((SignatureMismatch, BundleDamaged)):
+    with pytest.raises((SignatureMismatch, errors.BundleDamaged)):
         strict.load("tiny")
 
 
@@ -162,14 +154,14 @@ def test_what_signs_and_what_is_signed(store: Store, strict: Store, keys: KeyPai
             store.sign("tiny", signing)
     store.sign("tiny", Signing(locked.private, "open sesame"))
     assert Store(store.root, trust=Trust(required_signature(str(locked.public)))).load("tiny").reference == "tiny:2"
-    with pytest.raises(BundleConflict, match="comes with the package"):
+    with pytest.raises(errors.BundleConflict, match="comes with the package"):
         strict.sign("demo", Signing(keys.private))
     with pytest.raises(DigestMismatch):
         strict.sign(f"tiny:2@{first.manifest.digest}", Signing(keys.private))
     strict.sign(f"tiny:2@{second.manifest.digest}", Signing(keys.private))  # it need not have been signed so
     assert strict.load("tiny").reference == "tiny:2"
     (first.path / "README.md").write_bytes(b"x")
-    with pytest.raises(BundleDamaged):
+    with pytest.raises(errors.BundleDamaged):
         store.sign("tiny:1", Signing(keys.private))
 
 
@@ -192,7 +184,7 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair, monkeypatch: pytest.Monk
     (tmp_path / "text").write_text("hello")
     for text in ("sigstore:", "sigstore:me@example.org", "sigstore:@https://x", str(tmp_path / "absent"),
                  str(tmp_path / "text"), str(keys.private), str(tmp_path)):  # fmt: skip
-        with pytest.raises(InvalidReference, match="private key" if text == str(keys.private) else None):
+        with pytest.raises(errors.InvalidReference, match="private key" if text == str(keys.private) else None):
             required_signature(text)
     keys.public.chmod(0o666)
     with pytest.raises(OpenStore, match=r"ours\.pub"):
