@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, timestamp
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, timestamp
 from probes_store.errors import MissingFile, StoreRefused, StoreUnreachable, one_line
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, record_of, sealed
 from probes_store.syntax import (
@@ -83,9 +83,8 @@ class Bucket:
         files = {}
         for name, record in manifest.files.items():
             shown = f"{manifest.name}/{manifest.version}/{name}"
-            files[name] = self._read(f"{manifest.name}/{BLOBS}/{record.sha256}", record.bytes, shown)
-            if (found := record_of(files[name])) != record:
-                raise errors.DigestMismatch(f"{self.where} has another file", file=shown, expected=record, found=found)
+            data = self._read(f"{manifest.name}/{BLOBS}/{record.sha256}", record.bytes, shown)
+            files[name] = listed(data, record, shown)
         return files
 
     def check_writable(self) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -20,9 +21,9 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, too_long
 from probes_store.errors import BundleError, HubError, HubUnreachable, one_line
-from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_of
+from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from probes_store.syntax import HubAddress, parse_address
 
 T = TypeVar("T")
@@ -90,10 +91,6 @@ class Hub:
         be damaged.  ``arrived`` is told how many bytes came; ``cached``: without a connection.
         """
 
-        def too_long() -> errors.DigestMismatch:
-            expected = f"at most {limit} bytes"
-            return errors.DigestMismatch("the file is too long", file=name, expected=expected, found="more")
-
         class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
             """Shows nothing, and ends a download that is longer than the hub stated beforehand."""
 
@@ -105,7 +102,7 @@ class Hub:
             def update(self, n: float | None = 1) -> bool | None:
                 self.total_arrived += int(n or 0)
                 if self.total_arrived > limit:
-                    raise too_long()
+                    raise too_long(name, limit)
                 if arrived is not None and not again:
                     arrived(int(n or 0))
                 return None
@@ -119,7 +116,7 @@ class Hub:
                 with open(path, "rb") as file:
                     data = file.read(limit + 1)
             if len(data) > limit:
-                raise too_long()
+                raise too_long(name, limit)
             try:
                 return accept(data), Path(path)
             except errors.BundleDamaged:
@@ -129,16 +126,10 @@ class Hub:
 
     def files(self, manifest: Manifest, revision: str, **options: Any) -> dict[str, bytes]:
         """Return the files that the manifest lists, compared with it; ``options`` as ``read`` takes them."""
-
-        def same(data: bytes) -> bytes:
-            if (found := record_of(data)) != record:
-                raise errors.DigestMismatch("the repository has another file", file=name, expected=record, found=found)
-            return data
-
-        files = {}
-        for name, record in manifest.files.items():
-            files[name], _ = self.read(name, revision, record.bytes, same, **options)
-        return files
+        return {
+            name: self.read(name, revision, record.bytes, partial(listed, record=record, file=name), **options)[0]
+            for name, record in manifest.files.items()
+        }
 
     @contextmanager
     def errors(self, revision: str | None = None) -> Iterator[None]:
