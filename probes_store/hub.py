@@ -148,14 +148,13 @@ class Hub:
             case of_hub.GatedRepoError():
                 return HubError, "the repository is gated", f"Accept its terms at {self.url} and then: {_TOKEN}"
             case of_hub.RepositoryNotFoundError():
-                cure = f"Check the spelling.  Where it is private: {_TOKEN}"
-                return errors.HubMissing, "no such repository, or it is private", cure
+                return errors.HubMissing, "no such repository, or it is private", f"Check the spelling, or {_TOKEN}"
             case of_hub.RevisionNotFoundError():
                 return HubError, "no such revision", f"Its tags and branches are at {self.url}/tree/main"
             case of_hub.OfflineModeIsEnabled() | of_hub.LocalEntryNotFoundError():
                 offline = isinstance(error, of_hub.OfflineModeIsEnabled)
-                cure = "Connect, or unset HF_HUB_OFFLINE; what was downloaded once is found in the cache"
-                return HubUnreachable, "HF_HUB_OFFLINE is set" if offline else "not in the cache", cure
+                problem = "HF_HUB_OFFLINE is set" if offline else "not in the cache"
+                return HubUnreachable, problem, "Connect, or unset HF_HUB_OFFLINE"
             case of_hub.EntryNotFoundError():
                 return errors.MissingFile, "the repository has no such file", None
             case of_hub.HfHubHTTPError() if error.response.status_code in (401, 403):
@@ -175,17 +174,13 @@ class Hub:
 
 
 class HubSource:
-    """A repository as a store to read: its tags v1, v2, ... are the versions of its one bundle, without aliases.
-
-    See ``Bucket`` for what the methods do.  What the hub refuses is a HubError.
-    """
+    """A repository as a store to read: its tags v1, v2, ... are the versions of its one bundle; see ``Bucket``."""
 
     def __init__(self, url: str) -> None:
         address = parse_address(url.rstrip("/"))
         if address.revision is not None:
-            cure = "Name the version with the bundle: --bundle NAME:VERSION"
-            raise errors.InvalidReference("a store has all versions", file=url, expected="hf://OWNER/NAME",
-                                          found=ascii(url), cure=cure)  # fmt: skip
+            raise errors.InvalidReference("a store has all versions", expected="hf://OWNER/NAME", found=ascii(url),
+                                          cure="Name the version with the bundle")  # fmt: skip
         self.where = str(address)
         self._hub = Hub(address.repository)
 
@@ -224,9 +219,8 @@ class HubSource:
             return self._hub.files(manifest, f"v{manifest.version}")
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        problem = "a repository of the hub is only read as a store, and has no aliases"
-        cure = "Publish into a store of your own, sign there, and run 'hallutracer bundle push'"
-        raise errors.StoreRefused(problem, file=self.where, cure=cure)
+        cure = "Publish and sign in a store of your own, and run 'hallutracer bundle push'"
+        raise errors.StoreRefused("a repository of the hub is only read", file=self.where, cure=cure)
 
     check_writable = publish = add = set_alias = write_signature = _refuse
 

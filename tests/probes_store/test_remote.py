@@ -24,7 +24,6 @@ from probes_store.bundle import SIGNATURE, read_files, read_signature
 from probes_store.errors import BundleDamaged, InvalidReference, MissingFile, StoreRefused, StoreUnreachable
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, sealed
 from probes_store.store import SHIPPED, RemoteBackend, Store
-from probes_store.syntax import check_url
 from probes_store.transfer import copy
 from tests.probes_store.conftest import Opens
 from tests.probes_store.factory import make_draft, write_bundle
@@ -92,18 +91,13 @@ def test_a_huge_object_is_not_read_to_its_end(memory: str, opens: Opens, monkeyp
     assert opens(memory, "new").load("tiny").reference == "tiny:1"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["s3://", "s3:///x", "s3://b/../x", "s3://b//x", "s3://b/.x", "ftp://b/x", "S3://b", "s3://b/x?y", "s3://a:b@c/x",
-     "zip://x::s3://b/x", "file:///tmp/x", "s3://b/x y", "s3://b/x\n"],
-)  # fmt: skip
-def test_what_is_no_url_of_a_store(text: str, tmp_path: Path) -> None:
-    for opening in (check_url, lambda url: Store(url, cache=tmp_path)):
+def test_what_is_no_url_and_what_is_missing(
+    memory: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    for text in ("s3://", "s3:///x", "s3://b/../x", "s3://b//x", "s3://b/.x", "ftp://b/x", "S3://b", "s3://b/x?y",
+                 "s3://a:b@c/x", "zip://x::s3://b/x", "file:///tmp/x", "s3://b/x y", "s3://b/x\n"):  # fmt: skip
         with pytest.raises(InvalidReference, match="s3://BUCKET/PREFIX"):
-            opening(text)
-
-
-def test_what_is_missing_is_named(memory: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: Patch) -> None:
+            Store(text, cache=tmp_path)
     opens(f"{memory}/a").publish(make_draft(0))
     assert opens(f"{memory}/a/").load("tiny").reference == "tiny:1"  # a slash at the end makes no other store
     with pytest.raises(StoreRefused, match="bucked"):

@@ -7,13 +7,12 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from probes_store import errors, local
 from probes_store.bucket import Objects
@@ -22,7 +21,7 @@ from probes_store.errors import BadValue, BundleConflict, BundleNotFound, Invali
 from probes_store.local import LocalBackend, write_files
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from probes_store.syntax import is_url, parse_reference
+from probes_store.syntax import is_url
 from probes_store.transfer import copy
 from tests.probes_store.conftest import S3_LONG, Opens
 from tests.probes_store.factory import make_draft, write_bundle
@@ -128,16 +127,16 @@ ALIAS_DAMAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "error"), ALIAS_DAMAGE)
-def test_damaged_aliases(where: str, opens: Opens, data: bytes, error: type[errors.BundleDamaged]) -> None:
+def test_damaged_aliases(where: str, opens: Opens) -> None:
     here, table = opens(where), "tiny/aliases/1.json" if is_url(where) else "tiny/aliases.json"
     here.publish(make_draft())
-    put(where, table, data)
-    for use in (lambda: here.resolve("tiny"), lambda: here.aliases("tiny"), lambda: here.set_alias("tiny", "a", 1)):
-        with pytest.raises(error, match=table):
-            use()
+    for data, error in ALIAS_DAMAGE:
+        put(where, table, data)
+        for use in (lambda: here.resolve("tiny"), lambda: here.aliases("tiny"), lambda: here.set_alias("tiny", "a", 1)):
+            with pytest.raises(error, match=table):
+                use()
+        assert [type(summary.error) for summary in here.list()] == [error]
     assert here.load("tiny:1").reference == "tiny:1"
-    assert [type(summary.error) for summary in here.list()] == [error]
 
 
 def test_a_bundle_in_another_place_is_refused(where: str, opens: Opens) -> None:
@@ -262,25 +261,10 @@ def test_references_and_names_that_try_to_leave_the_store(store: Store) -> None:
             with pytest.raises(InvalidReference):
                 use(reference)
     for name in ("../up", "", "a..b", "A", "a/b"):
-        writes: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
-            (store.publish, (make_draft(name=name),)), (store.set_alias, (name, "production", 1)),
-            (store.set_alias, ("tiny", name, 1)), (store.aliases, (name,)),
-        ]  # fmt: skip
-        for write, arguments in writes:
+        for write in (partial(store.publish, make_draft(name=name)), partial(store.set_alias, name, "production", 1),
+                      partial(store.set_alias, "tiny", name, 1), partial(store.aliases, name)):  # fmt: skip
             with pytest.raises(InvalidReference):
-                write(*arguments)
-
-
-@given(st.text(max_size=12) | st.text("./:@\\~ a1-", max_size=12))
-def test_what_parses_stays_inside(text: str) -> None:
-    try:
-        reference = parse_reference(text)
-    except InvalidReference:
-        return
-    for part in (reference.name, reference.alias or "a"):
-        root = os.path.abspath("root")
-        assert os.path.dirname(os.path.abspath(os.path.join(root, part))) == root
-    assert reference.version is None or reference.version >= 1
+                write()
 
 
 def test_links_out_of_the_store_are_refused(store: Store, tmp_path: Path) -> None:
@@ -323,7 +307,6 @@ def test_damaged_bundles_are_listed_with_their_error_and_no_substitute(store: St
 
 
 def test_what_is_shipped_is_sound() -> None:
-    assert SHIPPED.name == "shipped"
     for summary in Store(SHIPPED).list():
         assert summary.error is None
         Store(SHIPPED).verify(summary.reference)
@@ -421,29 +404,13 @@ def test_a_failed_publish_leaves_nothing(store: Store, monkeypatch: pytest.Monke
     assert os.listdir(store.root / "tiny") == ["1"]
 
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that another user can reach, which pytest's own is not."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            path.chmod(0o755)
-    shutil.rmtree(folder)
-
-
 def write_as_nobody(root: str, results: Any) -> None:
     if os.geteuid() == 0:
         os.setuid(65534)  # root may write everywhere
     found, store = [], Store(Path(root))
-    for action in (
-        lambda: store.publish(make_draft(1)),
-        lambda: store.publish(make_draft(1, name="new")),
-        lambda: store.set_alias("tiny", "production", 1),
-        lambda: store.load("tiny"),
-        lambda: store.publish(make_draft(0)),  # it is there: nothing to write
-    ):
+    for action in (lambda: store.publish(make_draft(1)), lambda: store.publish(make_draft(1, name="new")),
+                   lambda: store.set_alias("tiny", "production", 1), lambda: store.load("tiny"),
+                   lambda: store.publish(make_draft(0))):  # fmt: skip  # it is there: nothing to write
         try:
             action()
             found.append("done")
@@ -452,15 +419,18 @@ def write_as_nobody(root: str, results: Any) -> None:
     results.put(found)
 
 
-def test_a_read_only_root(open_folder: Path) -> None:
-    root, results = open_folder / "store", FORK.Queue()
-    Store(root).publish(make_draft(0))
-    for folder in (root / "tiny", root):
-        folder.chmod(0o555)
-    before = files(root)
-    together(write_as_nobody, [(str(root), results)])
-    assert results.get(timeout=120) == ["StoreNotWritable"] * 3 + ["done"] * 2
-    assert files(root) == before
+def test_a_read_only_root() -> None:
+    results = FORK.Queue()
+    with tempfile.TemporaryDirectory() as folder:  # which another user can reach, unlike pytest's own
+        os.chmod(folder, 0o755)
+        root = Path(folder, "store")
+        Store(root).publish(make_draft(0))
+        before = files(root)
+        for closed in (root / "tiny", root):
+            closed.chmod(0o555)
+        together(write_as_nobody, [(str(root), results)])
+        assert results.get(timeout=120) == ["StoreNotWritable"] * 3 + ["done"] * 2
+        assert files(root) == before
 
 
 def test_a_file_where_the_store_should_be(tmp_path: Path) -> None:
