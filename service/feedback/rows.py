@@ -147,7 +147,7 @@ def tally_of(database: Database, digest: str) -> Tally:
 
 
 def to_label(database: Database) -> Iterator[dict[str, Any]]:
-    """Yield drawn answers without a label, oldest first, one for each prompt of a bundle; not the risk, which biases."""
+    """Yield drawn answers without a label, oldest first, one for each prompt of a bundle; not the risk: it biases."""
     seen: set[tuple[str, str]] = set()
     answers = database.run("""SELECT request_id, place, time, bundle, digest, mark, prompt,
 EXISTS (SELECT 1 FROM hallutracer_labels WHERE answer = uid) AS labelled

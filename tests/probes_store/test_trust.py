@@ -124,14 +124,14 @@ def test_what_was_loaded_is_what_is_compared(store: Store, keys: KeyPair) -> Non
 
 
 def test_certificates(store: Store, tmp_path: Path) -> None:
-    ours, theirs = certified(tmp_path, "ours"), certified(tmp_path, "theirs")
+    (ours, root), (theirs, other) = certified(tmp_path, "ours"), certified(tmp_path, "theirs")
     store.publish(make_draft())
-    store.sign("tiny", Signing(ours.private, certificate=ours.certificate, chain=[ours.root]))
-    trusting = Store(store.root, trust=Trust(required_signature(str(ours.root))))
+    store.sign("tiny", Signing(ours.private, certificate=ours.public, chain=[root]))
+    trusting = Store(store.root, trust=Trust(required_signature(str(root))))
     assert trusting.load("tiny").reference == "tiny:1"
     with pytest.raises(SignatureMismatch, match=r"theirs-root\.crt"):
-        Store(store.root, trust=Trust(required_signature(str(theirs.root)))).load("tiny")
-    store.sign("tiny", Signing(theirs.private, certificate=theirs.certificate))  # over the other one
+        Store(store.root, trust=Trust(required_signature(str(other)))).load("tiny")
+    store.sign("tiny", Signing(theirs.private, certificate=theirs.public))  # over the other one
     with pytest.raises(SignatureMismatch):
         trusting.load("tiny")
 
