@@ -107,20 +107,15 @@ def test_what_is_no_url_and_what_is_missing(
         Store("az://container", cache=tmp_path).load("tiny")
 
 
-def test_a_damaged_copy_is_fetched_again(url: str, opens: Opens) -> None:
-    store = opens(url)
-    bundle = store.publish(make_draft(0))
-    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (store.root, store.root.parent)] == [0o700, 0o700]
-    for name in ("probes.safetensors", MANIFEST):
-        (bundle.path / name).write_bytes(b"x")
-        assert store.load("tiny").manifest == bundle.manifest
-    (bundle.path / "README.md").unlink()
-    assert store.verify("tiny").card() == "# tiny\n\nA bundle for tests.\n"
-
-
 def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -> None:
     store, objects = opens(url), Objects(url)
     bundle = store.publish(make_draft(0))
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (store.root, store.root.parent)] == [0o700, 0o700]
+    for name in ("probes.safetensors", MANIFEST):  # a damaged copy is fetched again
+        (bundle.path / name).write_bytes(b"x")
+        assert store.verify("tiny").manifest == bundle.manifest
+    (bundle.path / "README.md").unlink()
+    assert store.verify("tiny").card() == "# tiny\n\nA bundle for tests.\n"
     blob, size = blob_of(bundle.manifest, "probes.safetensors"), bundle.manifest.files["probes.safetensors"].bytes
     for data in (b"x" * size, b"x" * 10_000):
         objects.put(blob, data)

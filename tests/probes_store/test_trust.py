@@ -255,20 +255,17 @@ def test_what_all_may_write_is_refused(made: Store) -> None:
         assert made.verify("tiny").reference == "tiny:1"
 
 
-def test_the_packages_bundles_are_not_read_beside_an_open_store(made: Store) -> None:
-    """Whoever can write there could have put a bundle of that name in their place."""
-    made.root.chmod(0o777)
-    both = Store(made.root, [SHIPPED])
-    for use in (lambda: both.load("demo"), both.list, both.check_writable, lambda: both.publish(make_draft(1))):
-        with pytest.raises(OpenStore):
-            use()
-    assert not (made.root / "tiny" / "2").exists()
-
-
-def test_one_open_bundle_does_not_hide_the_others(made: Store) -> None:
-    made.publish(make_draft(1)).path.chmod(0o777)
+def test_open_bundles_and_stores_hide_nothing(made: Store) -> None:
+    second = made.publish(make_draft(1)).path
+    second.chmod(0o777)
     assert [type(summary.error) for summary in made.list()] == [type(None), OpenStore]
     assert made.load("tiny:1").reference == "tiny:1"
+    made.root.chmod(0o777)  # whoever can write there could have put a bundle in the place of the package's
+    both = Store(made.root, [SHIPPED])
+    for use in (lambda: both.load("demo"), both.list, both.check_writable, lambda: both.publish(make_draft(2))):
+        with pytest.raises(OpenStore):
+            use()
+    assert not (made.root / "tiny" / "3").exists()
 
 
 @pytest.mark.parametrize("foreign", [False, pytest.param(True, marks=pytest.mark.skipif(
