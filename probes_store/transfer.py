@@ -39,8 +39,8 @@ def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -
 
     Raises what ``add`` raises; the other store is then as it was.
     """
-    before = held(into, bundle.manifest)
-    return add(into, files_of(bundle), {"repository": source}, take_over=take_over), before is None
+    new = held(into, bundle.manifest) is None
+    return add(into, files_of(bundle), {"repository": source}, take_over=take_over), new
 
 
 def held(store: Store, manifest: Manifest) -> Bundle | None:
@@ -104,10 +104,9 @@ def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, 
             store.own.write_signature(manifest.name, manifest.version, signature)
         return existing
     _check_addition(store, manifest, origin, take_over)
-    if not store.own.add(manifest, {ORIGIN: readable_json(dict(origin)), **files}):
-        existing = held(store, manifest)  # somebody else was faster: the same, or a conflict
-        if existing is not None:
-            return existing
+    taken = not store.own.add(manifest, {ORIGIN: readable_json(dict(origin)), **files})
+    if taken and (existing := held(store, manifest)):  # somebody else was faster: the same, or a conflict
+        return existing
     return load_version(manifest.name, store.own.folder(manifest.name, manifest.version))
 
 
@@ -146,7 +145,14 @@ def pull(
         snapshot = hub.snapshot(address.revision)
     except errors.HubUnreachable as error:
         snapshot, offline = None, str(error)
-    manifest, data, commit = _manifest(hub, address, snapshot)
+    if snapshot is not None and MANIFEST not in snapshot.files:
+        raise MissingFile(f"no {MANIFEST} at its root, so it is no bundle", file=str(address), cure="Check the address")
+    # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
+    revision, read = address.revision or MAIN, lambda data: (read_manifest(data), data)
+    (manifest, data), path = hub.read(MANIFEST, revision, MAX_MANIFEST, read, cached=snapshot is None)
+    commit = path.parent.name
+    if snapshot is not None and commit != snapshot.commit:
+        raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
     if digest is not None and manifest.digest != digest:
         raise errors.DigestMismatch("this is not the bundle that --digest names", file=str(address), field="digest",
                                     expected=digest, found=manifest.digest, cure="Ask its publisher")  # fmt: skip
@@ -165,18 +171,6 @@ def pull(
     files = hub.files(manifest, commit, arrived=arrived, cached=snapshot is None)
     bundle = add(store, {MANIFEST: data, **files, **signature}, origin, take_over=take_over)
     return Pulled(bundle, commit, existing is None, offline, left_out)
-
-
-def _manifest(hub: Hub, address: HubAddress, snapshot: Snapshot | None) -> tuple[Manifest, bytes, str]:
-    """Return the manifest, its bytes, and the commit that they belong to."""
-    if snapshot is not None and MANIFEST not in snapshot.files:
-        raise MissingFile(f"no {MANIFEST} at its root, so it is no bundle", file=str(address), cure="Check the address")
-    # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
-    revision, read = address.revision or MAIN, lambda data: (read_manifest(data), data)
-    (manifest, data), path = hub.read(MANIFEST, revision, MAX_MANIFEST, read, cached=snapshot is None)
-    if snapshot is not None and path.parent.name != snapshot.commit:
-        raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
-    return manifest, data, path.parent.name
 
 
 def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:

@@ -122,7 +122,7 @@ def test_damaged_text() -> None:
         refuses(error, field, data)
     for found in (0, 2, 5, "1", True, 1.0):  # another format, before anything else
         document = {"format": "hallutracer-bundle", "format_version": found, "new": 1}
-        assert "train and publish" in refuses(BadValue, "format_version", readable_json(document))
+        assert "Train and publish" in refuses(BadValue, "format_version", readable_json(document))
 
 
 def objects(value: Any, where: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
