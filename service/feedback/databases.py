@@ -119,7 +119,7 @@ class Location:
             stack.callback(database.close)
             _prepare(database, self, create)
             stack.pop_all()
-            return database
+        return database
 
 
 def location(text: str) -> Location:
@@ -127,7 +127,7 @@ def location(text: str) -> Location:
     scheme, mark, rest = text.partition("://")
     if not text or (mark and scheme not in ("sqlite", "postgresql", "postgres")):
         expected = "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
-        raise HalluTracerError(f"{expected}; found {scheme}{mark}")
+        raise HalluTracerError(f"{expected}; found {scheme}{mark}" if text else expected)
     if mark and scheme == "sqlite" and not rest.startswith("/"):
         raise HalluTracerError("a SQLite file is sqlite:///PATH, with three slashes, or just PATH")
     return Location(text)

@@ -43,16 +43,18 @@ def s3_url(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
-def place(request: pytest.FixtureRequest) -> str:
-    """An empty store of the kind that the parameter names, as ``--store`` takes it."""
+@pytest.fixture(params=["memory", S3_LONG])
+def url(request: pytest.FixtureRequest) -> str:
+    """An empty store by URL, of each kind."""
+    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("s3_url")
+
+
+@pytest.fixture(params=["folder", "memory", S3_LONG])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty store of any kind, as ``--store`` takes it."""
     if request.param == "s3":
-        return str(request.getfixturevalue("s3_url"))
-    folder = request.getfixturevalue("tmp_path")
-    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(folder / "store")
-
-
-url = pytest.fixture(params=["memory", S3_LONG], name="url")(place)
-where = pytest.fixture(params=["folder", "memory", S3_LONG], name="where")(place)
+        return request.getfixturevalue("s3_url")
+    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "store")
 
 
 @pytest.fixture

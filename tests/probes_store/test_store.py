@@ -256,8 +256,11 @@ def test_references_and_names_that_try_to_leave_the_store(store: Store) -> None:
             with pytest.raises(InvalidReference):
                 use(reference)
     for name in ("../up", "", "a..b", "A", "a/b"):
-        for write in (partial(store.publish, make_draft(name=name)), partial(store.set_alias, name, "production", 1),
-                      partial(store.set_alias, "tiny", name, 1), partial(store.aliases, name)):  # fmt: skip
+        writes: list[Callable[[], object]] = [
+            partial(store.publish, make_draft(name=name)), partial(store.set_alias, name, "production", 1),
+            partial(store.set_alias, "tiny", name, 1), partial(store.aliases, name),
+        ]  # fmt: skip
+        for write in writes:
             with pytest.raises(InvalidReference):
                 write()
 
