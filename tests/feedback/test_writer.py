@@ -165,7 +165,7 @@ def test_a_full_queue_drops_answers_and_refuses_labels(file: Location) -> None:
         until(lambda: counted == {"dropped": 2, "stored": 10})
         assert made.label(given("long")).result(20) is not None  # there is room again
         for number in range(20):
-            made.record([answer(f"t{number:02}", prompt="x" * 90_000)])
+            made.record([answer(f"t{number:02}")])
             until(lambda expected=11 + number: counted["stored"] == expected)  # type: ignore[misc]
 
 
