@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, timestamp
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, timestamp
 from probes_store.errors import MissingFile, StoreRefused, StoreUnreachable, one_line
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest, record_of, sealed
 from probes_store.syntax import (
@@ -56,7 +56,7 @@ class Bucket:
 
     def __init__(self, url: str) -> None:
         self._objects = Objects(url)
-        self.where = self._objects.url
+        self.where, self.check_writable = self._objects.url, self._objects.check_exclusive
 
     def names(self) -> Sequence[str]:
         """Return names with a version."""
@@ -83,19 +83,14 @@ class Bucket:
         files = {}
         for name, record in manifest.files.items():
             shown = f"{manifest.name}/{manifest.version}/{name}"
-            files[name] = self._read(f"{manifest.name}/{BLOBS}/{record.sha256}", record.bytes, shown)
-            if (found := record_of(files[name])) != record:
-                raise errors.DigestMismatch(f"{self.where} has another file", file=shown, expected=record, found=found)
+            data = self._read(f"{manifest.name}/{BLOBS}/{record.sha256}", record.bytes, shown)
+            files[name] = listed(data, record, shown)
         return files
-
-    def check_writable(self) -> None:
-        """Test that the server takes objects, and honours a conditional create."""
-        self._objects.check_exclusive()
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
         """Write blobs first, then the manifest under the next free number."""
         name = manifest.name
-        self._objects.check_exclusive()
+        self.check_writable()
         self._upload(name, files)
         known: dict[int, str | None] = {}
         while True:
@@ -112,7 +107,7 @@ class Bucket:
 
     def add(self, manifest: Manifest, files: Mapping[str, bytes]) -> bool:
         """Write blobs first, then the manifest, then the signature."""
-        self._objects.check_exclusive()
+        self.check_writable()
         self._upload(manifest.name, {name: files[name] for name in manifest.files})
         if not self._claim(manifest):
             return False
@@ -184,8 +179,8 @@ class Objects:
         try:
             opened = fsspec.filesystem(self._scheme, use_listings_cache=False, **options)
         except ImportError as error:
-            problem = f"{self._scheme}:// needs a package that is not installed: {error}"
-            raise StoreRefused(problem, cure=f"Run: pip install 'hallutracer[{EXTRAS[self._scheme]}]'") from error
+            cure = f"Run: pip install 'hallutracer[{EXTRAS[self._scheme]}]'"
+            raise StoreRefused(f"{self._scheme}:// lacks a package: {error}", cure=cure) from error
         if self._scheme == "s3":
             opened.retries = 1  # s3fs's own, around botocore's one more try
         return opened
@@ -202,8 +197,7 @@ class Objects:
             except FileNotFoundError:
                 container = self._root.partition("/")[0]
                 if not parts and self._scheme != "memory" and not self._fs.exists(container):
-                    cure = "Check the spelling, or create it first"
-                    raise StoreRefused(f"there is no {container!r}", file=self.url, cure=cure) from None
+                    raise StoreRefused(f"there is no {container!r}", file=self.url, cure="Create it first") from None
                 return []
         base = f"{path}/"
         below = (str(name).strip("/") for name in found)
@@ -260,14 +254,10 @@ class Objects:
             raise TimeoutError(str(error) or f"none within {seconds:.0f} s") from error
 
     def check_exclusive(self) -> None:
-        """Raise StoreRefused where the server takes a second create of one object for a first one.
-
-        Two publishers would then both believe that they have a version, and the later one overwrites the other's.
-        """
+        """Raise StoreRefused where the server takes a second create of one object, so that publishers overwrite."""
         if self.create(EXCLUSIVE, secrets.token_bytes(8)) and self.create(EXCLUSIVE, secrets.token_bytes(8)):
-            problem = "the server ignores If-None-Match, so that one publisher could overwrite another's version"
             cure = "Use one with conditional writes: Amazon S3, GCS, Azure, MinIO, Ceph from 20 on"
-            raise StoreRefused(problem, file=self.url, cure=cure)
+            raise StoreRefused("the server ignores If-None-Match", file=self.url, cure=cure)
 
     def _path(self, *parts: str) -> str:
         return "/".join((self._root, *filter(None, parts)))
@@ -282,8 +272,9 @@ class Objects:
         except Exception as error:  # the libraries behind the schemes share no base class
             said, where = one_line(error), f"{self._scheme}://{path}"
             if _no_answer(error):
-                cure = "Check the connection and the endpoint, or try again later"
-                raise StoreUnreachable(f"no answer: {said}", file=where, cure=cure) from error
+                raise StoreUnreachable(
+                    f"no answer: {said}", file=where, cure="Check connection and endpoint"
+                ) from error
             cure = "Check the credentials, what they allow, the endpoint and the bucket's region"
             raise StoreRefused(said, file=where, cure=cure) from error
 
@@ -292,9 +283,8 @@ def _no_answer(error: BaseException) -> bool:
     """Return whether it was the way or the server that failed, rather than the request."""
     if isinstance(error, TimeoutError | ConnectionError | socket.gaierror):
         return True
+    if isinstance(error, OSError) and error.errno in _BUSY:
+        return True
     status = getattr(error, "status", None) or getattr(error, "status_code", None) or getattr(error, "code", None)
-    return (
-        bool({kind.__name__ for kind in type(error).__mro__} & _NO_ANSWER)
-        or (isinstance(error, OSError) and error.errno in _BUSY)
-        or (isinstance(status, int) and status >= 500)
-    )
+    known = bool({kind.__name__ for kind in type(error).__mro__} & _NO_ANSWER)
+    return known or (isinstance(status, int) and status >= 500)

@@ -8,7 +8,6 @@ be published.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,17 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store import errors
 from probes_store import manifest as manifests
-from probes_store.errors import (
-    BadValue,
-    BundleNotFound,
-    DigestMismatch,
-    GoldenMismatch,
-    MissingFile,
-    Truncated,
-    UnknownFile,
-)
-from probes_store.manifest import CARD, EVALUATION, GOLDEN, MANIFEST, PROBES, Manifest, read_manifest
+from probes_store.errors import BadValue, BundleNotFound, DigestMismatch, GoldenMismatch, MissingFile, Truncated
+from probes_store.manifest import CARD, EVALUATION, GOLDEN, MANIFEST, PROBES, FileRecord, Manifest, read_manifest
 from probes_store.syntax import parse_json, plain, readable_json
 from probes_store.tensors import Golden, ProbeTensors, pack, read_golden, read_probes
 
@@ -95,7 +87,7 @@ def load_bundle(path: Path) -> Bundle:
     for entry in path.rglob("*"):
         name = entry.relative_to(path).as_posix()
         if not (name in (*manifest.files, MANIFEST, SIGNATURE, "plots") or entry.name.startswith(".")):
-            raise UnknownFile("the manifest does not list this file", file=_shown(path, name))
+            raise errors.UnknownFile("the manifest does not list this file", file=_shown(path, name))
     files = read_files(path, manifest)
     probes = read_probes(files[PROBES], manifest, _shown(path, PROBES))
     return Bundle(manifest, probes, read_golden(files[GOLDEN], manifest, _shown(path, GOLDEN)), path)
@@ -106,9 +98,8 @@ def load_version(name: str, path: Path) -> Bundle:
     bundle = load_bundle(path)
     for part, expected in (("name", name), ("version", int(path.name))):
         if (found := getattr(bundle.manifest, part)) != expected:
-            cure = "Move the folder back to its place, or publish the bundle anew"
             raise BadValue("the folder does not match the manifest", file=_shown(path, MANIFEST), field=part,
-                           expected=expected, found=found, cure=cure)  # fmt: skip
+                           expected=expected, found=found, cure="Move it back, or publish anew")  # fmt: skip
     return bundle
 
 
@@ -172,21 +163,27 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
     except OSError as error:
         raise MissingFile(f"the file cannot be read: {error.strerror}", file=shown) from error
     if len(data) > limit:
-        raise DigestMismatch("the file is too long", file=shown, expected=f"at most {limit} bytes", found="more")
+        raise too_long(shown, limit)
+    return data
+
+
+def too_long(file: str, limit: int) -> DigestMismatch:
+    """Return the error for a file of more than ``limit`` bytes."""
+    return DigestMismatch("the file is too long", file=file, expected=f"at most {limit} bytes", found="more")
+
+
+def listed(data: bytes, record: FileRecord, file: str) -> bytes:
+    """Return the bytes, which must be those that the manifest lists.  Raises Truncated and DigestMismatch."""
+    if (size := len(data)) < record.bytes:
+        raise Truncated("the file is too short", file=file, expected=f"{record.bytes} bytes", found=f"{size} bytes")
+    if (found := manifests.record_of(data).sha256) != record.sha256:
+        raise DigestMismatch("the file was changed", file=file, field="sha256", expected=record.sha256, found=found)
     return data
 
 
 def _read_listed(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """Read a file that the manifest lists; returns the bytes that were hashed."""
-    record, shown = manifest.files[name], _shown(folder, name)
-    data = _read(folder, name, record.bytes)
-    if len(data) < record.bytes:
-        expected, short = f"{record.bytes} bytes", f"{len(data)} bytes"
-        raise Truncated("the file is too short", file=shown, expected=expected, found=short)
-    found = hashlib.sha256(data).hexdigest()
-    if found != record.sha256:
-        raise DigestMismatch("the file was changed", file=shown, field="sha256", expected=record.sha256, found=found)
-    return data
+    record = manifest.files[name]
+    return listed(_read(folder, name, record.bytes), record, _shown(folder, name))
 
 
 def _shown(folder: Path, name: str) -> str:
@@ -239,12 +236,9 @@ def check_golden(
     """Compare a replay's logits [G, (1 + A) m] and risks [G], computed in ``dtype``, with the recorded ones.
 
     Hashes show that a bundle's bytes are right; only the replay shows that the engine reads the right layer, position
-    and heads.  The logits of each probe are compared in units of their own spread.
-
-    The tolerance is that of the looser dtype, the bundle's or the engine's.  float32: 1e-3; two correct engines differ
-    by about 1e-6.  Half types: a bfloat16 rounding is 0.4 %, which over a few dozen blocks grows to some percent of the
-    spread, so a quarter of the spread and 0.05 of risk are accepted.  A wrong position, head or layer gives unrelated
-    logits, whose largest deviation over G x m entries exceeds one spread.
+    and heads: a wrong one deviates by more than one spread.  The logits of each probe are compared in units of their
+    own spread, by the tolerance of the looser dtype, the bundle's or the engine's.  Two correct engines differ by about
+    1e-6 in float32; a bfloat16 rounding is 0.4 %, which over a few dozen blocks grows to some percent of the spread.
 
     Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError for an unknown dtype.
     """
@@ -269,9 +263,8 @@ def check_golden(
                 place += f", layer {layer}"
                 place += f" of context probe {context.probes[probe - 1].name}" if probe and context is not None else ""
             size = float(np.broadcast_to(unit, deviation.shape)[worst])
-            raise GoldenMismatch(
-                f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {place}, recorded in "
-                f"{bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and {limit * size:.3g} would "
-                "pass", field=what, expected=f"{expected[worst]:.6g}", found=f"{replayed[worst]:.6g}",
-            )  # fmt: skip
+            problem = (f"bundle {bundle.reference}: the engine ({dtype}) does not reproduce {place}, recorded in "
+                       f"{bundle.manifest.dtype}; the deviation is {deviation[worst] * size:.3g} and "
+                       f"{limit * size:.3g} would pass")  # fmt: skip
+            raise GoldenMismatch(problem, field=what, expected=f"{expected[worst]:.6g}", found=f"{replayed[worst]:.6g}")
     return Deviation(Tolerance(**worst_of), tolerance)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -20,9 +21,9 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from probes_store import errors
-from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE
+from probes_store.bundle import MAX_MANIFEST, MAX_SIGNATURE, SIGNATURE, listed, too_long
 from probes_store.errors import BundleError, HubError, HubUnreachable, one_line
-from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_of
+from probes_store.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from probes_store.syntax import HubAddress, parse_address
 
 T = TypeVar("T")
@@ -90,10 +91,6 @@ class Hub:
         be damaged.  ``arrived`` is told how many bytes came; ``cached``: without a connection.
         """
 
-        def too_long() -> errors.DigestMismatch:
-            expected = f"at most {limit} bytes"
-            return errors.DigestMismatch("the file is too long", file=name, expected=expected, found="more")
-
         class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
             """Shows nothing, and ends a download that is longer than the hub stated beforehand."""
 
@@ -105,7 +102,7 @@ class Hub:
             def update(self, n: float | None = 1) -> bool | None:
                 self.total_arrived += int(n or 0)
                 if self.total_arrived > limit:
-                    raise too_long()
+                    raise too_long(name, limit)
                 if arrived is not None and not again:
                     arrived(int(n or 0))
                 return None
@@ -119,7 +116,7 @@ class Hub:
                 with open(path, "rb") as file:
                     data = file.read(limit + 1)
             if len(data) > limit:
-                raise too_long()
+                raise too_long(name, limit)
             try:
                 return accept(data), Path(path)
             except errors.BundleDamaged:
@@ -129,16 +126,10 @@ class Hub:
 
     def files(self, manifest: Manifest, revision: str, **options: Any) -> dict[str, bytes]:
         """Return the files that the manifest lists, compared with it; ``options`` as ``read`` takes them."""
-
-        def same(data: bytes) -> bytes:
-            if (found := record_of(data)) != record:
-                raise errors.DigestMismatch("the repository has another file", file=name, expected=record, found=found)
-            return data
-
-        files = {}
-        for name, record in manifest.files.items():
-            files[name], _ = self.read(name, revision, record.bytes, same, **options)
-        return files
+        return {
+            name: self.read(name, revision, record.bytes, partial(listed, record=record, file=name), **options)[0]
+            for name, record in manifest.files.items()
+        }
 
     @contextmanager
     def errors(self, revision: str | None = None) -> Iterator[None]:
@@ -157,14 +148,13 @@ class Hub:
             case of_hub.GatedRepoError():
                 return HubError, "the repository is gated", f"Accept its terms at {self.url} and then: {_TOKEN}"
             case of_hub.RepositoryNotFoundError():
-                cure = f"Check the spelling.  Where it is private: {_TOKEN}"
-                return errors.HubMissing, "no such repository, or it is private", cure
+                return errors.HubMissing, "no such repository, or it is private", f"Check the spelling, or {_TOKEN}"
             case of_hub.RevisionNotFoundError():
                 return HubError, "no such revision", f"Its tags and branches are at {self.url}/tree/main"
             case of_hub.OfflineModeIsEnabled() | of_hub.LocalEntryNotFoundError():
                 offline = isinstance(error, of_hub.OfflineModeIsEnabled)
-                cure = "Connect, or unset HF_HUB_OFFLINE; what was downloaded once is found in the cache"
-                return HubUnreachable, "HF_HUB_OFFLINE is set" if offline else "not in the cache", cure
+                problem = "HF_HUB_OFFLINE is set" if offline else "not in the cache"
+                return HubUnreachable, problem, "Connect, or unset HF_HUB_OFFLINE"
             case of_hub.EntryNotFoundError():
                 return errors.MissingFile, "the repository has no such file", None
             case of_hub.HfHubHTTPError() if error.response.status_code in (401, 403):
@@ -184,17 +174,13 @@ class Hub:
 
 
 class HubSource:
-    """A repository as a store to read: its tags v1, v2, ... are the versions of its one bundle, without aliases.
-
-    See ``Bucket`` for what the methods do.  What the hub refuses is a HubError.
-    """
+    """A repository as a store to read: its tags v1, v2, ... are the versions of its one bundle; see ``Bucket``."""
 
     def __init__(self, url: str) -> None:
         address = parse_address(url.rstrip("/"))
         if address.revision is not None:
-            cure = "Name the version with the bundle: --bundle NAME:VERSION"
-            raise errors.InvalidReference("a store has all versions", file=url, expected="hf://OWNER/NAME",
-                                          found=ascii(url), cure=cure)  # fmt: skip
+            raise errors.InvalidReference("a store has all versions", expected="hf://OWNER/NAME", found=ascii(url),
+                                          cure="Name the version with the bundle")  # fmt: skip
         self.where = str(address)
         self._hub = Hub(address.repository)
 
@@ -233,9 +219,8 @@ class HubSource:
             return self._hub.files(manifest, f"v{manifest.version}")
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        problem = "a repository of the hub is only read as a store, and has no aliases"
-        cure = "Publish into a store of your own, sign there, and run 'hallutracer bundle push'"
-        raise errors.StoreRefused(problem, file=self.where, cure=cure)
+        cure = "Publish and sign in a store of your own, and run 'hallutracer bundle push'"
+        raise errors.StoreRefused("a repository of the hub is only read", file=self.where, cure=cure)
 
     check_writable = publish = add = set_alias = write_signature = _refuse
 

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from probes_store.bundle import SIGNATURE, load_version, timestamp
@@ -25,11 +25,7 @@ ASIDE = ".publish-"  # prefix of a folder that is not published yet
 
 
 class LocalBackend:
-    """Bundles under ``folders``, and what every place for bundles can do.
-
-    Every method may raise InvalidReference, a subclass of BundleDamaged, or, at a URL, StoreRefused and
-    StoreUnreachable; those that write also StoreNotWritable.
-    """
+    """Bundles under ``folders``, and what every place for bundles can do; ``Store`` says what is raised."""
 
     def __init__(self, folders: Path) -> None:
         self.folders = folders
@@ -57,8 +53,7 @@ class LocalBackend:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            problem = f"the file cannot be read: {error.strerror}"
-            raise BadValue(problem, file=shown, cure="Check its permissions") from error
+            raise BadValue(f"cannot be read: {error.strerror}", file=shown, cure="Check its permissions") from error
 
     def folder(self, name: str, version: int) -> Path:
         """Return the folder of a version that ``versions`` has; a URL's is fetched and checked first."""
@@ -84,15 +79,13 @@ class LocalBackend:
 
     def publish(self, manifest: Manifest, files: Mapping[str, bytes]) -> int:
         """Publish an unsealed manifest as the next version, or find the same content: the version."""
-        existing = self._same_content(manifest)
-        if existing is not None:
+        if (existing := self._same_content(manifest)) is not None:
             return existing
         with self._written_aside(manifest.name, files) as aside:
             while True:
                 # Take the number before the search: if the same content is published in between, the rename fails.
                 version = next_number(self.versions(manifest.name), manifest.name)
-                existing = self._same_content(manifest)
-                if existing is not None:
+                if (existing := self._same_content(manifest)) is not None:
                     return existing
                 dated = sealed(manifest, version=version, created=timestamp())
                 write_files(aside, {MANIFEST: manifest_bytes(dated)})  # last: until then the folder is no bundle
@@ -132,9 +125,8 @@ class LocalBackend:
 
     def _rename(self, aside: Path, version: int) -> bool:
         """Return False where another publisher was faster.  Raises OSError."""
-        target = aside.parent / str(version)
         try:
-            os.rename(aside, target)
+            os.rename(aside, target := aside.parent / str(version))
         except OSError:
             if target.exists():
                 return False
@@ -146,19 +138,17 @@ class LocalBackend:
     def _same_content(self, manifest: Manifest) -> int | None:
         for version in sorted(self.versions(manifest.name)):
             path = self.folders / manifest.name / str(version)
-            try:
+            with suppress(BundleDamaged, OSError):  # a damaged version is no substitute
                 if read_manifest((path / MANIFEST).read_bytes()).digest == manifest.digest:
                     load_version(manifest.name, path)
                     return version
-            except (BundleDamaged, OSError):
-                continue  # a damaged version is no substitute
         return None
 
     def _inside(self, path: Path) -> Path:
         """Return ``path``, unless a link in it leads out of the store.  Raises InvalidReference."""
         if not path.resolve().is_relative_to(self.folders.resolve()):
-            shown, cure = str(path.relative_to(self.folders)), "Replace the link by a copy of the bundle"
-            raise InvalidReference("a link that leads out of the store", file=shown, cure=cure)
+            shown = str(path.relative_to(self.folders))
+            raise InvalidReference("a link that leads out of the store", file=shown, cure="Replace it by a copy")
         return path
 
 
@@ -222,12 +212,9 @@ def folder_aside(parent: Path) -> Iterator[Path]:
 def _clean_aside(parent: Path) -> None:
     """Remove the temporary folders of killed publishers; without working locks they stay, unlisted."""
     for path in parent.glob(f"{ASIDE}*"):
-        try:
-            with _open_folder(path, os.O_NOFOLLOW) as descriptor:
-                if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                    shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            continue
+        with suppress(OSError), _open_folder(path, os.O_NOFOLLOW) as descriptor:
+            if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -247,8 +234,7 @@ def _sync_folder(path: Path) -> None:
 
 def _lock(descriptor: int, how: int) -> bool:
     """Return whether the lock is held now."""
-    try:
+    with suppress(OSError):
         fcntl.flock(descriptor, how)
-    except OSError:
-        return False
-    return True
+        return True
+    return False

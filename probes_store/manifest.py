@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from operator import attrgetter
@@ -41,11 +42,9 @@ Digest = Annotated[Text, matching(DIGEST, "sha256: and 64 hex digits")]
 
 
 def _time(text: str) -> str:
-    try:
+    with suppress(ValueError):
         if datetime.strptime(text, TIME).strftime(TIME) == text:
             return text
-    except ValueError:
-        pass
     raise ValueError("UTC time like 2026-01-31T12:00:00Z")
 
 
@@ -207,9 +206,8 @@ class Manifest(Record):
         require(fine, "classifier.weight", expected, f"[{len(weight)}]", "wrong_shape")
         if given is None:  # a guarantee may let nothing or everything through
             require(0.0 < self.threshold < 1.0, "threshold", "a number between 0 and 1", self.threshold)
-        else:
-            same = given.threshold == self.threshold
-            require(same, "guarantee.threshold", f"the threshold, {self.threshold}", given.threshold)
+        elif given.threshold != self.threshold:
+            require(False, "guarantee.threshold", f"the threshold, {self.threshold}", given.threshold)
         if shapes is not None:
             fine = given is not None and 0 < len(shapes) == len(set(shapes))
             require(fine, "guarantee_shapes", "one or more, each once, and null without a guarantee", shapes)
@@ -234,8 +232,8 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return bundle.json's values with the digest and the seal that these have.
 
-    digest: over the content, all but version, created, digest and seal.  ``files`` is inside, so it covers every byte
-    of the other files; equal content has an equal digest whatever the time and the version.  seal: over all but itself.
+    digest: over the content, all but version, created, digest and seal; by ``files`` it covers every byte of the other
+    files.  seal: over all but itself.
     """
     found = dict(document)
     for field, left_out in (("digest", ("version", "created", "digest", "seal")), ("seal", ("seal",))):
@@ -260,21 +258,19 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     if isinstance(document, dict) and "format_version" in document and document.get("format") == FORMAT:
         found = document["format_version"]
         if type(found) is not int or found != FORMAT_VERSION:  # before what such a format may have besides
-            cure = "Use the release that wrote it, or train and publish the bundle with this one"
             raise BadValue("a format that this release does not read", file=file, field="format_version",
-                           expected=FORMAT_VERSION, found=repr(found), cure=cure)  # fmt: skip
+                           expected=FORMAT_VERSION, found=repr(found), cure="Train and publish it anew")  # fmt: skip
     manifest = read_record(document, file)
     right, whole = with_seal(document), readable_json(document)
     for field in ("digest", "seal"):
         if (given := document[field]) != right[field]:
             raise DigestMismatch("the manifest was changed", file=file, field=field, expected=right[field], found=given)
-    if data != whole and whole.startswith(data):
-        expected, found = f"{len(whole)} bytes", f"{len(data)} bytes"
-        raise errors.Truncated("the end is missing", file=file, expected=expected, found=found)
-    if data != whole:
-        expected, found = "the bytes that publishing wrote", "other white space or spelling"
-        raise DigestMismatch("the manifest was reformatted", file=file, field="seal", expected=expected, found=found)
-    return manifest
+    if data == whole:
+        return manifest
+    if whole.startswith(data):
+        raise errors.Truncated("the end is missing", file=file, expected=f"{len(whole)} bytes", found=len(data))
+    raise DigestMismatch("the manifest was reformatted", file=file, field="seal", expected="the bytes that publishing "
+                         "wrote", found="other white space or spelling")  # fmt: skip
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -313,10 +309,10 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
     "model.architecture": ("architecture", errors.WrongModel, "another architecture"),
     "model.fingerprint": ("fingerprint", errors.WrongModel, "other weights, or weights and caches of other types"),
     "model.revision": ("revision", errors.WrongRevision, "another revision"),
-    **{
-        f"model.{size}": (f"geometry.{size}", errors.WrongGeometry, "another shape")
-        for size in ("num_layers", "num_heads", "head_dim", "hidden_size")
-    },
+    "model.num_layers": ("geometry.num_layers", errors.WrongGeometry, "another shape"),
+    "model.num_heads": ("geometry.num_heads", errors.WrongGeometry, "another shape"),
+    "model.head_dim": ("geometry.head_dim", errors.WrongGeometry, "another shape"),
+    "model.hidden_size": ("geometry.hidden_size", errors.WrongGeometry, "another shape"),
     "tokenizer.digest": ("tokenizer", errors.WrongTokenizer, "another tokenizer"),
     "chat_template.digest": ("chat_template", errors.WrongChatTemplate, "another chat template"),
 }
@@ -325,15 +321,13 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
 def check_identity(manifest: Manifest, loaded: object) -> None:
     """Refuse a model that the bundle was not trained on; ``loaded``: what an engine reports, as ``_IDENTITY`` calls it.
 
-    Raises the error of the first difference, in this order: WrongModel (architecture, fingerprint), WrongRevision,
-    WrongGeometry, WrongTokenizer, WrongChatTemplate.  The model's name may differ: a folder can move, and a copy keeps
-    its fingerprint.
+    Raises the error of the first difference, in the order of ``_IDENTITY``.  The model's name may differ.
     """
     at = f"{manifest.model.name} at revision {manifest.model.revision}"
     for field, (attribute, error, difference) in _IDENTITY.items():
         expected, found = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
         if expected != found:
-            cure = f"Load {at}" if field.startswith("model.") else f"Restore the {attribute.replace('_', ' ')} of {at}"
+            what = "" if field.startswith("model.") else f"the {attribute.replace('_', ' ')} of "
             expected, found = ("none" if value is None else value for value in (expected, found))
             raise error(f"bundle {manifest.reference} was trained on {difference}", field=field, expected=expected,
-                        found=found, cure=f"{cure}, or train a bundle for what is loaded")  # fmt: skip
+                        found=found, cure=f"Load {what}{at}, or train a bundle for what is loaded")  # fmt: skip

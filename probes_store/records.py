@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Annotated, Final, Literal, Self
 
 import numpy as np
@@ -31,15 +32,6 @@ def _with_a_point(value: object) -> object:
     return value
 
 
-def _characters(text: str) -> str:
-    """Refuse half a surrogate pair, which JSON can spell and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("characters") from None
-    return text
-
-
 def matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
     """Return a check that a text is what the whole pattern describes; ``expected`` says so in messages."""
 
@@ -51,7 +43,8 @@ def matching(pattern: re.Pattern[str], expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Text = Annotated[str, Strict(), AfterValidator(_characters)]
+# Half a surrogate pair can be spelled in JSON, and not in UTF-8.
+Text = Annotated[str, Strict(), matching(re.compile("[^\ud800-\udfff]*"), "characters")]
 Filled = Annotated[Text, Field(min_length=1)]
 Int = Annotated[int, Strict(), Field(ge=-MAX_INT, le=MAX_INT)]
 Natural = Annotated[Int, Field(ge=0)]
@@ -62,8 +55,6 @@ NotNegative = Annotated[Real, Field(ge=0)]
 AboveZero = Annotated[Real, Field(gt=0)]
 Share = Annotated[Real, Field(ge=0, le=1)]
 Between = Annotated[Real, Field(gt=0, lt=1)]  # 0 and 1, without these
-
-
 Kind = Literal["relation", "wrong_shape", "missing", "unexpected_keyword_argument"]
 
 
@@ -81,9 +72,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Guarantee(Record):
-    """Of the answered question groups, counted equally, at most a share alpha is hallucinated, at confidence 1 - delta.
+    """Of the answered question groups, each by a random answered question, at most alpha is hallucinated.
 
-    Each group counts by a random one of its answered questions.  The time is the manifest's ``created``.
+    At confidence 1 - delta.  The time is the manifest's ``created``.
     """
 
     alpha: Between
@@ -111,8 +102,7 @@ class Guarantee(Record):
     @model_validator(mode="after")
     def _relations(self) -> Self:
         counts = [self.hallucinated, self.groups, self.all_groups, self.rows]
-        rising = "hallucinated <= groups <= all_groups <= rows"
-        require(counts == sorted(counts), "hallucinated", rising, counts)
+        require(counts == sorted(counts), "hallucinated", "hallucinated <= groups <= all_groups <= rows", counts)
         require(self.p_value <= self.delta or self.closed, "p_value", f"at most delta, {self.delta}", self.p_value)
         require(not self.closed or self.groups == 0, "groups", "0 at threshold 0", self.groups)
         return self
@@ -166,9 +156,8 @@ EDGE: Final = 1e-12  # risks are kept this far from 0 and 1, whose log odds are 
 class Recalibration(Record):
     """A strictly increasing map from the classifier's risk to the one that is served, so that rows keep their order.
 
-    risk -> sigmoid(a log(risk) - b log(1 - risk) + c), or linear between knots where there are any.  a = b = 1 moves
-    the log odds by c (prior shift, intercept); a = b stretches them, too (Platt); any other a, b >= 0 is a beta
-    calibration (Kull, Silva Filho and Flach 2017, AISTATS).
+    risk -> sigmoid(a log(risk) - b log(1 - risk) + c), or linear between knots where there are any.  a = b = 1: prior
+    shift, intercept; a = b: Platt; else beta calibration (Kull, Silva Filho and Flach 2017, AISTATS).
     """
 
     method: Method  # how it was found
@@ -191,19 +180,14 @@ class Recalibration(Record):
     def _relations(self) -> Self:
         knots, values = self.knots, self.values
         require(self.a + self.b > 0.0, "a", "above 0 where b is 0", self.a)
-        isotonic = "some exactly where the method is isotonic"
-        require(bool(knots) == (self.method == "isotonic"), "knots", isotonic, len(knots))
+        require(bool(knots) == (self.method == "isotonic"), "knots", "some for isotonic alone", len(knots))
         require(len(values) == len(knots), "values", f"{len(knots)} numbers", len(values))
         if knots:
-            whole = knots[0] == 0.0 and knots[-1] == 1.0 and _rises(knots)
-            require(whole, "knots", "strictly increasing from 0.0 to 1.0", knots)
-            inside = values[0] > 0.0 and values[-1] < 1.0 and _rises(values)
-            require(inside, "values", "strictly increasing between 0 and 1", values)
+            rising = all(one < other for one, other in pairwise(knots)) and (knots[0], knots[-1]) == (0.0, 1.0)
+            require(rising, "knots", "strictly increasing from 0.0 to 1.0", knots)
+            rising = all(one < other for one, other in pairwise((0.0, *values, 1.0)))
+            require(rising, "values", "strictly increasing between 0 and 1", values)
         return self
-
-
-def _rises(numbers: tuple[float, ...]) -> bool:
-    return all(one < other for one, other in zip(numbers, numbers[1:], strict=False))
 
 
 @lru_cache(maxsize=256)  # asked for each request, of the thresholds of a few policies
@@ -226,10 +210,9 @@ CONTEXT_NEEDS: Final[Mapping[str, set[ContextName]]] = {
 
 @dataclass(frozen=True)
 class ContextProbe(Record):
-    """A probe that tells what a prompt is; its tensors are at its place in ``Context.probes``.
+    """A probe that tells what a prompt is: P(name) = sigmoid(weight . depth mean of its logits + intercept).
 
-    It has one head and direction a layer, as the bundle's own probes have, in the ``context_`` tensors of
-    probes.safetensors.  From the depth mean of its logits comes P(name) = sigmoid(weight . depth mean + intercept).
+    Its tensors, one head and direction a layer, are at its place among the ``context_`` ones of probes.safetensors.
     """
 
     name: ContextName

@@ -19,17 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from probes_store import errors
 from probes_store.bucket import Bucket
 from probes_store.bundle import SIGNATURE, Bundle, BundleDraft, check_total, load_version, render
-from probes_store.errors import (
-    BadValue,
-    BundleConflict,
-    BundleDamaged,
-    BundleError,
-    BundleNotFound,
-    DigestMismatch,
-    StoreUnreachable,
-)
+from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound, StoreUnreachable
 from probes_store.local import LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
 from probes_store.syntax import ALIASES, HUB, PRODUCTION, check_name, is_url, parse_reference, readable_json
@@ -66,24 +59,22 @@ class RemoteBackend:
         return other
 
     def names(self) -> Sequence[str]:
-        """Return names with a version, or with a copy where there is no answer."""
+        """Return names with a version."""
         return self._or_copy(self._source.names, self._copies.names)
 
     def versions(self, name: str) -> set[int]:
-        """Return the published versions, or those with a copy where there is no answer."""
+        """Return the published versions."""
         return self._or_copy(lambda: self._source.versions(name), lambda: self._copies.versions(name))
 
     def aliases(self, name: str) -> dict[str, int]:
         """Return the newest table, or the one that was read last where there is no answer."""
 
         def ask() -> dict[str, int]:
-            table = self._source.aliases(name)
-            path, data = self.folders / name / ALIASES, readable_json(table)
+            table, path = self._source.aliases(name), self.folders / name / ALIASES
             self._make_folder()
             with writing(path.parent):
                 path.parent.mkdir(exist_ok=True)
-                if not path.is_file() or path.read_bytes() != data:
-                    atomic_write(path, data)
+                _update(path, readable_json(table))
             return table
 
         def last() -> dict[str, int]:
@@ -99,8 +90,7 @@ class RemoteBackend:
 
         def last() -> Path:
             if version not in self._copies.versions(name):
-                problem = f"{self.where} gives no answer, and there is no copy of {name}:{version} in {self.folders}"
-                raise StoreUnreachable(problem, cure="Connect once, so that it is fetched")
+                raise StoreUnreachable(f"no answer from {self.where}, no copy of {name}:{version} in {self.folders}")
             return self._copies.folder(name, version)
 
         return self._or_copy(lambda: self._fetched(name, version), last)
@@ -126,16 +116,15 @@ class RemoteBackend:
                     shutil.rmtree(path)  # fetched again
             else:
                 if manifest_bytes(here) != data:
-                    problem = f"{self.where} has another bundle under this version than before, and that never changes"
-                    cure = f"Ask who changed it.  Where that was meant, remove {path} and run the command again"
+                    problem = f"{self.where} has another bundle under this version than before"
+                    cure = f"Ask who changed it, or remove {path} to take it"
                     raise BundleConflict(problem, file=here.reference, expected=here.seal,
                                          found=read_manifest(data, shown).seal, cure=cure)  # fmt: skip
-                signed = path / SIGNATURE  # it may have come after its bundle, or changed
-                with writing(path):
+                with writing(path):  # a signature may have come after its bundle, or changed
                     if signature is None:
-                        signed.unlink(missing_ok=True)
-                    elif not signed.is_file() or signed.read_bytes() != signature:
-                        atomic_write(signed, signature)
+                        (path / SIGNATURE).unlink(missing_ok=True)
+                    else:
+                        _update(path / SIGNATURE, signature)
                 return path
         manifest = read_manifest(data, shown)
         if manifest.reference != f"{name}:{version}":
@@ -169,6 +158,11 @@ class RemoteBackend:
 Backend = LocalBackend | RemoteBackend
 
 
+def _update(path: Path, data: bytes) -> None:
+    if not path.is_file() or path.read_bytes() != data:
+        atomic_write(path, data)
+
+
 @dataclass(frozen=True)
 class BundleSummary:
     """One line of a listing.  A damaged bundle, or one that is not trusted, has an error and no manifest."""
@@ -186,7 +180,7 @@ class BundleSummary:
         return f"{self.name}:{self.version}"
 
 
-Summaries = list[BundleSummary]
+Summaries = list[BundleSummary]  # ``Store.list`` hides the builtin
 
 
 @dataclass(frozen=True)
@@ -212,9 +206,9 @@ class Store:
         if isinstance(place, str) and is_url(place):
             source: Bucket | HubSource
             if place.startswith(HUB):
-                from probes_store import hub  # huggingface_hub takes a while to import
+                from probes_store.hub import HubSource  # huggingface_hub takes a while to import
 
-                source = hub.HubSource(place)
+                source = HubSource(place)
             else:
                 source = Bucket(place)
             caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "stores"
@@ -243,28 +237,23 @@ class Store:
         return load_version(name, self.own.folder(name, self.own.publish(manifest, files)))
 
     def resolve(self, reference: str) -> Path:
-        """Return the folder of a reference; of a URL, that of the copy, which is fetched if need be.
+        """Return the folder of a reference, fetched from a URL if need be; a pin is not compared here.
 
-        A bare name is the alias ``production`` where it is set, and else the highest version.  A pin is not compared
-        here.
+        A bare name is the alias ``production`` where it is set, and else the highest version.
         """
         backend, name, version = self._find(reference)
         return backend.folder(name, version)
 
     def stamp(self, reference: str) -> str:
-        """Return what changes where the reference means another version, or its bytes or signature change.
-
-        Of a URL nothing but small objects is read.
-        """
+        """Return what changes where the reference means another version, or its bytes or signature change."""
         backend, name, version = self._find(reference)
         return f"{backend.where} {name}:{version} {backend.stamp(name, version)}"
 
     def answering(self) -> Store:
         """Return the same store, where no answer from its URL is an error, rather than a reason to take copies."""
-        if not isinstance(self.own, RemoteBackend):
-            return self
         store = copy.copy(self)
-        store.own = self.own.answering()
+        if isinstance(self.own, RemoteBackend):
+            store.own = self.own.answering()
         return store
 
     def load(self, reference: str) -> Bundle:
@@ -279,9 +268,9 @@ class Store:
         bundle = self._read(wanted.name, self.resolve(reference), signature)
         found = bundle.manifest.digest
         if wanted.digest is not None and wanted.digest != found:
-            cure = "Look at both with 'hallutracer bundle list' and pin the one that you mean"
-            raise DigestMismatch("this is not the bundle that the reference pins", file=bundle.reference,
-                                 field="digest", expected=wanted.digest, found=found, cure=cure)  # fmt: skip
+            raise errors.DigestMismatch("this is not the bundle that the reference pins", file=bundle.reference,
+                                        field="digest", expected=wanted.digest, found=found,
+                                        cure="Pin the one that 'hallutracer bundle list' shows")  # fmt: skip
         return bundle
 
     def verify(self, reference: str) -> Bundle:
@@ -292,14 +281,10 @@ class Store:
         return bundle
 
     def sign(self, reference: str, signing: Signing) -> Bundle:
-        """Put a signature beside a bundle of the store itself, which need not have had one.
-
-        Raises what ``load`` raises, BundleConflict and SigningError.
-        """
+        """Put a signature beside a bundle of the store itself.  Raises what ``load`` does and SigningError."""
         bundle = self._load(reference, None)
         if not self.is_own(bundle.path):
-            problem = "this bundle comes with the package, which vouches for it"
-            raise BundleConflict(problem, file=reference, cure="Sign bundles of your own store")
+            raise BundleConflict("it comes with the package", file=reference, cure="Sign bundles of your own store")
         self.own.write_signature(bundle.manifest.name, bundle.manifest.version, signing.sign(bundle))
         return bundle
 
@@ -314,8 +299,9 @@ class Store:
         """
         check_name(alias, "an alias")
         if not self.own.versions(check_name(name, "a bundle")):
-            cure = "Publish it here first; fallbacks are only read"
-            raise BundleNotFound(f"no bundle {name} in this store", cure=cure)
+            raise BundleNotFound(
+                f"no bundle {name} in this store; fallbacks are only read", cure="Publish it here first"
+            )
         self.load(f"{name}:{version}")
         self.own.set_alias(name, alias, version, keep_as)
 
@@ -329,12 +315,11 @@ class Store:
         return [summary for name in sorted(seen) for summary in self._summaries(seen[name], name)]
 
     def _summaries(self, backend: Backend, name: str) -> Iterator[BundleSummary]:
-        aliases: dict[str, int] = {}
         shared: BundleError | None = None
         try:
             aliases = backend.aliases(name)
-        except BundleError as error:
-            shared = error  # without its aliases a name cannot be resolved: reported for each of its versions
+        except BundleError as error:  # without its aliases a name cannot be resolved: told of each of its versions
+            aliases, shared = {}, error
         for version in sorted(backend.versions(name)):
             path, manifest, error_here = None, None, shared
             try:
@@ -358,8 +343,8 @@ class Store:
                 raise BundleNotFound(f"bundle {wanted.name} has no alias {wanted.alias}", cure=cure)
             version = version or max(versions)
         if version not in versions:
-            problem = f"{reference} names version {version} of bundle {wanted.name}, which is not there"
-            raise BundleNotFound(problem, cure=f"Use one of its versions: {', '.join(map(str, sorted(versions)))}")
+            cure = f"Use one of its versions: {', '.join(map(str, sorted(versions)))}"
+            raise BundleNotFound(f"{reference} names version {version}, which is not there", cure=cure)
         return backend, wanted.name, version
 
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
@@ -368,7 +353,7 @@ class Store:
         having = [(at, found) for at in (self.own, *self.behind) if (found := at.versions(name))]
         if not having:
             known = sorted({known for backend in (self.own, *self.behind) for known in backend.names()})
-            cure = f"Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}"
+            cure = f"Publish it, name another store, or use one of: {', '.join(known) or 'none'}"
             raise BundleNotFound(f"no bundle {name} in {self.where}", cure=cure)
         if having[0][0] is self.own and len(having) > 1 and name not in self._told:
             self._told.add(name)

@@ -73,8 +73,7 @@ def parse_json(data: bytes, file: str) -> Any:
         raise NotFinite("a number is not finite", file=file, expected="finite numbers", found=text)
 
     def number(text: str) -> float:
-        value = float(text)
-        return value if math.isfinite(value) else refuse(text)
+        return value if math.isfinite(value := float(text)) else refuse(text)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
@@ -109,9 +108,7 @@ def parse_reference(text: str) -> BundleReference:
     found = _REFERENCE.fullmatch(text)
     if found is None:
         expected = "NAME, NAME@ALIAS or NAME:VERSION, and @sha256:DIGEST behind it where the content is pinned"
-        cure = (
-            "Names are up to 64 of a-z 0-9 . _ -, begin with a letter or digit, without ..; a digest has 64 hex digits"
-        )
+        cure = f"A name is {NAMES}; a digest has 64 hex digits"
         if text.startswith(HUB):
             cure = "Run 'hallutracer bundle pull' with that address first, and name the bundle as it prints it"
         raise InvalidReference("not a bundle reference", expected=expected, found=ascii(text), cure=cure)
@@ -130,8 +127,7 @@ def next_number(taken: Collection[int], what: str) -> int:
     """Return the number after the highest one.  Raises BundleConflict where it would be none that ``VERSION`` knows."""
     following = max(taken, default=0) + 1
     if not VERSION.fullmatch(str(following)):
-        cure = "Ask who took that number, and remove it or go on in another store"
-        raise BundleConflict(f"{what} has the highest number that there is, {following - 1}", cure=cure)
+        raise BundleConflict(f"{what} has the highest number that there is, {following - 1}", cure="Use another store")
     return following
 
 
@@ -142,9 +138,8 @@ def parse_aliases(data: bytes, shown: str) -> dict[str, int]:
         raise BadValue("bad value", file=shown, expected="an object", found=type(aliases).__name__)
     for alias, version in aliases.items():
         if not NAME.fullmatch(alias) or type(version) is not int or version < 1:
-            found, cure = repr(version), "Repair it by hand or remove it, and set the aliases again"
-            expected = "an alias and a version of 1 or more"
-            raise BadValue("bad value", file=shown, field=ascii(alias), expected=expected, found=found, cure=cure)
+            raise BadValue("bad value", file=shown, field=ascii(alias), expected="an alias and a version of 1 or more",
+                           found=repr(version), cure="Repair it, or remove it and set the aliases again")  # fmt: skip
     return aliases
 
 
@@ -164,7 +159,7 @@ def check_url(text: str) -> str:
     match = _URL.fullmatch(text.rstrip("/"))
     if match is None or match[1] not in EXTRAS:
         expected = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or hf://OWNER/NAME to read"
-        cure = "Of letters, digits and . _ - /; credentials come from the environment, not from the URL"
+        cure = "Credentials come from the environment, not from the URL"
         raise InvalidReference("not the URL of a store", expected=expected, found=ascii(text), cure=cure)
     return match[0]
 

@@ -114,9 +114,9 @@ def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTen
         _require(unit, file, f"{prefix}direction", "unit norm in every layer", norm)
         _require(np.all((head >= 0) & (head < heads)), file, f"{prefix}head", f"heads from 0 to {heads - 1}", head)
         _require(np.all(scale > 0), file, f"{prefix}scale", "positive numbers", scale)
-    ones = manifest.logit_scale != "unit_norm" or np.all(arrays["scale"] == 1)
-    _require(ones, file, "scale", "all ones under logit_scale unit_norm", arrays["scale"])
-    std = arrays["trajectory_std"]
+    scale, std = arrays["scale"], arrays["trajectory_std"]
+    ones = manifest.logit_scale != "unit_norm" or np.all(scale == 1)
+    _require(ones, file, "scale", "all ones under logit_scale unit_norm", scale)
     _require(np.all(std >= 0), file, "trajectory_std", "no negative number", std.min())
     return ProbeTensors(**arrays)
 
@@ -136,16 +136,13 @@ def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
     _require(np.all(ids >= 0), file, "input_ids", "token ids of 0 or more", ids.min())
     _require(np.all((risk >= 0) & (risk <= 1)), file, "risk", "numbers from 0 to 1", risk)
     if (first := arrays.get("first_token")) is not None:
-        fine, expected = np.all(first * [-1, 1] >= 0), "log_max_prob of 0 or less and entropy of 0 or more"
-        _require(fine, file, "first_token", expected, first)
+        fine = np.all(first * [-1, 1] >= 0)
+        _require(fine, file, "first_token", "log_max_prob of 0 or less and entropy of 0 or more", first)
     return Golden(**arrays)
 
 
 def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict[str, NDArray[Any]]:
-    """Parse safetensors; types and shapes are checked against the layout before any number is read.
-
-    Refuses what safetensors takes: padding beyond the alignment, a huge header, a tensor that is listed twice.
-    """
+    """Parse safetensors; refuse also padding beyond the alignment, a huge header and a tensor that is listed twice."""
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(MAX_HEADER, len(data) - 8):
         raise BadValue("not a safetensors file", file=file, expected=f"a header of 1 to {MAX_HEADER} bytes", found=size)
@@ -159,8 +156,8 @@ def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict
         raise BadValue("not a safetensors file", file=file, expected="a sound header", found=error) from error
     for name in sorted(entries.keys() - layout.keys()):
         raise UnknownField("this format has no such tensor here", file=file, field=name)
-    lengths = {"m": manifest.model.num_layers, "d": manifest.probe_dim, "L": manifest.logits, "2": 2, "any": None}
-    lengths["A"] = manifest.context_probes
+    lengths = {"m": manifest.model.num_layers, "d": manifest.probe_dim, "L": manifest.logits, "2": 2, "any": None,
+               "A": manifest.context_probes}  # fmt: skip
     arrays: dict[str, NDArray[Any]] = {}
     for name, (code, axes) in layout.items():
         if name not in entries:
@@ -173,9 +170,10 @@ def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict
             raise WrongShape("element type or shape", file=file, field=name, expected=expected, found=given)
         array = np.frombuffer(bytes(entries[name]["data"]), _NUMPY[code]).reshape(found)  # bytes: hence read-only
         if not np.all(np.isfinite(array)):
-            where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-            field = f"{name}{list(where)}"
-            raise NotFinite("not finite", file=file, field=field, expected="finite numbers", found=array[where])
+            where = tuple(np.argwhere(~np.isfinite(array))[0].tolist())
+            raise NotFinite(
+                "not finite", file=file, field=f"{name}{list(where)}", expected="numbers", found=array[where]
+            )
         arrays[name] = array
     return arrays
 

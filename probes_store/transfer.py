@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+from probes_store import bundle as bundles
 from probes_store import errors
-from probes_store.bundle import (
-    MAX_MANIFEST,
-    MAX_SIGNATURE,
-    SIGNATURE,
-    Bundle,
-    check_total,
-    load_version,
-    read_signature,
-)
+from probes_store.bundle import MAX_MANIFEST, SIGNATURE, Bundle, load_version, read_signature
 from probes_store.errors import BundleConflict, BundleDamaged, HubError, MissingFile
 from probes_store.hub import MAIN, TAG, Hub, Snapshot
 from probes_store.local import write_files
@@ -42,12 +35,12 @@ def files_of(bundle: Bundle) -> dict[str, bytes]:
 
 
 def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -> tuple[Bundle, bool]:
-    """Add a bundle to another store: the bundle there, and whether it was new.
+    """Add a bundle from the store ``source`` to another one; return the bundle there, and whether it was new.
 
-    source: the store that it came from.  Raises what ``add`` raises; the other store is then as it was.
+    Raises what ``add`` raises; the other store is then as it was.
     """
-    before = held(into, bundle.manifest)
-    return add(into, files_of(bundle), {"repository": source}, take_over=take_over), before is None
+    new = held(into, bundle.manifest) is None
+    return add(into, files_of(bundle), {"repository": source}, take_over=take_over), new
 
 
 def held(store: Store, manifest: Manifest) -> Bundle | None:
@@ -62,17 +55,17 @@ def held(store: Store, manifest: Manifest) -> Bundle | None:
         if found.manifest.digest == manifest.digest:
             return found
         if backend is store.own:
-            cure = "Take it into another store with --store, or remove the version that is here"
             raise BundleConflict("another bundle has this version already", file=manifest.reference,
-                                 expected=found.manifest.digest, found=manifest.digest, cure=cure)  # fmt: skip
+                                 expected=found.manifest.digest, found=manifest.digest,
+                                 cure="Name another store with --store, or remove the version here")  # fmt: skip
     return None
 
 
 def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str], take_over: bool = False) -> None:
     """Refuse an addition after which a bare name would mean another bundle, not from the same place.
 
-    Whoever can publish a bundle chooses its name and its number: without this one could take the place of a bundle
-    that a service loads by name.  Raises BundleConflict and what ``Store.resolve`` raises.
+    Otherwise whoever publishes could take the place of a bundle that a service loads by name.  Raises BundleConflict
+    and what ``Store.resolve`` raises.
     """
     try:
         before = store.resolve(manifest.name)
@@ -85,20 +78,17 @@ def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str],
     except (OSError, BundleDamaged):
         came_from = None  # published here, or nobody can tell
     if moves and not take_over and came_from != origin:
-        pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', t" if own else "T"
-        raise BundleConflict(
-            f"'{manifest.name}' would from now on mean this bundle; so far it means version {before.name}, "
-            "which is not from there", file=manifest.reference,
-            cure=f"{pin}ake the new one into another store with --store, or agree with --take-over",
-        )  # fmt: skip
+        pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', n" if own else "N"
+        problem = f"'{manifest.name}' would mean this bundle instead of version {before.name}, which is not from there"
+        cure = f"{pin}ame another store with --store, or agree with --take-over"
+        raise BundleConflict(problem, file=manifest.reference, cure=cure)
 
 
 def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, take_over: bool = False) -> Bundle:
     """Add a version under its own number, in one step.
 
-    files: the manifest's bytes, those of each file that it lists, and of its signature if it has one; origin: kept
-    beside them in a folder.  Everything is read as ``Store.verify`` reads it before the store is touched.  Raises what
-    that and ``held`` raise, BundleConflict and StoreNotWritable.
+    files: as of ``files_of``; origin: kept beside them in a folder.  Everything is read as ``Store.verify`` reads it
+    before the store is touched.  Raises what that and ``held`` raise, BundleConflict and StoreNotWritable.
     """
     with tempfile.TemporaryDirectory() as outside:
         manifest = read_manifest(files[MANIFEST])
@@ -114,10 +104,9 @@ def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, 
             store.own.write_signature(manifest.name, manifest.version, signature)
         return existing
     _check_addition(store, manifest, origin, take_over)
-    if not store.own.add(manifest, {ORIGIN: readable_json(dict(origin)), **files}):
-        existing = held(store, manifest)  # somebody else was faster: the same, or a conflict
-        if existing is not None:
-            return existing
+    taken = not store.own.add(manifest, {ORIGIN: readable_json(dict(origin)), **files})
+    if taken and (existing := held(store, manifest)):  # somebody else was faster: the same, or a conflict
+        return existing
     return load_version(manifest.name, store.own.folder(manifest.name, manifest.version))
 
 
@@ -156,16 +145,21 @@ def pull(
         snapshot = hub.snapshot(address.revision)
     except errors.HubUnreachable as error:
         snapshot, offline = None, str(error)
-    manifest, data, commit = _manifest(hub, address, snapshot)
+    if snapshot is not None and MANIFEST not in snapshot.files:
+        raise MissingFile(f"no {MANIFEST} at its root, so it is no bundle", file=str(address), cure="Check the address")
+    # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
+    revision, read = address.revision or MAIN, lambda data: (read_manifest(data), data)
+    (manifest, data), path = hub.read(MANIFEST, revision, MAX_MANIFEST, read, cached=snapshot is None)
+    commit = path.parent.name
+    if snapshot is not None and commit != snapshot.commit:
+        raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
     if digest is not None and manifest.digest != digest:
-        cure = "Ask its publisher which one is right; nothing was taken"
         raise errors.DigestMismatch("this is not the bundle that --digest names", file=str(address), field="digest",
-                                    expected=digest, found=manifest.digest, cure=cure)  # fmt: skip
+                                    expected=digest, found=manifest.digest, cure="Ask its publisher")  # fmt: skip
     _check_place(manifest)
     if TAG.fullmatch(address.revision or "") and address.revision != f"v{manifest.version}":
         problem = f"the tag {address.revision} holds version {manifest.version}"
-        cure = "Ask its publisher; a commit can be named instead of the tag"
-        raise BundleConflict(problem, file=str(address), cure=cure)
+        raise BundleConflict(problem, file=str(address), cure="Ask its publisher, or name a commit")
     left_out = [] if snapshot is None else _compare(manifest, snapshot)
     origin = {"repository": str(HubAddress(address.repository)), "endpoint": hub.api.endpoint}
     existing, signature = held(store, manifest), _signature(hub, commit, snapshot)
@@ -179,19 +173,6 @@ def pull(
     return Pulled(bundle, commit, existing is None, offline, left_out)
 
 
-def _manifest(hub: Hub, address: HubAddress, snapshot: Snapshot | None) -> tuple[Manifest, bytes, str]:
-    """Return the manifest, its bytes, and the commit that they belong to."""
-    if snapshot is not None and MANIFEST not in snapshot.files:
-        cure = "A repository with a bundle has its files at the root: 'hallutracer bundle push' makes one"
-        raise MissingFile(f"no {MANIFEST} there, so it is no bundle", file=str(address), cure=cure)
-    # By the name of the revision, not by its commit: so the cache knows it when there is no connection.
-    revision, read = address.revision or MAIN, lambda data: (read_manifest(data), data)
-    (manifest, data), path = hub.read(MANIFEST, revision, MAX_MANIFEST, read, cached=snapshot is None)
-    if snapshot is not None and path.parent.name != snapshot.commit:
-        raise HubError("the repository changed meanwhile", file=hub.repository, cure="Run the command again")
-    return manifest, data, path.parent.name
-
-
 def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
     """Return names that are no part of the bundle.  Raises a subclass of BundleDamaged before anything is fetched."""
     for name, record in manifest.files.items():
@@ -200,7 +181,7 @@ def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
             raise MissingFile("the repository lacks this file of the bundle", file=name)
         if remote.differs(record):
             raise errors.DigestMismatch("the repository has another file", file=name, expected=record, found=remote)
-    check_total(manifest)
+    bundles.check_total(manifest)
     return sorted(name for name in _strangers(snapshot) if name not in (*manifest.files, MANIFEST, SIGNATURE))
 
 
@@ -214,7 +195,7 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, by
     if snapshot is not None and SIGNATURE not in snapshot.files:
         return {}
     try:
-        return {SIGNATURE: hub.read(SIGNATURE, commit, MAX_SIGNATURE, bytes, cached=snapshot is None)[0]}
+        return {SIGNATURE: hub.read(SIGNATURE, commit, bundles.MAX_SIGNATURE, bytes, cached=snapshot is None)[0]}
     except errors.HubUnreachable:
         if snapshot is not None:
             raise
@@ -222,31 +203,18 @@ def _signature(hub: Hub, commit: str, snapshot: Snapshot | None) -> dict[str, by
 
 
 @dataclass(frozen=True)
-class PushPlan:
-    """What a push will do; all false: the hub has that version already."""
-
-    create: bool  # the repository
-    commit: bool  # the files
-    tag: bool
-    deleted: tuple[str, ...] = ()  # files of the version before that this one lacks
-    head: str | None = None  # the commit that the new one follows
-
-    @property
-    def nothing(self) -> bool:
-        """Whether the hub has it all."""
-        return not (self.create or self.commit or self.tag)
-
-
-@dataclass(frozen=True)
 class Pushed:
     """What a push did, or would do."""
 
-    plan: PushPlan
     tag: str
     url: str  # of the version's page
     address: str  # what to pull
     private: bool
     files: Mapping[str, int]  # name -> bytes
+    create: bool = False  # the repository
+    commit: bool = False  # the files
+    nothing: bool = False  # the hub has that version already; else it is tagged
+    deleted: tuple[str, ...] = ()  # files of the version before that this one lacks
 
 
 def push(
@@ -258,46 +226,66 @@ def push(
     private: the repository must be, or becomes, a private one.  dry_run: ask the hub, change nothing.  Raises
     HubError, BundleConflict where the repository holds something else, and subclasses of BundleDamaged.
     """
-    manifest, files = bundle.manifest, files_of(bundle)
-    hub, tag = Hub(address.repository, endpoint=endpoint, cache=cache), f"v{manifest.version}"
+    manifest, files, tag = bundle.manifest, files_of(bundle), f"v{bundle.manifest.version}"
+    hub, sizes = (
+        Hub(address.repository, endpoint=endpoint, cache=cache),
+        {name: len(files[name]) for name in sorted(files)},
+    )
+    done = Pushed(tag, f"{hub.url}/tree/{tag}", str(HubAddress(address.repository, tag)), private, sizes)
     try:
         head = hub.snapshot()
     except errors.HubMissing:
-        head = None
-    if head is not None and private and not head.private:
-        cure = f"Leave out --private, or make it private at {hub.url}/settings"
-        raise BundleConflict("the repository is public", file=str(address), cure=cure)
-    plan = PushPlan(True, True, True) if head is None else _plan(hub, head, manifest, files)
-    is_private = head.private if head is not None else private
-    if not (dry_run or plan.nothing):
-        is_private = _carry_out(hub, plan, manifest, files, private)
-    sizes = {name: len(data) for name, data in sorted(files.items())}
-    return Pushed(plan, tag, f"{hub.url}/tree/{tag}", str(HubAddress(address.repository, tag)), is_private, sizes)
+        head, done = None, replace(done, create=True, commit=True)
+    else:
+        if private and not head.private:
+            cure = f"Leave out --private, or make it private at {hub.url}/settings"
+            raise BundleConflict("the repository is public", file=str(address), cure=cure)
+        done = replace(done, private=head.private, **_changes(hub, head, manifest, files))
+    if dry_run or done.nothing:
+        return done
+    with hub.errors():  # each step alone may be the last: the next push goes on from there
+        if done.create:
+            hub.api.create_repo(hub.repository, private=private or None)
+        commit = hub.snapshot().commit if head is None else head.commit
+        if done.commit:
+            additions = [CommitOperationAdd(name, data) for name, data in files.items()]
+            commit = hub.api.create_commit(
+                hub.repository,
+                [*additions, *(CommitOperationDelete(name) for name in done.deleted)],
+                commit_message=f"{manifest.name} version {manifest.version}",
+                commit_description=manifest.digest,
+                parent_commit=commit,  # refused where somebody else was faster
+            ).oid
+        hub.api.create_tag(hub.repository, tag=tag, tag_message=manifest.digest, revision=commit)
+    there = hub.snapshot(tag)
+    _check_complete(there, files)
+    return replace(done, private=there.private)
 
 
-def _plan(hub: Hub, head: Snapshot, manifest: Manifest, files: Mapping[str, bytes]) -> PushPlan:
+def _changes(hub: Hub, head: Snapshot, manifest: Manifest, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the fields of ``Pushed`` for a repository that there is."""
     tag, elsewhere = f"v{manifest.version}", "Push to another repository"
     if tag in hub.tags():
         _check_same(hub, tag, manifest)
         _check_complete(hub.snapshot(tag), files)
-        return PushPlan(False, False, False, head=head.commit)
+        return {"nothing": True}
     if MANIFEST not in head.files:
         if strangers := sorted(name for name in _strangers(head) if name not in HARMLESS):
             problem = f"the repository holds something else: {', '.join(map(ascii, strangers[:5]))}"
             raise BundleConflict(problem, file=hub.url, cure=f"{elsewhere}; one that does not exist is created")
-        return PushPlan(False, True, True, head=head.commit)
+        return {"commit": True}
     there = _check_same(hub, MAIN, manifest)
     if there.name != manifest.name:
         raise BundleConflict("the repository is another bundle's", file=hub.url, expected=there.name,
-                             found=manifest.name, cure=f"{elsewhere}: each has one bundle's versions")  # fmt: skip
+                             found=manifest.name, cure=elsewhere)  # fmt: skip
     if there.version > manifest.version:
         problem = f"the repository is at version {there.version} already, and versions follow each other"
         raise BundleConflict(problem, file=hub.url, cure=f"Push a version above {there.version}")
     if there.version == manifest.version:  # an earlier push ended before its tag
         _check_complete(head, files)
-        return PushPlan(False, False, True, head=head.commit)
+        return {}
     deleted = tuple(name for name in (*there.files, SIGNATURE) if name not in files and name in head.files)
-    return PushPlan(False, True, True, deleted, head.commit)
+    return {"commit": True, "deleted": deleted}
 
 
 def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
@@ -308,45 +296,23 @@ def _check_same(hub: Hub, revision: str, ours: Manifest) -> Manifest:
         problem = f"{revision} has no {MANIFEST} that can be read: {error}"
         raise BundleConflict(problem, file=hub.url, cure="Push to another repository") from error
     if there.digest != ours.digest and (revision != MAIN or there.reference == ours.reference):
-        cure = "A published version never changes: train or publish yours as the next version"
         raise BundleConflict(f"{revision} is another bundle with this version", file=ours.reference,
-                             expected=ours.digest, found=there.digest, cure=cure)  # fmt: skip
+                             expected=ours.digest, found=there.digest, cure="Publish yours as the next")  # fmt: skip
     return there
 
 
 def _check_complete(there: Snapshot, files: Mapping[str, bytes]) -> None:
     """Check that every byte arrived, by the hub's own digests.  ``bundle.json`` may have another time."""
     for name, data in files.items():
-        remote, record = there.files.get(name), record_of(data)
-        if name == SIGNATURE and (remote is None or remote.differs(record, data)):
+        remote = there.files.get(name)
+        differs = remote is None or remote.differs(record_of(data), data)
+        if name == SIGNATURE and differs:
             problem = "the hub has this version without this signature, and a tag does not move"
-            cure = "Sign before you push: publish the next version, sign and push that"
-            raise BundleConflict(problem, file=SIGNATURE, cure=cure)
+            raise BundleConflict(
+                problem, file=name, cure="Sign before you push: publish the next version, sign and push it"
+            )
         if remote is None:
             raise MissingFile("the hub does not have this file", file=name, cure="Push to another repository")
-        if name != MANIFEST and remote.differs(record, data):
-            cure = "Delete the tag there, or push to another repository"
-            raise HubError("the hub has another file than the one that was pushed", file=name, expected=record,
-                           found=remote, cure=cure)  # fmt: skip
-
-
-def _carry_out(hub: Hub, plan: PushPlan, manifest: Manifest, files: Mapping[str, bytes], private: bool) -> bool:
-    """Create, commit, tag, look again.  Each step alone may be the last: the next push goes on from there."""
-    tag, head = f"v{manifest.version}", plan.head
-    with hub.errors():
-        if plan.create:
-            hub.api.create_repo(hub.repository, private=private or None)
-            head = hub.snapshot().commit
-        if plan.commit:
-            additions = [CommitOperationAdd(name, data) for name, data in files.items()]
-            head = hub.api.create_commit(
-                hub.repository,
-                [*additions, *(CommitOperationDelete(name) for name in plan.deleted)],
-                commit_message=f"{manifest.name} version {manifest.version}",
-                commit_description=manifest.digest,
-                parent_commit=head,  # refused where somebody else was faster
-            ).oid
-        hub.api.create_tag(hub.repository, tag=tag, tag_message=manifest.digest, revision=head)
-    there = hub.snapshot(tag)
-    _check_complete(there, files)
-    return there.private
+        if name != MANIFEST and differs:
+            raise HubError("the hub has another file than the one that was pushed", file=name, expected=record_of(data),
+                           found=remote, cure="Delete the tag there, or push to another repository")  # fmt: skip

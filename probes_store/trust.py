@@ -40,7 +40,7 @@ class RequiredSignature:
         """Raise SignatureMissing or SignatureMismatch; of the bundle in memory: its folder may change meanwhile."""
         signature, at = read_signature(bundle.path), bundle.reference
         if signature is None:
-            cure = "Ask its publisher to sign it, or look at it and run 'hallutracer bundle sign' yourself"
+            cure = "Ask its publisher to sign it, or check it and run 'hallutracer bundle sign'"
             raise SignatureMissing("a signature is required here, and this bundle has none", file=at, cure=cure)
         with _folder(bundle) as (folder, names):
             path = folder.with_suffix(".sig")
@@ -51,12 +51,11 @@ class RequiredSignature:
                 payload = json.loads(base64.b64decode(json.loads(signature)["dsseEnvelope"]["payload"]))
                 covered = {resource["name"] for resource in payload["predicate"]["resources"]}
             except Exception as error:  # of cryptography, OpenSSL, sigstore and protobuf, as they come
-                cure = "Ask its publisher which key it is and whether the bundle is theirs; it is not used"
+                cure = "Ask its publisher which key it is"
                 raise SignatureMismatch(f"not signed by {self}: {one_line(error)}", file=at, cure=cure) from error
         if covered != names:
-            wanted, found = (", ".join(sorted(some)) for some in (names, covered))
-            cure = "Sign it anew with 'hallutracer bundle sign'"
-            raise SignatureMismatch("the signature leaves files out", file=at, expected=wanted, found=found, cure=cure)
+            raise SignatureMismatch("the signature leaves files out", file=at, expected=", ".join(sorted(names)),
+                                    found=", ".join(sorted(covered)), cure="Sign it anew")  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.identity} ({self.issuer})" if self.identity else str(self.key or self.certificates)
@@ -82,12 +81,12 @@ def required_signature(text: str) -> RequiredSignature:
     try:
         data = path.read_bytes()
     except OSError as error:
-        problem = f"the key cannot be read: {error.strerror}"
-        raise InvalidReference(problem, file=str(path), cure=f"Name {EXPECTED}") from error
+        raise InvalidReference(f"cannot be read: {error.strerror}", file=str(path), cure=f"Name {EXPECTED}") from error
     _check_not_writable(path)
     if b"PRIVATE KEY" in data:
-        cure = "Take the public one: openssl pkey -in KEY -pubout"
-        raise InvalidReference("this is a private key", file=str(path), cure=cure)
+        raise InvalidReference(
+            "a private key", file=str(path), cure="Take the public one: openssl pkey -in KEY -pubout"
+        )
     if b"-----BEGIN CERTIFICATE-----" in data:
         return RequiredSignature(certificates=path)
     if b"-----BEGIN PUBLIC KEY-----" in data:
@@ -111,9 +110,9 @@ class Signing:
             try:
                 self._signer().sign(folder, path)
             except Exception as error:
-                cure = "A key is an elliptic curve one in PEM: openssl ecparam -name prime256v1 -genkey -noout"
-                at = str(self.key or "sigstore")
-                raise SigningError(f"cannot sign: {one_line(error)}", file=at, cure=cure) from error
+                cure = "Make a key: openssl ecparam -name prime256v1 -genkey -noout"
+                problem, at = f"cannot sign: {one_line(error)}", str(self.key or "sigstore")
+                raise SigningError(problem, file=at, cure=cure) from error
             return path.read_bytes()
 
     def _signer(self) -> Any:
@@ -122,8 +121,9 @@ class Signing:
             return config.use_sigstore_signer(use_ambient_credentials=True)
         if self.certificate is not None:
             chain = list(self.chain) or [self.certificate]  # the library takes no empty one
-            keys = {"private_key": self.key, "signing_certificate": self.certificate, "certificate_chain": chain}
-            return config.use_certificate_signer(**keys)
+            return config.use_certificate_signer(
+                private_key=self.key, signing_certificate=self.certificate, certificate_chain=chain
+            )
         # The library hands the password on as it is, and cryptography takes bytes.
         password: Any = self.password.encode() if self.password else None
         return config.use_elliptic_key_signer(private_key=self.key, password=password)
@@ -146,8 +146,7 @@ def _model_signing(module: str) -> Any:
     try:
         return importlib.import_module(f"model_signing.{module}")
     except ImportError as error:
-        problem = f"signatures need a package that is not installed: {error}"
-        raise SigningError(problem, cure="Run: pip install 'hallutracer[signing]'") from error
+        raise SigningError(f"no package for it: {error}", cure="Run: pip install 'hallutracer[signing]'") from error
 
 
 def check_closed(path: Path) -> None:
@@ -164,7 +163,7 @@ def check_closed(path: Path) -> None:
             except OSError:  # nothing there, or nothing that this user may see
                 continue
             if mode & stat.S_IWOTH and mode & stat.S_ISVTX and owner not in (0, os.geteuid()):
-                cure = "Name a store in a folder of your own.  Where you know better: --allow-open-store"
+                cure = "Name a store in a folder of your own, or --allow-open-store"
                 raise OpenStore("another user made this, in a folder where all may write", file=str(below), cure=cure)
             if not mode & stat.S_ISVTX:
                 _check_not_writable(folder)
@@ -183,6 +182,5 @@ def _check_not_writable(path: Path) -> None:
     except OSError:
         return  # whoever reads it will say so
     if mode & stat.S_IWOTH:
-        problem = "anyone on this machine can write here, so whoever did may have made what lies in it"
         cure = f"Run: chmod o-w {path}  Where you know better: --allow-open-store"
-        raise OpenStore(problem, file=str(path), cure=cure)
+        raise OpenStore("anyone on this machine can write here", file=str(path), cure=cure)

@@ -17,7 +17,7 @@ from benchmarks import capacity
 from benchmarks.chaos import whole_answers
 from benchmarks.fleet import TOLERANCE, Range, Witness, kept, questions, recorded, replay, two_versions
 from benchmarks.rollout_soak import Events, grown, judge
-from service.audit.events import JudgedEvent, Who, decision
+from service.audit.auditor import JudgedEvent, Who, decision
 from service.audit.file import AuditFile
 from tests.deploy.prometheus_server import binary
 from tests.local_server import answer, listening

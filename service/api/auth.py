@@ -19,7 +19,7 @@ from service.access.callers import Scope as KeyScope
 from service.access.keys import KeyRing
 from service.access.routes import METRICS, scopes_of
 from service.api.error_handlers import respond
-from service.audit.events import Who
+from service.audit.auditor import Who
 from service.errors import HalluTracerError, KeyExpired, KeyRevoked, MissingScope, Unauthorized, WrongHost
 from service.serving.service import Service
 

@@ -1,21 +1,28 @@
-"""The thread that writes the audit log: changes are on disk before they begin, decisions are written in batches.
+"""The lines of the audit log, and the thread that writes them.
 
-Nobody is told of a decision before its line is written.  Where that fails, the decision goes on and is counted as
-missed; ``required`` refuses it instead.  A change is always refused.
+Changes are on disk before they begin, decisions are written in batches.  Nobody is told of a decision before its line
+is written.  Where that fails, the decision goes on and is counted as missed; ``required`` refuses it instead.  A change
+is always refused.
+
+No line has a prompt, an answer or a key's secret, nor a prompt's digest, by which a guess could be confirmed.  Whatever
+happened: ``event``, ``time``, and who it was: ``key`` (its name), ``address``, ``by``.  A decision (``event``
+"decision"): ``request_id``, ``route``, ``model``, ``bundle``, ``digest`` (the bundle's), ``policy``, ``threshold`` and
+``prompts``, each with ``index``, ``risk``, ``decision`` and ``flagged``.  A change: ``outcome`` and ``what``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from service.audit.events import SERVICE, Line, Outcome, Who, change
-from service.audit.file import AuditFile
+from service.audit.file import AuditFile, Line
 from service.batch_writer import BatchWriter, Queued
 from service.errors import AuditUnavailable
 
@@ -25,10 +32,49 @@ BATCH = 256
 WAIT_S = 1.0  # that a decision waits for its line, at most, unless it is required
 CLOSING_S = 5.0
 Fate = Literal["written", "missed", "broken"]
+Outcome = Literal["begun", "done", "failed"]
+Waiting = list[Queued[tuple[Line, bool]]]  # a line, and whether it must be on disk
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Whose doing it is.  ``address`` is the connection's, of a proxy where there is one before the service."""
+
+    key: str | None = None
+    address: str | None = None
+    by: str = "api"  # or "signal", "file", "alias", "service"
+
+
+SERVICE = Who(by="service")
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedEvent:
+    """One prompt of a request."""
+
+    index: int
+    risk: float
+    decision: str
+    flagged: bool
+
+
+def decision(who: Who, *, prompts: Sequence[JudgedEvent], **said: str | float) -> Line:
+    """Return the line that says what became of a request's prompts; ``said``: the other fields of a decision."""
+    return _line("decision", who, **said, prompts=[asdict(one) for one in prompts])
+
+
+def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> Line:
+    """Return the line of something of the service that is another from then on."""
+    return _line(event, who, outcome=outcome, what=dict(what))
+
+
+def _line(event: str, who: Who, **fields: Any) -> Line:
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"time": time, "event": event, **asdict(who), **fields}
 
 
 class Auditor(BatchWriter[tuple[Line, bool]]):
-    """The audit log of a service; what is queued is a line and whether it must be on disk."""
+    """The audit log of a service."""
 
     def __init__(
         self, path: Path, *, required: bool = False, count: Callable[[Fate, int], None] = lambda fate, number: None
@@ -69,7 +115,7 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         """Close the file."""
         self._file.close()
 
-    def write(self, batch: list[Queued[tuple[Line, bool]]]) -> list[Queued[tuple[Line, bool]]]:
+    def write(self, batch: Waiting) -> Waiting:
         """Append the lines; those that could not be written are not tried again."""
         error: AuditUnavailable | None = None
         with self.changed:
@@ -96,7 +142,7 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._settle(batch[written:], error)
         return []
 
-    def _settle(self, batch: list[Queued[tuple[Line, bool]]], error: AuditUnavailable | None) -> None:
+    def _settle(self, batch: Waiting, error: AuditUnavailable | None) -> None:
         """Tell those who wait; with an error, decisions that nobody refuses for it are missed."""
         if error is not None:
             self._miss(sum(not sync for _, sync in (one.item for one in batch)))

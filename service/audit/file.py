@@ -1,9 +1,8 @@
 """The audit log's file: JSON lines that are only ever appended, each with the digest of the line before it (``prev``).
 
-Several processes may append to one file.  Renamed or emptied (logrotate), it is begun anew at the next line, and
-the chain goes on there.  Its last line is noted beside it in ``.NAME.head``, so that every writer, also a new process
-and one that comes first after a rotation, knows what its line goes on from; the head file is the lock, too: it is never
-renamed.  Where lines were changed, the next one goes on from what had been written: the break shows (``verify``).
+Several processes may append to one file.  Renamed or emptied (logrotate), it is begun anew, and the chain goes on.
+``.NAME.head`` notes the last line, from which every writer's next one goes on, and is the lock: it is never renamed.
+Where lines were changed, the next one goes on from what had been written: the break shows (``verify``).
 
 Notes on a line: ``after_torn`` (one before it was cut short, by a crash or a full disk), ``missed``, ``own_prev`` (the
 last line of the same process, where another one wrote since), ``no_head`` (nothing told whether lines are gone before).
@@ -20,16 +19,16 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from service.audit.events import Line
 from service.errors import AuditUnavailable, HalluTracerError
 
 log = logging.getLogger("hallutracer")
+Line = Mapping[str, Any]
 FIRST = "0" * 64  # ``prev`` of a chain's first line
 CUT = b" (cut short)\n"  # ends a line that was, so that it cannot be read as one even where only its end is missing
 _NOTED = re.compile(r"([0-9a-f]{64}) (\d{20}) (\d{20})\n")
@@ -122,13 +121,12 @@ class AuditFile:
         if self._handle >= 0:
             os.close(self._handle)
         self._handle = -1
-        handle = _open_own(self._path, os.O_APPEND | os.O_CREAT)
+        self._handle = _open_own(self._path, os.O_APPEND | os.O_CREAT)
         folder = os.open(self._path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)  # the name, too, outlives a power failure
         finally:
             os.close(folder)
-        self._handle = handle
 
     def _append(self, lines: Sequence[Line], missed: int) -> int:
         handle, size, noted = self._handle, os.fstat(self._handle).st_size, os.pread(self._lock, 4096, 0)
@@ -168,8 +166,7 @@ class AuditFile:
             began = os.lseek(handle, 0, os.SEEK_CUR) - there  # where they are, whatever became of the file meanwhile
             self._own = _Last(ends[-1].digest, began + ends[-1].start, began + ends[-1].end)
             if not whole:
-                log.error("audit log: lines of %s were changed or removed; the next one goes on from what had been "
-                          "written: hallutracer audit verify shows where", self._path)  # fmt: skip
+                log.error("audit log: lines of %s were changed or removed: run hallutracer audit verify", self._path)
                 self._on_break()
         return len(ends)
 
@@ -187,9 +184,8 @@ def _parse_head(content: bytes) -> _Last | None:
 def _follow(handle: int, known: _Last | None) -> tuple[str | None, bool, bool]:
     """Return what the next line goes on from, whether a line was cut short, and whether nothing was changed.
 
-    It goes on from the last whole line, those of a writer that was killed included; from the ``known`` one where the
-    log was changed; None: there is no line.  Where the known line does not stand in the log, the log is another one,
-    renamed or emptied, and goes on from it.  None known: the whole log is read, whatever it begins with.
+    It goes on from the last whole line, from the ``known`` one where the log was changed or is another one by now;
+    None: there is no line.  None known: the whole log is read, whatever it begins with.
     """
     digest, torn, whole, start = None if known is None else known.digest, False, True, 0
     if known is not None:
@@ -258,10 +254,10 @@ class Verified:
 
 
 def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
-    """Follow the chain through the files, oldest first; ``seen``: a digest that was the last line's once.
+    """Find lines that were changed, removed or put in, in the files from the oldest on.
 
-    It finds lines that were changed, removed or put in.  The last line of a log is also noted in its head file;
-    ``seen`` finds who changed that, too.  Raises HalluTracerError for a file that cannot be read.
+    ``seen``, a digest that was the last line's once, finds a head file that was changed, too.  Raises HalluTracerError
+    for a file that cannot be read.
     """
     found, ends = Verified(), [(seen, "--seen")] if seen is not None else []
     last = cut = ""  # the place of the last line that could be read, and of the line after it, which was cut short
@@ -297,7 +293,7 @@ def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
     for digest, place in ends:
         if digest not in digests and digest != FIRST:
             found.problems.append(f"no line has the digest of {place}, {digest}: lines were removed from the end or "
-                                  "changed there, lost in a power failure, or the log was rewritten")  # fmt: skip
+                                  "changed, or lost in a power failure")  # fmt: skip
     return found
 
 
@@ -307,11 +303,9 @@ def _broken(found: Verified, own: dict[str, Any], place: str, last: str, digests
         found.continues = own["prev"] != FIRST
         digests.add(own["prev"])
     elif own["prev"] != found.head:
-        yield (f"{place} does not follow {last}: that one was changed, or others between them were removed, put in, "
-               "or lost in a power failure")  # fmt: skip
+        yield f"{place} does not follow {last}: lines were changed, removed, put in, or lost in a power failure"
     if "own_prev" in own and own["own_prev"] not in digests and not found.continues:
-        yield (f"{place} was written by a process whose line before it is gone: lines were changed or removed, and "
-               "the rest was fitted to it")  # fmt: skip
+        yield f"{place} was written by a process whose line before it is gone: the rest was fitted to what was changed"
 
 
 def _noted_head(path: Path) -> str | None:

@@ -294,14 +294,14 @@ def push(
     bundle = open_store(store).verify(reference)
     with progress(f"pushing {bundle.reference}"):
         done = push_to_hub(bundle, address, private=private, dry_run=dry_run)
-    if done.plan.nothing:
+    if done.nothing:
         print_line(f"{bundle.reference}: the hub has it already, nothing was done")
     else:
         kind = "private" if done.private else "public"
         steps = [
-            f"create the {kind} repository" if done.plan.create else "",
-            f"commit {len(done.files)} files ({sum(done.files.values()):,} bytes)" if done.plan.commit else "",
-            f"delete {', '.join(done.plan.deleted)}" if done.plan.deleted else "",
+            f"create the {kind} repository" if done.create else "",
+            f"commit {len(done.files)} files ({sum(done.files.values()):,} bytes)" if done.commit else "",
+            f"delete {', '.join(done.deleted)}" if done.deleted else "",
             f"tag {done.tag}",
         ]
         verb = "would " if dry_run else f"to a {kind} repository: "

@@ -162,7 +162,7 @@ async def example(scorer: Scorer) -> list[str]:
 
 def on_hangup(service: Service) -> Callable[[], None]:
     """Reload on SIGHUP, keys too, and when the returned function is called.  Call on the service's event loop."""
-    from service.audit.events import Who
+    from service.audit.auditor import Who
 
     loop = asyncio.get_running_loop()
 
@@ -182,7 +182,7 @@ def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds:
     ``before``: what it gave before the loaded bundles were read.  Where the store gives no answer, or a reload failed,
     it is tried again, ever less often, for each time is in the audit log.
     """
-    from service.audit.events import Who
+    from service.audit.auditor import Who
     from service.serving.service import in_own_thread
 
     async def again() -> None:

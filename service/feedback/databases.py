@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,13 @@ class Refused(FeedbackUnavailable):
 class Database:
     """A connection, of one thread at a time; ``?`` stands for a value in its SQL.
 
-    Every call raises FeedbackUnavailable where it fails: the cause and the cure, never a password.
+    Every call raises FeedbackUnavailable where it fails: the cause, never a password.
     """
 
-    def __init__(self, connection: Any, where: Location, errors: tuple[type[Exception], type[Exception]]) -> None:
-        """``errors``: the root of the driver's, and those after which the database may be there again."""
-        self._connection, self._where = connection, where
+    def __init__(self, connection: Any, where: Location, driver: Any) -> None:
+        self._connection, self._where, self.close = connection, where, connection.close
         self._begin, self._mark = ("BEGIN", "%s") if where.is_postgres else ("BEGIN IMMEDIATE", "?")
-        self._errors, self._passing = errors
+        self._error, self._passing = driver.Error, driver.OperationalError  # passing: it may be there again
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -62,7 +61,7 @@ class Database:
             yield
             self.run("COMMIT")
         except BaseException:
-            with suppress(self._errors):
+            with suppress(self._error):
                 self._connection.rollback()
             raise
 
@@ -77,15 +76,11 @@ class Database:
         with self._named():
             self._connection.cursor().executemany(sql.replace("?", self._mark), rows)
 
-    def close(self) -> None:
-        """Close the connection, which is not used again."""
-        self._connection.close()
-
     @contextmanager
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except self._errors as error:
+        except self._error as error:
             passing = isinstance(error, self._passing) or getattr(self._connection, "closed", False)
             first = str(error).partition("\n")[0]
             raise (FeedbackUnavailable if passing else Refused)(f"{self._where}: {first}") from None
@@ -119,23 +114,21 @@ class Location:
 
         Raises FeedbackUnavailable.
         """
-        database = _open_postgres(self) if self.is_postgres else _open_sqlite(self, create)
-        try:
+        with ExitStack() as stack:
+            database = _open_postgres(self) if self.is_postgres else _open_sqlite(self, create)
+            stack.callback(database.close)
             _prepare(database, self, create)
-        except BaseException:
-            database.close()
-            raise
+            stack.pop_all()
         return database
 
 
 def location(text: str) -> Location:
     """Read ``--feedback-db``.  Raises HalluTracerError."""
-    scheme, mark, _ = text.partition("://")
+    scheme, mark, rest = text.partition("://")
     if not text or (mark and scheme not in ("sqlite", "postgresql", "postgres")):
-        found = f"; found {scheme}://" if text else ""
         expected = "give a file (feedback.db, sqlite:///feedback.db) or postgresql://USER@HOST/DATABASE"
-        raise HalluTracerError(expected + found)
-    if scheme == "sqlite" and not text.startswith("sqlite:///"):
+        raise HalluTracerError(f"{expected}; found {scheme}{mark}" if text else expected)
+    if mark and scheme == "sqlite" and not rest.startswith("/"):
         raise HalluTracerError("a SQLite file is sqlite:///PATH, with three slashes, or just PATH")
     return Location(text)
 
@@ -181,7 +174,7 @@ def _open_sqlite(where: Location, create: bool) -> Database:
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise FeedbackUnavailable(f"cannot open the feedback file {path}: {reason}") from None
-    return Database(connection, where, (sqlite3.Error, sqlite3.OperationalError))
+    return Database(connection, where, sqlite3)
 
 
 def _open_postgres(where: Location) -> Database:
@@ -189,17 +182,17 @@ def _open_postgres(where: Location) -> Database:
         import psycopg
         from psycopg.conninfo import conninfo_to_dict
     except ImportError as error:
-        needed = f"PostgreSQL needs psycopg 3: pip install 'hallutracer[postgres]' ({error})"
-        raise FeedbackUnavailable(needed, param="--feedback-db") from None
+        cure = "pip install 'hallutracer[postgres]'"
+        raise FeedbackUnavailable(f"PostgreSQL needs psycopg 3: {cure} ({error})", param="--feedback-db") from None
     try:
         given = conninfo_to_dict(where.text)
     except psycopg.Error:  # its message may hold a part of the password
         raise FeedbackUnavailable("not a URL of PostgreSQL: postgresql://USER@HOST:PORT/DATABASE") from None
-    patience: dict[str, Any] = {"connect_timeout": 5, "tcp_user_timeout": TIMEOUT_S * 1000}
-    patience |= {"keepalives_idle": TIMEOUT_S, "application_name": "hallutracer"}
+    patience: dict[str, Any] = {"connect_timeout": 5, "tcp_user_timeout": TIMEOUT_S * 1000,
+                                "keepalives_idle": TIMEOUT_S, "application_name": "hallutracer"}  # fmt: skip
     try:
         connection = psycopg.connect(**(patience | given), autocommit=True)
     except psycopg.Error as error:
         first = str(error).partition("\n")[0]
         raise FeedbackUnavailable(f"cannot connect to {where}: {first}") from None
-    return Database(connection, where, (psycopg.Error, psycopg.OperationalError))
+    return Database(connection, where, psycopg)

@@ -130,11 +130,7 @@ def write_label(database: Database, given: Given) -> Stored | None:
 
 
 def tally_of(database: Database, digest: str) -> Tally:
-    """Return what labels say of the answers that were drawn under the bundle of this digest.
-
-    One for each different prompt, and none newer than the newest with a label, so that those that nobody has come to
-    yet do not count.
-    """
+    """Return what labels say of the answers that were drawn under the bundle of this digest."""
     said: dict[str, dict[tuple[str, str], str]] = {}  # by prompt: of each answer and caller the last label
     newest = -math.inf
     labels = ("SELECT mark, uid, l.caller, label, a.time FROM hallutracer_labels l JOIN hallutracer_answers a "
@@ -151,10 +147,7 @@ def tally_of(database: Database, digest: str) -> Tally:
 
 
 def to_label(database: Database) -> Iterator[dict[str, Any]]:
-    """Yield drawn answers that have no label yet, oldest first, one for each different prompt of a bundle.
-
-    Without the risk, which would tell whoever labels what to think.  Raises FeedbackUnavailable.
-    """
+    """Yield drawn answers without a label, oldest first, one for each prompt of a bundle; not the risk: it biases."""
     seen: set[tuple[str, str]] = set()
     answers = database.run("""SELECT request_id, place, time, bundle, digest, mark, prompt,
 EXISTS (SELECT 1 FROM hallutracer_labels WHERE answer = uid) AS labelled
@@ -169,7 +162,7 @@ FROM hallutracer_answers WHERE drawn = 1 ORDER BY labelled DESC, time, place, ui
 def believed_time(database: Database, clock: float, most: float) -> float:
     """Return the time by which answers grow old, and store it: it goes towards ``clock``, by at most ``most`` s a call.
 
-    At first it is the clock's, or that of the newest answer where that is earlier; and never earlier than the oldest's.
+    At first it is the clock's or the newest answer's, the earlier one; and never earlier than the oldest's.
     """
     with database.transaction():
         [(oldest, newest)] = database.run("SELECT (SELECT MIN(time) FROM hallutracer_answers), "

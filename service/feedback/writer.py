@@ -35,13 +35,9 @@ class Writer(BatchWriter[Answer | Given]):
     """``count`` is told how many answers were stored or dropped, on any thread."""
 
     def __init__(
-        self,
-        where: Location,
-        *,
-        days: float | None = None,
-        count: Callable[[Fate, int], None] = lambda fate, number: None,
-        most_bytes: int = MOST_BYTES,
-    ) -> None:
+        self, where: Location, *, days: float | None = None,
+        count: Callable[[Fate, int], None] = lambda fate, number: None, most_bytes: int = MOST_BYTES,
+    ) -> None:  # fmt: skip
         """Open the database; ``days`` after which answers are deleted.  Raises FeedbackUnavailable."""
         self._where, self._days, self._count = where, days, count
         self._database: Database | None = where.open()
@@ -57,8 +53,7 @@ class Writer(BatchWriter[Answer | Given]):
     def label(self, given: Given) -> Future[Stored | None]:
         """Return what is done once the label is on disk; None: no such answer.
 
-        Raises Overloaded, and FeedbackUnavailable at the end.  What is returned fails with FeedbackUnavailable where
-        the database cannot be written, and as ``write_label`` does.
+        Raises Overloaded and FeedbackUnavailable, as what is returned does and as ``write_label`` does.
         """
         done: Future[Stored | None] = Future()
         if not self.put(given, ROW_BYTES + len(given.comment or ""), done):
@@ -113,20 +108,16 @@ class Writer(BatchWriter[Answer | Given]):
             self._count("stored", len(answers))
             answers.clear()  # whatever fails now, they are there
         for one, result in zip(labels, found, strict=True):
-            assert one.done is not None
-            if isinstance(result, RequestError):
-                one.done.set_exception(result)
-            else:
-                one.done.set_result(result)
+            if one.done is not None:
+                one.done.set_exception(result) if isinstance(result, RequestError) else one.done.set_result(result)
 
     def _delete(self, database: Database, days: float) -> None:
         clock, now = time.time(), time.monotonic()
         believed = believed_time(database, clock, CATCH_UP * (now - self._deleted))
         self._deleted = now
         if (doubted := clock - believed > DAY_S) and not self._clock_doubted:
-            log.warning("feedback: the clock is %.1f days ahead of the time that was seen to pass; answers age by at "
-                        "most a day an hour until it agrees (after a long stop; otherwise the clock is wrong)",
-                        (clock - believed) / DAY_S)  # fmt: skip
+            log.warning("feedback: the clock is %.1f days ahead of the time that was seen to pass (a long stop, or it "
+                        "is wrong); answers age by at most a day an hour", (clock - believed) / DAY_S)  # fmt: skip
         self._clock_doubted = doubted
         if not delete_before(database, believed - days * DAY_S):
             self._next_delete = time.monotonic() + DELETE_EVERY_S
@@ -139,8 +130,7 @@ class Writer(BatchWriter[Answer | Given]):
         self._failed = True
         for one in labels:
             if one.done is not None and not one.done.done():
-                said = "feedback cannot be written just now; the service's log says why"
-                one.done.set_exception(FeedbackUnavailable(said))
+                one.done.set_exception(FeedbackUnavailable("feedback cannot be written now; see the service's log"))
         if not expected or isinstance(error, Refused) or self.closing:
             if answers:
                 self._count("dropped", len(answers))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from service.access.callers import Caller
-from service.audit.events import Who
+from service.audit.auditor import Who
 from service.engines.base import Completion, Sampling, TokenIds
 from service.judging.guarantee import GuaranteeStatus, Shape, guarantee_status
 from service.policies.guard import Policy

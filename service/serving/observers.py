@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from service.audit.events import JudgedEvent, decision
+from service.audit.auditor import JudgedEvent, decision
 from service.policies.guard import Decision
 from service.serving.judgement import AnswerEnd, Judgement
 from service.serving.monitor import digest_of

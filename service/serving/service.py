@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from service.access.callers import OWNERS, Caller, Key, on_loopback
 from service.access.keys import KeyRing
-from service.audit.auditor import Auditor, recorded
-from service.audit.events import SERVICE, Who
+from service.audit.auditor import SERVICE, Auditor, Who, recorded
 from service.engines.base import Engine
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
 from service.judging.drift import DriftLimits

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.openai_routes import WITHHELD
 from service.api.reply import risk_headers, risk_note, risk_out
-from service.audit.events import Who
+from service.audit.auditor import Who
 from service.errors import NotReady
 from service.judging.guarantee import Shape, chat_violations, shape_of
 from service.policies.guard import Decision, Verdict

@@ -18,8 +18,7 @@ from probes_store.errors import BundleNotFound
 from service.access.callers import Key, Scope, digest_of
 from service.access.keys import Changes, KeyRing
 from service.access.routes import RELOAD_ROUTE
-from service.audit.auditor import Auditor
-from service.audit.events import Who
+from service.audit.auditor import Auditor, Who
 from service.cli.running import Stamps, watch
 from service.engines.base import Engine
 from service.scoring import Scorer

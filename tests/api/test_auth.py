@@ -23,7 +23,7 @@ from service.access.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
 from service.api import app as application
 from service.api.app import pages
 from service.api.auth import HEALTH, Admin, caller_of
-from service.audit.events import Who
+from service.audit.auditor import Who
 from service.cli.running import known_hosts
 from service.errors import HalluTracerError
 from service.policies.guard import Action, Policy

@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.access.callers import ApiKey
 from service.access.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
-from service.audit.auditor import Auditor
-from service.audit.events import Who
+from service.audit.auditor import Auditor, Who
 from service.audit.file import verify
 from service.policies.guard import GATE
 from service.serving import metrics, observers

@@ -17,7 +17,7 @@ import pytest
 
 from service.access.callers import digest_of
 from service.access.keys import read_keys
-from service.audit.events import SERVICE, change
+from service.audit.auditor import SERVICE, change
 from service.audit.file import AuditFile, head_path, verify
 from tests.command_line import hallutracer, one_line_says, run
 from tests.key_files import add_key, revoke_key

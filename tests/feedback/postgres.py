@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,8 @@ class Postgres:
             os.chown(folder, NOBODY, NOBODY)
             self._as |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         options = ["-A", "trust", "-U", USER, "-E", "UTF8", "--no-locale", "--no-sync"]
-        done = subprocess.run([binary("initdb"), "-D", str(folder / "data"), *options], capture_output=True, text=True,
-                              check=False, **self._as)  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        subprocess.run([binary("initdb"), "-D", str(folder / "data"), *options], stdout=subprocess.DEVNULL, check=True,
+                       **self._as)  # fmt: skip
 
     def start(self) -> None:
         """Until it takes connections."""
@@ -48,7 +47,7 @@ class Postgres:
         end = time.monotonic() + 60
         while True:
             try:
-                psycopg.connect(self.url("postgres")).close()
+                self._run()
                 return
             except psycopg.OperationalError:
                 assert self.process.poll() is None, (self.folder / "log").read_text()
@@ -61,22 +60,20 @@ class Postgres:
             self.process.send_signal(signal.SIGQUIT)
             self.process.wait(60)
 
-    def url(self, database: str) -> str:
-        return f"postgresql://{USER}@127.0.0.1:{self.port}/{database}"
-
-    def _run(self, sql: str) -> None:
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+    def _run(self, sql: str = "SELECT 1") -> str:
+        """The server's URL, without the database's name."""
+        url = f"postgresql://{USER}@127.0.0.1:{self.port}/"
+        with psycopg.connect(f"{url}postgres", autocommit=True) as connection:
             connection.execute(sql.encode())
+        return url
 
     def schema(self, name: str) -> str:
         """The URL of a new schema: as good as a database, and there at once."""
-        self._run(f'CREATE SCHEMA "{name}"')
-        return f"{self.url('postgres')}?options=-csearch_path%3D{name}"
+        return self._run(f'CREATE SCHEMA "{name}"') + f"postgres?options=-csearch_path%3D{name}"
 
     def new(self, name: str, options: str = "") -> str:
         """The URL of a new database."""
-        self._run(f'CREATE DATABASE "{name}" {options}')
-        return self.url(name)
+        return self._run(f'CREATE DATABASE "{name}" {options}') + name
 
 
 @contextmanager
@@ -85,12 +82,9 @@ def postgres() -> Iterator[Postgres]:
     binary("initdb"), binary("postgres")
     memory = Path("/dev/shm")  # after a crash the server waits for each of its thousand files to be on disk
     folder = Path(tempfile.mkdtemp(prefix="pg", dir=memory if os.access(memory, os.W_OK) else None))
-    server = None
-    try:
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         server = Postgres(folder)
+        stack.callback(server.stop)
         server.start()
         yield server
-    finally:
-        if server is not None:
-            server.stop()
-        shutil.rmtree(folder, ignore_errors=True)

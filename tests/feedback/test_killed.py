@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -34,108 +31,74 @@ def answered(url: str, count: int) -> list[Said]:
         prompts = [draw.choice([KNOWN, UNKNOWN]) for _ in range(min(AT_ONCE, count - len(said)))]
         answer = httpx.post(f"{url}/score", json={"prompt": prompts}, timeout=120)
         answer.raise_for_status()
-        found = answer.json()["id"].removeprefix("risk-")
-        said += [(found, index, draw.choice(LABELS)) for index in range(len(prompts))]
+        said += [(answer.json()["id"], index, draw.choice(LABELS)) for index in range(len(prompts))]
     return said
 
 
 async def post_all(
-    url: str, said: Sequence[Said], clients: int, stop_after: int, stop: asyncio.Event
-) -> list[tuple[Said, str]]:
-    """Posted by so many clients at once, whose connections are all open by then; the acknowledged, with their standing.
+    url: str, said: Sequence[Said], clients: int, kill: Callable[[], None] | None = None
+) -> dict[Said, str]:
+    """Post by so many clients at once; return the acknowledged, with their standing.
 
-    ``stop`` is set once there are ``stop_after`` of them.
+    ``kill`` is called once half of them are.
     """
-    acknowledged: list[tuple[Said, str]] = []
-    shares = [share for number in range(clients) if (share := said[number::clients])]
-    opening, all_open, opened = asyncio.Semaphore(200), asyncio.Event(), 0  # a listening socket's own queue is short
+    acknowledged: dict[Said, str] = {}
 
-    async def post(share: Sequence[Said]) -> None:
-        nonlocal opened
-        async with opening:
-            reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
-        opened += 1
-        if opened == len(shares):
-            all_open.set()
-        try:
-            await all_open.wait()
-            for one in share:
-                body = json.dumps({"id": f"risk-{one[0]}", "index": one[1], "label": one[2]}).encode()
-                head = "POST /v1/feedback HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                writer.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
-                got = await reader.readuntil(b"\r\n\r\n")
-                [length] = [int(line[15:]) for line in got.lower().splitlines() if line.startswith(b"content-length:")]
-                answer = json.loads(await reader.readexactly(length))
-                assert got.startswith(b"HTTP/1.1 200"), answer
-                acknowledged.append((one, answer["standing"]))
-                if len(acknowledged) >= stop_after:
-                    stop.set()
-        finally:
-            writer.close()
+    async def post(client: httpx.AsyncClient, share: Sequence[Said]) -> None:
+        for one in share:
+            try:
+                answer = await client.post("/v1/feedback", json=dict(zip(("id", "index", "label"), one, strict=True)))
+            except httpx.TransportError:
+                assert kill is not None  # the service's end is expected, and nothing else
+                return
+            assert answer.status_code == 200, answer.text
+            acknowledged[one] = answer.json()["standing"]
+            if kill is not None and len(acknowledged) == len(said) // 2:
+                kill()
 
-    done = await asyncio.gather(*(post(share) for share in shares), return_exceptions=True)
-    stop.set()
-    for error in done:  # the service's end is expected, and nothing else
-        if isinstance(error, BaseException) and not isinstance(error, OSError | asyncio.IncompleteReadError):
-            raise error
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as client:
+        await asyncio.gather(*(post(client, said[number::clients]) for number in range(clients)))
     return acknowledged
-
-
-async def until_killed(
-    service: ServeProcess, said: Sequence[Said], clients: int, crash: Postgres | None
-) -> list[tuple[Said, str]]:
-    """The labels that were acknowledged before the service, and the database with it, was killed half-way."""
-    stop = asyncio.Event()
-
-    async def kill() -> None:
-        await stop.wait()
-        service.process.kill()
-        if crash is not None:
-            crash.stop()
-
-    found, _ = await asyncio.gather(post_all(service.url, said, clients, len(said) // 2, stop), kill())
-    return found
 
 
 @contextmanager
 def a_database(with_postgres: bool) -> Iterator[tuple[str, Postgres | None]]:
-    """A new one."""
-    with ExitStack() as stack:
-        if with_postgres:
-            server = stack.enter_context(postgres())
+    if with_postgres:
+        with postgres() as server:
             yield server.schema("killed"), server
-        else:
-            yield str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "feedback.db"), None
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield f"{folder}/feedback.db", None
 
 
-@pytest.mark.parametrize(
-    ("with_postgres", "posts", "clients"),
-    [
-        pytest.param(False, 400, 50, id="sqlite"),
-        pytest.param(False, 10_000, 1_000, id="sqlite-1000", marks=pytest.mark.long),
-        pytest.param(False, 10_000, 10_000, id="sqlite-10000", marks=pytest.mark.long),
-        pytest.param(True, 10_000, 1_000, id="postgresql-1000", marks=pytest.mark.long),
-        pytest.param(True, 10_000, 10_000, id="postgresql-10000", marks=pytest.mark.long),
-    ],
-)
-def test_nothing_that_was_acknowledged_is_lost(with_postgres: bool, posts: int, clients: int) -> None:
+@pytest.mark.long  # test_writer kills the thread that writes
+@pytest.mark.parametrize("with_postgres", [False, True], ids=["sqlite", "postgresql"])
+def test_nothing_that_was_acknowledged_is_lost(with_postgres: bool) -> None:
     """Post, kill, look, start again, post what was not acknowledged."""
+    posts, clients = 10_000, 1_000
     with a_database(with_postgres) as (where, crash):
         arguments = (f"--feedback-db={where}", "--policy=observe", f"--max-connections={clients + 100}",
                      "--deadline-s=300")  # fmt: skip
         with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
             said = answered(service.url, posts)
-            told = dict(asyncio.run(until_killed(service, said, clients, crash)))
+
+            def kill() -> None:
+                service.process.kill()
+                if crash is not None:
+                    crash.stop()
+
+            told = asyncio.run(post_all(service.url, said, clients, kill))
             service.process.wait(60)
         if crash is not None:
             crash.start()
-        found = rows(location(where), STORED)
+        found = [(f"risk-{name}", index, label) for name, index, label in rows(location(where), STORED)]
         assert len(set(found)) == len(found), "a label is there twice"
         assert told.keys() <= set(found), "what was acknowledged is lost"
         assert posts // 2 <= len(told) <= len(found)  # those that were not acknowledged in time may be there
         rest = [one for one in said if one not in told]
         with ServeProcess(*arguments, HALLUTRACER_THREADS="1") as service:
-            again = asyncio.run(post_all(service.url, rest, clients, posts + 1, asyncio.Event()))
+            again = asyncio.run(post_all(service.url, rest, clients))
         assert len(again) == len(rest)  # it goes on where it was
-        assert sum(standing == "repeated" for _, standing in again) == len(found) - len(told)
+        assert list(again.values()).count("repeated") == len(found) - len(told)
         assert len(rows(location(where), STORED)) == posts

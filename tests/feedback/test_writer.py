@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.feedback.made import answer, given, put, rows
 from tests.feedback.postgres import Postgres
 from tests.running import until
 
+FORK = multiprocessing.get_context("fork")
 STORED = "SELECT request_id FROM hallutracer_answers ORDER BY request_id"
 LABELS = "SELECT COUNT(*) FROM hallutracer_labels"
 
@@ -72,6 +75,35 @@ def test_a_label_is_on_disk_when_it_is_acknowledged(where: Location) -> None:
         assert made.label(given("fine")).result(20) is not None
 
 
+def label_until_killed(where: Location, told: Any) -> None:
+    with writing(where) as (made, _):
+        for number in count():
+            made.record([answer(f"r{number}")])
+            assert made.label(given(f"r{number}")).result(20) is not None
+            told.send(f"r{number}")
+
+
+def test_a_kill_loses_nothing_that_was_acknowledged(file: Location) -> None:
+    heard, told = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=label_until_killed, args=(file, told))
+    process.start()
+    told.close()
+    said = [heard.recv() for _ in range(50)]
+    process.kill()
+    process.join()
+    with suppress(EOFError, OSError):
+        while True:
+            said.append(heard.recv())
+    found = [name for (name,) in rows(file, "SELECT request_id FROM hallutracer_answers JOIN hallutracer_labels "
+                                            "ON answer = uid")]  # fmt: skip
+    assert set(said) <= set(found)
+    assert len(set(found)) == len(found) <= len(said) + 1
+    with writing(file) as (made, _):  # it goes on where it was
+        again = made.label(given("r0")).result(20)
+        assert again is not None
+        assert again.standing == "repeated"
+
+
 def test_what_could_not_be_committed_is_not_acknowledged(file: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, whole = [True], Database.transaction
 
@@ -122,27 +154,19 @@ def test_a_server_that_crashes_and_comes_back(server: Postgres) -> None:
 
 
 def test_a_full_queue_drops_answers_and_refuses_labels(file: Location) -> None:
-    with writing(file, most_bytes=3_500) as (made, counted):
+    with writing(file, most_bytes=100_000) as (made, counted):
         with locked(file):
-            began = time.monotonic()
-            made.record([answer(f"r{number}") for number in range(5)])
-            assert time.monotonic() - began < 10  # it waits for nobody
+            made.record([answer(name, prompt="x" * 90_000) for name in ("long", "longer")])  # it waits for nobody
+            assert counted == {"dropped": 1}
+            made.record([answer(f"s{number}") for number in range(10)])
             assert counted == {"dropped": 2}
             with pytest.raises(Overloaded):
                 made.label(given())
-        until(lambda: counted == {"dropped": 2, "stored": 3})
-        assert made.label(given()).result(20) is not None  # there is room again
+        until(lambda: counted == {"dropped": 2, "stored": 10})
+        assert made.label(given("long")).result(20) is not None  # there is room again
         for number in range(20):
-            made.record([answer(f"s{number:02}")])
-            until(lambda expected=4 + number: counted["stored"] == expected)  # type: ignore[misc]
-
-
-def test_a_prompt_counts_by_its_length(file: Location) -> None:
-    with writing(file, most_bytes=100_000) as (made, counted):
-        with locked(file):
-            made.record([answer("long", prompt="x" * 90_000), answer("longer", prompt="x" * 90_000), answer("short")])
-        until(lambda: counted == {"dropped": 1, "stored": 2})
-    assert rows(file, STORED) == [("long",), ("short",)]
+            made.record([answer(f"t{number:02}")])
+            until(lambda expected=11 + number: counted["stored"] == expected)  # type: ignore[misc]
 
 
 def test_closing_writes_what_waits_in_batches(where: Location, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,15 +199,11 @@ def test_closing_with_a_database_that_is_gone_leaves_nobody_waiting(
         until(lambda: counted == {"dropped": 1})
 
 
-DAY, HOUR = 86_400.0, 3_600.0
-ALL = [f"{day:02}" for day in range(30)]
-
-
 def test_old_answers_are_deleted_without_being_asked(file: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "DELETE_EVERY_S", 0.05)
     now = time.time()
     with writing(file, days=2) as (made, _):
-        made.record([answer("new"), answer("old", time=now - 2.1 * DAY), answer("kept", time=now - 1.9 * DAY)])
+        made.record([answer("new"), answer("old", time=now - 2.1 * 86_400), answer("kept", time=now - 1.9 * 86_400)])
         until(lambda: rows(file, STORED) == [("kept",), ("new",)])
     with writing(file) as (made, _):  # without days nothing is
         made.record([answer("old", time=now - 1e9)])
@@ -202,13 +222,6 @@ class Clock:
     def monotonic(self) -> float:
         return 5.0 + self.passed
 
-    def put(self, *ages: float) -> None:
-        """Answers of so many seconds, named after their days."""
-        opened = self.where.open()
-        now = self.time() - min(self.ahead, 0.0)
-        put(opened, *(answer(f"{int(age // DAY):02}", time=now - age) for age in ages))
-        opened.close()
-
     def kept(self, hours: float = 0) -> list[str]:
         """What is left after a service ran for so long, and was asked all the time."""
         with writing(self.where, days=30) as (made, counted):
@@ -220,51 +233,37 @@ class Clock:
         return [name for (name,) in rows(self.where, STORED) if name != "asked"]
 
 
-@pytest.fixture
-def clock(where: Location, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock(where)
-    monkeypatch.setattr(writer, "time", made)
-    return made
+DAY, HOUR = 86_400.0, 3_600.0
+ALL = [f"{day:02}" for day in range(30)]  # answers are named after their age in days, and are an hour older
+# How far the clock is ahead while a service runs before there are answers (None: none runs); their ages in days; and
+# step by step the clock, days without a service, hours with one, and what is kept.
+CLOCKS: dict[str, tuple[float | None, Sequence[float], list[tuple[float, float, float, list[str]]]]] = {
+    "ahead at each start: deletes nothing": (0, [-1 / 24] * 30, [
+        (40, 0, 0, ["00"] * 30), (40, 0, 0, ["00"] * 30), (40, 0, 5, ["00"] * 30), (0, 0, 1, ["00"] * 30)]),
+    "never deleted: no older than its newest answer": (None, [31, -1 / 24], [(40, 0, 0, ["00"])]),
+    "an hour ahead: a day early, and the hour in between makes up for it": (0, range(30), [
+        (4_000, 0, 1, ALL[:29]), (0, 0, 1, ALL[:29]), (4_000, 0, 1, ALL[:29])]),
+    "a stop: an hour for each day of it": (0, range(30), [(0, 10, 2, ALL[:28]), (0, 0, 9, ALL[:20])]),
+    "behind at the start, as without a battery: stops no deleting": (-1.9e9 / DAY, range(32), [(0, 0, 33, ALL[:29])]),
+}  # fmt: skip
 
 
-def test_a_clock_that_is_ahead_at_the_start_deletes_nothing(clock: Clock) -> None:
-    clock.kept()  # as a service that was asked yesterday
-    clock.put(*range(800))
-    clock.ahead = 40 * DAY
-    for hours in (0, 0, 0, 5):  # started again and again, and answers get wrong dates
-        assert len(clock.kept(hours)) == 800
-    clock.ahead = 0
-    assert len(clock.kept(1)) == 800
-
-
-def test_a_database_that_never_deleted_is_not_believed_to_be_older_than_its_newest_answer(clock: Clock) -> None:
-    clock.put(31 * DAY, 0)
-    clock.ahead = 40 * DAY
-    assert clock.kept() == ["00"]
-
-
-def test_an_hour_under_a_wrong_clock_deletes_a_day_early_and_not_more(clock: Clock) -> None:
-    clock.kept()
-    clock.put(*(day * DAY + HOUR for day in range(30)))
-    for ahead in (4_000 * DAY, 0, 4_000 * DAY):  # the hour in between makes up for it
-        clock.ahead = ahead
-        assert clock.kept(1) == ALL[:29]
-
-
-def test_after_a_stop_what_is_old_goes_an_hour_for_each_day_of_it(clock: Clock) -> None:
-    clock.kept()
-    clock.put(*(day * DAY + HOUR for day in range(30)))
-    clock.passed += 10 * DAY  # no service ran
-    assert clock.kept(2) != ALL[:20]
-    assert clock.kept(9) == ALL[:20]
-
-
-def test_a_clock_that_was_behind_at_the_start_stops_no_deleting(clock: Clock) -> None:
-    clock.ahead = -1.9e9  # as of a machine without a battery
-    assert clock.kept() == []
-    opened = clock.where.open()
+@pytest.mark.parametrize(
+    ("where", "case"), [*(("sqlite", case) for case in CLOCKS), ("postgresql", list(CLOCKS)[2])], indirect=["where"]
+)
+def test_answers_age_by_any_clock(where: Location, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, ages, steps = CLOCKS[case]
+    clock = Clock(where)
+    monkeypatch.setattr(writer, "time", clock)
+    if before is not None:
+        clock.ahead = before * DAY
+        assert clock.kept() == []
+    opened = where.open()
     opened.run("DELETE FROM hallutracer_answers")
+    now = clock.time() - min(clock.ahead, 0.0)
+    put(opened, *(answer(f"{int(age + 1 / 24):02}", time=now - age * DAY - HOUR) for age in ages))
     opened.close()
-    clock.put(*(day * DAY + HOUR for day in range(40)))
-    clock.ahead = 0
-    assert clock.kept(41) == ALL[:29]
+    for ahead, stopped, hours, kept in steps:
+        clock.ahead = ahead * DAY
+        clock.passed += stopped * DAY
+        assert clock.kept(hours) == kept

@@ -19,43 +19,32 @@ _USES = ("content_commitment", "key_encipherment", "data_encipherment", "key_agr
 @dataclass(frozen=True)
 class KeyPair:
     private: Path
-    public: Path
-
-
-@dataclass(frozen=True)
-class Certified:
-    private: Path
-    certificate: Path
-    root: Path
-
-
-def _private(key: ec.EllipticCurvePrivateKey, password: bytes | None = None) -> bytes:
-    locked = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
-    return key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, locked)
+    public: Path  # or the certificate
 
 
 def key_pair(folder: Path, name: str, password: bytes | None = None) -> KeyPair:
     key, pair = ec.generate_private_key(ec.SECP256R1()), KeyPair(folder / f"{name}.pem", folder / f"{name}.pub")
-    pair.private.write_bytes(_private(key, password))
+    locked = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    pair.private.write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, locked))
     pair.public.write_bytes(key.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
     return pair
 
 
-def certified(folder: Path, name: str) -> Certified:
-    """A key whose certificate a root signed."""
+def certified(folder: Path, name: str) -> tuple[KeyPair, Path]:
+    """A key with its certificate, and the certificate of the root that signed it."""
     start = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
-    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name} {role}")]) for role in ("root", "signer")]
-    made = Certified(folder / f"{name}.pem", folder / f"{name}.crt", folder / f"{name}-root.crt")
-    for place, path in enumerate((made.root, made.certificate)):
-        usage = {"digital_signature": place == 1, "key_cert_sign": place == 0, "crl_sign": place == 0}
-        builder = x509.CertificateBuilder().subject_name(names[place]).issuer_name(names[0])
-        builder = builder.public_key(keys[place].public_key()).serial_number(x509.random_serial_number())
+    pairs = [key_pair(folder, name), key_pair(folder, f"{name}-root")]
+    keys = [serialization.load_pem_private_key(pair.private.read_bytes(), None) for pair in pairs]
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, pair.private.stem)]) for pair in pairs]
+    certificates = [folder / f"{name}.crt", folder / f"{name}-root.crt"]
+    for root, path in enumerate(certificates):
+        usage = {"digital_signature": not root, "key_cert_sign": bool(root), "crl_sign": bool(root)}
+        builder = x509.CertificateBuilder().subject_name(names[root]).issuer_name(names[1])
+        builder = builder.public_key(keys[root].public_key()).serial_number(x509.random_serial_number())  # type: ignore[arg-type]
         builder = builder.not_valid_before(start).not_valid_after(start + datetime.timedelta(days=3650))
-        builder = builder.add_extension(x509.BasicConstraints(ca=place == 0, path_length=None), critical=True)
+        builder = builder.add_extension(x509.BasicConstraints(ca=bool(root), path_length=None), critical=True)
         builder = builder.add_extension(x509.KeyUsage(**usage, **dict.fromkeys(_USES, False)), critical=True)
-        if place == 1:
+        if not root:
             builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False)
-        path.write_bytes(builder.sign(keys[0], hashes.SHA256()).public_bytes(PEM))
-    made.private.write_bytes(_private(keys[1]))
-    return made
+        path.write_bytes(builder.sign(keys[1], hashes.SHA256()).public_bytes(PEM))  # type: ignore[arg-type]
+    return KeyPair(pairs[0].private, certificates[0]), certificates[1]

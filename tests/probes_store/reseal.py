@@ -9,9 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load, save
-
 from probes_store.syntax import canonical_json, readable_json
 
 Edit = Callable[[dict[str, Any]], object]
@@ -39,12 +36,6 @@ def edit_manifest(folder: Path, edit: Edit) -> None:
 def replace_file(folder: Path, name: str, data: bytes) -> None:
     (folder / name).write_bytes(data)
     edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": len(data), "sha256": sha256(data)}}))
-
-
-def edit_tensors(folder: Path, name: str, edit: Edit) -> None:
-    tensors = {key: np.array(value) for key, value in load((folder / name).read_bytes()).items()}
-    edit(tensors)
-    replace_file(folder, name, save(tensors))
 
 
 def without_in_evaluation(source: Path, folder: Path, *keys: str) -> Path:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from subprocess import DEVNULL
 
 from s3fs import S3FileSystem
 
@@ -49,26 +50,20 @@ def s3_server() -> Iterator[str]:
 @contextmanager
 def s3_process() -> Iterator[tuple[str, int]]:
     """As ``s3_server``, with the process's id."""
-    port = free_port()
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], **quiet)  # type: ignore[call-overload]
+    port, until = free_port(), time.monotonic() + 60
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=DEVNULL, stderr=DEVNULL)
     try:
-        _create_bucket(port, process)
+        while True:
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+                connection.request("PUT", f"/{BUCKET}")
+                assert connection.getresponse().status == 200
+                break
+            except OSError:
+                assert process.poll() is None, "moto's server ended"
+                assert time.monotonic() < until
+                time.sleep(0.05)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.kill()
         process.wait()
-
-
-def _create_bucket(port: int, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 60
-    while True:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-            connection.request("PUT", f"/{BUCKET}")
-            assert connection.getresponse().status == 200
-            return
-        except OSError:
-            assert process.poll() is None, "moto's server ended"
-            assert time.monotonic() < until
-            time.sleep(0.05)

@@ -10,41 +10,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from safetensors.numpy import load, save
 
 import probes_store
 from probes_store import errors, manifest, records
-from probes_store.bundle import (
-    TOLERANCES,
-    Bundle,
-    BundleDraft,
-    check_golden,
-    load_bundle,
-    render,
-    spreads,
-    tolerance_for,
-)
-from probes_store.errors import (
-    BadValue,
-    BundleDamaged,
-    DigestMismatch,
-    GoldenMismatch,
-    MissingField,
-    MissingFile,
-    NotFinite,
-    Truncated,
-    UnknownField,
-    WrongShape,
-)
-from probes_store.tensors import Golden, ProbeTensors, pack
+from probes_store.bundle import TOLERANCES, Bundle, check_golden, load_bundle, render, spreads, tolerance_for
+from probes_store.errors import BadValue, BundleDamaged, MissingField, NotFinite, Truncated, UnknownField, WrongShape
+from probes_store.tensors import Golden, ProbeTensors, pack, read_golden, read_probes
 from tests.probes_store.factory import CONTEXT, make_draft, write_bundle
-from tests.probes_store.reseal import edit_manifest, edit_tensors, replace_file
+from tests.probes_store.reseal import replace_file
 
 CREATED = datetime(2026, 1, 31, 12, tzinfo=UTC)
 PROBES, GOLDEN = "probes.safetensors", "golden.safetensors"
@@ -72,12 +52,10 @@ def bundle(tmp_path: Path) -> Bundle:
     return write_bundle(make_draft(), tmp_path / "tiny" / "1", created=CREATED)
 
 
-def refuses(error: type[BundleDamaged], field: str | None, what: Path | BundleDraft) -> None:
-    """Loading, or rendering, fails with exactly this error, which names the field."""
+def refuses(error: type[BundleDamaged], path: Path) -> None:
     with pytest.raises(BundleDamaged) as caught:
-        load_bundle(what) if isinstance(what, Path) else render(what)
+        load_bundle(path)
     assert type(caught.value) is error
-    assert field is None or (caught.value.field or "").partition("[")[0] == field, caught.value
 
 
 def test_pinned_bytes_and_digest(tmp_path: Path) -> None:
@@ -118,31 +96,27 @@ def test_what_is_written_is_loaded(tmp_path: Path, changes: dict[str, Any]) -> N
     assert bundle.golden.prompts() == [[1, 5, 9], [1, 7, 2, 3]]
 
 
-@pytest.mark.parametrize("change", [{"card": "other"}, {"evaluation": {}}, {"plots": {}}, {"threshold": 0.4}])
-def test_equal_drafts_have_equal_bytes_and_every_part_is_in_the_digest(change: dict[str, Any]) -> None:
+def test_equal_drafts_have_equal_bytes_and_every_part_is_in_the_digest() -> None:
     assert render(make_draft()) == render(make_draft())
-    assert render(make_draft(**change))[0].digest != render(make_draft())[0].digest != render(make_draft(5))[0].digest
-
-
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_flipped_byte_in_any_file_is_damage(bundle: Bundle, data: st.DataObject) -> None:
-    path = bundle.path / data.draw(st.sampled_from(FILES))
-    whole = path.read_bytes()
-    flipped = bytearray(whole)
-    flipped[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        path.write_bytes(flipped)
-        with pytest.raises(BundleDamaged if path.name == "bundle.json" else DigestMismatch, match=path.name):
-            load_bundle(bundle.path)
-    finally:
-        path.write_bytes(whole)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"seed": 5},
+        {"card": "other"},
+        {"evaluation": {}},
+        {"plots": {}},
+        {"threshold": 0.4},
+    ]
+    assert len({render(make_draft(**change))[0].digest for change in changes}) == len(changes)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_truncated_longer_missing_and_replaced_files(bundle: Bundle, name: str) -> None:
+def test_changed_truncated_longer_missing_and_replaced_files(bundle: Bundle, name: str) -> None:
     path, named = bundle.path / name, re.escape(f"tiny/1/{name}")
     whole = path.read_bytes()
+    for place in (0, len(whole) // 2, len(whole) - 2):  # test_fuzz flips the others
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(BundleDamaged if name == "bundle.json" else errors.DigestMismatch, match=named):
+            load_bundle(bundle.path)
     for length in (0, 1, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(Truncated, match=named):
@@ -153,7 +127,7 @@ def test_truncated_longer_missing_and_replaced_files(bundle: Bundle, name: str) 
     path.unlink()
     for make in (lambda: None, path.mkdir):
         make()
-        with pytest.raises(MissingFile, match=named):
+        with pytest.raises(errors.MissingFile, match=named):
             load_bundle(bundle.path)
 
 
@@ -162,12 +136,12 @@ def test_files_that_are_unknown_or_link_out_of_the_bundle(bundle: Bundle, tmp_pa
     (bundle.path / "model.sig").write_bytes(b"x")
     load_bundle(bundle.path)
     (bundle.path / "plots" / "probes.pkl").write_bytes(b"x")
-    refuses(errors.UnknownFile, None, bundle.path)
+    refuses(errors.UnknownFile, bundle.path)
     (bundle.path / "plots" / "probes.pkl").unlink()
     card = bundle.path / "README.md"
     card.rename(tmp_path / "elsewhere.md")
     card.symlink_to(tmp_path / "elsewhere.md")
-    refuses(BadValue, None, bundle.path)
+    refuses(BadValue, bundle.path)
 
 
 def put(index: Any, value: float) -> Any:
@@ -219,24 +193,20 @@ DAMAGE: list[tuple[dict[str, Any], str, type[BundleDamaged], str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "file", "error", "tensor", "damage"), DAMAGE)
-def test_damaged_tensors_behind_right_hashes(
-    tmp_path: Path, changes: dict[str, Any], file: str, error: type[BundleDamaged], tensor: str, damage: Any
-) -> None:
-    folder = write_bundle(make_draft(**changes), tmp_path / "tiny" / "1").path
-
-    def edit(tensors: dict[str, Any]) -> None:
+def test_damaged_tensors_behind_right_hashes() -> None:
+    for changes, file, error, tensor, damage in DAMAGE:
+        manifest, files = render(make_draft(**changes))
+        tensors = {key: np.array(value) for key, value in load(files[file]).items()}
         if tensor not in tensors:
             damage(tensors)
         elif damage is None:
             del tensors[tensor]
         else:
             tensors[tensor] = damage(tensors[tensor])
-
-    edit_tensors(folder, file, edit)
-    refuses(error, tensor, folder)
-    with pytest.raises(error, match=f"tiny/1/{file} field"):
-        load_bundle(folder)
+        with pytest.raises(BundleDamaged) as caught:
+            (read_probes if file == PROBES else read_golden)(save(tensors), manifest, "there")
+        found = caught.value
+        assert (type(found), found.file, (found.field or "").partition("[")[0]) == (error, "there", tensor), found
 
 
 def test_hostile_headers_behind_right_hashes(bundle: Bundle) -> None:
@@ -251,15 +221,10 @@ def test_hostile_headers_behind_right_hashes(bundle: Bundle) -> None:
     for hostile in (b"", b"1234567", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"{}x", b"\x80\x04K\x01.",
                     *(len(text).to_bytes(8, "little") + text + body for text in odd)):  # fmt: skip
         replace_file(bundle.path, PROBES, hostile)
-        with pytest.raises((BadValue, UnknownField)):
+        with pytest.raises((BadValue, UnknownField), match=f"tiny/1/{PROBES}"):
             load_bundle(bundle.path)
     replace_file(bundle.path, PROBES, data)
     load_bundle(bundle.path)
-
-
-def test_no_file_may_be_huge(bundle: Bundle) -> None:
-    edit_manifest(bundle.path, lambda document: document["files"]["README.md"].update(bytes=manifest.MAX_FILE + 1))
-    refuses(BadValue, "files.README.md.bytes", bundle.path)
 
 
 def test_evaluation_and_card_are_checked_when_read(bundle: Bundle) -> None:
@@ -273,34 +238,30 @@ def test_evaluation_and_card_are_checked_when_read(bundle: Bundle) -> None:
             read()
 
 
-@pytest.mark.parametrize(
-    ("error", "named", "changes"),
-    [
-        (BadValue, "name", {"name": "../up"}),
-        (BadValue, "README.md", {"card": " \n"}),
-        (NotFinite, "threshold", {"threshold": NAN}),
-        (NotFinite, r"evaluation.json field a\[1\].b", {"evaluation": {"a": [1, {"b": NAN}]}}),
-        (BadValue, "evaluation.json field x", {"evaluation": {"x": {1, 2}}}),
-        (BadValue, "evaluation.json", {"evaluation": {1: 2}}),
-        (BadValue, "evaluation.json field x", {"evaluation": {"x": "half \ud800"}}),
-        (UnknownField, "plots/../x.png", {"plots": {"../x.png": b""}}),
-        (UnknownField, "first_token", {"golden": make_draft(**FIRST).golden}),
-        (BadValue, "signals", {"signals": ("entropy",)}),
-        (BadValue, "dtype", {"dtype": "int8"}),
-        (WrongShape, "direction", {"probes": make_draft(site="residual_stream").probes}),
-        # record and tensors of the context probes go together
-        (MissingField, "context_", WITH_CONTEXT | {"probes": dataclasses.replace(
-            make_draft(**WITH_CONTEXT).probes, **dict.fromkeys(CONTEXT_TENSORS))}),
-        (WrongShape, "reference_mean", WITH_CONTEXT | {"probes": make_draft().probes}),
-        (UnknownField, "context_", {"probes": make_draft(**WITH_CONTEXT).probes}),
-        (WrongShape, "trajectory", WITH_CONTEXT | {"golden": make_draft().golden}),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_loaded_is_not_written(
-    tmp_path: Path, error: type[BundleDamaged], named: str, changes: dict[str, Any]
-) -> None:
-    with pytest.raises(error, match=named):
-        write_bundle(make_draft(**changes), tmp_path / "1")
+UNWRITTEN: list[tuple[type[BundleDamaged], str, dict[str, Any]]] = [
+    (BadValue, "README.md", {"card": " \n"}),
+    (NotFinite, "threshold", {"threshold": NAN}),
+    (NotFinite, r"evaluation.json field a\[1\].b", {"evaluation": {"a": [1, {"b": NAN}]}}),
+    (BadValue, "evaluation.json field x", {"evaluation": {"x": {1, 2}}}),
+    (BadValue, "evaluation.json", {"evaluation": {1: 2}}),
+    (BadValue, "evaluation.json field x", {"evaluation": {"x": "half \ud800"}}),
+    (UnknownField, "plots/../x.png", {"plots": {"../x.png": b""}}),
+    (UnknownField, "first_token", {"golden": make_draft(**FIRST).golden}),
+    (BadValue, "signals", {"signals": ("entropy",)}),
+    (WrongShape, "direction", {"probes": make_draft(site="residual_stream").probes}),
+    # record and tensors of the context probes go together
+    (MissingField, "context_", WITH_CONTEXT | {"probes": dataclasses.replace(
+        make_draft(**WITH_CONTEXT).probes, **dict.fromkeys(CONTEXT_TENSORS))}),
+    (WrongShape, "reference_mean", WITH_CONTEXT | {"probes": make_draft().probes}),
+    (UnknownField, "context_", {"probes": make_draft(**WITH_CONTEXT).probes}),
+    (WrongShape, "trajectory", WITH_CONTEXT | {"golden": make_draft().golden}),
+]  # fmt: skip
+
+
+def test_what_cannot_be_loaded_is_not_written(tmp_path: Path) -> None:
+    for error, named, changes in UNWRITTEN:
+        with pytest.raises(error, match=named):
+            write_bundle(make_draft(**changes), tmp_path / "1")
     assert not (tmp_path / "1").exists()
 
 
@@ -310,7 +271,8 @@ def test_numbers_are_never_narrowed_silently(tmp_path: Path) -> None:
         with pytest.raises(WrongShape, match="input_ids"):
             pack(Golden(**(vars(golden) | {"input_ids": bad})), GOLDEN)
     huge = Golden(**(vars(golden) | {"trajectory": golden.trajectory.astype(np.float64) * 1e300}))
-    refuses(NotFinite, "trajectory", make_draft(golden=huge))
+    with pytest.raises(NotFinite, match="trajectory"):
+        render(make_draft(golden=huge))
     draft = make_draft(evaluation={"n": np.int64(3), "auroc": np.float32(0.5), "list": (1, np.float64(2.0))})
     assert write_bundle(draft, tmp_path / "1").evaluation() == {"n": 3, "auroc": 0.5, "list": [1, 2.0]}
 
@@ -318,7 +280,7 @@ def test_numbers_are_never_narrowed_silently(tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(errors.BundleNotFound):
         load_bundle(tmp_path / "nowhere")
-    refuses(MissingFile, None, tmp_path)
+    refuses(errors.MissingFile, tmp_path)
 
 
 FORMAT = (Path(probes_store.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
@@ -372,7 +334,7 @@ def exact(bundle: Bundle) -> tuple[np.ndarray, np.ndarray]:
 
 def mismatch(bundle: Bundle, logits: np.ndarray, risks: np.ndarray, dtype: str = "float32", named: str = "") -> str:
     """The replay is refused; the message."""
-    with pytest.raises(GoldenMismatch, match=named) as caught:
+    with pytest.raises(errors.GoldenMismatch, match=named) as caught:
         check_golden(bundle, logits, risks, dtype=dtype)
     return f"{caught.value.field}: {caught.value}"
 
@@ -380,19 +342,14 @@ def mismatch(bundle: Bundle, logits: np.ndarray, risks: np.ndarray, dtype: str =
 @pytest.mark.parametrize(
     ("trained", "served", "trajectory", "risk"),
     [
-        ("float32", "float32", 1e-3, 1e-3),
-        ("float32", "bfloat16", 0.25, 0.05),
-        ("float16", "float32", 0.25, 0.05),
+        ("float32", "float32", 1e-3, 1e-3), ("float32", "bfloat16", 0.25, 0.05), ("float16", "float32", 0.25, 0.05),
         ("bfloat16", "float16", 0.25, 0.05),
     ],
-)
-@given(prompt=st.integers(0, 1), layer=st.integers(0, 2), sign=st.sampled_from([-1, 1]))
-def test_the_looser_dtype_decides(
-    trained: str, served: str, trajectory: float, risk: float, prompt: int, layer: int, sign: int
-) -> None:
+)  # fmt: skip
+def test_the_looser_dtype_decides(trained: str, served: str, trajectory: float, risk: float) -> None:
     bundle = bundle_of(trained)
     check_golden(bundle, *exact(bundle), dtype=served)
-    for factor in (0.99 * sign, 1.01 * sign):
+    for prompt, layer, factor in product((0, 1), (0, 1, 2), (-1.01, -0.99, 0.99, 1.01)):
         logits, risks = exact(bundle)
         logits[prompt, layer] += factor * trajectory * spreads(bundle.golden.trajectory, 3)[layer]
         risks[prompt] += factor * risk

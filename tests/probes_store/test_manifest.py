@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,8 @@ from scipy.special import expit, logit
 
 from probes_store import errors
 from probes_store.bundle import render
-from probes_store.errors import (
-    BadValue,
-    BundleDamaged,
-    DigestMismatch,
-    MissingField,
-    NotFinite,
-    Truncated,
-    UnknownField,
-    WrongShape,
-)
-from probes_store.manifest import check_identity, manifest_bytes, read_manifest, sealed
+from probes_store.errors import BadValue, BundleDamaged, DigestMismatch, MissingField, UnknownField, WrongShape
+from probes_store.manifest import MAX_FILE, check_identity, manifest_bytes, read_manifest, sealed
 from probes_store.records import Applicability, Context, ContextProbe, Recalibration, least_reaching
 from probes_store.syntax import canonical_json, parse_json, plain, readable_json
 from service.engines.base import ModelIdentity
@@ -106,33 +98,31 @@ def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
     assert plain(value, "x.json") == value
 
 
-@pytest.mark.parametrize(
-    ("error", "field", "data"),
-    [
-        *((BadValue, None, data) for data in (b"\xff\xfe}\n", b"[" * 100_000 + b"}\n", b"{,}\n", b"[]\n",
-                                             b'{"version": ' + b"9" * 5000 + b"}\n")),
-        *((NotFinite, None, DATA.replace(b'"threshold": 0.5', b'"threshold": ' + text))
-          for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999")),
-        *((BadValue, ".".join([*path, name]), json.dumps(changed(DOCUMENT, path, {name: "tiny\ud800llama"})).encode())
-          for path, name in ((["model"], "name"), (["training"], "judge"))),
-        (UnknownField, "version", DATA.replace(b'"threshold"', b'"version": 1,\n  "threshold"')),  # a key twice
-        (DigestMismatch, "seal", DATA.replace(b'"version": 1', b'"version":  1')),  # other spellings of the same
-        (DigestMismatch, "seal", DATA.replace(b"tiny-llama", rb"tiny\u002dllama")),
-        *((BadValue, field, readable_json(DOCUMENT | {field: value})) for field in ("digest", "seal")
-          for value in ("0" * 64, "md5:" + "0" * 64, "sha256:" + "0" * 63)),
-        (DigestMismatch, "digest", readable_json(DOCUMENT | {"threshold": 0.25})),
-        *((DigestMismatch, "seal", readable_json(DOCUMENT | change))
-          for change in ({"created": "2031-01-01T00:00:00Z"}, {"version": 2})),
-    ],
-    ids=lambda part: repr(part)[:30],
-)  # fmt: skip
-def test_damaged_text(error: type[BundleDamaged], field: str | None, data: bytes) -> None:
-    refuses(error, field, data)
+TEXTS: list[tuple[type[BundleDamaged], str | None, bytes]] = [
+    *((BadValue, None, data) for data in (b"\xff\xfe}\n", b"[" * 100_000 + b"}\n", b"{,}\n", b"[]\n",
+                                         b'{"version": ' + b"9" * 5000 + b"}\n")),
+    *((errors.NotFinite, None, DATA.replace(b'"threshold": 0.5', b'"threshold": ' + text))
+      for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999")),
+    *((BadValue, ".".join([*path, name]), json.dumps(changed(DOCUMENT, path, {name: "tiny\ud800llama"})).encode())
+      for path, name in ((["model"], "name"), (["training"], "judge"))),
+    (UnknownField, "version", DATA.replace(b'"threshold"', b'"version": 1,\n  "threshold"')),  # a key twice
+    (DigestMismatch, "seal", DATA.replace(b'"version": 1', b'"version":  1')),  # other spellings of the same
+    (DigestMismatch, "seal", DATA.replace(b"tiny-llama", rb"tiny\u002dllama")),
+    *((BadValue, field, readable_json(DOCUMENT | {field: value})) for field in ("digest", "seal")
+      for value in ("0" * 64, "md5:" + "0" * 64, "sha256:" + "0" * 63)),
+    (DigestMismatch, "digest", readable_json(DOCUMENT | {"threshold": 0.25})),
+    *((DigestMismatch, "seal", readable_json(DOCUMENT | change))
+      for change in ({"created": "2031-01-01T00:00:00Z"}, {"version": 2})),
+    *((errors.Truncated, None, DATA[:length]) for length in range(len(DATA))),
+]  # fmt: skip
 
 
-def test_truncated_anywhere() -> None:
-    for length in range(len(DATA)):
-        refuses(Truncated, None, DATA[:length])
+def test_damaged_text() -> None:
+    for error, field, data in TEXTS:
+        refuses(error, field, data)
+    for found in (0, 2, 5, "1", True, 1.0):  # another format, before anything else
+        document = {"format": "hallutracer-bundle", "format_version": found, "new": 1}
+        assert "Train and publish" in refuses(BadValue, "format_version", readable_json(document))
 
 
 def objects(value: Any, where: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -143,18 +133,15 @@ def objects(value: Any, where: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return own + [path for key, item in value.items() for path in objects(item, (*where, key))]
 
 
-@pytest.mark.parametrize("document", [DOCUMENT, EVERYTHING], ids=["plain", "everything"])
-def test_unknown_and_missing_fields_everywhere(document: dict[str, Any]) -> None:
-    assert manifest_bytes(read_manifest(readable_json(document))) == readable_json(document)
-    for path in objects(document):
-        refuses(UnknownField, ".".join((*path, "surprise")), changed(document, path, {"surprise": 1}))
-        for field in at(document, path):
-            edited = changed(document, path, {})
+def test_unknown_and_missing_fields_and_files() -> None:
+    for document in (DOCUMENT, EVERYTHING):
+        assert manifest_bytes(read_manifest(readable_json(document))) == readable_json(document)
+    for path in objects(EVERYTHING):
+        refuses(UnknownField, ".".join((*path, "surprise")), changed(EVERYTHING, path, {"surprise": 1}))
+        for field in at(EVERYTHING, path):
+            edited = changed(EVERYTHING, path, {})
             del at(edited, path)[field]
             refuses(MissingField, ".".join((*path, field)), edited)
-
-
-def test_unknown_and_missing_files() -> None:
     files, record = DOCUMENT["files"], {"bytes": 1, "sha256": "0" * 64}
     for name in ("weights.pkl", "../../escape.png", "plots/../../x.png", "/etc/passwd", "plots/a/b.png", "plots/.png"):
         refuses(UnknownField, f"files.{name}", DOCUMENT | {"files": files | {name: record}})
@@ -177,22 +164,8 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("training", "seeds", [[], [0.5]]), ("training", "folds", [1]), ("training", "c", [0.0, -1.0]),
     ("training", "c_grid", [[0.1, -1.0]]), ("training", "rows", [3]), ("training", "factual", [0]),
     ("training", "left_out", [-1]), ("training", "data_digest", [""]), ("", "uncertainty", [None]),
-    ("files/README.md", "bytes", [-1]), ("files/README.md", "sha256", ["0" * 63, "G" * 64]),
+    ("files/README.md", "bytes", [-1, MAX_FILE + 1]), ("files/README.md", "sha256", ["0" * 63, "G" * 64]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("where", "field", "value"), [(*row[:2], value) for row in BAD for value in row[2]])
-def test_bad_values(where: str, field: str, value: Any) -> None:
-    path = where.split("/") if where else []
-    said = refuses(BadValue, ".".join([*path, field]), changed(DOCUMENT, path, {field: value}))
-    for part in ("bundle.json field ", "expected", "found", errors.BundleDamaged.default_cure or "never"):
-        assert part in said or field == "format_version"
-
-
-@pytest.mark.parametrize("found", [0, 2, 3, 4, 5, "1", True, 1.0])
-def test_another_format_is_refused_before_anything_else(found: Any) -> None:
-    document = {"format": "hallutracer-bundle", "format_version": found, "new": 1}
-    assert "train and publish" in refuses(BadValue, "format_version", readable_json(document))
 
 
 # Changes of EVERYTHING that make no sense, and the field that the error names where it is another one.
@@ -228,40 +201,41 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("where", "change"), [(where, change) for where, changes in SENSELESS.items() for change in changes], ids=str
-)
-def test_a_senseless_record_is_refused_by_name(where: str, change: dict[str, Any]) -> None:
-    path, values = where.split("/") if where else [], {key: change[key] for key in change if key != "named"}
-    named = change.get("named", next(name for name in change if name != "method" or len(change) == 1))
-    error = WrongShape if where == "classifier" else BadValue
-    refuses(error, ".".join([*path, named]).replace(".2.", "[2]."), changed(EVERYTHING, path, values))
+def test_bad_values_and_senseless_records_are_refused_by_name() -> None:
+    cases = [(DOCUMENT, where, field, {field: value}) for where, field, values in BAD for value in values]
+    for where, changes in SENSELESS.items():
+        for change in changes:
+            named = change.get("named", next(name for name in change if name != "method" or len(change) == 1))
+            cases.append((EVERYTHING, where, named, {key: change[key] for key in change if key != "named"}))
+    for document, where, named, change in cases:
+        path = where.split("/") if where else []
+        error = WrongShape if document is EVERYTHING and where == "classifier" else BadValue
+        field = ".".join([*path, named]).replace(".2.", "[2].")
+        said = refuses(error, field, changed(document, path, change))
+        for part in ("bundle.json field ", "expected", "found", BundleDamaged.default_cure or "never"):
+            assert part in said or named == "format_version"
 
 
-@pytest.mark.parametrize(
-    ("probes", "applicability", "signals", "field"),
-    [
-        ((), None, ("depth_mean",), "context.probes"),
-        ((PASSAGE, STATED, PASSAGE), None, READING, "context.probes"),
-        ((PASSAGE,), None, READING, "context.probes"),
-        ((PASSAGE,), None, ("depth_mean", "passage", "stated_length"), "context.probes"),
-        ((STATED,), None, ("depth_mean", "stated"), "context.probes"),  # the signal is P(passage) P(stated)
-        ((ASKS,), APPLICABILITY, ("depth_mean", "passage"), "context.probes"),
-        ((PASSAGE, STATED), APPLICABILITY, READING, "context.applicability"),
-        ((ASKS, PASSAGE, STATED), None, READING, "context.applicability"),
-        (None, None, ("depth_mean", "stated_length"), "context"),
-    ],
-)
-def test_probes_signals_and_applicability_go_together(
-    probes: tuple[ContextProbe, ...] | None, applicability: Applicability | None, signals: Sequence[str], field: str
-) -> None:
-    context = None if probes is None else dataclasses.asdict(Context(probes, applicability))
-    document = changed(EVERYTHING, [], {"context": context, "signals": list(signals)})
-    document["classifier"]["weight"] = [1.5] * len(signals)
-    refuses(BadValue, field, document)
+# Probes, applicability and signals that do not go together, and what is refused.
+TOGETHER: list[tuple[tuple[ContextProbe, ...] | None, Applicability | None, Sequence[str], str]] = [
+    ((), None, ("depth_mean",), "context.probes"),
+    ((PASSAGE, STATED, PASSAGE), None, READING, "context.probes"),
+    ((PASSAGE,), None, READING, "context.probes"),
+    ((PASSAGE,), None, ("depth_mean", "passage", "stated_length"), "context.probes"),
+    ((STATED,), None, ("depth_mean", "stated"), "context.probes"),  # the signal is P(passage) P(stated)
+    ((ASKS,), APPLICABILITY, ("depth_mean", "passage"), "context.probes"),
+    ((PASSAGE, STATED), APPLICABILITY, READING, "context.applicability"),
+    ((ASKS, PASSAGE, STATED), None, READING, "context.applicability"),
+    (None, None, ("depth_mean", "stated_length"), "context"),
+]
 
 
-def test_some_of_the_probes_are_enough() -> None:
+def test_probes_signals_and_applicability_go_together() -> None:
+    for probes, applicability, wrong, field in TOGETHER:
+        given = None if probes is None else dataclasses.asdict(Context(probes, applicability))
+        document = changed(EVERYTHING, [], {"context": given, "signals": list(wrong)})
+        document["classifier"]["weight"] = [1.5] * len(wrong)
+        refuses(BadValue, field, document)
     for context, signals in (
         (Context((ASKS,), APPLICABILITY), ("depth_mean", "entropy")),
         (Context((STATED, PASSAGE), None), (*READING, "stated_length")),
@@ -291,13 +265,9 @@ def test_digest_ignores_time_and_version_and_the_seal_does_not() -> None:
     refuses(DigestMismatch, "digest", readable_json(other | right_seal))
 
 
-def test_the_half_width() -> None:
-    assert INTERVAL.half_width(0.5, 0.0) == pytest.approx(0.2)
-    assert INTERVAL.half_width(2.5, 0.0) == pytest.approx(math.sqrt(0.04 + 0.04))
-    assert INTERVAL.half_width(0.5, 2.0) == pytest.approx(math.sqrt(1.04))
-
-
-def test_what_a_recalibration_does() -> None:
+def test_the_half_width_and_what_a_recalibration_does() -> None:
+    for log_odds, distance, square in ((0.5, 0.0, 0.04), (2.5, 0.0, 0.08), (0.5, 2.0, 1.04)):
+        assert INTERVAL.half_width(log_odds, distance) == pytest.approx(math.sqrt(square))
     risk = np.array([[0.1, 0.5], [0.9, 0.99]])
     np.testing.assert_allclose(PLATT(risk), expit(0.5 * logit(risk) - 1.0), rtol=1e-12)
     beta = Recalibration("beta", 0.5, 2.0, 0.3)
@@ -306,13 +276,9 @@ def test_what_a_recalibration_does() -> None:
     for recalibration in (PLATT, STEPS, Recalibration("beta", 0.0, 1.0, 0.0)):
         assert math.isnan(float(recalibration(math.nan)))
         assert 0 <= float(recalibration(0.0)) < float(recalibration(1.0)) <= 1
-
-
-@pytest.mark.parametrize("recalibration", [PLATT, STEPS])
-@pytest.mark.parametrize("level", [0.15, 0.5, 0.61])
-def test_the_least_risk_that_reaches_a_level(recalibration: Recalibration, level: float) -> None:
-    least = least_reaching(recalibration, level)
-    assert recalibration(least) >= level > recalibration(math.nextafter(least, 0.0))
+    for recalibration, level in product((PLATT, STEPS), (0.15, 0.5, 0.61)):
+        least = least_reaching(recalibration, level)
+        assert recalibration(least) >= level > recalibration(math.nextafter(least, 0.0))
     assert least_reaching(STEPS, 0.95) == 1.0
     assert least_reaching(STEPS, 0.05) < 1e-300
 
@@ -322,39 +288,34 @@ LOADED = ModelIdentity(
     model_type=MODEL.model_type, tokenizer=MANIFEST.tokenizer.digest, chat_template=MANIFEST.chat_template.digest,
     dtype="bfloat16", geometry=Geometry(3, 2, 4, 8), max_tokens=64,
 )  # fmt: skip
+OTHER = "sha256:" + "9" * 64
 # In the order in which they are checked.
 WRONG: list[tuple[type[errors.BundleRefused], str, dict[str, Any]]] = [
     (errors.WrongModel, "model.architecture", {"architecture": "GPT2LMHeadModel"}),
-    (errors.WrongModel, "model.fingerprint", {"fingerprint": "sha256:" + "9" * 64}),
+    (errors.WrongModel, "model.fingerprint", {"fingerprint": OTHER}),
     (errors.WrongRevision, "model.revision", {"revision": "0123abcd"}),
-    (errors.WrongGeometry, "model.num_layers", {"geometry": Geometry(4, 2, 4, 8)}),
-    (errors.WrongGeometry, "model.num_heads", {"geometry": Geometry(3, 1, 4, 8)}),
-    (errors.WrongGeometry, "model.head_dim", {"geometry": Geometry(3, 2, 8, 8)}),
-    (errors.WrongGeometry, "model.hidden_size", {"geometry": Geometry(3, 2, 4, 16)}),
-    (errors.WrongTokenizer, "tokenizer.digest", {"tokenizer": "sha256:" + "9" * 64}),
-    (errors.WrongChatTemplate, "chat_template.digest", {"chat_template": "sha256:" + "9" * 64}),
-    (errors.WrongChatTemplate, "chat_template.digest", {"chat_template": None}),
-]
+    *((errors.WrongGeometry, f"model.{size}", {"geometry": Geometry(*shape)}) for size, shape in (
+        ("num_layers", (4, 2, 4, 8)), ("num_heads", (3, 1, 4, 8)), ("head_dim", (3, 2, 8, 8)),
+        ("hidden_size", (3, 2, 4, 16)))),
+    (errors.WrongTokenizer, "tokenizer.digest", {"tokenizer": OTHER}),
+    *((errors.WrongChatTemplate, "chat_template.digest", {"chat_template": other}) for other in (OTHER, None)),
+]  # fmt: skip
 
 
-def test_the_same_model_under_another_name_and_dtype_is_accepted() -> None:
-    check_identity(MANIFEST, LOADED)
+def test_each_difference_of_the_model_has_its_own_error_and_the_first_in_order_is_named() -> None:
+    check_identity(MANIFEST, LOADED)  # under another name and dtype
     bare = render(make_draft(chat_template=None))[0]
     check_identity(bare, dataclasses.replace(LOADED, chat_template=None))
     with pytest.raises(errors.WrongChatTemplate, match="expected none"):
         check_identity(bare, LOADED)
-
-
-@pytest.mark.parametrize("first", range(len(WRONG)))
-def test_each_difference_has_its_own_error_and_the_first_in_order_is_named(first: int) -> None:
-    error, field, own = WRONG[first]
-    later = {key: value for _, _, change in reversed(WRONG[first:]) for key, value in change.items()}
-    for changes in (own, later):
-        with pytest.raises(errors.BundleRefused) as caught:
-            check_identity(MANIFEST, dataclasses.replace(LOADED, **changes))
-        assert (type(caught.value), caught.value.field) == (error, field)
-        for part in ("tiny:1", "tiny-llama at revision local", "expected", "found"):
-            assert part in caught.value.message
+    for first, (error, field, own) in enumerate(WRONG):
+        later = {key: value for _, _, change in reversed(WRONG[first:]) for key, value in change.items()}
+        for changes in (own, later):
+            with pytest.raises(errors.BundleRefused) as caught:
+                check_identity(MANIFEST, dataclasses.replace(LOADED, **changes))
+            assert (type(caught.value), caught.value.field) == (error, field)
+            for part in ("tiny:1", "tiny-llama at revision local", "expected", "found"):
+                assert part in caught.value.message
 
 
 def tree(kind: type[errors.BundleError]) -> list[type[errors.BundleError]]:

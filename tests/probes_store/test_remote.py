@@ -18,23 +18,12 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
-from probes_store import bucket
+from probes_store import bucket, errors
 from probes_store.bucket import Objects
 from probes_store.bundle import SIGNATURE, read_files, read_signature
-from probes_store.errors import (
-    BundleConflict,
-    BundleDamaged,
-    BundleError,
-    BundleNotFound,
-    DigestMismatch,
-    InvalidReference,
-    MissingFile,
-    StoreRefused,
-    StoreUnreachable,
-)
+from probes_store.errors import BundleDamaged, InvalidReference, MissingFile, StoreRefused, StoreUnreachable
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, sealed
 from probes_store.store import SHIPPED, RemoteBackend, Store
-from probes_store.syntax import check_url
 from probes_store.transfer import copy
 from tests.probes_store.conftest import Opens
 from tests.probes_store.factory import make_draft, write_bundle
@@ -102,18 +91,13 @@ def test_a_huge_object_is_not_read_to_its_end(memory: str, opens: Opens, monkeyp
     assert opens(memory, "new").load("tiny").reference == "tiny:1"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["s3://", "s3:///x", "s3://b/../x", "s3://b//x", "s3://b/.x", "ftp://b/x", "S3://b", "s3://b/x?y", "s3://a:b@c/x",
-     "zip://x::s3://b/x", "file:///tmp/x", "s3://b/x y", "s3://b/x\n"],
-)  # fmt: skip
-def test_what_is_no_url_of_a_store(text: str, tmp_path: Path) -> None:
-    for opening in (check_url, lambda url: Store(url, cache=tmp_path)):
+def test_what_is_no_url_and_what_is_missing(
+    memory: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    for text in ("s3://", "s3:///x", "s3://b/../x", "s3://b//x", "s3://b/.x", "ftp://b/x", "S3://b", "s3://b/x?y",
+                 "s3://a:b@c/x", "zip://x::s3://b/x", "file:///tmp/x", "s3://b/x y", "s3://b/x\n"):  # fmt: skip
         with pytest.raises(InvalidReference, match="s3://BUCKET/PREFIX"):
-            opening(text)
-
-
-def test_what_is_missing_is_named(memory: str, s3_url: str, opens: Opens, tmp_path: Path, monkeypatch: Patch) -> None:
+            Store(text, cache=tmp_path)
     opens(f"{memory}/a").publish(make_draft(0))
     assert opens(f"{memory}/a/").load("tiny").reference == "tiny:1"  # a slash at the end makes no other store
     with pytest.raises(StoreRefused, match="bucked"):
@@ -123,24 +107,19 @@ def test_what_is_missing_is_named(memory: str, s3_url: str, opens: Opens, tmp_pa
         Store("az://container", cache=tmp_path).load("tiny")
 
 
-def test_a_damaged_copy_is_fetched_again(url: str, opens: Opens) -> None:
-    store = opens(url)
-    bundle = store.publish(make_draft(0))
-    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (store.root, store.root.parent)] == [0o700, 0o700]
-    for name in ("probes.safetensors", MANIFEST):
-        (bundle.path / name).write_bytes(b"x")
-        assert store.load("tiny").manifest == bundle.manifest
-    (bundle.path / "README.md").unlink()
-    assert store.verify("tiny").card() == "# tiny\n\nA bundle for tests.\n"
-
-
 def test_what_changed_or_is_gone_at_the_url_is_refused(url: str, opens: Opens) -> None:
     store, objects = opens(url), Objects(url)
     bundle = store.publish(make_draft(0))
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (store.root, store.root.parent)] == [0o700, 0o700]
+    for name in ("probes.safetensors", MANIFEST):  # a damaged copy is fetched again
+        (bundle.path / name).write_bytes(b"x")
+        assert store.verify("tiny").manifest == bundle.manifest
+    (bundle.path / "README.md").unlink()
+    assert store.verify("tiny").card() == "# tiny\n\nA bundle for tests.\n"
     blob, size = blob_of(bundle.manifest, "probes.safetensors"), bundle.manifest.files["probes.safetensors"].bytes
     for data in (b"x" * size, b"x" * 10_000):
         objects.put(blob, data)
-        with pytest.raises(DigestMismatch, match=r"tiny/1/probes\.safetensors"):
+        with pytest.raises(errors.DigestMismatch, match=r"tiny/1/probes\.safetensors"):
             opens(url, "new").load("tiny")
     assert not (opens(url, "new").root / "tiny" / "1").exists()  # nothing of it is kept
     assert store.load("tiny").reference == "tiny:1"  # its copy is sound
@@ -167,7 +146,7 @@ def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens)
     again = sealed(first.manifest, created="2030-01-01T00:00:00Z")  # sealing anew makes another bundle, too
     for other in (rogue.manifest, again):
         Objects(url).put(f"tiny/1/{MANIFEST}", manifest_bytes(other))
-        with pytest.raises(BundleConflict, match="than before"):
+        with pytest.raises(errors.BundleConflict, match="than before"):
             store.load("tiny")
 
 
@@ -215,7 +194,7 @@ def test_without_an_answer_the_copies_serve(published: str, opens: Opens, caplog
     assert "going on with the copies in" in caplog.text
     assert f"aliases of tiny as they were when {published} last answered: production -> 1" in caplog.text
     assert [summary.reference for summary in store.list()] == ["tiny:1"]
-    with pytest.raises(BundleNotFound):
+    with pytest.raises(errors.BundleNotFound):
         store.load("tiny:2")  # never fetched by this machine
     for action in (lambda: store.publish(make_draft(9)), lambda: store.set_alias("tiny", "canary", 1),
                    lambda: opens(published, "new").load("tiny"),
@@ -297,7 +276,7 @@ def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path
         barrier.wait()
         try:
             copy(rivals[number], store, source="here", take_over=True)
-        except BundleError as error:
+        except errors.BundleError as error:
             told.append(error)
 
     threads = [threading.Thread(target=add, args=(number,)) for number in range(2)]
@@ -305,7 +284,7 @@ def test_two_that_add_the_same_version(s3_url: str, opens: Opens, tmp_path: Path
         thread.start()
     for thread in threads:
         thread.join()
-    assert [type(error) for error in told] == [BundleConflict]
+    assert [type(error) for error in told] == [errors.BundleConflict]
     assert opens(s3_url, "reader").verify("tiny:1").manifest.digest in {rival.manifest.digest for rival in rivals}
 
 

@@ -7,33 +7,21 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from probes_store import local
+from probes_store import errors, local
 from probes_store.bucket import Objects
 from probes_store.bundle import read_files
-from probes_store.errors import (
-    BadValue,
-    BundleConflict,
-    BundleDamaged,
-    BundleError,
-    BundleNotFound,
-    DigestMismatch,
-    InvalidReference,
-    StoreNotWritable,
-    Truncated,
-    UnknownField,
-)
+from probes_store.errors import BadValue, BundleConflict, BundleNotFound, InvalidReference, StoreNotWritable, Truncated
 from probes_store.local import LocalBackend, write_files
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from probes_store.syntax import is_url, parse_reference
+from probes_store.syntax import is_url
 from probes_store.transfer import copy
 from tests.probes_store.conftest import S3_LONG, Opens
 from tests.probes_store.factory import make_draft, write_bundle
@@ -135,20 +123,20 @@ def test_aliases_need_a_version_that_loads(where: str, opens: Opens) -> None:
 ALIAS_DAMAGE = [
     (b"", Truncated), (b'{\n  "production": 1', Truncated), (b"{,}\n", BadValue), (b"[1]\n", BadValue),
     (b'{"production": "1"}\n', BadValue), (b'{"production": true}\n', BadValue), (b'{"production": 0}\n', BadValue),
-    (b'{"../x": 1}\n', BadValue), (b'{"production": 1, "production": 2}\n', UnknownField),
+    (b'{"../x": 1}\n', BadValue), (b'{"production": 1, "production": 2}\n', errors.UnknownField),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "error"), ALIAS_DAMAGE)
-def test_damaged_aliases(where: str, opens: Opens, data: bytes, error: type[BundleDamaged]) -> None:
+def test_damaged_aliases(where: str, opens: Opens) -> None:
     here, table = opens(where), "tiny/aliases/1.json" if is_url(where) else "tiny/aliases.json"
     here.publish(make_draft())
-    put(where, table, data)
-    for use in (lambda: here.resolve("tiny"), lambda: here.aliases("tiny"), lambda: here.set_alias("tiny", "a", 1)):
-        with pytest.raises(error, match=table):
-            use()
+    for data, error in ALIAS_DAMAGE:
+        put(where, table, data)
+        for use in (lambda: here.resolve("tiny"), lambda: here.aliases("tiny"), lambda: here.set_alias("tiny", "a", 1)):
+            with pytest.raises(error, match=table):
+                use()
+        assert [type(summary.error) for summary in here.list()] == [error]
     assert here.load("tiny:1").reference == "tiny:1"
-    assert [type(summary.error) for summary in here.list()] == [error]
 
 
 def test_a_bundle_in_another_place_is_refused(where: str, opens: Opens) -> None:
@@ -173,19 +161,14 @@ def test_a_bundle_of_another_store_keeps_its_number(where: str, opens: Opens, tm
     with pytest.raises(BundleConflict, match="has this version already"):
         copy(other, there, source="elsewhere")
     assert there.publish(make_draft(9)).reference == "tiny:3"
-
-
-def test_after_the_highest_number_nothing_is_acknowledged(where: str, opens: Opens, tmp_path: Path) -> None:
-    there = opens(where)
     last = write_bundle(make_draft(1), tmp_path / "last" / "tiny" / "999999999", version=999_999_999)
     copy(last, there, source="here", take_over=True)
     with pytest.raises(BundleConflict, match="highest number"):
         there.publish(make_draft(2))
-    assert there.load("tiny").reference == "tiny:999999999"
     if is_url(where):
         put(where, "tiny/aliases/999999999.json", b"{}")
         with pytest.raises(BundleConflict, match="highest number"):
-            there.set_alias("tiny", "production", 999_999_999)
+            there.set_alias("tiny", "production", 2)
 
 
 def test_fallbacks_are_searched_for_names_that_the_store_has_not(
@@ -273,25 +256,13 @@ def test_references_and_names_that_try_to_leave_the_store(store: Store) -> None:
             with pytest.raises(InvalidReference):
                 use(reference)
     for name in ("../up", "", "a..b", "A", "a/b"):
-        writes: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
-            (store.publish, (make_draft(name=name),)), (store.set_alias, (name, "production", 1)),
-            (store.set_alias, ("tiny", name, 1)), (store.aliases, (name,)),
+        writes: list[Callable[[], object]] = [
+            partial(store.publish, make_draft(name=name)), partial(store.set_alias, name, "production", 1),
+            partial(store.set_alias, "tiny", name, 1), partial(store.aliases, name),
         ]  # fmt: skip
-        for write, arguments in writes:
+        for write in writes:
             with pytest.raises(InvalidReference):
-                write(*arguments)
-
-
-@given(st.text(max_size=12) | st.text("./:@\\~ a1-", max_size=12))
-def test_what_parses_stays_inside(text: str) -> None:
-    try:
-        reference = parse_reference(text)
-    except InvalidReference:
-        return
-    for part in (reference.name, reference.alias or "a"):
-        root = os.path.abspath("root")
-        assert os.path.dirname(os.path.abspath(os.path.join(root, part))) == root
-    assert reference.version is None or reference.version >= 1
+                write()
 
 
 def test_links_out_of_the_store_are_refused(store: Store, tmp_path: Path) -> None:
@@ -325,16 +296,15 @@ def test_damaged_bundles_are_listed_with_their_error_and_no_substitute(store: St
     (store.root / "stray.txt").write_text("x")
     (store.root / "tiny" / "3").write_text("not a folder")
     found = [(one.reference, one.manifest is None, one.aliases, type(one.error)) for one in store.list()]
-    assert found == [("tiny:1", True, (), DigestMismatch), ("tiny:2", False, ("production",), type(None)),
+    assert found == [("tiny:1", True, (), errors.DigestMismatch), ("tiny:2", False, ("production",), type(None)),
                      ("tiny:3", True, (), BundleNotFound)]  # fmt: skip
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(errors.DigestMismatch):
         store.load("tiny:1")
     again = store.publish(make_draft(0))
     assert (again.reference, again.manifest.digest) == ("tiny:4", first.manifest.digest)
 
 
 def test_what_is_shipped_is_sound() -> None:
-    assert SHIPPED.name == "shipped"
     for summary in Store(SHIPPED).list():
         assert summary.error is None
         Store(SHIPPED).verify(summary.reference)
@@ -432,46 +402,33 @@ def test_a_failed_publish_leaves_nothing(store: Store, monkeypatch: pytest.Monke
     assert os.listdir(store.root / "tiny") == ["1"]
 
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that another user can reach, which pytest's own is not."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            path.chmod(0o755)
-    shutil.rmtree(folder)
-
-
 def write_as_nobody(root: str, results: Any) -> None:
     if os.geteuid() == 0:
         os.setuid(65534)  # root may write everywhere
     found, store = [], Store(Path(root))
-    for action in (
-        lambda: store.publish(make_draft(1)),
-        lambda: store.publish(make_draft(1, name="new")),
-        lambda: store.set_alias("tiny", "production", 1),
-        lambda: store.load("tiny"),
-        lambda: store.publish(make_draft(0)),  # it is there: nothing to write
-    ):
+    for action in (lambda: store.publish(make_draft(1)), lambda: store.publish(make_draft(1, name="new")),
+                   lambda: store.set_alias("tiny", "production", 1), lambda: store.load("tiny"),
+                   lambda: store.publish(make_draft(0))):  # fmt: skip  # it is there: nothing to write
         try:
             action()
             found.append("done")
-        except BundleError as error:
+        except errors.BundleError as error:
             found.append(type(error).__name__)
     results.put(found)
 
 
-def test_a_read_only_root(open_folder: Path) -> None:
-    root, results = open_folder / "store", FORK.Queue()
-    Store(root).publish(make_draft(0))
-    for folder in (root / "tiny", root):
-        folder.chmod(0o555)
-    before = files(root)
-    together(write_as_nobody, [(str(root), results)])
-    assert results.get(timeout=120) == ["StoreNotWritable"] * 3 + ["done"] * 2
-    assert files(root) == before
+def test_a_read_only_root() -> None:
+    results = FORK.Queue()
+    with tempfile.TemporaryDirectory() as folder:  # which another user can reach, unlike pytest's own
+        os.chmod(folder, 0o755)
+        root = Path(folder, "store")
+        Store(root).publish(make_draft(0))
+        before = files(root)
+        for closed in (root / "tiny", root):
+            closed.chmod(0o555)
+        together(write_as_nobody, [(str(root), results)])
+        assert results.get(timeout=120) == ["StoreNotWritable"] * 3 + ["done"] * 2
+        assert files(root) == before
 
 
 def test_a_file_where_the_store_should_be(tmp_path: Path) -> None:

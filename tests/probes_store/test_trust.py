@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from probes_store import errors
 from probes_store.bundle import SIGNATURE, Bundle
-from probes_store.errors import (
-    BundleConflict,
-    BundleDamaged,
-    DigestMismatch,
-    InvalidReference,
-    OpenStore,
-    SignatureMismatch,
-    SignatureMissing,
-    SigningError,
-)
+from probes_store.errors import DigestMismatch, OpenStore, SignatureMismatch, SignatureMissing, SigningError
+from probes_store.local import write_files
 from probes_store.manifest import MANIFEST, manifest_bytes, sealed
 from probes_store.store import SHIPPED, Store, Trust
 from probes_store.transfer import copy, files_of
@@ -73,16 +66,18 @@ def test_an_unsigned_bundle_does_not(store: Store, strict: Store, tmp_path: Path
     assert not back.root.exists()
 
 
-@pytest.mark.parametrize("name", ["bundle.json", "README.md", "evaluation.json", "plots/roc.png"])
-def test_every_file_is_covered(name: str, store: Store, strict: Store, keys: KeyPair) -> None:
-    path = signed(store, keys).path
-    if name == MANIFEST:
-        tamper(path)
-    else:
-        replace_file(path, name, b"{}\n")
-    assert store.load("tiny").reference == "tiny:1"
-    with pytest.raises(SignatureMismatch, match="tiny:1"):
-        strict.load("tiny")
+def test_every_file_is_covered(store: Store, strict: Store, keys: KeyPair) -> None:
+    bundle = signed(store, keys)
+    whole = bundle.files()
+    for name in (MANIFEST, "README.md", "evaluation.json", "plots/roc.png"):
+        if name == MANIFEST:
+            tamper(bundle.path)
+        else:
+            replace_file(bundle.path, name, b"{}\n")
+        assert store.load("tiny").reference == "tiny:1"
+        with pytest.raises(SignatureMismatch, match="tiny:1"):
+            strict.load("tiny")
+        write_files(bundle.path, whole)
 
 
 def test_a_signature_is_for_one_version_and_one_key(store: Store, strict: Store, keys: KeyPair, tmp_path: Path) -> None:
@@ -101,17 +96,15 @@ def test_a_signature_is_for_one_version_and_one_key(store: Store, strict: Store,
         strict.load("tiny:1")
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[" * 10_000, b"x" * (2 << 20)])
-def test_what_is_no_signature_does_not(data: bytes, store: Store, strict: Store) -> None:
-    (store.publish(make_draft()).path / SIGNATURE).write_bytes(data)
-    with pytest.raises((SignatureMismatch, BundleDamaged)):
-        strict.load("tiny")
-
-
-def test_a_signature_that_leaves_a_file_out_does_not(store: Store, strict: Store, keys: KeyPair) -> None:
+def test_what_is_no_signature_or_leaves_a_file_out_does_not(store: Store, strict: Store, keys: KeyPair) -> None:
     from model_signing import hashing, signing
 
     path, config = store.publish(make_draft()).path, signing.Config()
+    for data in (b"", b"{}", b"\xff", b"[" * 10_000, b"x" * (2 << 20)):
+        (path / SIGNATURE).write_bytes(data)
+        with pytest.raises((SignatureMismatch, errors.BundleDamaged)):
+            strict.load("tiny")
+    (path / SIGNATURE).unlink()
     config.use_elliptic_key_signer(private_key=keys.private)
     config.set_hashing_config(hashing.Config().set_ignored_paths(paths=["bundle.json"])).sign(path, path / SIGNATURE)
     with pytest.raises(SignatureMismatch, match="leaves files out"):
@@ -131,14 +124,14 @@ def test_what_was_loaded_is_what_is_compared(store: Store, keys: KeyPair) -> Non
 
 
 def test_certificates(store: Store, tmp_path: Path) -> None:
-    ours, theirs = certified(tmp_path, "ours"), certified(tmp_path, "theirs")
+    (ours, root), (theirs, other) = certified(tmp_path, "ours"), certified(tmp_path, "theirs")
     store.publish(make_draft())
-    store.sign("tiny", Signing(ours.private, certificate=ours.certificate, chain=[ours.root]))
-    trusting = Store(store.root, trust=Trust(required_signature(str(ours.root))))
+    store.sign("tiny", Signing(ours.private, certificate=ours.public, chain=[root]))
+    trusting = Store(store.root, trust=Trust(required_signature(str(root))))
     assert trusting.load("tiny").reference == "tiny:1"
     with pytest.raises(SignatureMismatch, match=r"theirs-root\.crt"):
-        Store(store.root, trust=Trust(required_signature(str(theirs.root)))).load("tiny")
-    store.sign("tiny", Signing(theirs.private, certificate=theirs.certificate))  # over the other one
+        Store(store.root, trust=Trust(required_signature(str(other)))).load("tiny")
+    store.sign("tiny", Signing(theirs.private, certificate=theirs.public))  # over the other one
     with pytest.raises(SignatureMismatch):
         trusting.load("tiny")
 
@@ -162,14 +155,14 @@ def test_what_signs_and_what_is_signed(store: Store, strict: Store, keys: KeyPai
             store.sign("tiny", signing)
     store.sign("tiny", Signing(locked.private, "open sesame"))
     assert Store(store.root, trust=Trust(required_signature(str(locked.public)))).load("tiny").reference == "tiny:2"
-    with pytest.raises(BundleConflict, match="comes with the package"):
+    with pytest.raises(errors.BundleConflict, match="comes with the package"):
         strict.sign("demo", Signing(keys.private))
     with pytest.raises(DigestMismatch):
         strict.sign(f"tiny:2@{first.manifest.digest}", Signing(keys.private))
     strict.sign(f"tiny:2@{second.manifest.digest}", Signing(keys.private))  # it need not have been signed so
     assert strict.load("tiny").reference == "tiny:2"
     (first.path / "README.md").write_bytes(b"x")
-    with pytest.raises(BundleDamaged):
+    with pytest.raises(errors.BundleDamaged):
         store.sign("tiny:1", Signing(keys.private))
 
 
@@ -192,7 +185,7 @@ def test_whose_signature(tmp_path: Path, keys: KeyPair, monkeypatch: pytest.Monk
     (tmp_path / "text").write_text("hello")
     for text in ("sigstore:", "sigstore:me@example.org", "sigstore:@https://x", str(tmp_path / "absent"),
                  str(tmp_path / "text"), str(keys.private), str(tmp_path)):  # fmt: skip
-        with pytest.raises(InvalidReference, match="private key" if text == str(keys.private) else None):
+        with pytest.raises(errors.InvalidReference, match="private key" if text == str(keys.private) else None):
             required_signature(text)
     keys.public.chmod(0o666)
     with pytest.raises(OpenStore, match=r"ours\.pub"):
@@ -250,34 +243,29 @@ def made(store: Store) -> Store:
     return store
 
 
-@pytest.mark.parametrize(
-    "place", ["", "..", "tiny", "tiny/1", "tiny/aliases.json", "tiny/1/bundle.json", "tiny/1/plots/roc.png"]
-)
-def test_what_all_may_write_is_refused(place: str, made: Store) -> None:
-    path = made.root.parent if place == ".." else made.root / place
-    path.chmod(path.stat().st_mode | 0o002)
-    for use in (made.load, made.verify):
-        with pytest.raises(OpenStore, match=f"{path}: .*chmod o-w .*--allow-open-store"):
-            use("tiny")
-    assert Store(made.root, trust=Trust(open_store=True)).verify("tiny").reference == "tiny:1"
-    path.chmod(path.stat().st_mode & ~0o002)
-    assert made.verify("tiny").reference == "tiny:1"
+def test_what_all_may_write_is_refused(made: Store) -> None:
+    for place in ("", "..", "tiny", "tiny/1", "tiny/aliases.json", "tiny/1/bundle.json", "tiny/1/plots/roc.png"):
+        path = made.root.parent if place == ".." else made.root / place
+        path.chmod(path.stat().st_mode | 0o002)
+        for use in (made.load, made.verify):
+            with pytest.raises(OpenStore, match=f"{path}: .*chmod o-w .*--allow-open-store"):
+                use("tiny")
+        assert Store(made.root, trust=Trust(open_store=True)).verify("tiny").reference == "tiny:1"
+        path.chmod(path.stat().st_mode & ~0o002)
+        assert made.verify("tiny").reference == "tiny:1"
 
 
-def test_the_packages_bundles_are_not_read_beside_an_open_store(made: Store) -> None:
-    """Whoever can write there could have put a bundle of that name in their place."""
-    made.root.chmod(0o777)
-    both = Store(made.root, [SHIPPED])
-    for use in (lambda: both.load("demo"), both.list, both.check_writable, lambda: both.publish(make_draft(1))):
-        with pytest.raises(OpenStore):
-            use()
-    assert not (made.root / "tiny" / "2").exists()
-
-
-def test_one_open_bundle_does_not_hide_the_others(made: Store) -> None:
-    made.publish(make_draft(1)).path.chmod(0o777)
+def test_open_bundles_and_stores_hide_nothing(made: Store) -> None:
+    second = made.publish(make_draft(1)).path
+    second.chmod(0o777)
     assert [type(summary.error) for summary in made.list()] == [type(None), OpenStore]
     assert made.load("tiny:1").reference == "tiny:1"
+    made.root.chmod(0o777)  # whoever can write there could have put a bundle in the place of the package's
+    both = Store(made.root, [SHIPPED])
+    for use in (lambda: both.load("demo"), both.list, both.check_writable, lambda: both.publish(make_draft(2))):
+        with pytest.raises(OpenStore):
+            use()
+    assert not (made.root / "tiny" / "3").exists()
 
 
 @pytest.mark.parametrize("foreign", [False, pytest.param(True, marks=pytest.mark.skipif(
