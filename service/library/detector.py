@@ -145,9 +145,7 @@ def load(
         raise
 
 
-def as_prompts(
-    prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message],
-) -> list[str | list[Message]]:
+def as_prompts(prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message]) -> list[str | list[Message]]:
     """Return one prompt or several as a list; a list of messages is one.  Raises RequestError."""
     if isinstance(prompts, str):
         return [prompts]
