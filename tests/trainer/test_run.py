@@ -366,12 +366,11 @@ class OneLayer(PlantedEngine):
 
 
 def test_weights_of_layers_are_fitted_recorded_and_served(tmp_path: Path) -> None:
-    test, quick = planted_rows(200, seed=3), {"folds": 2, "inner_folds": 2}
-    plain, console = run(tmp_path, OneLayer(1.0), test=test, **quick)
+    test = planted_rows(200, seed=3)
+    plain, console = run(tmp_path, OneLayer(1.0), test=test, folds=2)
     assert sum(line.startswith("--logit-scale weighted --signals depth_mean gains") for line in console.lines) == 1
-    bundle, _ = run(
-        tmp_path, OneLayer(1.0), test=test, logit_scale="weighted", name="weighted", evaluate=False, **quick
-    )
+    bundle, _ = run(tmp_path, OneLayer(1.0), test=test, logit_scale="weighted", name="weighted", folds=2,
+                    evaluate=False)  # fmt: skip
     evaluation = bundle.evaluation()
     weight = np.array(evaluation["layer_weights"]["weight"])
     np.testing.assert_allclose(1 / bundle.probes.scale, weight, rtol=1e-4)
