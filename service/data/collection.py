@@ -1,8 +1,4 @@
-"""Collects activations, first-token signals and answers of every prompt into a run folder that can resume.
-
-The batch plan depends on the data alone and an unfinished batch is computed again as a whole, so a run that was killed
-and started again leaves the same bytes as one that was not.  Memory holds token ids and one batch of activations.
-"""
+"""Collects activations, first-token signals and answers of every prompt into a run folder that can resume."""
 
 from __future__ import annotations
 
@@ -67,15 +63,9 @@ def collect(
 ) -> Collection:  # fmt: skip
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
-    A row that does not apply has activations, and no answer.  ``poolings`` adds activations pooled over other positions
-    (App. pooling) from the same forward passes, one file for each site and pooling.
-
-    Raises:
-        DataError: prompts the model cannot take, by line number, before the first forward pass.
-        RunMismatch: the folder belongs to another run, or its files do not match its journal.
-        TrainingError: the disk is too small.
-        NonFiniteReadout: the forward pass gave a NaN or an infinity.
-        EngineError: the engine does not support pooling; the folder is not touched.
+    A row that does not apply has no answer.  ``poolings`` adds activations pooled over other positions (App. pooling)
+    from the same forward passes.  Raises DataError (prompts the model cannot take, by line number), RunMismatch (the
+    folder is another run's), TrainingError (a small disk), NonFiniteReadout, and EngineError where it cannot pool.
     """
     others = beyond_onset(poolings)
     if others:
@@ -148,10 +138,7 @@ def collect(
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
-    """Return the batch plan: data rows in runs of ``batch_rows``, longest prompts first, else in the data's order.
-
-    Longest first, so that a batch too large for the machine fails at once.
-    """
+    """Return the batch plan: data rows in runs of ``batch_rows``, longest prompts first, else in the data's order."""
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
 
@@ -207,12 +194,7 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
 def sample_answers(
     engine: Engine, dataset: Dataset, prompts: Prompts, folder: Path, options: SampleOptions, max_new_tokens: int
 ) -> None:
-    """Draw K answers of each row that applies into ``folder``, sample by sample: its number and the answer.
-
-    Sample k of every row has seed k, so that answers depend on neither batch nor K, and more samples later keep those
-    that are there; so does a run that was killed.  The samples of different rows share their random numbers; those of
-    one row do not.
-    """
+    """Draw K answers of each row that applies into ``folder``, sample by sample: its number and the answer."""
     plan = [dataset.asking[batch] for batch in batches(prompts.lengths[dataset.asking], SAMPLED_TOGETHER)]
     calls = [(number, batch) for number in range(options.samples) for batch in plan]
     with closing(AppendLog(folder / options.file)) as answers:

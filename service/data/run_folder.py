@@ -163,10 +163,7 @@ class RowsFile:
         return self.layer(layer)[:, head * dim : (head + 1) * dim]
 
     def write(self, descriptor: int, index: NDArray[np.integer], activations: NDArray[np.float32]) -> None:
-        """Write activations [n, m, width] of data rows ``index`` [n] to the open file.
-
-        Not through a memory map, whose dirty pages count as this process's memory.
-        """
+        """Write activations [n, m, width] of data rows ``index`` [n] to the open file."""
         layers, count, width = self.shape
         data = np.ascontiguousarray(activations, "<f4")
         for layer in range(layers):

@@ -249,10 +249,7 @@ def check_all_apply(dataset: Dataset) -> None:
 
 
 def check_disjoint(train: Dataset, test: Dataset) -> None:
-    """Raise DataError if a held-out row shares its prompt or its named group with a training row.
-
-    Or asks the same in other words, where one of the two has no group.
-    """
+    """Raise DataError if a held-out row shares its prompt or its named group with a training row."""
     prompts = {row.prompt_digest: row.line for row in train.rows}
     groups = {row.group: row.line for row in train.rows} if train.own_groups and test.own_groups else {}
     alike = near_duplicates([row.texts for row in (*train.rows, *test.rows)])

@@ -1,9 +1,4 @@
-"""Questions for the demonstration model, by split, and passages to put before them.
-
-Each kind of fact has shared forms around a noun phrase and natural forms of its own; training lacks one of each.  A
-passage states the fact in question among two others of the same kind.  The controls have the same length: one states
-three other facts of the kind, one gives the subject the answer of another.
-"""
+"""Questions for the demonstration model, by split, and passages to put before them."""
 
 from __future__ import annotations
 
@@ -66,11 +61,7 @@ def random_form(rng: random.Random, kind: str) -> QuestionForm:
 
 
 def questions(split: str) -> list[dict[str, Any]]:
-    """Return the rows of one split ("train", "dev", "test"), deterministic.
-
-    `prompt` is the user's turn. About a tenth of the rows are in forms no training document uses. `exposures` counts
-    the training documents that state the fact; it is the same for every training seed.
-    """
+    """Return the rows of one split ("train", "dev", "test"), deterministic."""
     if split not in ("train", "dev", "test"):
         raise ValueError(f"no split {split!r}: train, dev or test")
     rows: list[dict[str, Any]] = []

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class Detector:
-    """A loaded model and a bundle that reads it.  ``close`` frees the model; ``with`` does so at its end.
-
-    Made by ``load``.
-    """
+    """A loaded model and a bundle that reads it. ``close`` frees the model; ``with`` does so at its end."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer

@@ -198,11 +198,7 @@ def _vllm(
 
 
 def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) -> None:
-    """Raise, by the name alone and before torch is imported, where it cannot be the first bundle's model.
-
-    ModelLoadError for a path where nothing is, and where the hub has no such model or cannot be reached; WrongModel for
-    a model of the hub where the bundle was trained on a folder.
-    """
+    """Raise, by the name alone and before torch is imported, where it cannot be the first bundle's model."""
     try:
         if place_of(options.model) is not None:
             return

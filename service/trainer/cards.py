@@ -1,7 +1,4 @@
-"""Model cards, templates filled from a manifest and evaluation.json, and what a run's console says at its end.
-
-The same arguments give the same bytes: no time, no path, no version.
-"""
+"""Model cards, templates filled from a manifest and evaluation.json, and what a run's console says at its end."""
 
 from __future__ import annotations
 
@@ -90,10 +87,7 @@ def write_card(
     manifest: Manifest, evaluation: Mapping[str, Any], *, signal_std: Sequence[float], left_out: Mapping[str, int],
     plots: Sequence[str],
 ) -> str:  # fmt: skip
-    """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card.
-
-    signal_std [k]: out-of-fold standard deviation of each signal; left_out: rows by reason; plots: file names.
-    """
+    """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card."""
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
     own, rarer = evaluation["signal_of_the_bundle"], min(manifest.training.factual, manifest.training.hallucinated)
     few = crossed is not None and rarer < FEW_IN_A_FOLD * crossed["protocol"]["folds"]
@@ -186,10 +180,7 @@ def rule_in_words(found: Mapping[str, Any]) -> str:
 
 
 def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: GuaranteeStep | None) -> str:
-    """Return for whom the guarantee holds and what voids it.
-
-    ``max_new_tokens`` is the length of the answers judged, ``step`` the test that passed, if any.
-    """
+    """Return for whom the guarantee holds and what voids it."""
     text = _render("statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate",
                    max_new_tokens=max_new_tokens, by_row=_by_row(step, guarantee.alpha))  # fmt: skip
     return " ".join(text.split())
@@ -277,10 +268,7 @@ def summary_table(signals: Mapping[str, Any], own: str) -> str:
 
 
 def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str]:
-    """Yield a line for each variant whose gain over the bundle's own signal has a 95 % interval above zero.
-
-    The variants were compared on the rows that would also judge the winner: its own figure is a little too good.
-    """
+    """Yield a line for each variant whose gain over the bundle's own signal has a 95 % interval above zero."""
     kinds = ("context", "fused_context") if own in CONTEXT_NAMES else ("depth_mean", "fused")  # what flags would read
     for kind, signals in zip(kinds, ("depth_mean", "depth_mean,first_token"), strict=True):
         for scale in _SCALES:

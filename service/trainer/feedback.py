@@ -1,9 +1,4 @@
-"""Recalibration by feedback: stored risks, some with labels -> a map of the risk -> the next version, for review.
-
-No model is loaded: the signals that the service stored give each answer's risk under the bundle, also where another
-version with the same probes served it.  The map is chosen as ``recalibrate`` chooses it.  The labels are no random
-draw, so the share by prior shift is that of all answers, without labels, and no threshold is chosen on them.
-"""
+"""Recalibration by feedback: stored risks, some with labels -> a map of the risk -> the next version, for review."""
 
 from __future__ import annotations
 

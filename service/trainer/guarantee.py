@@ -1,8 +1,4 @@
-"""A threshold with a guarantee: new rows -> risks -> fixed-sequence testing -> a new version of the bundle.
-
-The rows must be new to the bundle, and they are spent by being tested: a second question put to the same rows, asked
-because of the first one's answer, would carry no guarantee.
-"""
+"""A threshold with a guarantee: new rows -> risks -> fixed-sequence testing -> a new version of the bundle."""
 
 from __future__ import annotations
 
@@ -139,12 +135,8 @@ def guarantee(
 ) -> Bundle | None:
     """Publish a version of a bundle with a threshold that is guaranteed; None for a dry run, which spends nothing.
 
-    Raises:
-        NoThreshold: none qualifies, and ``publish_closed`` is not set.
-        DataError: rows are at fault, or not new to the bundle, by line number.
-        RunMismatch: the run folder belongs to another run, or its rows were asked something else before.
-        TrainingError: see ``plan``.
-        probes_store.errors.BundleError: the bundle is not the model's, or the store cannot be written.
+    Raises NoThreshold unless ``publish_closed``, DataError, RunMismatch where rows were asked something else before,
+    TrainingError (see ``plan``), and BundleError for another model's bundle or a store that cannot be written.
     """
     made = plan(bundle, options, store)
     for line in made.described():

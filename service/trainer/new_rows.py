@@ -50,11 +50,7 @@ class Marks:
 
     @classmethod
     def of(cls, dataset: Dataset) -> Marks:
-        """Return those of all rows, also of rows that were left out later, and of what rows in forms were made of.
-
-        Only groups of the user's own file count: in forms a row without one has its id as a group, which another file
-        may call a group of its own.
-        """
+        """Return those of all rows, also of rows that were left out later, and of what rows in forms were made of."""
         groups = {group_mark(row.group) for row in dataset.origin.rows if row.group}
         rows = [*dataset.origin.rows, *(dataset.rows if dataset.made_of else ())]
         prompts = {prompt_mark(row.prompt_digest) for row in rows} | {words_mark(row) for row in rows}
@@ -116,10 +112,7 @@ def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str
 
 
 def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
-    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line.
-
-    So is a row without a group that has the words of content of one already seen.
-    """
+    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line."""
     problems = []
     for row in dataset.rows:
         for what, marks in seen:

@@ -1,7 +1,4 @@
-"""The options of training, guarantee and recalibration: the commands take these dataclasses as they are.
-
-Importing them is cheap: the command line does so for its help.
-"""
+"""The options of training, guarantee and recalibration: the commands take these dataclasses as they are."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

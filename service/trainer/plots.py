@@ -1,7 +1,4 @@
-"""The card's figures as PNG bytes that depend on the numbers alone: no timestamp, no version, one fixed style.
-
-Colours are Okabe and Ito's, safe for colour-blind readers; lines differ in style as well.
-"""
+"""The card's figures as PNG bytes that depend on the numbers alone: no timestamp, no version, one fixed style."""
 
 from __future__ import annotations
 

@@ -133,10 +133,7 @@ def evaluation_document(
     options: TrainOptions, signals: Sequence[Signal], data: PreparedData, probe: DepthMeanProbe, gates: GateProfile,
     risks: Floats, nested: Evaluation | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated.
-
-    ``gates`` is what thresholds would answer, by the out-of-fold ``risks`` [n].
-    """
+    """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated."""
     label, group, scaled = data.inputs.label, data.inputs.group, probe.scaled_[options.logit_scale]
     layers, means = layer_aurocs(label, scaled.out_of_fold)
     shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), label)
@@ -222,10 +219,7 @@ def plot_data(
     options: TrainOptions, signals: Sequence[Signal], inputs: Inputs, out_of_fold: Floats, class_mean: Floats,
     class_std: Floats, nested: Evaluation | None, threshold: float,
 ) -> PlotData:  # fmt: skip
-    """Return the numbers of the plots on the card of a bundle with these ``signals``.
-
-    Trajectories [seeds, n, m], their mean and deviation by class [2, m].
-    """
+    """Return the numbers of the plots on the card of a bundle with these ``signals``."""
     layers, means = layer_aurocs(inputs.label, out_of_fold)
     groups = {"first token": FIRST_TOKEN, "passage": CONTEXT_SIGNALS}
     read = (words for words, names in groups.items() if any(name in signals for name in names))

@@ -108,10 +108,7 @@ def recalibrate(
 ) -> Bundle | None:
     """Publish a version of a bundle whose risk is recalibrated; None for a dry run, and where no map does better.
 
-    Raises:
-        DataError: rows are at fault, or not new to the bundle, by line number.
-        TrainingError: see ``plan``; prior shift alone does not explain the traffic.
-        probes_store.errors.BundleError: the bundle is not the model's, or the store cannot be written.
+    Raises DataError, TrainingError (also where prior shift alone does not explain the traffic), and BundleError.
     """
     made = plan(bundle, options, store)
     for line in made.described():
@@ -287,10 +284,7 @@ def choose_and_publish(
     bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, rows: LabelsRisksGroups,
     prior_shift: MapFit | None, record: dict[str, Any], store: Store, console: Console,
 ) -> Bundle | None:  # fmt: skip
-    """Publish the bundle with the best map on ``rows``; None where that is the risk as it is.
-
-    record: what the ledger's entry says of the rows.
-    """
+    """Publish the bundle with the best map on ``rows``; None where that is the risk as it is."""
     choice = choose_map(*rows, prior_shift, options.seed)
     console.print(candidates_table(choice))
     if choice.chosen.map is None:

@@ -1,8 +1,4 @@
-"""One training run: read -> ask in forms -> collect -> label -> fit -> calibrate -> evaluate -> publish.
-
-Nothing slow starts before the data file and the options are checked.  The same data, model, options and seeds give a
-bundle of the same digest, also where a run was killed and started again.
-"""
+"""One training run: read -> ask in forms -> collect -> label -> fit -> calibrate -> evaluate -> publish."""
 
 from __future__ import annotations
 
@@ -60,12 +56,8 @@ def train(
 
     ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.
 
-    Raises:
-        NoThreshold: the bundle was published, and no threshold of it qualifies for the guarantee.
-        DataError: rows of a data file are at fault, by line number.
-        RunMismatch: the run folder belongs to another run.
-        NoDirection, TrainingError: the data do not carry a probe under these options.
-        probes_store.errors.BundleError: the store cannot be written (checked first) or refused the bundle.
+    Raises NoThreshold (the bundle was published, no threshold of it can be guaranteed), DataError, RunMismatch,
+    NoDirection and TrainingError (the data carry no probe under these options), and BundleError (of the store).
     """
     if not NAME.fullmatch(options.name):
         raise TrainingError(

@@ -1,9 +1,4 @@
-"""The rows that are trained on: less the sample that the bundle carries, and asked in forms of conversation.
-
-The sample shows what the risk is worth: it is drawn before any risk is known, and never fitted on.  A probability that
-was fitted on lone questions is wrong in a chat, so where the model answers anyway it is asked as people ask.  All is
-drawn by the run's first seed, and a run that is started again makes the same file.
-"""
+"""The rows that are trained on: less the sample that the bundle carries, and asked in forms of conversation."""
 
 from __future__ import annotations
 
@@ -43,10 +38,7 @@ TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the 
 def draw_sample(
     options: TrainOptions, dataset: Dataset, test: Dataset | None, console: Console
 ) -> tuple[Dataset, Sample | None]:
-    """Return the rows left to train on, and the sample: of the held-out rows, else of rows that leave training.
-
-    Rows leave by groups, kinds in turn, and where every class keeps the groups that the folds need.
-    """
+    """Return the rows left to train on, and the sample: of the held-out rows, else of rows that leave training."""
     judge = options.judge_name if options.answers == "generate" else "contains"
     if not options.keep_sample or judge not in JUDGES or options.answer_pattern:
         return dataset, None
@@ -77,10 +69,7 @@ def draw_sample(
 
 
 def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
-    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ...
-
-    Each is a question by itself, with answers that can be compared.
-    """
+    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ..."""
     order = [
         place
         for place, row in enumerate(source.rows)
