@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -29,80 +30,26 @@ LEAST_LABELLED = 20  # prompts of each class; fewer and the folds' maps are nois
 LEAST_TRAFFIC = 100  # answers, for an estimate without labels
 
 
-@dataclass(frozen=True, eq=False)
-class FeedbackPlan:
-    """The stored answers of a bundle's probes, and which of their labels are used."""
-
-    options: RecalibrateOptions
-    bundle: Bundle
-    evaluation: dict[str, Any]
-    answers: tuple[LabelledAnswer, ...]
-    risk: NDArray[np.float64]  # [n] of every answer, as this bundle serves it
-    used: NDArray[np.int64]  # [k] places of the answers whose label is used
-    left_out: dict[str, int]
-
-    @property
-    def label(self) -> NDArray[np.int64]:
-        """Return the labels of the used answers, 1 factual: [k]."""
-        return np.array([self.answers[place].label for place in self.used.tolist()], np.int64)
-
-    def described(self) -> dict[str, Any]:
-        """Return who was labelled: for evaluation.json, the card and the console."""
-        label, tenth = self.label, np.minimum((self.risk * 10).astype(np.int64), 9)
-        answers = np.bincount(tenth, minlength=10)
-        labelled = np.bincount(tenth[self.used], minlength=10)
-        wrong = np.bincount(tenth[self.used], (label == 0).astype(np.float64), minlength=10)
-        known = labelled > 0
-        decisions = [answer.decision for answer in self.answers]
-        judged = [decisions[place] for place in self.used.tolist()]
-        tenths = (column.astype(int).tolist() for column in (answers, labelled, wrong))
-        return {
-            "answers": len(self.answers), "labelled": len(self.used), "left_out": self.left_out,
-            "share": float((label == 0).mean()),
-            "weighted": float((answers[known] * wrong[known] / labelled[known]).sum() / answers[known].sum()),
-            "covered": float(answers[known].sum() / answers.sum()),
-            "highest": float(self.risk[self.used].max()), "highest_answer": float(self.risk.max()),
-            "by_tenth": list(map(list, zip(*tenths, strict=True))),
-            "by_decision": {one: [decisions.count(one), judged.count(one)] for one in sorted(set(decisions))},
-        }  # fmt: skip
-
-
-def _plan(bundle: Bundle, options: RecalibrateOptions) -> FeedbackPlan:
-    """Read the feedback and sort out what can be used.  Raises what ``recalibrate_by_feedback`` raises."""
-    evaluation, signals = bundle.evaluation(), bundle.manifest.signals
-    check_not_recalibrated(bundle, evaluation)
-    seen = frozenset[str]().union(*(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on)))
-    database = location(options.feedback).open(create=False)
-    try:
-        found = read_answers(database, bundle.manifest.files[PROBES].sha256)
-    finally:
-        database.close()
-    answers = tuple(answer for answer in found if all(name in answer.signals for name in signals))
-    if not answers:
-        raise TrainingError(
-            f"{location(options.feedback)} holds no answer that the probes of {bundle.reference} scored",
-            param="feedback",
-        )
-    matrix = np.array([[answer.signals[name] for name in signals] for answer in answers], np.float64)
-    judged = [place for place, answer in enumerate(answers) if answer.label is not None]
-    left_out = {
-        "callers disagree": sum(answer.conflict for answer in answers),
-        "unclear": sum(answer.unclear for answer in answers),
-        "no answer of this model": sum(answers[place].decision != CONTINUE for place in judged),
-        "among the rows of training": sum(answers[place].usable and answers[place].mark in seen for place in judged),
-    }
-    used = [place for place in judged if answers[place].usable and answers[place].mark not in seen]
-    made = FeedbackPlan(options, bundle, evaluation, answers, served_risk(matrix, bundle.manifest),
-                        np.array(used, np.int64), left_out)  # fmt: skip
-    prompts = {value: len({answers[place].mark for place in used if answers[place].label == value}) for value in (1, 0)}
-    if min(prompts.values()) < LEAST_LABELLED:
-        reasons = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
-        raise TrainingError(
-            f"too few labels: {prompts[1]} prompts answered right and {prompts[0]} hallucinated, of {len(answers)} "
-            f"answers; {LEAST_LABELLED} of each are needed" + (f" (left out: {reasons})" if reasons else ""),
-            param="feedback",
-        )
-    return made
+def _described(
+    answers: Sequence[LabelledAnswer], risk: NDArray[np.float64], used: list[int], label: NDArray[np.int64]
+) -> dict[str, Any]:
+    """Return who was labelled: for evaluation.json, the card and the console."""
+    tenth = np.minimum((risk * 10).astype(np.int64), 9)
+    every = np.bincount(tenth, minlength=10)
+    labelled = np.bincount(tenth[used], minlength=10)
+    wrong = np.bincount(tenth[used], (label == 0).astype(np.float64), minlength=10)
+    known = labelled > 0
+    decisions = [answer.decision for answer in answers]
+    judged = [decisions[place] for place in used]
+    tenths = (column.astype(int).tolist() for column in (every, labelled, wrong))
+    return {
+        "answers": len(answers), "labelled": len(used), "share": float((label == 0).mean()),
+        "weighted": float((every[known] * wrong[known] / labelled[known]).sum() / every[known].sum()),
+        "covered": float(every[known].sum() / every.sum()),
+        "highest": float(risk[used].max()), "highest_answer": float(risk.max()),
+        "by_tenth": list(map(list, zip(*tenths, strict=True))),
+        "by_decision": {one: [decisions.count(one), judged.count(one)] for one in sorted(set(decisions))},
+    }  # fmt: skip
 
 
 def recalibrate_by_feedback(
@@ -113,32 +60,62 @@ def recalibrate_by_feedback(
     Raises FeedbackUnavailable, TrainingError for too few labels and for a bundle that cannot be recalibrated, DataError
     for a training file.
     """
-    made = _plan(bundle, options)
-    described = made.described()
-    (groups,) = number_together([made.answers[place].mark for place in made.used.tolist()])
-    console.print(f"{len(made.answers)} answers of the probes of {bundle.reference}, {len(made.used)} with a label "
-                  f"that is used, of {len(np.unique(groups))} prompts")  # fmt: skip
-    prior_fit = _prior_shift(made, described)
+    evaluation, signals = bundle.evaluation(), bundle.manifest.signals
+    check_not_recalibrated(bundle, evaluation)
+    seen = frozenset[str]().union(*(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on)))
+    where = location(options.feedback)
+    database = where.open(create=False)
+    try:
+        found = read_answers(database, bundle.manifest.files[PROBES].sha256)
+    finally:
+        database.close()
+    answers = tuple(answer for answer in found if all(name in answer.signals for name in signals))
+    if not answers:
+        raise TrainingError(f"{where} holds no answer that the probes of {bundle.reference} scored", param="feedback")
+    matrix = np.array([[answer.signals[name] for name in signals] for answer in answers], np.float64)
+    judged = [place for place, answer in enumerate(answers) if answer.label is not None]
+    left_out = {
+        "callers disagree": sum(answer.conflict for answer in answers),
+        "unclear": sum(answer.unclear for answer in answers),
+        "no answer of this model": sum(answers[place].decision != CONTINUE for place in judged),
+        "among the rows of training": sum(answers[place].usable and answers[place].mark in seen for place in judged),
+    }
+    used = [place for place in judged if answers[place].usable and answers[place].mark not in seen]
+    risk = served_risk(matrix, bundle.manifest)
+    prompts = {value: len({answers[place].mark for place in used if answers[place].label == value}) for value in (1, 0)}
+    if min(prompts.values()) < LEAST_LABELLED:
+        reasons = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
+        raise TrainingError(
+            f"too few labels: {prompts[1]} prompts answered right and {prompts[0]} hallucinated, of {len(answers)} "
+            f"answers; {LEAST_LABELLED} of each are needed" + (f" (left out: {reasons})" if reasons else ""),
+            param="feedback",
+        )
+    marks, label = [answer.mark for answer in answers], np.array([answers[place].label for place in used], np.int64)
+    described = _described(answers, risk, used, label) | {"left_out": left_out}
+    (groups,) = number_together([marks[place] for place in used])
+    console.print(f"{len(answers)} answers of the probes of {bundle.reference}, {len(used)} with a label that is used, "
+                  f"of {len(np.unique(groups))} prompts")  # fmt: skip
+    prior_fit = _prior_shift(bundle, evaluation, options, risk, marks, described)
     for key, text in feedback_lines(described).items():
         console.print(f"{key}: {text}")
     console.print(CAUTION)
     if options.dry_run:
         return None
     store.check_writable()
-    rows = [made.answers[place] for place in made.used.tolist()]
+    rows = [answers[place] for place in used]
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.mark, row.time, row.signals, row.label], sort_keys=True).encode() + b"\n")
     record = {
         "data": {
-            "file": "feedback", "digest": _digest(rows), "rows": len(rows), "factual": int(made.label.sum()),
-            "hallucinated": int((made.label == 0).sum()), "left_out": sum(made.left_out.values()),
-            "groups": len(np.unique(groups)),
+            "file": "feedback", "digest": f"sha256:{digest.hexdigest()}", "rows": len(rows),
+            "factual": int(label.sum()), "hallucinated": int((label == 0).sum()), "groups": len(np.unique(groups)), "left_out": sum(left_out.values()),
         },
-        "labels": "feedback",
-        "judge": None,
+        "labels": "feedback", "judge": None, "feedback": rounded(described),
         "spent": Marks(frozenset(row.mark for row in rows), frozenset()).document(),
-        "feedback": rounded(described),
     }  # fmt: skip
-    published = choose_and_publish(bundle, made.evaluation, options, (made.label, made.risk[made.used], groups),
-                                   prior_fit, record, store, console)  # fmt: skip
+    published = choose_and_publish(bundle, evaluation, options, (label, risk[used], groups), prior_fit, record, store,
+                                   console)  # fmt: skip
     if published is not None and "production" not in store.aliases(name := published.manifest.name):
         console.print(
             f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this one: "
@@ -147,13 +124,16 @@ def recalibrate_by_feedback(
     return published
 
 
-def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> MapFit | None:
+def _prior_shift(
+    bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, risk: NDArray[np.float64],
+    marks: list[str], described: dict[str, Any],
+) -> MapFit | None:  # fmt: skip
     """Return the candidate that all answers give without labels, noted in ``described``; None, and the reason."""
-    options, prior, source = made.options, prior_of(made.bundle), recorded_risks(made.evaluation)
-    (groups,) = number_together([answer.mark for answer in made.answers])
-    traffic = Traffic(made.risk, groups)
+    prior, source = prior_of(bundle), recorded_risks(evaluation)
+    (groups,) = number_together(marks)
+    traffic = Traffic(risk, groups)
     test = None if source is None else prior_shift_test(source, traffic, options.seed)
-    if len(made.answers) < LEAST_TRAFFIC:
+    if len(risk) < LEAST_TRAFFIC:
         described["no_traffic"] = f"there are fewer than {LEAST_TRAFFIC}"
     elif test is None and not options.allow_other_shift:
         described["no_traffic"] = "the bundle records no risks of its training rows to compare with"
@@ -170,10 +150,3 @@ def _prior_shift(made: FeedbackPlan, described: dict[str, Any]) -> MapFit | None
         shift = shift_to(share.value, prior, len(traffic.risk))
         return lambda label, risk: shift  # neither labels nor risks of the labelled rows matter
     return None
-
-
-def _digest(rows: list[LabelledAnswer]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps([row.mark, row.time, row.signals, row.label], sort_keys=True).encode() + b"\n")
-    return f"sha256:{digest.hexdigest()}"

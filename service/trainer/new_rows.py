@@ -117,13 +117,14 @@ def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
     for row in dataset.rows:
         for what, marks in seen:
             if prompt_mark(row.prompt_digest) in marks.prompts:
-                problems.append(f"line {row.line}: its prompt is among {what}")
+                found = f"its prompt is among {what}"
             elif row.group and group_mark(row.group) in marks.groups:
-                problems.append(f"line {row.line}: its group is among {what}")
+                found = f"its group is among {what}"
             elif not row.group and words_mark(row) in marks.prompts:
-                problems.append(f"line {row.line}: it asks in other words what is among {what}")
+                found = f"it asks in other words what is among {what}"
             else:
                 continue
+            problems.append(f"line {row.line}: {found}")
             break
     if problems:
         raise DataError(str(dataset.path), problems)
