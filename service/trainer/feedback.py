@@ -109,7 +109,8 @@ def recalibrate_by_feedback(
     record = {
         "data": {
             "file": "feedback", "digest": f"sha256:{digest.hexdigest()}", "rows": len(rows),
-            "factual": int(label.sum()), "hallucinated": int((label == 0).sum()), "groups": len(np.unique(groups)), "left_out": sum(left_out.values()),
+            "factual": int(label.sum()), "hallucinated": int((label == 0).sum()), "groups": len(np.unique(groups)),
+            "left_out": sum(left_out.values()),
         },
         "labels": "feedback", "judge": None, "feedback": rounded(described),
         "spent": Marks(frozenset(row.mark for row in rows), frozenset()).document(),

@@ -13,17 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import service
+from probes_store import manifest as stored
 from probes_store.bundle import spreads, tolerance_for
-from probes_store.manifest import (
-    ChatTemplateRecord,
-    Classifier,
-    Manifest,
-    ModelRecord,
-    ReadoutRecord,
-    Signal,
-    TokenizerRecord,
-    TrainingRecord,
-)
 from probes_store.records import CONTEXT_SIGNALS, Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
 from service.data.training_rows import FORM
@@ -69,7 +60,7 @@ def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
 
 def record_golden(
     engine: Engine, prompts: Sequence[Sequence[int]], probes: Sequence[Probes], classifier: FinalClassifier,
-    signals: Sequence[Signal], collected: Floats, context: Context | None = None,
+    signals: Sequence[stored.Signal], collected: Floats, context: Context | None = None,
 ) -> Golden:  # fmt: skip
     """Replay G prompts of token ids through ``Engine.score`` and return what a server must reproduce.
 
@@ -95,10 +86,10 @@ def record_golden(
     return Golden.record(prompts, replayed, risk, first_token if needs_first_token else None)
 
 
-def model_record(identity: ModelIdentity) -> ModelRecord:
+def model_record(identity: ModelIdentity) -> stored.ModelRecord:
     """Return the manifest's record.  Of a folder it has only the last part: the path on this machine is private."""
     geometry, folder = identity.geometry, Path(identity.model)
-    return ModelRecord(
+    return stored.ModelRecord(
         name=folder.resolve().name if folder.is_dir() else identity.model, revision=identity.revision,
         fingerprint=identity.fingerprint, architecture=identity.architecture, model_type=identity.model_type,
         num_layers=geometry.num_layers, num_heads=geometry.num_heads, head_dim=geometry.head_dim,
@@ -109,28 +100,28 @@ def model_record(identity: ModelIdentity) -> ModelRecord:
 def manifest_of(
     options: TrainOptions, identity: ModelIdentity, prompt_format: PromptFormat, data: PreparedData, c: float,
     classifier: FinalClassifier, threshold: float, uncertainty: Uncertainty, context: BundleContext | None = None,
-) -> Manifest:  # fmt: skip
+) -> stored.Manifest:  # fmt: skip
     """Return the manifest, without what publishing adds: version, time, digests and files."""
     counts = {key: count for key, count in data.counts.items() if key != "others"}  # only the evaluation names them
-    training = TrainingRecord(
+    training = stored.TrainingRecord(
         data_digest=data.dataset.origin.file_digest, labels=options.answers,
         judge=options.judged_by if options.answers == "generate" else None, seeds=options.shuffles,
         folds=options.folds, c=c, c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
         class_balance=options.class_balance, hallutracer_version=service.__version__, **counts,
     )  # fmt: skip
-    return Manifest(
-        name=options.name, model=model_record(identity), tokenizer=TokenizerRecord(identity.tokenizer),
-        chat_template=ChatTemplateRecord(identity.chat_template), prompt_format=prompt_format,
+    return stored.Manifest(
+        name=options.name, model=model_record(identity), tokenizer=stored.TokenizerRecord(identity.tokenizer),
+        chat_template=stored.ChatTemplateRecord(identity.chat_template), prompt_format=prompt_format,
         dtype=cast(DType, identity.dtype),  # checked on publishing
-        readout=ReadoutRecord(options.readout, "last"), logit_scale=options.logit_scale,
+        readout=stored.ReadoutRecord(options.readout, "last"), logit_scale=options.logit_scale,
         signals=with_context(options.reads, context),
-        classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
+        classifier=stored.Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
         uncertainty=uncertainty, context=None if context is None else context.record(), training=training,
     )  # fmt: skip
 
 
 def evaluation_document(
-    options: TrainOptions, signals: Sequence[Signal], data: PreparedData, probe: DepthMeanProbe, gates: GateProfile,
+    options: TrainOptions, signals: Sequence[stored.Signal], data: PreparedData, probe: DepthMeanProbe, gates: GateProfile,
     risks: Floats, nested: Evaluation | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated."""
@@ -216,7 +207,7 @@ def by_form(
 
 
 def plot_data(
-    options: TrainOptions, signals: Sequence[Signal], inputs: Inputs, out_of_fold: Floats, class_mean: Floats,
+    options: TrainOptions, signals: Sequence[stored.Signal], inputs: Inputs, out_of_fold: Floats, class_mean: Floats,
     class_std: Floats, nested: Evaluation | None, threshold: float,
 ) -> PlotData:  # fmt: skip
     """Return the numbers of the plots on the card of a bundle with these ``signals``."""

@@ -24,17 +24,8 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, TrafficFile, read_dataset, read_traffic
 from service.engines.base import Engine
 from service.errors import DataError, RequestError, TrainingError
+from service.fitting import prior_shift as shifts
 from service.fitting.nested_cv import rounded
-from service.fitting.prior_shift import (
-    LabelledRisks,
-    PriorShiftTest,
-    Traffic,
-    estimate_share,
-    most_likely_share,
-    number_together,
-    prior_shift_test,
-    shift_to,
-)
 from service.fitting.recalibration import FOLDS, MapFit, choose_map
 from service.fitting.scores import at_threshold, share_interval
 from service.scoring import Scorer
@@ -52,7 +43,7 @@ _OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 
 def _plan(
     bundle: Bundle, options: RecalibrateOptions, store: Store
-) -> tuple[NewRows[RecalibrateOptions], TrafficFile | None, LabelledRisks | Dataset | None]:
+) -> tuple[NewRows[RecalibrateOptions], TrafficFile | None, shifts.LabelledRisks | Dataset | None]:
     """Return labelled rows, traffic, and risks of training's kind (or held-out rows still to be read), all checked."""
 
     rows = read_new_rows(bundle, options, store, folds=FOLDS)
@@ -62,7 +53,7 @@ def _plan(
     check_unspent(rows.dataset, list(seen_by(bundle, evaluation, options.trained_on)))
     if traffic is None:
         return rows, None, None
-    source: LabelledRisks | Dataset | None = recorded_risks(evaluation)
+    source: shifts.LabelledRisks | Dataset | None = recorded_risks(evaluation)
     if source is None:  # the held-out file, where it is named
         held_out = evaluation.get("held_out") or {}
         labels = bundle.manifest.training.labels
@@ -136,7 +127,7 @@ def prior_of(bundle: Bundle) -> float:
     return training.hallucinated / (training.factual + training.hallucinated)
 
 
-def recorded_risks(evaluation: Mapping[str, Any]) -> LabelledRisks | None:
+def recorded_risks(evaluation: Mapping[str, Any]) -> shifts.LabelledRisks | None:
     """Return training's out-of-fold risks by class, where the bundle records them."""
     recorded = evaluation.get("out_of_fold", {}).get("risks")
     return None if recorded is None else read_risks(recorded)
@@ -172,20 +163,20 @@ def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
 
 
 def _tested(
-    rows: NewRows[RecalibrateOptions], traffic: TrafficFile, source: LabelledRisks | Dataset | None, risk: Floats,
+    rows: NewRows[RecalibrateOptions], traffic: TrafficFile, source: shifts.LabelledRisks | Dataset | None, risk: Floats,
     engine: Engine, console: Console,
-) -> PriorShiftTest | None:  # fmt: skip
+) -> shifts.PriorShiftTest | None:  # fmt: skip
     """Return whether prior shift alone explains the traffic (else TrainingError, unless someone insists), or None."""
     options = rows.options
     if isinstance(source, Dataset):  # the held-out file is read now
         labels = rows.bundle.manifest.training.labels
         held = replace(rows, dataset=source, options=replace(options, labels=labels))
         data = held.prepare(engine, folds=None, name=f"held-out-{source.digest[7:19]}")
-        source = LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
+        source = shifts.LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
     if source is None:
         return None
-    (groups,) = number_together([row.group for row in traffic.rows])
-    test = prior_shift_test(source, Traffic(risk, groups), options.seed)
+    (groups,) = shifts.number_together([row.group for row in traffic.rows])
+    test = shifts.prior_shift_test(source, shifts.Traffic(risk, groups), options.seed)
     console.print(
         f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): distance "
         f"{test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = {test.p_value:.2g})"
@@ -208,7 +199,7 @@ def _tested(
 
 
 def _prior_shift(
-    file: TrafficFile, risk: Floats, test: PriorShiftTest | None, prior: float, data: PreparedData, seed: int,
+    file: TrafficFile, risk: Floats, test: shifts.PriorShiftTest | None, prior: float, data: PreparedData, seed: int,
     console: Console,
 ) -> tuple[MapFit, dict[str, Any]]:  # fmt: skip
     """Return the map by the share of hallucinations on the traffic, and what evaluation.json has of it.
@@ -221,19 +212,19 @@ def _prior_shift(
     if not kept:
         raise TrainingError("every row of the traffic is among the labelled rows: leave --traffic out", param="traffic")
     named = [f"group {row.group}" if row.group else f"prompt {row.prompt_digest.hex()}" for row in used]
-    groups, of_labelled = number_together([file.rows[place].group for place in kept], named)
-    traffic = Traffic(risk[kept], groups)
-    alone = estimate_share(traffic, prior, seed=seed)
-    with_labels = estimate_share(traffic, prior, data.inputs.label, of_labelled, seed)
+    groups, of_labelled = shifts.number_together([file.rows[place].group for place in kept], named)
+    traffic = shifts.Traffic(risk[kept], groups)
+    alone = shifts.estimate_share(traffic, prior, seed=seed)
+    with_labels = shifts.estimate_share(traffic, prior, data.inputs.label, of_labelled, seed)
     if left_out := len(file.rows) - len(kept):
         console.print(f"{left_out} rows of the traffic are among the labelled rows and count once")
     for what, share in (("traffic alone", alone), ("traffic and labels", with_labels)):
-        moved = shift_to(share.value, prior, len(kept)).c
+        moved = shifts.shift_to(share.value, prior, len(kept)).c
         ends = f"[{share.low:.1%}, {share.high:.1%}]"
         console.print(f"{what}: {share.value:.1%} {ends} hallucinated by prior shift, log odds {moved:+.3f}")
 
     def fit(label: NDArray[np.integer], _: Floats) -> Recalibration:
-        return shift_to(most_likely_share(traffic, prior, label), prior, len(kept) + len(label))
+        return shifts.shift_to(shifts.most_likely_share(traffic, prior, label), prior, len(kept) + len(label))
 
     return fit, {
         "file": file.path.name, "digest": file.digest, "rows": len(kept), "left_out": left_out,

@@ -30,21 +30,13 @@ from service.judging.evaluation import SAMPLE_KEY as SAMPLE
 from service.judging.evaluation import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
+from service.trainer import publish
 from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card
 from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
 from service.trainer.prepare import all_logits, fit_context, prepare, served_signals, trajectories, with_context
-from service.trainer.publish import (
-    by_form,
-    evaluation_document,
-    golden_rows,
-    manifest_of,
-    plot_data,
-    probe_tensors,
-    record_golden,
-)
 from service.trainer.training_set import draw_sample, spread
 
 
@@ -122,7 +114,7 @@ def _draft(
     names, columns = with_context(options.reads, context), None if context is None else context.columns
     logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
     reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.shuffles, more)
-    tensors = probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
+    tensors = publish.probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
     probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
 
@@ -142,7 +134,7 @@ def _draft(
         crossed = nested.risk[own]
         nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed, threshold))
         nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed))
-        if forms := by_form(inputs.label, crossed, inputs.strata, threshold):
+        if forms := publish.by_form(inputs.label, crossed, inputs.strata, threshold):
             nested.document["by_form"] = forms
         auroc = nested.document["signals"][own]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
@@ -156,7 +148,7 @@ def _draft(
     uncertainty = Uncertainty(reference.share, reference.rows, interval, say("outside", reference, interval))
     first = risks[0]  # of one seed, so that each row counts once
     answering = gate_profile(inputs.label, first, inputs.group)
-    document = evaluation_document(options, names, data, probe, answering, first, nested)
+    document = publish.evaluation_document(options, names, data, probe, answering, first, nested)
     document |= {} if context is None else context.document()
     document |= {} if sample is None else {SAMPLE: sample.document()}
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
@@ -171,16 +163,16 @@ def _draft(
             "digest": held.dataset.origin.file_digest,
             "left_out": held.counts["left_out"],
         }
-        if forms := by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold):
+        if forms := publish.by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold):
             document["held_out"]["by_form"] = forms
-    plots = draw(plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
+    plots = draw(publish.plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
-    chosen = golden_rows(classifier.risk(signal_matrix(scaled.trajectory, extra)))
+    chosen = publish.golden_rows(classifier.risk(signal_matrix(scaled.trajectory, extra)))
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
-    golden = record_golden(engine, prompts, probes, classifier, names, collected, record)
-    manifest = manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold, uncertainty,
+    golden = publish.record_golden(engine, prompts, probes, classifier, names, collected, record)
+    manifest = publish.manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold, uncertainty,
                            context)  # fmt: skip
     card = write_card(manifest, document, signal_std=probe.signals_.std(axis=0).tolist(),
                       left_out=data.labelled.left_out, plots=sorted(plots))  # fmt: skip
