@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,9 @@ SIGNALS = {
     "prompt_length": "prompt length",
 }  # fmt: skip
 WITHIN = {
-    "auroc_within_kind": "within kind",
-    "auroc_within_kind_x_template": "within kind x template",
+    "auroc_within_kind": "within kind", "auroc_within_kind_x_template": "within kind x template",
     "auroc_within_form": "within form",
-}
+}  # fmt: skip
 PLOTS = {
     "roc.png": "ROC", "precision_recall.png": "Precision and recall", "coverage.png": "Coverage and error",
     "reliability.png": "Reliability", "trajectories.png": "Class-mean trajectories", "layers.png": "AUROC by layer",
@@ -139,17 +139,15 @@ def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardDat
     )  # fmt: skip
 
 
-def _ends(interval: RefitInterval, shown: float) -> tuple[float, float]:
+def _ends(interval: RefitInterval, shown: float) -> list[float]:
     """Return the ends of the interval of a risk, at half the cutoff's distance."""
     z = math.log((1 - shown) / shown)
     half = interval.half_width(z, 0.5)
-    low, high = (float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half))
-    return low, high
+    return [float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half)]
 
 
-def cell(value: Mapping[str, float]) -> str:
-    """Return a mean over folds and seeds with its interval, or else with its standard deviation."""
-    return say("cell", value)
+cell = partial(say, "cell")  # a mean over folds and seeds with its interval, or else with its standard deviation
+rule_in_words = partial(say, "rule")  # where the threshold is from: ``threshold`` of evaluation.json
 
 
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
@@ -174,28 +172,18 @@ def group_warning(data: Mapping[str, Any]) -> str | None:
     return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 
-def rule_in_words(found: Mapping[str, Any]) -> str:
-    """Return where the threshold is from; ``found`` is ``threshold`` of evaluation.json."""
-    return say("rule", found)
-
-
 def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: GuaranteeStep | None) -> str:
     """Return for whom the guarantee holds and what voids it."""
     text = _render("statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate",
-                   max_new_tokens=max_new_tokens, by_row=_by_row(step, guarantee.alpha))  # fmt: skip
+                   max_new_tokens=max_new_tokens, by_row=step and say("by_row", step, guarantee.alpha))  # fmt: skip
     return " ".join(text.split())
-
-
-def _by_row(step: GuaranteeStep | None, alpha: float) -> str | None:
-    """Return the share of hallucinations among the answered rows, where a group counts as often as it has rows."""
-    return None if step is None else say("by_row", step, alpha)
 
 
 def guaranteed_card(card: str, manifest: Manifest, step: GuaranteeStep | None = None) -> str:
     """Return the card with this guarantee's section, in place of an earlier one; ``step`` is the test that passed."""
     guarantee = manifest.guarantee
     assert guarantee is not None
-    section = _render("guarantee.md", g=guarantee, by_row=_by_row(step, guarantee.alpha))
+    section = _render("guarantee.md", g=guarantee, by_row=step and say("by_row", step, guarantee.alpha))
     found = _GUARANTEE.search(card)
     return card[: found.start()] + section + card[found.end() :] if found else _before_limits(card, section)
 

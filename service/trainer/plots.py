@@ -24,11 +24,7 @@ Labels = NDArray[np.integer]
 Numbers = TypeVar("Numbers")  # what a figure is drawn from
 
 _LINES = ((look.BLUE, "-"), (look.ORANGE, "--"), (look.GREEN, "-."), (look.PURPLE, ":"))
-_STYLE = look.STYLE | {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine draws the same letters
-    "axes.titlesize": 10.0,
-    "grid.color": "#E5E5E5",
-}
+_STYLE = look.STYLE | {"font.family": "DejaVu Sans", "axes.titlesize": 10.0, "grid.color": "#E5E5E5"}
 _MAX_POINTS = 400  # of a curve
 _CALIBRATION = ("mean risk of the bin (probability)", "hallucinated in the bin (share)")  # the axes
 
@@ -52,13 +48,9 @@ class PlotData:
 
 def draw(data: PlotData) -> dict[str, bytes]:
     """Return every figure that the data allow: file name -> PNG bytes."""
-    pages = {"layers.png": png(_layers, data, wide=True)}
-    if data.risk:
-        pages |= {
-            "coverage.png": png(_coverage, data), "precision_recall.png": png(_precision_recall, data),
-            "reliability.png": png(_reliability, data), "roc.png": png(_roc, data),
-        }  # fmt: skip
-    return pages | {"trajectories.png": png(_trajectories, data, wide=True)}
+    pages = {"layers.png": png(_layers, data, wide=True), "trajectories.png": png(_trajectories, data, wide=True)}
+    plots = {"coverage": _coverage, "precision_recall": _precision_recall, "reliability": _reliability, "roc": _roc}
+    return {f"{name}.png": png(plot, data) for name, plot in plots.items() if data.risk} | pages
 
 
 def draw_before_after(label: Labels, group: Labels, before: Floats, after: Floats) -> bytes:
@@ -67,8 +59,8 @@ def draw_before_after(label: Labels, group: Labels, before: Floats, after: Float
     def plot(axes: Axes, risks: Mapping[str, Floats]) -> None:
         axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8, label="perfect calibration")
         looks, count = ((look.ORANGE, "--", "s"), (look.BLUE, "-", "o")), min(10, max(3, len(label) // 15))
-        for (name, risk), look in zip(risks.items(), looks, strict=True):
-            _with_bands(axes, label, group, risk, count, name, look)
+        for (name, risk), line in zip(risks.items(), looks, strict=True):
+            _with_bands(axes, label, group, risk, count, name, line)
         _shares(axes, f"Recalibration: {len(label)} rows that it was not fitted on", *_CALIBRATION, square=True)
 
     return png(plot, {"before": before, "after": after})

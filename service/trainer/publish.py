@@ -121,33 +121,29 @@ def manifest_of(
 
 
 def evaluation_document(
-    options: TrainOptions, signals: Sequence[stored.Signal], data: PreparedData, probe: DepthMeanProbe, gates: GateProfile,
-    risks: Floats, nested: Evaluation | None,
+    options: TrainOptions, signals: Sequence[stored.Signal], data: PreparedData, probe: DepthMeanProbe,
+    gates: GateProfile, risks: Floats, nested: Evaluation | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated."""
     label, group, scaled = data.inputs.label, data.inputs.group, probe.scaled_[options.logit_scale]
     layers, means = layer_aurocs(label, scaled.out_of_fold)
     shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), label)
     counts: dict[str, Any] = {
-        "file": options.file.name,
-        "digest": data.dataset.origin.file_digest,
+        "file": options.file.name, "digest": data.dataset.origin.file_digest,
         "effective_groups": rounded(effective_groups(group)),
         "largest_group_share": rounded(float(np.unique(group, return_counts=True)[1].max() / len(group))),
-    } | data.counts
+    } | data.counts  # fmt: skip
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
     if None not in forms:
         counts["forms"] = dict(sorted(Counter(forms).items()))
-    if (
-        share := data.inputs.readouts.soft_label
-    ) is not None:  # the probes were not fitted on the labels of the figures
+    if (share := data.inputs.readouts.soft_label) is not None:  # then the probes were not fitted on the figures' labels
         counts["soft_labels"] = {
             "samples": options.samples, "temperature": options.temperature, "right": rounded(float(share.mean())),
             "rows_with_right_and_wrong_answers": rounded(float(np.mean((share > 0) & (share < 1)))),
             "right_where_the_greedy_answer_is": rounded(float(share[label == 1].mean())),
         }  # fmt: skip
     document: dict[str, Any] = {
-        "data": counts,
-        "c_search": rounded(probe.c_search_),
+        "data": counts, "c_search": rounded(probe.c_search_),
         "out_of_fold": {
             "layer_auroc": rounded(layers.mean(axis=0).tolist()), "depth_mean_auroc": rounded(float(means.mean())),
             "depth_mean_cross_fitted_and_refitted": rounded(shift), "gates": asdict(gates),

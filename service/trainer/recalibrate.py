@@ -163,8 +163,8 @@ def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
 
 
 def _tested(
-    rows: NewRows[RecalibrateOptions], traffic: TrafficFile, source: shifts.LabelledRisks | Dataset | None, risk: Floats,
-    engine: Engine, console: Console,
+    rows: NewRows[RecalibrateOptions], traffic: TrafficFile, source: shifts.LabelledRisks | Dataset | None,
+    risk: Floats, engine: Engine, console: Console,
 ) -> shifts.PriorShiftTest | None:  # fmt: skip
     """Return whether prior shift alone explains the traffic (else TrainingError, unless someone insists), or None."""
     options = rows.options

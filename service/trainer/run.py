@@ -61,7 +61,7 @@ def train(
     dataset, test = _read(options)
     store.check_writable()
     console.print(f"{len(dataset)} rows in {options.file.name}" + (f", {len(test)} held out" if test else ""))
-    for data in (dataset, test) if test is not None else (dataset,):
+    for data in filter(None, (dataset, test)):
         for remark in data.remarks:
             console.print(f"{data.path.name}: {remark}")
     dataset, sample = draw_sample(options, dataset, test, console)
@@ -155,14 +155,12 @@ def _draft(
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
-        read = served_signals(
-            logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record, len(final.head)
-        )
+        read = served_signals(logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record,
+                              len(final.head))  # fmt: skip
+        own_file = held.dataset.origin
         document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
-            "file": held.dataset.origin.path.name,
-            "digest": held.dataset.origin.file_digest,
-            "left_out": held.counts["left_out"],
-        }
+            "file": own_file.path.name, "digest": own_file.file_digest, "left_out": held.counts["left_out"],
+        }  # fmt: skip
         if forms := publish.by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold):
             document["held_out"]["by_form"] = forms
     plots = draw(publish.plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
@@ -172,8 +170,8 @@ def _draft(
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = publish.record_golden(engine, prompts, probes, classifier, names, collected, record)
-    manifest = publish.manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold, uncertainty,
-                           context)  # fmt: skip
+    manifest = publish.manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold,
+                                   uncertainty, context)  # fmt: skip
     card = write_card(manifest, document, signal_std=probe.signals_.std(axis=0).tolist(),
                       left_out=data.labelled.left_out, plots=sorted(plots))  # fmt: skip
     better = [] if nested is None else list(better_options(inputs, nested, own))
