@@ -118,10 +118,8 @@ def collect(
             outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
             for file, activations, where in outputs:
                 if not np.all(np.isfinite(activations)):
-                    raise NonFiniteReadout(
-                        f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
-                        f"(float16 overflows where bfloat16 and float32 do not)"
-                    )
+                    raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try "
+                                           "another dtype (float16 overflows)")  # fmt: skip
                 file.write(targets[file.path], batch, activations)
             signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
             if not np.all(np.isfinite(signals)):
@@ -162,9 +160,7 @@ def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, re
         reserved = reserve if row.applies else 0
         if len(ids) + reserved > limit:
             answer = f" and {reserved} of the answer" if reserved else ""
-            problems.append(
-                f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}; shorten the prompt"
-            )
+            problems.append(f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}")
         parts.append(np.asarray(ids, np.int32))
     if problems:
         raise DataError(str(dataset.path), problems)
@@ -181,11 +177,8 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     need, free = sum(sizes.values()) - held, shutil.disk_usage(folder).free
     if need > free:
-        raise TrainingError(
-            f"{folder} needs {need / 2**30:.2f} GiB more and the disk has {free / 2**30:.2f} GiB free: free some, "
-            f"name a run folder on another disk, or collect fewer sites, poolings or rows",
-            param="run_dir",
-        )
+        raise TrainingError(f"{folder} needs {need / 2**30:.2f} GiB more and the disk has {free / 2**30:.2f} GiB free: "
+                            "name a run folder on another disk, or collect less", param="run_dir")  # fmt: skip
     for path, size in sizes.items():
         with path.open("ab") as file:
             file.truncate(size)

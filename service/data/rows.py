@@ -64,8 +64,7 @@ def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered
             yield f"id {name!r} is already that of line {other}"
         else:
             without, with_id = (other, line) if other in numbered else (line, other)
-            yield (f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id' and is "
-                   "called by its number: give every row an 'id', or none")  # fmt: skip
+            yield f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id'"
     if "id" not in value:
         numbered.add(line)
 

@@ -240,8 +240,7 @@ def missing_groups(dataset: Dataset, folds: int) -> list[str]:
 def check_all_apply(dataset: Dataset) -> None:
     """Raise DataError naming rows that do not apply, for a file whose every row is scored against a label."""
     problems = [
-        f'line {dataset.rows[place].line}: "applies" is false, and what asks for no fact has no answer to be right or '
-        "wrong: leave it out here; only training takes such rows"
+        f'line {dataset.rows[place].line}: "applies" is false, and it has no right answer: leave it out'
         for place in dataset.others.tolist()
     ]
     if problems:
@@ -265,10 +264,9 @@ def check_disjoint(train: Dataset, test: Dataset) -> None:
             there = f"{train.path} line {groups[row.group]}"
             problems.append(f"line {row.line}: its group {row.group!r} is also in {there}")
         elif other is not None:
-            problems.append(
-                f"line {row.line}: it asks what {train.path} line {other.line} asks, {_shown(other)}, in other words: "
-                "leave it out, or give both a 'group' if they ask different things"
-            )
+            problems.append(f"line {row.line}: it asks what {train.path} line {other.line} asks, {_shown(other)}, in "
+                            "other words: leave it out, or give both a 'group' if they ask different "
+                            "things")  # fmt: skip
     if problems:
         raise DataError(str(test.path), problems)
 
@@ -331,10 +329,7 @@ def _across(rows: list[Row]) -> Iterator[str]:
         if other.applies != row.applies:
             yield f"line {row.line}: same prompt and group as line {other.line}, but only one of them applies"
         elif other.label != row.label:
-            yield (
-                f"line {row.line}: same prompt and group as line {other.line}, but label {row.label} and not "
-                f"{other.label}: remove one, or both"
-            )
+            yield f"line {row.line}: same prompt and group as line {other.line}, but another label: remove one"
 
 
 def _line_of(problem: str) -> int:
@@ -398,7 +393,4 @@ def _check_traffic(value: dict[str, Any], bundle_digest: str) -> Iterator[str]:
     if type(risk) not in (int, float) or not 0 <= risk <= 1:
         yield f"'risk' must be a number from 0 to 1, found {json.dumps(risk)[:60]}"
     if isinstance(bundle, dict) and bundle.get("digest") != bundle_digest:
-        yield (
-            f"its risk is of the bundle {bundle.get('name')}:{bundle.get('version')} ({bundle.get('digest')}), not of "
-            f"{bundle_digest}: score the rows with that one"
-        )
+        yield f"its risk is of the bundle {bundle.get('name')}:{bundle.get('version')}: score with {bundle_digest}"

@@ -67,16 +67,11 @@ def default_bundles(model: str | None) -> tuple[str, ...]:
     near = difflib.get_close_matches(chosen.lower(), SHIPPED, n=1, cutoff=0.75)
     if "/" not in chosen and not Path(chosen).exists():
         meant = f"did you mean {near[0]}?  Else" if near else "for a model of the hub"
-        raise NoDefaultBundle(
-            f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
-            f"{' and '.join(SHIPPED)}; {meant} name the bundle, too, with --bundle ('hallutracer train' makes one)",
-            param="model",
-        )
-    raise NoDefaultBundle(
-        f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it ('hallutracer bundle "
-        "list'), or make one with 'hallutracer train'",
-        param="bundle",
-    )
+        raise NoDefaultBundle(f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
+                              f"{' and '.join(SHIPPED)}; {meant} name the bundle, too, with --bundle ('hallutracer "
+                              "train' makes one)", param="model")  # fmt: skip
+    raise NoDefaultBundle(f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it "
+                          "('hallutracer bundle list'), or make one ('hallutracer train')", param="bundle")  # fmt: skip
 
 
 Threads = Annotated[int | None, option(

@@ -108,10 +108,8 @@ class Risks(Sequence[Risk]):
         Into ``ax``, or into a new figure.  Raises ValueError for none, or more than six.
         """
         if not 1 <= len(self.rows) <= len(COLOURS):
-            raise ValueError(
-                f"a picture has room for 1 to {len(COLOURS)} prompts, and these are {len(self.rows)}: take some, as in "
-                "risks[:6].plot()"
-            )
+            raise ValueError(f"a picture has room for 1 to {len(COLOURS)} prompts, and these are {len(self.rows)}: "
+                             "take some, as in risks[:6].plot()")  # fmt: skip
         figure = None
         if ax is None:
             import matplotlib.pyplot as plt

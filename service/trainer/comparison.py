@@ -95,9 +95,8 @@ def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: Promot
 def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> Iterator[PromotionFinding]:
     card = next((one for one in served["data"] if one["digest"] == bundle.manifest.digest), None)
     if card is None:
-        yield PromotionFinding(
-            False, f"the service has not loaded {bundle.reference} ({bundle.manifest.digest[:19]}..)"
-        )
+        yield PromotionFinding(False, f"the service has not loaded {bundle.reference} "
+                                      f"({bundle.manifest.digest[:19]}..)")  # fmt: skip
         return
     compared, golden = card.get("compared"), card["golden"]
     if compared is None:

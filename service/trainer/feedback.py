@@ -57,8 +57,7 @@ def recalibrate_by_feedback(
 ) -> Bundle | None:
     """Publish a version whose risk follows the feedback; None for a dry run, and where no map does better.
 
-    Raises FeedbackUnavailable, TrainingError for too few labels and for a bundle that cannot be recalibrated, DataError
-    for a training file.
+    Raises FeedbackUnavailable, TrainingError (too few labels; recalibrated already), and DataError (a training file).
     """
     evaluation, signals = bundle.evaluation(), bundle.manifest.signals
     check_not_recalibrated(bundle, evaluation)
@@ -118,10 +117,8 @@ def recalibrate_by_feedback(
     published = choose_and_publish(bundle, evaluation, options, (label, risk[used], groups), prior_fit, record, store,
                                    console)  # fmt: skip
     if published is not None and "production" not in store.aliases(name := published.manifest.name):
-        console.print(
-            f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this one: "
-            f"'hallutracer bundle alias {name} production N' keeps another"
-        )
+        console.print(f"{name} has no alias 'production', so whoever asks for {name} gets its highest version, this "
+                      f"one: 'hallutracer bundle alias {name} production N' keeps another")  # fmt: skip
     return published
 
 

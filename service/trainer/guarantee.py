@@ -104,12 +104,9 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
     new_rows.check_unspent(dataset, seen)
     least = least_groups(max(options.alphas), made.each_delta)
     if made.groups < least:
-        raise TrainingError(
-            f"{dataset.path} has {made.groups} groups for the test, and no threshold can pass at alpha = "
-            f"{max(options.alphas):g}, delta = {made.each_delta:g} with less than {least} answering ones. Nothing was "
-            "spent: add groups",
-            param="data",
-        )
+        raise TrainingError(f"{dataset.path} has {made.groups} groups for the test, and no threshold can pass at alpha "
+                            f"= {max(options.alphas):g}, delta = {made.each_delta:g} with less than {least} answering "
+                            "ones: add groups (nothing was spent)", param="data")  # fmt: skip
     return made
 
 
@@ -225,9 +222,7 @@ def _note_question(made: GuaranteePlan) -> None:
     path = made.rows.question
     if path.exists() and (before := json.loads(path.read_text(encoding="utf-8"))) != made.question:
         changed = ", ".join(f"{key} = {before.get(key)!r}" for key in before if before[key] != made.question.get(key))
-        raise RunMismatch(
-            f"the rows of {made.rows.dataset.path} are spent: they were tested before, with {changed}. A question that "
-            "an earlier answer led to carries no guarantee; use new rows",
-            param="data",
-        )
+        raise RunMismatch(f"the rows of {made.rows.dataset.path} are spent: they were tested before, with {changed}. A "
+                          "question that an earlier answer led to carries no guarantee; use new "
+                          "rows", param="data")  # fmt: skip
     atomic_write(path, (json.dumps(made.question, indent=2, sort_keys=True) + "\n").encode())

@@ -91,11 +91,8 @@ def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[
     held_out = (evaluation.get("held_out") or {}).get("digest")
     for what, digest in (("training", bundle.manifest.training.data_digest), ("held-out", held_out)):
         if not recorded and digest is not None and digest not in {dataset.digest for dataset in files}:
-            raise TrainingError(
-                f"{bundle.reference} does not record which rows it has seen, so nobody could tell whether these "
-                f"rows are new: name its {what} file ({digest}) with --trained-on",
-                param="trained_on",
-            )
+            raise TrainingError(f"{bundle.reference} does not record which rows it has seen: name its {what} file "
+                                f"({digest}) with --trained-on", param="trained_on")  # fmt: skip
 
 
 def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str, Any]]]:
@@ -169,11 +166,8 @@ def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int 
     options.check()
     options = options.of(bundle.manifest.name, bundle.manifest.training)
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
-        raise TrainingError(
-            f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish under another "
-            "name (--new-name)",
-            param="name",
-        )
+        raise TrainingError(f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
+                            "under another name (--new-name)", param="name")  # fmt: skip
     dataset = read_dataset(options.file, options.answers, folds=folds)
     check_all_apply(dataset)
     if options.answers == "generate":

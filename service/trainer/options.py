@@ -277,11 +277,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         if self.forms is None or self.wanted_forms == ():
             return
         if self.answers == "given":
-            raise TrainingError(
-                "given labels belong to the prompts as they are, and the model may answer otherwise in a conversation: "
-                "forms must be none, or let the labels be generated (--labels generate)",
-                param="forms",
-            )
+            raise TrainingError("given labels belong to the prompts as they are: forms must be none, or let the labels "
+                                "be generated (--labels generate)", param="forms")  # fmt: skip
         from service.data.forms import chosen
 
         try:

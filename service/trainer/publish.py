@@ -74,10 +74,9 @@ def record_golden(
     layers, limit = engine.identity.geometry.num_layers, tolerance_for(dtype).trajectory
     worst = float(np.max(np.abs(replayed - collected) / spreads(collected, layers)))
     if not worst <= limit:
-        raise EngineError(
-            f"serving and training read different logits: they differ by {worst:.3g} spreads, {limit:.3g} would pass "
-            f"in {dtype}. Nothing was published; run again, and if it persists the engine does not fit this model"
-        )
+        raise EngineError(f"serving and training read different logits: they differ by {worst:.3g} spreads, "
+                          f"{limit:.3g} would pass in {dtype}; if another run says so, too, the engine does not fit "
+                          "this model")  # fmt: skip
     first_token = np.zeros((len(prompts), 2))
     if needs_first_token:
         first_token = np.array([[t.log_max_prob, t.entropy] for t in (onset.first_token for onset in onsets) if t])

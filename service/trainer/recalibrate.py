@@ -60,12 +60,9 @@ def _plan(
         files = (read_dataset(Path(path), labels, folds=None) for path in rows.options.trained_on)
         source = next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
     if source is None and not options.allow_other_shift:
-        raise TrainingError(
-            f"{bundle.reference} records no risks of its training rows by class, so nobody could tell whether prior "
-            "shift alone explains the traffic: name its held-out file with --trained-on, leave --traffic out, or "
-            "insist with --allow-other-shift",
-            param="traffic",
-        )
+        raise TrainingError(f"{bundle.reference} records no risks of its training rows to compare the traffic with: "
+                            "name its held-out file with --trained-on, leave --traffic out, or insist with "
+                            "--allow-other-shift", param="traffic")  # fmt: skip
     return rows, traffic, source
 
 
@@ -136,11 +133,8 @@ def recorded_risks(evaluation: Mapping[str, Any]) -> shifts.LabelledRisks | None
 def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> None:
     """Raise TrainingError where a bundle has a recalibration already."""
     if bundle.manifest.recalibration is not None:
-        raise TrainingError(
-            f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
-            f"{evaluation['recalibrations'][-1]['from']}",
-            param="bundle",
-        )
+        raise TrainingError(f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
+                            f"{evaluation['recalibrations'][-1]['from']}", param="bundle")  # fmt: skip
 
 
 def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
@@ -177,23 +171,16 @@ def _tested(
         return None
     (groups,) = shifts.number_together([row.group for row in traffic.rows])
     test = shifts.prior_shift_test(source, shifts.Traffic(risk, groups), options.seed)
-    console.print(
-        f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): distance "
-        f"{test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = {test.p_value:.2g})"
-    )
+    console.print(f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): "
+                  f"distance {test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = "
+                  f"{test.p_value:.2g})")  # fmt: skip
     if test.explained:
         return test
-    found = (
-        f"prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes by "
-        f"{test.distance:.3f}, where at most {test.limit:.3f} would pass. Its share of hallucinations cannot be told "
-        "from unlabelled rows"
-    )
+    found = ("prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes"
+             f" by {test.distance:.3f}, where at most {test.limit:.3f} would pass")  # fmt: skip
     if not options.allow_other_shift:
-        raise TrainingError(
-            f"{found}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or insist with "
-            "--allow-other-shift",
-            param="traffic",
-        )
+        raise TrainingError(f"{found}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or "
+                            "insist with --allow-other-shift", param="traffic")  # fmt: skip
     console.print(f"{found}; you insisted")
     return test
 

@@ -52,11 +52,8 @@ def train(
     NoDirection and TrainingError (the data carry no probe under these options), and BundleError (of the store).
     """
     if not NAME.fullmatch(options.name):
-        raise TrainingError(
-            "name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; "
-            f"not {options.name!r}",
-            param="name",
-        )
+        raise TrainingError("name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; not "
+                            f"{options.name!r}", param="name")  # fmt: skip
     options.check()
     dataset, test = _read(options)
     store.check_writable()
@@ -138,12 +135,10 @@ def _draft(
             nested.document["by_form"] = forms
         auroc = nested.document["signals"][own]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
-            raise TrainingError(
-                f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}], and "
-                "its 95 % interval reaches chance. Nothing was published. Add rows, in more groups, or check their "
-                "labels; --allow-no-signal publishes all the same",
-                param="data",
-            )
+            raise TrainingError(f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, "
+                                f"{auroc['high']:.3f}], and its 95 % interval reaches chance. Add rows, in more "
+                                "groups, or check their labels (--allow-no-signal publishes all the "
+                                "same)", param="data")  # fmt: skip
     interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
     uncertainty = Uncertainty(reference.share, reference.rows, interval, say("outside", reference, interval))
     first = risks[0]  # of one seed, so that each row counts once
@@ -188,11 +183,9 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
         or len(own) != len(readouts.label)
         or not np.allclose(trajectories(readouts, [served]), own, rtol=1e-3, atol=1e-3 * own.std())
     ):
-        raise TrainingError(
-            f"the probe was fitted on other activations than this model has at these {len(readouts.label)} labelled "
-            "rows: fit it on what extract gives for the same prompts, in the same order",
-            param="probe",
-        )
+        raise TrainingError(f"the probe was fitted on other activations than this model has at these "
+                            f"{len(readouts.label)} labelled rows: fit it on what extract gives for the same prompts, "
+                            "in the same order", param="probe")  # fmt: skip
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:

@@ -57,10 +57,8 @@ def draw_sample(
         left = dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[places])).tolist())
         if options.answers == "given" and missing_groups(left, options.folds):
             return dataset, None
-        console.print(
-            f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
-            f"({len(dataset) - len(left)} rows; --no-sample)"
-        )
+        console.print(f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
+                      f"({len(dataset) - len(left)} rows; --no-sample)")  # fmt: skip
         dataset = left
     rows = [source.rows[place] for place in places]
     length = min(options.answer_tokens, MOST_TOKENS)
@@ -159,10 +157,8 @@ def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console)
         console.print("prompts are plain text, without a chat template: questions take forms of a single message only")
     elif len(single) < len(forms):
         names = ", ".join(form.name for form in forms if form not in single)
-        raise TrainingError(
-            f"prompts are plain text, without a chat template: leave out forms of several messages, {names}",
-            param="forms",
-        )
+        raise TrainingError("prompts are plain text, without a chat template: leave out forms of several messages, "
+                            f"{names}", param="forms")  # fmt: skip
     return single
 
 
@@ -194,11 +190,8 @@ def _in_forms(
     result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
     forms_met = {row.strata["form"] for row in result.rows if row.applies}
     added = len(result.others) - len(dataset.others)
-    console.print(
-        f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
-        + (f", and {added:,} requests that ask for no fact" if added else "")
-        + f": {path}"
-    )
+    console.print(f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
+                  + (f", and {added:,} requests that ask for no fact" if added else "") + f": {path}")  # fmt: skip
     return result
 
 

@@ -127,9 +127,8 @@ def chosen(names: Iterable[str]) -> list[Form]:
     for name in names:
         own = {form.name: form for form in FORMS.values() if name in (form.name, form.family, "all")}
         if not own:
-            raise HalluTracerError(
-                f"no form is called {name!r}: all, {', '.join(families())}, or one of {', '.join(FORMS)}"
-            )
+            raise HalluTracerError(f"no form is called {name!r}: all, {', '.join(families())}, or one of "
+                                   f"{', '.join(FORMS)}")  # fmt: skip
         found |= own
     return list(found.values())
 
