@@ -126,7 +126,25 @@ class Dataset:
     @property
     def remarks(self) -> list[str]:
         """Return what to say of near-duplicates: rows that were joined, and rows of named groups that were not."""
-        return _remarks(self.rows, self.alike)
+        rows, before = self.rows, _merged(self.rows).tolist()
+        apart = [places for places in _sets(self.alike) if len({before[place] for place in places}) > 1]
+        remarks = []
+        for named in (False, True):
+            sets = [places for places in apart if all(rows[place].group for place in places) == named]
+            count = sum(map(len, sets))
+            if not count or (named and count < REMARKED * len(rows)):
+                continue
+            first = sets[0][0]
+            second = next(place for place in sets[0] if before[place] != before[first])
+            example, other = (f"line {rows[place].line}, {_shown(rows[place])}" for place in (second, first))
+            remarks.append(
+                f"{count} rows of different groups ask the same in other words, such as {example}, as {other}: give "
+                "them one group, or folds and guarantee take them as independent"
+                if named
+                else f"{count} rows ask the same as another one in other words and share its group, such as {example}, "
+                f"as {other}"
+            )
+        return remarks
 
 
 def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
@@ -202,17 +220,12 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
     elif "answers" not in value:
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
         yield f"'answers' is missing{cure}"
-    else:
-        yield from _check_answers(value["answers"])
-
-
-def _check_answers(answers: Any) -> Iterator[str]:
-    if not isinstance(answers, list) or not answers:
+    elif not isinstance(value["answers"], list) or not value["answers"]:
         yield "'answers' must be a non-empty list of strings"
-    elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
+    elif not all(isinstance(answer, str) and answer.strip() for answer in value["answers"]):
         yield "'answers' must hold non-empty strings only"
-    elif any("\ud800" <= char <= "\udfff" for answer in answers for char in answer):
-        yield "'answers' has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
+    else:
+        yield from check_text({"answers": " ".join(value["answers"])}, "answers", required=True)
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
@@ -223,10 +236,8 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
         if count == 0:
             problems.append(f"no row is {name}: a probe needs rows of both classes")
         elif count < folds:
-            problems.append(
-                f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows"
-                + (f", or give --folds {count}" if count > 1 else "")
-            )
+            cure = f", or give --folds {count}" if count > 1 else ""
+            problems.append(f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows{cure}")
     return problems
 
 
@@ -292,28 +303,6 @@ def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
     for place, number in enumerate(alike.tolist()):
         found.setdefault(number, []).append(place)
     return [places for places in found.values() if len(places) > 1]
-
-
-def _remarks(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[str]:
-    before = _merged(rows).tolist()
-    apart = [places for places in _sets(alike) if len({before[place] for place in places}) > 1]
-    remarks = []
-    for named in (False, True):
-        sets = [places for places in apart if all(rows[place].group for place in places) == named]
-        count = sum(map(len, sets))
-        if not count or (named and count < REMARKED * len(rows)):
-            continue
-        first = sets[0][0]
-        second = next(place for place in sets[0] if before[place] != before[first])
-        example, other = (f"line {rows[place].line}, {_shown(rows[place])}" for place in (second, first))
-        remarks.append(
-            f"{count} rows of different groups ask the same in other words, such as {example}, as {other}: give them "
-            "one group, or folds and guarantee take them as independent"
-            if named
-            else f"{count} rows ask the same as another one in other words and share its group, such as {example}, as "
-            f"{other}"
-        )
-    return remarks
 
 
 def _shown(row: Row) -> str:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from service.library.detector import as_prompts
+from service.library.detector import as_prompts, frame
 from service.library.engine import Engine, load_engine, open_store
-from service.library.results import frame
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
