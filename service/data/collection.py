@@ -79,25 +79,20 @@ def collect(
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
-    pooled = {
-        (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
-        for site in sites
-        for pooling in others
-    }
+    pooled = {(site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
+              for site in sites for pooling in others}  # fmt: skip
     # The rows that apply, then the others, which are read without an answer.  No batch has both: one call of the engine
     # either answers all of its prompts or none, and is done or not done.
-    plan = [
-        rows[batch] for rows in (dataset.asking, dataset.others) for batch in batches(prompts.lengths[rows], batch_rows)
-    ]
+    plan = [rows[batch] for rows in (dataset.asking, dataset.others)
+            for batch in batches(prompts.lengths[rows], batch_rows)]  # fmt: skip
     greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
     first_token = folder / "first_token.f64"
     every = (*files.values(), *pooled.values())
     with ExitStack() as stack:
         journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
         done = journal.count
-        _reserve(
-            folder, {file.path: file.nbytes for file in every} | {first_token: len(dataset) * 16}, started=done > 0
-        )
+        sizes = {file.path: file.nbytes for file in every} | {first_token: len(dataset) * 16}
+        _reserve(folder, sizes, started=done > 0)
         if [record["batch"] for record in journal.read()] != list(range(min(done, len(plan)))):
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
         if greedy is not None:

@@ -52,11 +52,6 @@ def normalise(text: str) -> str:
     return " ".join(word for place, word in enumerate(words) if word not in _ARTICLES or place == len(words) - 1)
 
 
-def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """Return whether the normalised answer is one of the normalised accepted ones."""
-    return normalise(answer) in {normalise(candidate) for candidate in accepted}
-
-
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     """Return whether a normalised accepted answer occurs in the normalised answer as whole words.
 
@@ -65,11 +60,6 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     text = f" {normalise(answer)} "
     wanted = [candidate for candidate in map(normalise, accepted) if candidate]
     return any(words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted)
-
-
-def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """Return whether one of the accepted answers, taken as a case-insensitive pattern, is found in the answer."""
-    return any(re.search(pattern, answer, re.IGNORECASE) for pattern in accepted)
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
@@ -104,7 +94,10 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
 
 def make_judge(options: JudgeOptions) -> Judge:
     """Return the judge that the options name, applied to what ``answer_pattern`` extracts from the generated text."""
-    accepted_alone: dict[str, Judge] = {"exact": exact, "contains": contains, "regex": regex}
+    accepted_alone: dict[str, Judge] = {
+        "exact": lambda _, answer, accepted: normalise(answer) in map(normalise, accepted), "contains": contains,
+        "regex": lambda _, answer, accepted: any(re.search(one, answer, re.IGNORECASE) for one in accepted),
+    }  # fmt: skip
     if options.judge == "openai":
         accepted_alone["openai"] = OpenAIJudge(options)
     pattern = re.compile(options.answer_pattern) if options.answer_pattern else None
@@ -199,18 +192,14 @@ def expected(answers: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _object(answer: str) -> dict[str, Any] | None:
-    """Return the decoded object, or None for a plain answer."""
     if not answer.startswith("{"):
         return None
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("incorrect"), str) and len(value) == 1:
-        return value
-    return value if value.get("expect") in EXPECTATIONS else None
+    false = isinstance(value, dict) and isinstance(value.get("incorrect"), str) and len(value) == 1
+    return value if false or (isinstance(value, dict) and value.get("expect") in EXPECTATIONS) else None
 
 
 def words(text: str) -> list[str]:
@@ -226,10 +215,8 @@ def rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
     for word in first:
         diagonal = 0
         for place, candidate in enumerate(second, 1):
-            diagonal, lengths[place] = (
-                lengths[place],
-                diagonal + 1 if word == candidate else max(lengths[place], lengths[place - 1]),
-            )
+            longest = diagonal + 1 if word == candidate else max(lengths[place], lengths[place - 1])
+            diagonal, lengths[place] = lengths[place], longest
     return 2 * lengths[-1] / (len(first) + len(second))
 
 

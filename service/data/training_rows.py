@@ -200,7 +200,6 @@ def _checked(
 
 
 def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
-    """Yield problems of one object; ``labels`` says which of ``label`` and ``answers`` it must have."""
     yield from check_id(value)
     yield from check_text(value, "group", required=False)
     yield from check_prompt(value)
@@ -298,7 +297,6 @@ def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDAr
 
 
 def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
-    """Return places of the rows that share a number, two or more of them."""
     found: dict[int, list[int]] = {}
     for place, number in enumerate(alike.tolist()):
         found.setdefault(number, []).append(place)
@@ -306,12 +304,10 @@ def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _shown(row: Row) -> str:
-    """Return the end of what a row asks, as an example."""
     return json.dumps(" ".join(row.texts[-1].split())[-SHOWN:], ensure_ascii=False)
 
 
 def _across(rows: list[Row]) -> Iterator[str]:
-    """Yield problems between rows: the same prompt and group with both labels, or once as a row that does not apply."""
     seen: dict[tuple[bytes, str], Row] = {}
     for row in rows:
         other = seen.setdefault((row.prompt_digest, row.group), row)

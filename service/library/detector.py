@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from service.scoring import RiskReport, Scorer
     from service.serving.judgement import JudgedPrompt
 
+    Prompts = str | Sequence[str | Sequence[Message]] | Sequence[Message]
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which colour-blind readers can tell apart.  As many as ``score --plot`` takes prompts."""
 LEGEND: dict[str, Any] = {"ncols": 1, "fontsize": 8, "frameon": False}
@@ -192,7 +194,6 @@ def title_of(prompt: str, answer: str | None, risk: float) -> str:
 
 
 def _short(text: str, limit: int = 48) -> str:
-    """Return one line without ``$``, which matplotlib would read as mathematics."""
     line = " ".join(text.split()).replace("$", r"\$")
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
@@ -228,7 +229,7 @@ class Detector:
         return self.bundle.manifest.threshold
 
     def score(
-        self, prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message], *, threshold: float | None = None,
+        self, prompts: Prompts, *, threshold: float | None = None,
         generate: int = 0,
     ) -> Risks:  # fmt: skip
         """Return the risk of each prompt, before its first answer token.
@@ -239,8 +240,7 @@ class Detector:
             threshold: Flag a risk at or above this one; None: the bundle's own.
             generate: Also answer with up to so many tokens, greedily, where the risk is below the threshold.
 
-        Raises:
-            RequestError: A prompt is empty, too long for the model, or no prompt at all.
+        Raises RequestError for a prompt that is empty, too long for the model, or none at all.
 
         >>> import hallutracer as ht
         >>> detector = ht.load("demo")
@@ -293,10 +293,8 @@ def load(
         engine: How the model is loaded: dtype, device, threads, vLLM.
         report: Takes lines about what takes long; the default writes them to standard error.
 
-    Raises:
-        ModelLoadError: The model is not there, or cannot be loaded.
-        NoDefaultBundle: The model comes without bundles, and none is named.
-        probes_store.errors.BundleError: There is no such bundle, it is damaged, or it is for another model.
+    Raises ModelLoadError, NoDefaultBundle (the model comes without bundles, and none is named), and BundleError: there
+    is no such bundle, it is damaged, or it is for another model.
 
     >>> import hallutracer as ht
     >>> with ht.load("demo") as detector:
@@ -320,7 +318,7 @@ def load(
         raise
 
 
-def as_prompts(prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message]) -> list[str | list[Message]]:
+def as_prompts(prompts: Prompts) -> list[str | list[Message]]:
     """Return one prompt or several as a list; a list of messages is one.  Raises RequestError."""
     if isinstance(prompts, str):
         return [prompts]

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from service.readout import Site
 
 DEMO, SMOLLM2 = "demo", "smollm2"
-SHIPPED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")}
-)
-"""Short name of a model -> its bundles, the default first."""
+# Short name of a model -> its bundles, the default first.
+SHIPPED = MappingProxyType({SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")})
 
 
 class NoDefaultBundle(HalluTracerError):
@@ -50,13 +48,6 @@ def default_model(bundles: Sequence[str] = ()) -> str:
         if model := short_name(reference.partition("@")[0].partition(":")[0]):
             return model
     return SMOLLM2 if PACKAGED[SMOLLM2].is_installed else DEMO
-
-
-def model_folder(model: str) -> str:
-    """Return what an engine takes: the folder of the demo model; any other name as it is."""
-    from service.demo import MODEL_DIR
-
-    return str(MODEL_DIR) if model == DEMO else model
 
 
 def default_bundles(model: str | None) -> tuple[str, ...]:
@@ -88,9 +79,9 @@ class Engine:
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option(
         "auto: float32 on CPU, the checkpoint's own on CUDA.")] = "auto"  # fmt: skip
     device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
-    max_batch_tokens: Annotated[
-        int | None, option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1)
-    ] = None
+    max_batch_tokens: Annotated[int | None, option(
+        "Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1
+    )] = None  # fmt: skip
     threads: Threads = None
     engine: Annotated[Literal["transformers", "vllm"], option(
         "transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, compiled "
@@ -99,10 +90,12 @@ class Engine:
 
     def options(self, model: str | None, bundles: Sequence[str] = ()) -> "EngineOptions":
         """Return what an engine takes for a model, or for the default one of these bundles."""
+        from service.demo import MODEL_DIR
         from service.engines.base import EngineOptions
 
+        name = default_model(bundles) if model is None else model
         return EngineOptions(
-            model=model_folder(default_model(bundles) if model is None else model), revision=self.revision,
+            model=str(MODEL_DIR) if name == DEMO else name, revision=self.revision,
             dtype=self.dtype, device=self.device, max_batch_tokens=self.max_batch_tokens, engine=self.engine,
             extra=dict(self.extra),
         )  # fmt: skip
@@ -230,6 +223,5 @@ def _with_owner(error: ModelLoadError, bundles: Sequence["Bundle"]) -> ModelLoad
 
 
 def _shown(options: "EngineOptions") -> str:
-    """Return the model as the user knows it: of a folder the name."""
     path = Path(options.model)
     return path.name if path.is_dir() else options.model

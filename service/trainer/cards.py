@@ -113,7 +113,6 @@ def write_card(
 
 
 def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardData:
-    """Return what the hub shows of the bundle: its own scores, of held-out rows where there are some."""
     test, crossed = evaluation.get("held_out"), evaluation.get("cross_validation")
     scores: Mapping[str, float] = {}
     file, protocol = evaluation["data"]["file"], "nested cross-validation"
@@ -140,7 +139,6 @@ def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardDat
 
 
 def _ends(interval: RefitInterval, shown: float) -> list[float]:
-    """Return the ends of the interval of a risk, at half the cutoff's distance."""
     z = math.log((1 - shown) / shown)
     half = interval.half_width(z, 0.5)
     return [float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half)]

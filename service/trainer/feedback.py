@@ -33,7 +33,6 @@ LEAST_TRAFFIC = 100  # answers, for an estimate without labels
 def _described(
     answers: Sequence[LabelledAnswer], risk: NDArray[np.float64], used: list[int], label: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Return who was labelled: for evaluation.json, the card and the console."""
     tenth = np.minimum((risk * 10).astype(np.int64), 9)
     every = np.bincount(tenth, minlength=10)
     labelled = np.bincount(tenth[used], minlength=10)

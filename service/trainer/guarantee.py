@@ -202,7 +202,6 @@ def table(test: GuaranteeTest) -> list[str]:
 
 
 def _missing(test: GuaranteeTest, rows: int) -> str:
-    """Return why no threshold qualifies, and what would have done."""
     first, wanted = test.steps[0], test.groups_wanted
     more = max(wanted - first.groups, 1)
     about = f", about {more * rows // first.groups} rows like these" if first.groups else ""

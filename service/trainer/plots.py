@@ -67,7 +67,6 @@ def draw_before_after(label: Labels, group: Labels, before: Floats, after: Float
 
 
 def _shares(axes: Axes, title: str, x: str, y: str, bottom: float = -0.01, *, square: bool = False) -> None:
-    """Name both axes, which are shares, and put the legend below."""
     axes.set(title=title, xlabel=x, ylabel=y, xlim=(-0.01, 1.01), ylim=(bottom, 1.01))
     if square:
         axes.set_aspect("equal")
@@ -97,7 +96,6 @@ def _precision_recall(axes: Axes, data: PlotData) -> None:
 
 
 def _reliability(axes: Axes, data: PlotData) -> None:
-    """Draw the bundle's own risk with the band of each bin; the others for comparison, as lines."""
     axes.plot([0, 1], [0, 1], color=look.GREY, linewidth=0.8, label="perfect calibration")
     sizes, count = np.zeros(1, np.int64), scores.shown_bins(len(data.label))
     for (name, risk), (colour, line), marker in zip(data.risk.items(), _LINES, "osD^", strict=False):

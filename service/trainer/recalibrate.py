@@ -138,7 +138,6 @@ def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> Non
 
 
 def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
-    """Return the risk of each line, as the bundle serves it.  Raises DataError for what the model cannot take."""
     if file.scored:
         return np.array([row.risk for row in file.rows], np.float64)
     prompts, problems, limit = [], [], scorer.engine.identity.max_tokens

@@ -81,7 +81,6 @@ def _draft(
     options: TrainOptions, dataset: Dataset, test: Dataset | None, sample: Sample | None, engine: Engine,
     console: Console, fitted: DepthMeanProbe | None,
 ) -> tuple[BundleDraft, list[str]]:  # fmt: skip
-    """Return everything between the data and the store; and options that would have done better."""
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
@@ -144,7 +143,9 @@ def _draft(
     first = risks[0]  # of one seed, so that each row counts once
     answering = gate_profile(inputs.label, first, inputs.group)
     document = publish.evaluation_document(options, names, data, probe, answering, first, nested)
-    document |= {} if context is None else context.document()
+    if context is not None:
+        fits = [fit.record for fit in context.fits]
+        document["context"] = rounded({fit.name: {"auroc": fit.auroc, "rows": fit.rows} for fit in fits})
     document |= {} if sample is None else {SAMPLE: sample.document()}
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
     if held is not None:
@@ -174,7 +175,6 @@ def _draft(
 
 
 def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
-    """Raise TrainingError where ``probe`` was fitted on other activations than the engine reads."""
     fit, own = probe.probes_, probe.scaled_[probe.logit_scale].trajectory
     geometry, site = readouts.file.geometry, readouts.file.site
     served = Probes(site, fit.head, *(array.astype(np.float32) for array in (fit.direction, fit.bias, probe.scale_)))
@@ -189,7 +189,6 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
-    """Return both data files, checked."""
     dataset = read_dataset(options.file, options.answers, folds=options.folds)
     test = read_dataset(options.test, options.answers, folds=0) if options.test is not None else None
     every = (dataset,) if test is None else (dataset, test)

@@ -165,7 +165,6 @@ def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console)
 def _in_forms(
     options: TrainOptions, dataset: Dataset, name: str, forms: Sequence[Form], fits: Fits, console: Console
 ) -> Dataset:
-    """Write and read the rows in forms; training rows of a mixture get requests that ask for no fact, too."""
     render_all(fits.engine, dataset, fits.prompt_format, fits.reserve)  # too long by itself: said by the user's lines
     said: dict[str, str] = {}
     if any(form.name in WITH_OWN_ANSWERS for form in forms):

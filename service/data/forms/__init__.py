@@ -139,7 +139,6 @@ def is_one_message(form: Form) -> bool:
 
 
 def _ask(text: str, *turns: Sequence[str], system: str = "") -> list[Message]:
-    """Return this as the user's turn, behind a system prompt and earlier turns of both."""
     before = [{"role": "system", "content": system}] if system else []
     for user, assistant in turns:
         before += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
@@ -151,7 +150,6 @@ def _system(question: Question, text: str) -> list[Message]:
 
 
 def _asked(wordings: str, question: Question, around: Surroundings, **texts: str) -> list[Message]:
-    """Return the question in one of the wordings of this name."""
     return _ask(around.random.choice(WORDINGS[wordings]).format(q=question.text, **texts))
 
 
@@ -169,7 +167,6 @@ def _typos(question: Question, around: Surroundings) -> list[Message]:
 
 
 def _ending(question: Question, around: Surroundings) -> list[Message]:
-    """Put behind the question what asks for nothing more: "Answer:", three dots, a few letters."""
     junk = "".join(around.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=around.random.randint(4, 24)))
     return _asked("endings", question, around, j=junk)
 
@@ -203,7 +200,6 @@ def _small_talk(question: Question, around: Surroundings) -> list[Message]:
 
 
 def _turn(question: Question, around: Surroundings, answer: Callable[[Question], str]) -> list[Message]:
-    """Return an earlier question, of the same kind or another, with this answer to it."""
     [other] = around.draw(1, alike=around.random.random() < 0.5)
     return _ask(question.text, (other.text, answer(other)))
 
@@ -222,7 +218,6 @@ def _greeting(question: Question, around: Surroundings) -> list[Message]:
 
 
 def _turns_own(question: Question, around: Surroundings, counts: Sequence[int] = (2, 3, 8)) -> list[Message]:
-    """Return earlier questions with what the model answered to each."""
     count = around.random.choice(counts) if len(counts) > 1 else counts[0]
     pool = [one for one in (*around.same, *around.other) if one.said]
     if len(pool) < count:
@@ -231,7 +226,6 @@ def _turns_own(question: Question, around: Surroundings, counts: Sequence[int] =
 
 
 def _turns_mixed(question: Question, around: Surroundings) -> list[Message]:
-    """Return right, wrong and refused ones, in any order."""
     before = []
     for other in around.draw(around.random.choice((2, 3, 3, 8))):
         answers = (other.reply, other.reply, around.wrong(other), around.one_of(*WORDINGS["refusals"]))
@@ -265,7 +259,6 @@ def _passage_contradicting(question: Question, around: Surroundings) -> list[Mes
 
 
 def _passages_several(question: Question, around: Surroundings) -> list[Message]:
-    """Return two to four, of which one may have the answer."""
     parts = [around.notes(around.random.randint(2, 4)) for _ in range(around.random.randint(2, 4))]
     if around.random.random() < 0.5:
         around.random.choice(parts).append(question.note)
