@@ -136,14 +136,11 @@ def test_the_same_numbers_draw_the_same_bytes() -> None:
     assert sorted(first) == ["coverage.png", "layers.png", "precision_recall.png", "reliability.png", "roc.png",
                              "trajectories.png"]  # fmt: skip
     assert first == draw(data())
-    other = draw(data(seed=1))
-    assert all(first[name] != other[name] for name in ("layers.png", "roc.png", "reliability.png"))
     assert list(draw(dataclasses.replace(data(), risk={}))) == ["layers.png", "trajectories.png"]
 
 
-@pytest.mark.parametrize(("layers", "count"), [(2, 20), (96, 20000)])
-def test_figures_are_small_and_carry_no_metadata(layers: int, count: int) -> None:
-    for name, png in draw(data(layers, count)).items():
+def test_figures_are_small_and_carry_no_metadata() -> None:
+    for name, png in draw(data(96, 20000)).items():
         assert len(png) < 60_000, name
         image = Image.open(io.BytesIO(png))
         assert image.info.keys() <= {"dpi", "transparency"}
