@@ -166,18 +166,14 @@ def _raw(facts: Facts) -> Iterable[tuple[str, str, tuple[str, ...], str, float, 
         node, prominence = "name:" + city.name.casefold(), city.population**0.5
         if city.name in owners:
             prominence *= 2.5
-        yield "city_country", city.name, _distinct(h.name for h in homes), node, prominence, "city"
-        yield "city_continent", city.name, _distinct(h.continent for h in homes), node, prominence, "city"
-        yield "city_region", city.name, _distinct(h.region for h in homes), node, prominence, "city"
+        for kind, field in (("city_country", "name"), ("city_continent", "continent"), ("city_region", "region")):
+            yield kind, city.name, _distinct(getattr(home, field) for home in homes), node, prominence, "city"
     for country in facts.countries:
         subject, node = with_article(country.name), "country:" + country.code
         prominence = max(country.population, 20_000) ** 0.5
-        for kind, answers in (
-            ("capital", country.capitals),
-            ("currency", country.currencies),
-            ("language", country.languages),
-            ("country_continent", (country.continent,)),
-        ):
+        about = {"capital": country.capitals, "currency": country.currencies, "language": country.languages,
+                 "country_continent": (country.continent,)}  # fmt: skip
+        for kind, answers in about.items():
             # Not "What is the capital of Luxembourg?": the question gives the answer away.
             if answers and country.name not in answers:
                 yield kind, subject, _distinct(answers), node, prominence, "country"
@@ -242,18 +238,13 @@ class QuestionForm(NamedTuple):
     held_out: bool
 
 
-def _forms() -> dict[str, tuple[QuestionForm, ...]]:
-    forms = {}
-    for index, (kind, natural) in enumerate(WORDINGS["natural"].items()):
-        # Each kind holds out another shared form, so every shared form occurs in training with some kind.
-        held_out = list(SHARED)[2 + index % (len(SHARED) - 2)]
-        shared = [QuestionForm(name, text, name == held_out) for name, text in SHARED.items()]
-        own = [QuestionForm(f"{kind}_{i}", text, i == len(natural) - 1) for i, text in enumerate(natural)]
-        forms[kind] = tuple(shared + own)
-    return forms
-
-
-FORMS = _forms()
+FORMS: dict[str, tuple[QuestionForm, ...]] = {}
+for _index, (_kind, _natural) in enumerate(WORDINGS["natural"].items()):
+    # Each kind holds out another shared form, so every shared form occurs in training with some kind.
+    _held_out = list(SHARED)[2 + _index % (len(SHARED) - 2)]
+    _shared = [QuestionForm(name, text, name == _held_out) for name, text in SHARED.items()]
+    _own = [QuestionForm(f"{_kind}_{i}", text, i == len(_natural) - 1) for i, text in enumerate(_natural)]
+    FORMS[_kind] = (*_shared, *_own)
 
 
 def question_text(form: QuestionForm, kind: str, subject: str) -> str:
@@ -327,7 +318,7 @@ def with_passages(rows: Sequence[dict[str, Any]], wanted: Sequence[Passage]) -> 
 
 def _others(fact: Fact, rng: random.Random) -> list[Fact]:
     """Return facts of the kind about other subjects with other answers, one more than a passage has sentences."""
-    pool = _by_kind()[fact.kind, fact.split]
+    pool = _pool(fact.kind, fact.split)
     found: list[Fact] = []
     while len(found) <= COUNT:
         other = rng.choice(pool)
@@ -337,9 +328,6 @@ def _others(fact: Fact, rng: random.Random) -> list[Fact]:
     return found
 
 
-@lru_cache(maxsize=1)
-def _by_kind() -> dict[tuple[str, str], list[Fact]]:
-    pools: dict[tuple[str, str], list[Fact]] = defaultdict(list)
-    for fact in build_world().facts:
-        pools[fact.kind, fact.split].append(fact)
-    return dict(pools)
+@lru_cache
+def _pool(kind: str, split: str) -> list[Fact]:
+    return [fact for fact in build_world().facts if (fact.kind, fact.split) == (kind, split)]

@@ -37,7 +37,6 @@ from service.risk import served_risk
 from service.trainer.options import NewRowsOptions
 from service.trainer.prepare import PreparedData, prepare, served_signals, trajectories
 
-QUESTION = "question.json"  # in the folder of the rows: what they were asked, once a label was looked at
 Options = TypeVar("Options", bound=NewRowsOptions)
 
 
@@ -143,8 +142,8 @@ class NewRows(Generic[Options]):
 
     @property
     def question(self) -> Path:
-        """Return the file that says what these rows were asked."""
-        return self.options.folder / self.folder / QUESTION
+        """Return the file that says what these rows were asked, once a label was looked at."""
+        return self.options.folder / self.folder / "question.json"
 
     @property
     def judge(self) -> str | None:

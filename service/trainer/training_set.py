@@ -78,11 +78,10 @@ def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
         and all(map(normalise, row.answers))
     ]
     draw.shuffle(order)
-    seen: set[int] = set()
+    first = {int(source.groups[place]): place for place in reversed(order)}  # of each group
     by_kind: dict[str, list[int]] = defaultdict(list)
     for place in order:
-        if (group := int(source.groups[place])) not in seen:
-            seen.add(group)
+        if first[int(source.groups[place])] == place:
             by_kind[source.rows[place].strata.get("kind", "")].append(place)
     turns = [(turn, number, place) for number, own in enumerate(by_kind.values()) for turn, place in enumerate(own)]
     return [place for _, _, place in sorted(turns)]
