@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from probes_store.errors import BundleError
     from service.errors import HalluTracerError
     from service.fitting.estimator import DepthMeanProbe
-    from service.library.detector import Detector, load
+    from service.library.detector import Detector, Risk, Risks, load
     from service.library.engine import Engine
-    from service.library.results import Risk, Risks
     from service.library.training import SignalFigures, Trained, extract, publish, train
 
 _HOMES = {
@@ -38,8 +37,8 @@ _HOMES = {
     "Evaluated": "hallutracer_research.evaluating",
     "HalluTracerError": "service.errors",
     "MethodFigures": "hallutracer_research.evaluating",
-    "Risk": "service.library.results",
-    "Risks": "service.library.results",
+    "Risk": "service.library.detector",
+    "Risks": "service.library.detector",
     "SignalFigures": "service.library.training",
     "Trained": "service.library.training",
     "evaluate": "hallutracer_research.evaluating",

@@ -31,8 +31,7 @@ from rich.table import Table
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from hallutracer_client import AsyncClient, ClientError, Generate, RequestRefused, Risk
-from service.demo.questions import sentence
-from service.demo.world import Fact, build_world
+from service.demo.questions import Fact, build_world, sentence
 
 TOP_K = 3
 

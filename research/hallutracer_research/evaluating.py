@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from service.library.detector import frame
 from service.library.engine import SHIPPED, Engine, load_engine
-from service.library.results import frame
 from service.library.training import Lines
 from service.progress import Report, note
 

@@ -103,7 +103,7 @@ def score(
         with progress("scoring"):
             reports = _reports(scorer, [scorer.render(prompt) for prompt in prompts], options)
     if plot is not None:
-        from service.library.results import draw_trajectories
+        from service.library.detector import draw_trajectories
 
         try:
             draw_trajectories(bundle, prompts, reports, plot)

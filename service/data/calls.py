@@ -50,7 +50,6 @@ def parse_calls(text: str) -> list[Call]:
 
 
 def _calls(text: str) -> list[Call]:
-    """Return the calls of a text that consists of calls only."""
     text = text.strip().rstrip(";")
     try:
         return list(_json_calls(_json_values(text))) or _python_calls(text)
@@ -108,7 +107,6 @@ def _python_calls(text: str) -> list[Call]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return the dotted name of the called function.  Raises ValueError for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -170,13 +168,9 @@ def expectation_problem(expected: dict[str, Any]) -> str | None:
     """Return what is wrong with the shape of an expectation, or None."""
 
     def is_call(value: Any) -> bool:
-        return (
-            isinstance(value, dict)
-            and isinstance(value.get("name"), str)
-            and isinstance(value.get("optional"), list)
-            and isinstance(value.get("arguments"), dict)
-            and all(isinstance(accepted, list) for accepted in value["arguments"].values())
-        )
+        parts = {"name": str, "optional": list, "arguments": dict}
+        known = isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in parts.items())
+        return known and all(isinstance(accepted, list) for accepted in value["arguments"].values())
 
     shapes: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
         "text": ("texts", "texts", lambda one: isinstance(one, str) and bool(_plain_text(one))),
@@ -186,8 +180,7 @@ def expectation_problem(expected: dict[str, Any]) -> str | None:
         return None
     key, what, fine = shapes[expected["expect"]]
     values = expected.get(key)
-    fits = isinstance(values, list) and values and all(map(fine, values))
-    return None if fits else f"'{key}' must be a non-empty list of {what}"
+    return None if isinstance(values, list) and values and all(map(fine, values)) else f"'{key}' must list {what}"
 
 
 def _is_right(call: Call, wanted: dict[str, Any]) -> bool:

@@ -1,8 +1,4 @@
-"""Collects activations, first-token signals and answers of every prompt into a run folder that can resume.
-
-The batch plan depends on the data alone and an unfinished batch is computed again as a whole, so a run that was killed
-and started again leaves the same bytes as one that was not.  Memory holds token ids and one batch of activations.
-"""
+"""Collects activations, first-token signals and answers of every prompt into a run folder that can resume."""
 
 from __future__ import annotations
 
@@ -67,15 +63,9 @@ def collect(
 ) -> Collection:  # fmt: skip
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
-    A row that does not apply has activations, and no answer.  ``poolings`` adds activations pooled over other positions
-    (App. pooling) from the same forward passes, one file for each site and pooling.
-
-    Raises:
-        DataError: prompts the model cannot take, by line number, before the first forward pass.
-        RunMismatch: the folder belongs to another run, or its files do not match its journal.
-        TrainingError: the disk is too small.
-        NonFiniteReadout: the forward pass gave a NaN or an infinity.
-        EngineError: the engine does not support pooling; the folder is not touched.
+    A row that does not apply has no answer.  ``poolings`` adds activations pooled over other positions (App. pooling)
+    from the same forward passes.  Raises DataError (prompts the model cannot take, by line number), RunMismatch (the
+    folder is another run's), TrainingError (a small disk), NonFiniteReadout, and EngineError where it cannot pool.
     """
     others = beyond_onset(poolings)
     if others:
@@ -89,25 +79,20 @@ def collect(
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
-    pooled = {
-        (site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
-        for site in sites
-        for pooling in others
-    }
+    pooled = {(site, pooling): RowsFile(folder / f"rows-{site}-{pooling}.f32", geometry, site, len(dataset))
+              for site in sites for pooling in others}  # fmt: skip
     # The rows that apply, then the others, which are read without an answer.  No batch has both: one call of the engine
     # either answers all of its prompts or none, and is done or not done.
-    plan = [
-        rows[batch] for rows in (dataset.asking, dataset.others) for batch in batches(prompts.lengths[rows], batch_rows)
-    ]
+    plan = [rows[batch] for rows in (dataset.asking, dataset.others)
+            for batch in batches(prompts.lengths[rows], batch_rows)]  # fmt: skip
     greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
     first_token = folder / "first_token.f64"
     every = (*files.values(), *pooled.values())
     with ExitStack() as stack:
         journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
         done = journal.count
-        _reserve(
-            folder, {file.path: file.nbytes for file in every} | {first_token: len(dataset) * 16}, started=done > 0
-        )
+        sizes = {file.path: file.nbytes for file in every} | {first_token: len(dataset) * 16}
+        _reserve(folder, sizes, started=done > 0)
         if [record["batch"] for record in journal.read()] != list(range(min(done, len(plan)))):
             raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
         if greedy is not None:
@@ -128,10 +113,8 @@ def collect(
             outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
             for file, activations, where in outputs:
                 if not np.all(np.isfinite(activations)):
-                    raise NonFiniteReadout(
-                        f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try another dtype "
-                        f"(float16 overflows where bfloat16 and float32 do not)"
-                    )
+                    raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try "
+                                           "another dtype (float16 overflows)")  # fmt: skip
                 file.write(targets[file.path], batch, activations)
             signals = np.array([[t.log_max_prob, t.entropy] for t in extraction.first_tokens], "<f8")
             if not np.all(np.isfinite(signals)):
@@ -148,10 +131,7 @@ def collect(
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
-    """Return the batch plan: data rows in runs of ``batch_rows``, longest prompts first, else in the data's order.
-
-    Longest first, so that a batch too large for the machine fails at once.
-    """
+    """Return the batch plan: data rows in runs of ``batch_rows``, longest prompts first, else in the data's order."""
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
 
@@ -175,9 +155,7 @@ def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, re
         reserved = reserve if row.applies else 0
         if len(ids) + reserved > limit:
             answer = f" and {reserved} of the answer" if reserved else ""
-            problems.append(
-                f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}; shorten the prompt"
-            )
+            problems.append(f"line {row.line}: {len(ids)} tokens{answer} are more than the model's {limit}")
         parts.append(np.asarray(ids, np.int32))
     if problems:
         raise DataError(str(dataset.path), problems)
@@ -194,11 +172,8 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     need, free = sum(sizes.values()) - held, shutil.disk_usage(folder).free
     if need > free:
-        raise TrainingError(
-            f"{folder} needs {need / 2**30:.2f} GiB more and the disk has {free / 2**30:.2f} GiB free: free some, "
-            f"name a run folder on another disk, or collect fewer sites, poolings or rows",
-            param="run_dir",
-        )
+        raise TrainingError(f"{folder} needs {need / 2**30:.2f} GiB more and the disk has {free / 2**30:.2f} GiB free: "
+                            "name a run folder on another disk, or collect less", param="run_dir")  # fmt: skip
     for path, size in sizes.items():
         with path.open("ab") as file:
             file.truncate(size)
@@ -207,12 +182,7 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
 def sample_answers(
     engine: Engine, dataset: Dataset, prompts: Prompts, folder: Path, options: SampleOptions, max_new_tokens: int
 ) -> None:
-    """Draw K answers of each row that applies into ``folder``, sample by sample: its number and the answer.
-
-    Sample k of every row has seed k, so that answers depend on neither batch nor K, and more samples later keep those
-    that are there; so does a run that was killed.  The samples of different rows share their random numbers; those of
-    one row do not.
-    """
+    """Draw K answers of each row that applies into ``folder``, sample by sample: its number and the answer."""
     plan = [dataset.asking[batch] for batch in batches(prompts.lengths[dataset.asking], SAMPLED_TOGETHER)]
     calls = [(number, batch) for number in range(options.samples) for batch in plan]
     with closing(AppendLog(folder / options.file)) as answers:

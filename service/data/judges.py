@@ -41,11 +41,7 @@ _BACKOFF_S = 0.5
 
 
 def normalise(text: str) -> str:
-    """Return the text in NFKC, casefolded, punctuation and symbols to spaces, no English articles, single spaces.
-
-    Apostrophes are dropped ("don't" -> "dont"); a minus before a digit and a point or comma inside a number keep their
-    meaning ("-5", "1,000" -> "1000"); an article at the end stays ("Vitamin A").
-    """
+    """Return the text in NFKC, casefolded, punctuation and symbols to spaces, no English articles, single spaces."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     joined = re.sub(r"(?<=\w)['\u2019](?=\w)|(?<=\d),(?=\d{3})", "", folded)
     kept = {match.start() for match in re.finditer(r"(?<!\w)[-\u2212](?=\d)|(?<=\d)\.(?=\d)", joined)}
@@ -56,11 +52,6 @@ def normalise(text: str) -> str:
     return " ".join(word for place, word in enumerate(words) if word not in _ARTICLES or place == len(words) - 1)
 
 
-def exact(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """Return whether the normalised answer is one of the normalised accepted ones."""
-    return normalise(answer) in {normalise(candidate) for candidate in accepted}
-
-
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     """Return whether a normalised accepted answer occurs in the normalised answer as whole words.
 
@@ -69,11 +60,6 @@ def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     text = f" {normalise(answer)} "
     wanted = [candidate for candidate in map(normalise, accepted) if candidate]
     return any(words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted)
-
-
-def regex(question: str, answer: str, accepted: Sequence[str]) -> bool:
-    """Return whether one of the accepted answers, taken as a case-insensitive pattern, is found in the answer."""
-    return any(re.search(pattern, answer, re.IGNORECASE) for pattern in accepted)
 
 
 def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
@@ -107,11 +93,11 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
 
 
 def make_judge(options: JudgeOptions) -> Judge:
-    """Return the judge that the options name, applied to what ``answer_pattern`` extracts from the generated text.
-
-    A text that the pattern does not match is judged whole.
-    """
-    accepted_alone: dict[str, Judge] = {"exact": exact, "contains": contains, "regex": regex}
+    """Return the judge that the options name, applied to what ``answer_pattern`` extracts from the generated text."""
+    accepted_alone: dict[str, Judge] = {
+        "exact": lambda _, answer, accepted: normalise(answer) in map(normalise, accepted), "contains": contains,
+        "regex": lambda _, answer, accepted: any(re.search(one, answer, re.IGNORECASE) for one in accepted),
+    }  # fmt: skip
     if options.judge == "openai":
         accepted_alone["openai"] = OpenAIJudge(options)
     pattern = re.compile(options.answer_pattern) if options.answer_pattern else None
@@ -206,18 +192,14 @@ def expected(answers: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _object(answer: str) -> dict[str, Any] | None:
-    """Return the decoded object, or None for a plain answer."""
     if not answer.startswith("{"):
         return None
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("incorrect"), str) and len(value) == 1:
-        return value
-    return value if value.get("expect") in EXPECTATIONS else None
+    false = isinstance(value, dict) and isinstance(value.get("incorrect"), str) and len(value) == 1
+    return value if false or (isinstance(value, dict) and value.get("expect") in EXPECTATIONS) else None
 
 
 def words(text: str) -> list[str]:
@@ -233,19 +215,13 @@ def rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
     for word in first:
         diagonal = 0
         for place, candidate in enumerate(second, 1):
-            diagonal, lengths[place] = (
-                lengths[place],
-                diagonal + 1 if word == candidate else max(lengths[place], lengths[place - 1]),
-            )
+            longest = diagonal + 1 if word == candidate else max(lengths[place], lengths[place - 1])
+            diagonal, lengths[place] = lengths[place], longest
     return 2 * lengths[-1] / (len(first) + len(second))
 
 
 def margin(answer: str, correct: Sequence[str], incorrect: Sequence[str]) -> float:
-    """Return the largest ROUGE-L to a correct reference minus the largest to an incorrect one; above 0 is factual.
-
-    The rule is crude: it compares words, not meaning, and long answers score low against every reference.  TruthfulQA's
-    authors use it as a substitute for human judges.
-    """
+    """Return the largest ROUGE-L to a correct reference minus the largest to an incorrect one; above 0 is factual."""
     given = words(answer)
     best = [max((rouge_l(given, words(one)) for one in texts), default=0.0) for texts in (correct, incorrect)]
     return best[0] - best[1]

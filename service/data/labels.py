@@ -1,7 +1,4 @@
-"""Labels of the rows: those of the data file, or verdicts on the model's answers.
-
-Verdicts are saved as they arrive, so a run that is started again judges only the rest.
-"""
+"""Labels of the rows: those of the data file, or verdicts on the model's answers."""
 
 from __future__ import annotations
 
@@ -54,10 +51,7 @@ def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
 
 
 def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labelled:
-    """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies.
-
-    Empty answers and abstentions belong to neither class: they are left out and counted.
-    """
+    """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies."""
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
         answers = sorted({record["row"]: record["answer"] for record in map(json.loads, file)}.items())
     verdicts = _verdicts(dataset, answers, folder / f"labels-{_key(options)}.jsonl", options)
@@ -67,10 +61,7 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
 
 
 def sampled_labels(dataset: Dataset, folder: Path, options: JudgeOptions, sampled: SampleOptions) -> Labelled:
-    """Judge the greedy answer and K sampled ones of each row; ``share`` is how many of these are right.
-
-    A row takes part where its greedy answer belongs to a class and at least one sampled answer does.
-    """
+    """Judge the greedy answer and K sampled ones of each row; ``share`` is how many of these are right."""
     greedy = judged_labels(dataset, folder, options)
     answers = [(record["row"], record["answer"]) for record in read_samples(folder, sampled)]
     path = folder / f"sample-labels-t{sampled.temperature:g}-{_key(options)}.jsonl"

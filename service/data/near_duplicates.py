@@ -84,7 +84,6 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
 
 
 def _compared(prompts: Sequence[Sequence[str]]) -> list[Content]:
-    """Return what each prompt is compared by."""
     asked: list[Content | None] = []
     for texts in prompts:
         before, _, last = texts[-1].strip().rpartition("\n\n")

@@ -1,7 +1,4 @@
-"""Options of rows, labels and judges, each declared once: fields of the library's dataclasses and of the commands.
-
-A dataclass of them is a section of the command line; what is a field of Python alone has ``PYTHON``.
-"""
+"""Options of rows, labels and judges, each declared once: fields of the library's dataclasses and of the commands."""
 
 import re
 from dataclasses import dataclass

@@ -64,8 +64,7 @@ def id_problem(value: dict[str, Any], line: int, first: dict[str, int], numbered
             yield f"id {name!r} is already that of line {other}"
         else:
             without, with_id = (other, line) if other in numbered else (line, other)
-            yield (f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id' and is "
-                   "called by its number: give every row an 'id', or none")  # fmt: skip
+            yield f"id {name!r} of line {with_id} is also the number of line {without}, which has no 'id'"
     if "id" not in value:
         numbered.add(line)
 
@@ -90,14 +89,13 @@ def check_prompt(value: dict[str, Any]) -> Iterator[str]:
         yield "has both 'prompt' and 'messages': keep one" if both else "'prompt' (or 'messages') is missing"
     elif "prompt" in value:
         yield from check_text(value, "prompt", required=True)
+    elif not isinstance(value["messages"], list) or not value["messages"]:
+        yield "'messages' must be a non-empty list of objects with 'role' and 'content'"
     else:
         yield from _check_messages(value["messages"])
 
 
-def _check_messages(messages: Any) -> Iterator[str]:
-    if not isinstance(messages, list) or not messages:
-        yield "'messages' must be a non-empty list of objects with 'role' and 'content'"
-        return
+def _check_messages(messages: list[Any]) -> Iterator[str]:
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             yield f"'messages[{place}]' must be an object with exactly 'role' and 'content'"

@@ -44,9 +44,8 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunMismatch(
-                f"{folder} is in use by another process: wait for it, or name another run folder", param="run_dir"
-            ) from error
+            raise RunMismatch(f"{folder} is in use by another process: wait for it, or name another run folder",
+                              param="run_dir") from error  # fmt: skip
         yield
     finally:
         os.close(descriptor)
@@ -78,11 +77,8 @@ def _check_same(folder: Path, recorded: Any, wanted: Any, field: str) -> None:
         for key in sorted(recorded.keys() | wanted.keys()):
             _check_same(folder, recorded.get(key), wanted.get(key), f"{field}.{key}" if field else key)
     elif recorded != wanted:
-        raise RunMismatch(
-            f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run folder, or "
-            "delete this one to start again",
-            param=field,
-        )
+        raise RunMismatch(f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run "
+                          "folder, or delete this one", param=field)  # fmt: skip
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
@@ -163,10 +159,7 @@ class RowsFile:
         return self.layer(layer)[:, head * dim : (head + 1) * dim]
 
     def write(self, descriptor: int, index: NDArray[np.integer], activations: NDArray[np.float32]) -> None:
-        """Write activations [n, m, width] of data rows ``index`` [n] to the open file.
-
-        Not through a memory map, whose dirty pages count as this process's memory.
-        """
+        """Write activations [n, m, width] of data rows ``index`` [n] to the open file."""
         layers, count, width = self.shape
         data = np.ascontiguousarray(activations, "<f4")
         for layer in range(layers):

@@ -126,7 +126,25 @@ class Dataset:
     @property
     def remarks(self) -> list[str]:
         """Return what to say of near-duplicates: rows that were joined, and rows of named groups that were not."""
-        return _remarks(self.rows, self.alike)
+        rows, before = self.rows, _merged(self.rows).tolist()
+        apart = [places for places in _sets(self.alike) if len({before[place] for place in places}) > 1]
+        remarks = []
+        for named in (False, True):
+            sets = [places for places in apart if all(rows[place].group for place in places) == named]
+            count = sum(map(len, sets))
+            if not count or (named and count < REMARKED * len(rows)):
+                continue
+            first = sets[0][0]
+            second = next(place for place in sets[0] if before[place] != before[first])
+            example, other = (f"line {rows[place].line}, {_shown(rows[place])}" for place in (second, first))
+            remarks.append(
+                f"{count} rows of different groups ask the same in other words, such as {example}, as {other}: give "
+                "them one group, or folds and guarantee take them as independent"
+                if named
+                else f"{count} rows ask the same as another one in other words and share its group, such as {example}, "
+                f"as {other}"
+            )
+        return remarks
 
 
 def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
@@ -182,7 +200,6 @@ def _checked(
 
 
 def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
-    """Yield problems of one object; ``labels`` says which of ``label`` and ``answers`` it must have."""
     yield from check_id(value)
     yield from check_text(value, "group", required=False)
     yield from check_prompt(value)
@@ -202,17 +219,12 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
     elif "answers" not in value:
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
         yield f"'answers' is missing{cure}"
-    else:
-        yield from _check_answers(value["answers"])
-
-
-def _check_answers(answers: Any) -> Iterator[str]:
-    if not isinstance(answers, list) or not answers:
+    elif not isinstance(value["answers"], list) or not value["answers"]:
         yield "'answers' must be a non-empty list of strings"
-    elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
+    elif not all(isinstance(answer, str) and answer.strip() for answer in value["answers"]):
         yield "'answers' must hold non-empty strings only"
-    elif any("\ud800" <= char <= "\udfff" for answer in answers for char in answer):
-        yield "'answers' has half of a surrogate pair (\\ud800 to \\udfff): it is not text"
+    else:
+        yield from check_text({"answers": " ".join(value["answers"])}, "answers", required=True)
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
@@ -223,10 +235,8 @@ def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list
         if count == 0:
             problems.append(f"no row is {name}: a probe needs rows of both classes")
         elif count < folds:
-            problems.append(
-                f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows"
-                + (f", or give --folds {count}" if count > 1 else "")
-            )
+            cure = f", or give --folds {count}" if count > 1 else ""
+            problems.append(f"only {count} group(s) have {name} rows, fewer than the {folds} folds: add rows{cure}")
     return problems
 
 
@@ -240,8 +250,7 @@ def missing_groups(dataset: Dataset, folds: int) -> list[str]:
 def check_all_apply(dataset: Dataset) -> None:
     """Raise DataError naming rows that do not apply, for a file whose every row is scored against a label."""
     problems = [
-        f'line {dataset.rows[place].line}: "applies" is false, and what asks for no fact has no answer to be right or '
-        "wrong: leave it out here; only training takes such rows"
+        f'line {dataset.rows[place].line}: "applies" is false, and it has no right answer: leave it out'
         for place in dataset.others.tolist()
     ]
     if problems:
@@ -249,10 +258,7 @@ def check_all_apply(dataset: Dataset) -> None:
 
 
 def check_disjoint(train: Dataset, test: Dataset) -> None:
-    """Raise DataError if a held-out row shares its prompt or its named group with a training row.
-
-    Or asks the same in other words, where one of the two has no group.
-    """
+    """Raise DataError if a held-out row shares its prompt or its named group with a training row."""
     prompts = {row.prompt_digest: row.line for row in train.rows}
     groups = {row.group: row.line for row in train.rows} if train.own_groups and test.own_groups else {}
     alike = near_duplicates([row.texts for row in (*train.rows, *test.rows)])
@@ -268,10 +274,9 @@ def check_disjoint(train: Dataset, test: Dataset) -> None:
             there = f"{train.path} line {groups[row.group]}"
             problems.append(f"line {row.line}: its group {row.group!r} is also in {there}")
         elif other is not None:
-            problems.append(
-                f"line {row.line}: it asks what {train.path} line {other.line} asks, {_shown(other)}, in other words: "
-                "leave it out, or give both a 'group' if they ask different things"
-            )
+            problems.append(f"line {row.line}: it asks what {train.path} line {other.line} asks, {_shown(other)}, in "
+                            "other words: leave it out, or give both a 'group' if they ask different "
+                            "things")  # fmt: skip
     if problems:
         raise DataError(str(test.path), problems)
 
@@ -292,52 +297,24 @@ def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDAr
 
 
 def _sets(alike: NDArray[np.int64]) -> list[list[int]]:
-    """Return places of the rows that share a number, two or more of them."""
     found: dict[int, list[int]] = {}
     for place, number in enumerate(alike.tolist()):
         found.setdefault(number, []).append(place)
     return [places for places in found.values() if len(places) > 1]
 
 
-def _remarks(rows: Sequence[Row], alike: NDArray[np.int64]) -> list[str]:
-    before = _merged(rows).tolist()
-    apart = [places for places in _sets(alike) if len({before[place] for place in places}) > 1]
-    remarks = []
-    for named in (False, True):
-        sets = [places for places in apart if all(rows[place].group for place in places) == named]
-        count = sum(map(len, sets))
-        if not count or (named and count < REMARKED * len(rows)):
-            continue
-        first = sets[0][0]
-        second = next(place for place in sets[0] if before[place] != before[first])
-        example, other = (f"line {rows[place].line}, {_shown(rows[place])}" for place in (second, first))
-        remarks.append(
-            f"{count} rows of different groups ask the same in other words, such as {example}, as {other}: give them "
-            "one group, or folds and guarantee take them as independent"
-            if named
-            else f"{count} rows ask the same as another one in other words and share its group, such as {example}, as "
-            f"{other}"
-        )
-    return remarks
-
-
 def _shown(row: Row) -> str:
-    """Return the end of what a row asks, as an example."""
     return json.dumps(" ".join(row.texts[-1].split())[-SHOWN:], ensure_ascii=False)
 
 
 def _across(rows: list[Row]) -> Iterator[str]:
-    """Yield problems between rows: the same prompt and group with both labels, or once as a row that does not apply."""
     seen: dict[tuple[bytes, str], Row] = {}
     for row in rows:
         other = seen.setdefault((row.prompt_digest, row.group), row)
         if other.applies != row.applies:
             yield f"line {row.line}: same prompt and group as line {other.line}, but only one of them applies"
         elif other.label != row.label:
-            yield (
-                f"line {row.line}: same prompt and group as line {other.line}, but label {row.label} and not "
-                f"{other.label}: remove one, or both"
-            )
+            yield f"line {row.line}: same prompt and group as line {other.line}, but another label: remove one"
 
 
 def _line_of(problem: str) -> int:
@@ -401,7 +378,4 @@ def _check_traffic(value: dict[str, Any], bundle_digest: str) -> Iterator[str]:
     if type(risk) not in (int, float) or not 0 <= risk <= 1:
         yield f"'risk' must be a number from 0 to 1, found {json.dumps(risk)[:60]}"
     if isinstance(bundle, dict) and bundle.get("digest") != bundle_digest:
-        yield (
-            f"its risk is of the bundle {bundle.get('name')}:{bundle.get('version')} ({bundle.get('digest')}), not of "
-            f"{bundle_digest}: score the rows with that one"
-        )
+        yield f"its risk is of the bundle {bundle.get('name')}:{bundle.get('version')}: score with {bundle_digest}"

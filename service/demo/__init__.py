@@ -1,7 +1,4 @@
-"""The demonstration model: a two-million-parameter Llama trained on real public facts.
-
-The quick start runs on it in seconds, offline.  Importing this package does not load torch.
-"""
+"""The demonstration model: a two-million-parameter Llama trained on real public facts."""
 
 from pathlib import Path
 from typing import Literal

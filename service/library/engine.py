@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from service.readout import Site
 
 DEMO, SMOLLM2 = "demo", "smollm2"
-SHIPPED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")}
-)
-"""Short name of a model -> its bundles, the default first."""
+# Short name of a model -> its bundles, the default first.
+SHIPPED = MappingProxyType({SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")})
 
 
 class NoDefaultBundle(HalluTracerError):
@@ -52,13 +50,6 @@ def default_model(bundles: Sequence[str] = ()) -> str:
     return SMOLLM2 if PACKAGED[SMOLLM2].is_installed else DEMO
 
 
-def model_folder(model: str) -> str:
-    """Return what an engine takes: the folder of the demo model; any other name as it is."""
-    from service.demo import MODEL_DIR
-
-    return str(MODEL_DIR) if model == DEMO else model
-
-
 def default_bundles(model: str | None) -> tuple[str, ...]:
     """Return the bundles of a shipped model, or of the default one.  Raises NoDefaultBundle for any other."""
     chosen = model or default_model()
@@ -67,16 +58,11 @@ def default_bundles(model: str | None) -> tuple[str, ...]:
     near = difflib.get_close_matches(chosen.lower(), SHIPPED, n=1, cutoff=0.75)
     if "/" not in chosen and not Path(chosen).exists():
         meant = f"did you mean {near[0]}?  Else" if near else "for a model of the hub"
-        raise NoDefaultBundle(
-            f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
-            f"{' and '.join(SHIPPED)}; {meant} name the bundle, too, with --bundle ('hallutracer train' makes one)",
-            param="model",
-        )
-    raise NoDefaultBundle(
-        f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it ('hallutracer bundle "
-        "list'), or make one with 'hallutracer train'",
-        param="bundle",
-    )
+        raise NoDefaultBundle(f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
+                              f"{' and '.join(SHIPPED)}; {meant} name the bundle, too, with --bundle ('hallutracer "
+                              "train' makes one)", param="model")  # fmt: skip
+    raise NoDefaultBundle(f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it "
+                          "('hallutracer bundle list'), or make one ('hallutracer train')", param="bundle")  # fmt: skip
 
 
 Threads = Annotated[int | None, option(
@@ -93,9 +79,9 @@ class Engine:
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option(
         "auto: float32 on CPU, the checkpoint's own on CUDA.")] = "auto"  # fmt: skip
     device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
-    max_batch_tokens: Annotated[
-        int | None, option("Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1)
-    ] = None
+    max_batch_tokens: Annotated[int | None, option(
+        "Padded tokens in one forward pass.  Default: 512 on CPU, 8192 on CUDA.", limits=AT_LEAST_1
+    )] = None  # fmt: skip
     threads: Threads = None
     engine: Annotated[Literal["transformers", "vllm"], option(
         "transformers: the embedded engine, for one machine.  vllm: continuous batching, prefix caching, compiled "
@@ -104,10 +90,12 @@ class Engine:
 
     def options(self, model: str | None, bundles: Sequence[str] = ()) -> "EngineOptions":
         """Return what an engine takes for a model, or for the default one of these bundles."""
+        from service.demo import MODEL_DIR
         from service.engines.base import EngineOptions
 
+        name = default_model(bundles) if model is None else model
         return EngineOptions(
-            model=model_folder(default_model(bundles) if model is None else model), revision=self.revision,
+            model=str(MODEL_DIR) if name == DEMO else name, revision=self.revision,
             dtype=self.dtype, device=self.device, max_batch_tokens=self.max_batch_tokens, engine=self.engine,
             extra=dict(self.extra),
         )  # fmt: skip
@@ -198,11 +186,7 @@ def _vllm(
 
 
 def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) -> None:
-    """Raise, by the name alone and before torch is imported, where it cannot be the first bundle's model.
-
-    ModelLoadError for a path where nothing is, and where the hub has no such model or cannot be reached; WrongModel for
-    a model of the hub where the bundle was trained on a folder.
-    """
+    """Raise, by the name alone and before torch is imported, where it cannot be the first bundle's model."""
     try:
         if place_of(options.model) is not None:
             return
@@ -239,6 +223,5 @@ def _with_owner(error: ModelLoadError, bundles: Sequence["Bundle"]) -> ModelLoad
 
 
 def _shown(options: "EngineOptions") -> str:
-    """Return the model as the user knows it: of a folder the name."""
     path = Path(options.model)
     return path.name if path.is_dir() else options.model

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from service.library.detector import as_prompts
+from service.library.detector import as_prompts, frame
 from service.library.engine import Engine, load_engine, open_store
-from service.library.results import frame
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
 
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
     from probes_store.store import Store
     from service.engines.base import EngineOptions
     from service.fitting.estimator import DepthMeanProbe
-    from service.prompts import Message
+    from service.library.detector import Prompts
     from service.trainer.options import Console, TrainOptions
-
-ROWS = "rows.jsonl"  # in the run folder: rows that were given as objects
 
 
 @dataclass(frozen=True)
@@ -86,15 +83,15 @@ class Trained:
         return frame([vars(one) for one in self.figures])
 
 
+@dataclass
 class Lines:
     """A trainer's console that hands each line on."""
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    report: Report
 
     def print(self, *objects: Any) -> None:
         """Report one line."""
-        self._report(" ".join(map(str, objects)))
+        self.report(" ".join(map(str, objects)))
 
 
 def train(
@@ -108,24 +105,18 @@ def train(
     Args:
         rows: A JSONL file, or the rows themselves: ``prompt`` or ``messages``, ``label`` (1 factual, 0 hallucinated)
             or ``answers``, and where several rows share a question or an entity their ``group``.
-        name: Name of the bundle.
-        model: As of ``load``.
+        name, model: Name of the bundle; the model as of ``load``.
         labels: "given": each row's label.  "generate": the model answers and a judge compares with ``answers``.
             "sample": as generate, with sampled answers as well.
-        store: Folder or URL that the bundle is published in.
-        run_dir: Activations and progress.  None: runs/NAME.
-        engine: How the model is loaded.
-        report: Takes the lines of progress; the default writes them to standard error.
+        store, run_dir: Folder or URL that the bundle is published in; folder of activations and progress (runs/NAME).
+        engine, report: How the model is loaded; what takes the lines of progress (None: standard error).
         probe: What ``publish`` publishes; None: fitted on the rows.
         options: Any other field of ``service.trainer.options.TrainOptions``, such as ``test``, ``judge``, ``seeds``,
             ``folds``, ``c``, ``readout``, ``evaluate`` or ``forms``; as of ``hallutracer train``, except that ``seeds``
             may also be the seeds themselves, and ``forms`` several names.
 
-    Raises:
-        DataError: Rows are at fault, by line number.
-        TrainingError: An option is invalid, or the rows carry no signal.
-        RunMismatch: The run folder belongs to another run.
-        TypeError: An option that does not exist.
+    Raises DataError (rows at fault, by line number), TrainingError (an invalid option, no signal), RunMismatch (the run
+    folder is another run's), and TypeError for an option that does not exist.
 
     >>> import tempfile
     >>> import hallutracer as ht
@@ -165,12 +156,10 @@ def publish(
     Args:
         probe: Fitted on the activations (``extract``) of the labelled rows, in their order, with their groups.
         rows: Its rows, as ``train`` takes them.
-        name: Name of the bundle.
-        model: As of ``load``.
+        name, model: As of ``train``.
         options: Any other of ``train``; folds, seeds, penalty and readout are the probe's.
 
-    Raises:
-        TrainingError: The model reads other activations at these rows.
+    Raises TrainingError where the model reads other activations at these rows.
 
     >>> import tempfile
     >>> import hallutracer as ht
@@ -190,25 +179,20 @@ def publish(
     fitted: dict[str, Any] = {
         "c": None if probe.C == "auto" else probe.C, "c_grid": probe.c_grid, "logit_scale": probe.logit_scale,
         "class_balance": probe.class_balance, "folds": probe.folds, "inner_folds": probe.inner_folds,
-        "seeds": probe.seeds,
-        "readout": "attention_head" if len(probe.shape_) == 3 else "residual_stream",
+        "seeds": probe.seeds, "readout": "attention_head" if len(probe.shape_) == 3 else "residual_stream",
     }  # fmt: skip
     return train(rows, name, model, probe=probe, **fitted, **options)
 
 
 def extract(
-    prompts: str | Sequence[str | Sequence[Message]] | Sequence[Message], model: str | Path | None = None, *,
-    site: SiteName = "attention_head", engine: Engine | None = None,
-    report: Report = note,
+    prompts: Prompts, model: str | Path | None = None, *,
+    site: SiteName = "attention_head", engine: Engine | None = None, report: Report = note,
 ) -> NDArray[np.float32]:  # fmt: skip
     """Return the activations that a probe reads, at each prompt's last token, before the answer.
 
     Args:
-        prompts: As of ``Detector.score``.
-        model: As of ``load``.
+        prompts, model, engine, report: As of ``Detector.score`` and ``load``.
         site: "attention_head": [n, layers, heads, d], "residual_stream": [n, layers, d].
-        engine: How the model is loaded.
-        report: Takes lines about what takes long.
 
     >>> import hallutracer as ht
     >>> ht.extract(["What is the capital of Italy?", "What is the capital of Palau?"], "demo").shape
@@ -265,7 +249,7 @@ def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> P
     """Return the file of the rows: the one that is named, or one that is written into the run folder."""
     if isinstance(rows, str | Path):
         return Path(rows).expanduser()
-    path = folder / ROWS
+    path = folder / "rows.jsonl"
     given = (
         {
             key: value
@@ -281,7 +265,6 @@ def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> P
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers and arrays of numpy as JSON has them: so they come out of a DataFrame."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Sequence | set):

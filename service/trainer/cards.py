@@ -1,13 +1,11 @@
-"""Model cards, templates filled from a manifest and evaluation.json, and what a run's console says at its end.
-
-The same arguments give the same bytes: no time, no path, no version.
-"""
+"""Model cards, templates filled from a manifest and evaluation.json, and what a run's console says at its end."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +43,9 @@ SIGNALS = {
     "prompt_length": "prompt length",
 }  # fmt: skip
 WITHIN = {
-    "auroc_within_kind": "within kind",
-    "auroc_within_kind_x_template": "within kind x template",
+    "auroc_within_kind": "within kind", "auroc_within_kind_x_template": "within kind x template",
     "auroc_within_form": "within form",
-}
+}  # fmt: skip
 PLOTS = {
     "roc.png": "ROC", "precision_recall.png": "Precision and recall", "coverage.png": "Coverage and error",
     "reliability.png": "Reliability", "trajectories.png": "Class-mean trajectories", "layers.png": "AUROC by layer",
@@ -90,10 +87,7 @@ def write_card(
     manifest: Manifest, evaluation: Mapping[str, Any], *, signal_std: Sequence[float], left_out: Mapping[str, int],
     plots: Sequence[str],
 ) -> str:  # fmt: skip
-    """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card.
-
-    signal_std [k]: out-of-fold standard deviation of each signal; left_out: rows by reason; plots: file names.
-    """
+    """Return the whole README.md: front matter as the Hugging Face hub reads it, then the card."""
     crossed, test = evaluation.get("cross_validation"), evaluation.get("held_out")
     own, rarer = evaluation["signal_of_the_bundle"], min(manifest.training.factual, manifest.training.hallucinated)
     few = crossed is not None and rarer < FEW_IN_A_FOLD * crossed["protocol"]["folds"]
@@ -119,7 +113,6 @@ def write_card(
 
 
 def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardData:
-    """Return what the hub shows of the bundle: its own scores, of held-out rows where there are some."""
     test, crossed = evaluation.get("held_out"), evaluation.get("cross_validation")
     scores: Mapping[str, float] = {}
     file, protocol = evaluation["data"]["file"], "nested cross-validation"
@@ -145,17 +138,14 @@ def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardDat
     )  # fmt: skip
 
 
-def _ends(interval: RefitInterval, shown: float) -> tuple[float, float]:
-    """Return the ends of the interval of a risk, at half the cutoff's distance."""
+def _ends(interval: RefitInterval, shown: float) -> list[float]:
     z = math.log((1 - shown) / shown)
     half = interval.half_width(z, 0.5)
-    low, high = (float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half))
-    return low, high
+    return [float(risk(np.array([z + side]), np.ones(1), 0.0)) for side in (half, -half)]
 
 
-def cell(value: Mapping[str, float]) -> str:
-    """Return a mean over folds and seeds with its interval, or else with its standard deviation."""
-    return say("cell", value)
+cell = partial(say, "cell")  # a mean over folds and seeds with its interval, or else with its standard deviation
+rule_in_words = partial(say, "rule")  # where the threshold is from: ``threshold`` of evaluation.json
 
 
 def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
@@ -180,31 +170,18 @@ def group_warning(data: Mapping[str, Any]) -> str | None:
     return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 
-def rule_in_words(found: Mapping[str, Any]) -> str:
-    """Return where the threshold is from; ``found`` is ``threshold`` of evaluation.json."""
-    return say("rule", found)
-
-
 def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: GuaranteeStep | None) -> str:
-    """Return for whom the guarantee holds and what voids it.
-
-    ``max_new_tokens`` is the length of the answers judged, ``step`` the test that passed, if any.
-    """
+    """Return for whom the guarantee holds and what voids it."""
     text = _render("statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate",
-                   max_new_tokens=max_new_tokens, by_row=_by_row(step, guarantee.alpha))  # fmt: skip
+                   max_new_tokens=max_new_tokens, by_row=step and say("by_row", step, guarantee.alpha))  # fmt: skip
     return " ".join(text.split())
-
-
-def _by_row(step: GuaranteeStep | None, alpha: float) -> str | None:
-    """Return the share of hallucinations among the answered rows, where a group counts as often as it has rows."""
-    return None if step is None else say("by_row", step, alpha)
 
 
 def guaranteed_card(card: str, manifest: Manifest, step: GuaranteeStep | None = None) -> str:
     """Return the card with this guarantee's section, in place of an earlier one; ``step`` is the test that passed."""
     guarantee = manifest.guarantee
     assert guarantee is not None
-    section = _render("guarantee.md", g=guarantee, by_row=_by_row(step, guarantee.alpha))
+    section = _render("guarantee.md", g=guarantee, by_row=step and say("by_row", step, guarantee.alpha))
     found = _GUARANTEE.search(card)
     return card[: found.start()] + section + card[found.end() :] if found else _before_limits(card, section)
 
@@ -277,10 +254,7 @@ def summary_table(signals: Mapping[str, Any], own: str) -> str:
 
 
 def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str]:
-    """Yield a line for each variant whose gain over the bundle's own signal has a 95 % interval above zero.
-
-    The variants were compared on the rows that would also judge the winner: its own figure is a little too good.
-    """
+    """Yield a line for each variant whose gain over the bundle's own signal has a 95 % interval above zero."""
     kinds = ("context", "fused_context") if own in CONTEXT_NAMES else ("depth_mean", "fused")  # what flags would read
     for kind, signals in zip(kinds, ("depth_mean", "depth_mean,first_token"), strict=True):
         for scale in _SCALES:

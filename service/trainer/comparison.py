@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from service.trainer.presentation import markdown_table
 SHOWN = ("auroc", *WITHIN, "auprc_hallucinated", "brier", "calibration_debiased")
 
 
-@dataclass(frozen=True)
-class BundleComparison:
+class BundleComparison(NamedTuple):
     """A table, and what keeps its columns from being compared."""
 
     markdown: str
@@ -75,8 +74,7 @@ class PromotionBounds:
     most_drift: float = 0.5  # of the golden prompts, as a share of what the replay tolerates
 
 
-@dataclass(frozen=True)
-class PromotionFinding:
+class PromotionFinding(NamedTuple):
     """One condition, in words."""
 
     fine: bool
@@ -95,12 +93,12 @@ def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: Promot
 
 
 def _findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> Iterator[PromotionFinding]:
-    cards = [one for one in served["data"] if one["digest"] == bundle.manifest.digest]
-    if not cards:
-        where = f"{bundle.reference} ({bundle.manifest.digest[:19]}..)"
-        yield PromotionFinding(False, f"the service has not loaded {where}")
+    card = next((one for one in served["data"] if one["digest"] == bundle.manifest.digest), None)
+    if card is None:
+        yield PromotionFinding(False, f"the service has not loaded {bundle.reference} "
+                                      f"({bundle.manifest.digest[:19]}..)")  # fmt: skip
         return
-    compared, golden = cards[0].get("compared"), cards[0]["golden"]
+    compared, golden = card.get("compared"), card["golden"]
     if compared is None:
         yield PromotionFinding(False, f"{bundle.reference} is no shadow there: start it with --shadow")
     else:

@@ -1,8 +1,4 @@
-"""A threshold with a guarantee: new rows -> risks -> fixed-sequence testing -> a new version of the bundle.
-
-The rows must be new to the bundle, and they are spent by being tested: a second question put to the same rows, asked
-because of the first one's answer, would carry no guarantee.
-"""
+"""A threshold with a guarantee: new rows -> risks -> fixed-sequence testing -> a new version of the bundle."""
 
 from __future__ import annotations
 
@@ -22,29 +18,14 @@ from probes_store.store import Store
 from service.data.run_folder import locked
 from service.engines.base import Engine
 from service.errors import NoThreshold, RunMismatch, TrainingError
+from service.fitting import thresholds
 from service.fitting.nested_cv import rounded
-from service.fitting.thresholds import (
-    GateProfile,
-    GuaranteeTest,
-    gate_profile,
-    least_groups,
-    risk_control,
-    threshold_sequence,
-)
-from service.fitting.thresholds import certify as test_sequence
+from service.fitting.thresholds import GateProfile, GuaranteeTest, least_groups, threshold_sequence
 from service.judging.guarantee import shape_of
 from service.scoring import Scorer
+from service.trainer import new_rows
 from service.trainer.cards import guaranteed_card, statement
-from service.trainer.new_rows import (
-    Marks,
-    NewRows,
-    check_unspent,
-    draft_of,
-    read_new_rows,
-    risks_of,
-    seen_by,
-    spent_sets,
-)
+from service.trainer.new_rows import Marks, NewRows
 from service.trainer.options import Console, GuaranteeOptions
 
 PILOT_SHARE = 4  # one of so many groups chooses the thresholds of a bundle that records none
@@ -110,27 +91,22 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
 
     Raises DataError, TrainingError (too few groups; the bundle's rows are not known), and what the store raises.
     """
-    rows = read_new_rows(bundle, options, store)
+    rows = new_rows.read_new_rows(bundle, options, store)
     evaluation, dataset = rows.evaluation, rows.dataset
     gates: dict[str, Any] | None = evaluation.get("out_of_fold", {}).get("gates")
-    lists: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in (gates or {}).items()
-    }
+    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in (gates or {}).items()}
     made = GuaranteePlan(rows, None if gates is None else GateProfile(**lists))
-    seen = list(seen_by(bundle, evaluation, options.trained_on))
-    for what, version, record in spent_sets(store, bundle):
+    seen = list(new_rows.seen_by(bundle, evaluation, options.trained_on))
+    for what, version, record in new_rows.spent_sets(store, bundle):
         if record["data"]["digest"] == dataset.digest and record.get("question") == made.question:
             return replace(made, done=version)
         seen.append((f"the rows that the {what} of {version.reference} has spent", Marks.read(record["spent"])))
-    check_unspent(dataset, seen)
+    new_rows.check_unspent(dataset, seen)
     least = least_groups(max(options.alphas), made.each_delta)
     if made.groups < least:
-        raise TrainingError(
-            f"{dataset.path} has {made.groups} groups for the test, and no threshold can pass at alpha = "
-            f"{max(options.alphas):g}, delta = {made.each_delta:g} with less than {least} answering ones. Nothing was "
-            "spent: add groups",
-            param="data",
-        )
+        raise TrainingError(f"{dataset.path} has {made.groups} groups for the test, and no threshold can pass at alpha "
+                            f"= {max(options.alphas):g}, delta = {made.each_delta:g} with less than {least} answering "
+                            "ones: add groups (nothing was spent)", param="data")  # fmt: skip
     return made
 
 
@@ -139,12 +115,8 @@ def guarantee(
 ) -> Bundle | None:
     """Publish a version of a bundle with a threshold that is guaranteed; None for a dry run, which spends nothing.
 
-    Raises:
-        NoThreshold: none qualifies, and ``publish_closed`` is not set.
-        DataError: rows are at fault, or not new to the bundle, by line number.
-        RunMismatch: the run folder belongs to another run, or its rows were asked something else before.
-        TrainingError: see ``plan``.
-        probes_store.errors.BundleError: the bundle is not the model's, or the store cannot be written.
+    Raises NoThreshold unless ``publish_closed``, DataError, RunMismatch where rows were asked something else before,
+    TrainingError (see ``plan``), and BundleError for another model's bundle or a store that cannot be written.
     """
     made = plan(bundle, options, store)
     for line in made.described():
@@ -162,25 +134,25 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     Scorer(engine, bundle)  # this model's bundle, and it reads what it should
     data = rows.prepare(engine, folds=None)
     _note_question(made)
-    value, label, group = risks_of(bundle, data, withhold_outside=True), data.inputs.label, data.inputs.group
+    value = new_rows.risks_of(bundle, data, withhold_outside=True)
+    label, group = data.inputs.label, data.inputs.group
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:
         names = np.random.default_rng([options.seed, 1]).permutation(np.unique(group))
         pilot = np.isin(group, names[: len(names) // PILOT_SHARE])
-        gates, tested = gate_profile(label[pilot], value[pilot], group[pilot]), np.flatnonzero(~pilot)
+        gates, tested = thresholds.gate_profile(label[pilot], value[pilot], group[pilot]), np.flatnonzero(~pilot)
     label, value, group = label[tested], value[tested], group[tested]
     delta, seed = made.each_delta, options.seed
-    tests = [
-        test_sequence(label, value, group, threshold_sequence(gates, alpha, delta, made.groups), alpha, delta, seed)
-        for alpha in options.alphas
-    ]
-    for test in tests:
-        for line in table(test):
-            console.print(line)
+    tests = []
+    for alpha in options.alphas:
+        sequence = threshold_sequence(gates, alpha, delta, made.groups)
+        tests.append(thresholds.certify(label, value, group, sequence, alpha, delta, seed))
+    for line in (line for test in tests for line in table(test)):
+        console.print(line)
     served = next((test for test in tests if test.passed is not None), None)
     if served is None and not options.publish_closed:
         raise NoThreshold("\n".join(_missing(test, len(label)) for test in tests), param="data")
-    least = [risk_control(label, value, group, alpha) for alpha in options.alphas]
+    least = [thresholds.risk_control(label, value, group, alpha) for alpha in options.alphas]
     # Rounded down to what the statement prints: any lower threshold keeps it.
     controls = [None if found is None else math.floor(found * 1e6) / 1e6 for found in least]
 
@@ -214,7 +186,7 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     }  # fmt: skip
     evaluation["calibrations"] = [*evaluation.get("calibrations", []), ledger]
     card = guaranteed_card(bundle.card(), manifest, step)
-    published = store.publish(draft_of(bundle, manifest, evaluation, card))
+    published = store.publish(new_rows.draft_of(bundle, manifest, evaluation, card))
     console.print(f"published {published.reference}")
     return published
 
@@ -230,7 +202,6 @@ def table(test: GuaranteeTest) -> list[str]:
 
 
 def _missing(test: GuaranteeTest, rows: int) -> str:
-    """Return why no threshold qualifies, and what would have done."""
     first, wanted = test.steps[0], test.groups_wanted
     more = max(wanted - first.groups, 1)
     about = f", about {more * rows // first.groups} rows like these" if first.groups else ""
@@ -250,9 +221,7 @@ def _note_question(made: GuaranteePlan) -> None:
     path = made.rows.question
     if path.exists() and (before := json.loads(path.read_text(encoding="utf-8"))) != made.question:
         changed = ", ".join(f"{key} = {before.get(key)!r}" for key in before if before[key] != made.question.get(key))
-        raise RunMismatch(
-            f"the rows of {made.rows.dataset.path} are spent: they were tested before, with {changed}. A question that "
-            "an earlier answer led to carries no guarantee; use new rows",
-            param="data",
-        )
+        raise RunMismatch(f"the rows of {made.rows.dataset.path} are spent: they were tested before, with {changed}. A "
+                          "question that an earlier answer led to carries no guarantee; use new "
+                          "rows", param="data")  # fmt: skip
     atomic_write(path, (json.dumps(made.question, indent=2, sort_keys=True) + "\n").encode())

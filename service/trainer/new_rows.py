@@ -37,7 +37,6 @@ from service.risk import served_risk
 from service.trainer.options import NewRowsOptions
 from service.trainer.prepare import PreparedData, prepare, served_signals, trajectories
 
-QUESTION = "question.json"  # in the folder of the rows: what they were asked, once a label was looked at
 Options = TypeVar("Options", bound=NewRowsOptions)
 
 
@@ -50,11 +49,7 @@ class Marks:
 
     @classmethod
     def of(cls, dataset: Dataset) -> Marks:
-        """Return those of all rows, also of rows that were left out later, and of what rows in forms were made of.
-
-        Only groups of the user's own file count: in forms a row without one has its id as a group, which another file
-        may call a group of its own.
-        """
+        """Return those of all rows, also of rows that were left out later, and of what rows in forms were made of."""
         groups = {group_mark(row.group) for row in dataset.origin.rows if row.group}
         rows = [*dataset.origin.rows, *(dataset.rows if dataset.made_of else ())]
         prompts = {prompt_mark(row.prompt_digest) for row in rows} | {words_mark(row) for row in rows}
@@ -95,11 +90,8 @@ def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[
     held_out = (evaluation.get("held_out") or {}).get("digest")
     for what, digest in (("training", bundle.manifest.training.data_digest), ("held-out", held_out)):
         if not recorded and digest is not None and digest not in {dataset.digest for dataset in files}:
-            raise TrainingError(
-                f"{bundle.reference} does not record which rows it has seen, so nobody could tell whether these "
-                f"rows are new: name its {what} file ({digest}) with --trained-on",
-                param="trained_on",
-            )
+            raise TrainingError(f"{bundle.reference} does not record which rows it has seen: name its {what} file "
+                                f"({digest}) with --trained-on", param="trained_on")  # fmt: skip
 
 
 def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str, Any]]]:
@@ -116,21 +108,19 @@ def spent_sets(store: Store, bundle: Bundle) -> list[tuple[str, Bundle, dict[str
 
 
 def check_unspent(dataset: Dataset, seen: Sequence[tuple[str, Marks]]) -> None:
-    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line.
-
-    So is a row without a group that has the words of content of one already seen.
-    """
+    """Raise DataError where a row's prompt or group is among those already seen: every such row, by line."""
     problems = []
     for row in dataset.rows:
         for what, marks in seen:
             if prompt_mark(row.prompt_digest) in marks.prompts:
-                problems.append(f"line {row.line}: its prompt is among {what}")
+                found = f"its prompt is among {what}"
             elif row.group and group_mark(row.group) in marks.groups:
-                problems.append(f"line {row.line}: its group is among {what}")
+                found = f"its group is among {what}"
             elif not row.group and words_mark(row) in marks.prompts:
-                problems.append(f"line {row.line}: it asks in other words what is among {what}")
+                found = f"it asks in other words what is among {what}"
             else:
                 continue
+            problems.append(f"line {row.line}: {found}")
             break
     if problems:
         raise DataError(str(dataset.path), problems)
@@ -152,8 +142,8 @@ class NewRows(Generic[Options]):
 
     @property
     def question(self) -> Path:
-        """Return the file that says what these rows were asked."""
-        return self.options.folder / self.folder / QUESTION
+        """Return the file that says what these rows were asked, once a label was looked at."""
+        return self.options.folder / self.folder / "question.json"
 
     @property
     def judge(self) -> str | None:
@@ -175,11 +165,8 @@ def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int 
     options.check()
     options = options.of(bundle.manifest.name, bundle.manifest.training)
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
-        raise TrainingError(
-            f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish under another "
-            "name (--new-name)",
-            param="name",
-        )
+        raise TrainingError(f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
+                            "under another name (--new-name)", param="name")  # fmt: skip
     dataset = read_dataset(options.file, options.answers, folds=folds)
     check_all_apply(dataset)
     if options.answers == "generate":

@@ -1,7 +1,4 @@
-"""The options of training, guarantee and recalibration: the commands take these dataclasses as they are.
-
-Importing them is cheap: the command line does so for its help.
-"""
+"""The options of training, guarantee and recalibration: the commands take these dataclasses as they are."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -37,9 +34,8 @@ if TYPE_CHECKING:
 
 MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
 SIGNALS: dict[str, tuple[Signal, ...]] = {
-    "depth_mean": (DEPTH_MEAN,),
-    "depth_mean,first_token": (DEPTH_MEAN, *FIRST_TOKEN),
-}
+    "depth_mean": (DEPTH_MEAN,), "depth_mean,first_token": (DEPTH_MEAN, *FIRST_TOKEN),
+}  # fmt: skip
 _FITS, _GUARANTEE = Group("Fits and folds", sort_key=40), Group("Guarantee", sort_key=36)
 _RECALIBRATION = Group("Recalibration", sort_key=6)
 Made = TypeVar("Made", bound="NewRowsOptions")
@@ -63,9 +59,8 @@ class Console(Protocol):
 class FoldOptions:
     """How probes are fitted and cross-validated."""
 
-    seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS)] = (
-        3  # from Python also a tuple, the seeds themselves
-    )
+    # From Python also a tuple, the seeds themselves.
+    seeds: Annotated[int, option("Shuffles of the folds: seeds 0 .. K-1.", limits=Range(1, 100), group=_FITS)] = 3
     folds: Annotated[int, option("Group-disjoint stratified folds.", limits=Range(2), group=_FITS)] = 5
     c: Annotated[float | None, option(
         "Inverse strength of the probes' regularisation.  Default: chosen by inner grouped cross-validation.",
@@ -248,10 +243,9 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         "private."), Parameter(negative="--no-sample")] = True  # fmt: skip
     evaluate: Annotated[bool, option(
         "Nested cross-validation for the model card; without it the card reports no performance.")] = True  # fmt: skip
-    allow_no_signal: Annotated[
-        bool,
-        option("Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a coin."),
-    ] = False
+    allow_no_signal: Annotated[bool, option(
+        "Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a "
+        "coin.")] = False  # fmt: skip
     calibration: Annotated[Path | None, option(
         "Further rows, in groups of their own: the last step publishes a second version with a threshold that is "
         "guaranteed on them, as 'hallutracer guarantee' does.")] = None  # fmt: skip
@@ -280,11 +274,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         if self.forms is None or self.wanted_forms == ():
             return
         if self.answers == "given":
-            raise TrainingError(
-                "given labels belong to the prompts as they are, and the model may answer otherwise in a conversation: "
-                "forms must be none, or let the labels be generated (--labels generate)",
-                param="forms",
-            )
+            raise TrainingError("given labels belong to the prompts as they are: forms must be none, or let the labels "
+                                "be generated (--labels generate)", param="forms")  # fmt: skip
         from service.data.forms import chosen
 
         try:

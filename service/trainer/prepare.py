@@ -16,12 +16,12 @@ from service.data.forms import FORMS
 from service.data.judges import contains
 from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
 from service.data.options import SampleOptions
-from service.data.training_rows import FORM, Dataset, Row, class_problems
+from service.data.training_rows import FORM, Dataset, class_problems
 from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
 from service.fitting.context import ContextFit, PromptLabels, context_columns, fit_context_probe, fit_passage_probes
 from service.fitting.estimator import DepthMeanProbe, extra_signals, signal_matrix
-from service.fitting.nested_cv import Inputs, rounded
+from service.fitting.nested_cv import Inputs
 from service.fitting.probes import Floats, Index, ProbeFit, Readouts
 from service.judging.guarantee import has_passage
 from service.prompts import PromptFormat
@@ -107,14 +107,11 @@ def trajectories(readouts: Readouts, probes: Sequence[Probes]) -> Floats:
 def prompt_labels(dataset: Dataset, index: Index, tokens: Index) -> PromptLabels:
     """Return what prompts of so many ``tokens`` show: a passage, by form or shape, and an accepted answer."""
     rows = [dataset.rows[row] for row in index.tolist()]
-    passage = np.array([_has_passage(row) for row in rows], np.bool_)
+    forms = [FORMS.get(row.strata.get(FORM, "")) for row in rows]
+    passage = np.array([has_passage(row.texts[-1]) if form is None else form.family in WITH_PASSAGE
+                        for row, form in zip(rows, forms, strict=True)], np.bool_)  # fmt: skip
     stated = np.array([contains("", "\n".join(row.texts), row.answers) for row in rows], np.bool_)
     return PromptLabels(passage, stated & passage, tokens)
-
-
-def _has_passage(row: Row) -> bool:
-    form = FORMS.get(row.strata.get(FORM, ""))
-    return has_passage(row.texts[-1]) if form is None else form.family in WITH_PASSAGE
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,16 +134,10 @@ class BundleContext:
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Return the ``context_`` arrays of ``ProbeTensors``."""
-        stacked = {
-            f"context_{name}": np.stack([getattr(fit.probe, name) for fit in self.fits])
-            for name in ("head", "direction", "bias", "scale")
-        }
-        return {name: array if name == "context_head" else array.astype(np.float32) for name, array in stacked.items()}
-
-    def document(self) -> dict[str, Any]:
-        """Return evaluation.json's part."""
-        shown = {fit.record.name: {"auroc": fit.record.auroc, "rows": fit.record.rows} for fit in self.fits}
-        return {"context": rounded(shown)}
+        names = ("head", "direction", "bias", "scale")
+        stacked = {name: np.stack([getattr(fit.probe, name) for fit in self.fits]) for name in names}
+        return {f"context_{name}": array if name == "head" else array.astype(np.float32)
+                for name, array in stacked.items()}  # fmt: skip
 
 
 def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | None:

@@ -13,17 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import service
+from probes_store import manifest as stored
 from probes_store.bundle import spreads, tolerance_for
-from probes_store.manifest import (
-    ChatTemplateRecord,
-    Classifier,
-    Manifest,
-    ModelRecord,
-    ReadoutRecord,
-    Signal,
-    TokenizerRecord,
-    TrainingRecord,
-)
 from probes_store.records import CONTEXT_SIGNALS, Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
 from service.data.training_rows import FORM
@@ -69,7 +60,7 @@ def golden_rows(risk: Floats, count: int = GOLDEN_PROMPTS) -> Index:
 
 def record_golden(
     engine: Engine, prompts: Sequence[Sequence[int]], probes: Sequence[Probes], classifier: FinalClassifier,
-    signals: Sequence[Signal], collected: Floats, context: Context | None = None,
+    signals: Sequence[stored.Signal], collected: Floats, context: Context | None = None,
 ) -> Golden:  # fmt: skip
     """Replay G prompts of token ids through ``Engine.score`` and return what a server must reproduce.
 
@@ -83,10 +74,9 @@ def record_golden(
     layers, limit = engine.identity.geometry.num_layers, tolerance_for(dtype).trajectory
     worst = float(np.max(np.abs(replayed - collected) / spreads(collected, layers)))
     if not worst <= limit:
-        raise EngineError(
-            f"serving and training read different logits: they differ by {worst:.3g} spreads, {limit:.3g} would pass "
-            f"in {dtype}. Nothing was published; run again, and if it persists the engine does not fit this model"
-        )
+        raise EngineError(f"serving and training read different logits: they differ by {worst:.3g} spreads, "
+                          f"{limit:.3g} would pass in {dtype}; if another run says so, too, the engine does not fit "
+                          "this model")  # fmt: skip
     first_token = np.zeros((len(prompts), 2))
     if needs_first_token:
         first_token = np.array([[t.log_max_prob, t.entropy] for t in (onset.first_token for onset in onsets) if t])
@@ -95,10 +85,10 @@ def record_golden(
     return Golden.record(prompts, replayed, risk, first_token if needs_first_token else None)
 
 
-def model_record(identity: ModelIdentity) -> ModelRecord:
+def model_record(identity: ModelIdentity) -> stored.ModelRecord:
     """Return the manifest's record.  Of a folder it has only the last part: the path on this machine is private."""
     geometry, folder = identity.geometry, Path(identity.model)
-    return ModelRecord(
+    return stored.ModelRecord(
         name=folder.resolve().name if folder.is_dir() else identity.model, revision=identity.revision,
         fingerprint=identity.fingerprint, architecture=identity.architecture, model_type=identity.model_type,
         num_layers=geometry.num_layers, num_heads=geometry.num_heads, head_dim=geometry.head_dim,
@@ -109,57 +99,50 @@ def model_record(identity: ModelIdentity) -> ModelRecord:
 def manifest_of(
     options: TrainOptions, identity: ModelIdentity, prompt_format: PromptFormat, data: PreparedData, c: float,
     classifier: FinalClassifier, threshold: float, uncertainty: Uncertainty, context: BundleContext | None = None,
-) -> Manifest:  # fmt: skip
+) -> stored.Manifest:  # fmt: skip
     """Return the manifest, without what publishing adds: version, time, digests and files."""
     counts = {key: count for key, count in data.counts.items() if key != "others"}  # only the evaluation names them
-    training = TrainingRecord(
+    training = stored.TrainingRecord(
         data_digest=data.dataset.origin.file_digest, labels=options.answers,
         judge=options.judged_by if options.answers == "generate" else None, seeds=options.shuffles,
         folds=options.folds, c=c, c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
         class_balance=options.class_balance, hallutracer_version=service.__version__, **counts,
     )  # fmt: skip
-    return Manifest(
-        name=options.name, model=model_record(identity), tokenizer=TokenizerRecord(identity.tokenizer),
-        chat_template=ChatTemplateRecord(identity.chat_template), prompt_format=prompt_format,
+    return stored.Manifest(
+        name=options.name, model=model_record(identity), tokenizer=stored.TokenizerRecord(identity.tokenizer),
+        chat_template=stored.ChatTemplateRecord(identity.chat_template), prompt_format=prompt_format,
         dtype=cast(DType, identity.dtype),  # checked on publishing
-        readout=ReadoutRecord(options.readout, "last"), logit_scale=options.logit_scale,
+        readout=stored.ReadoutRecord(options.readout, "last"), logit_scale=options.logit_scale,
         signals=with_context(options.reads, context),
-        classifier=Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
+        classifier=stored.Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
         uncertainty=uncertainty, context=None if context is None else context.record(), training=training,
     )  # fmt: skip
 
 
 def evaluation_document(
-    options: TrainOptions, signals: Sequence[Signal], data: PreparedData, probe: DepthMeanProbe, gates: GateProfile,
-    risks: Floats, nested: Evaluation | None,
+    options: TrainOptions, signals: Sequence[stored.Signal], data: PreparedData, probe: DepthMeanProbe,
+    gates: GateProfile, risks: Floats, nested: Evaluation | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated.
-
-    ``gates`` is what thresholds would answer, by the out-of-fold ``risks`` [n].
-    """
+    """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated."""
     label, group, scaled = data.inputs.label, data.inputs.group, probe.scaled_[options.logit_scale]
     layers, means = layer_aurocs(label, scaled.out_of_fold)
     shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), label)
     counts: dict[str, Any] = {
-        "file": options.file.name,
-        "digest": data.dataset.origin.file_digest,
+        "file": options.file.name, "digest": data.dataset.origin.file_digest,
         "effective_groups": rounded(effective_groups(group)),
         "largest_group_share": rounded(float(np.unique(group, return_counts=True)[1].max() / len(group))),
-    } | data.counts
+    } | data.counts  # fmt: skip
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
     if None not in forms:
         counts["forms"] = dict(sorted(Counter(forms).items()))
-    if (
-        share := data.inputs.readouts.soft_label
-    ) is not None:  # the probes were not fitted on the labels of the figures
+    if (share := data.inputs.readouts.soft_label) is not None:  # then the probes were not fitted on the figures' labels
         counts["soft_labels"] = {
             "samples": options.samples, "temperature": options.temperature, "right": rounded(float(share.mean())),
             "rows_with_right_and_wrong_answers": rounded(float(np.mean((share > 0) & (share < 1)))),
             "right_where_the_greedy_answer_is": rounded(float(share[label == 1].mean())),
         }  # fmt: skip
     document: dict[str, Any] = {
-        "data": counts,
-        "c_search": rounded(probe.c_search_),
+        "data": counts, "c_search": rounded(probe.c_search_),
         "out_of_fold": {
             "layer_auroc": rounded(layers.mean(axis=0).tolist()), "depth_mean_auroc": rounded(float(means.mean())),
             "depth_mean_cross_fitted_and_refitted": rounded(shift), "gates": asdict(gates),
@@ -219,13 +202,10 @@ def by_form(
 
 
 def plot_data(
-    options: TrainOptions, signals: Sequence[Signal], inputs: Inputs, out_of_fold: Floats, class_mean: Floats,
+    options: TrainOptions, signals: Sequence[stored.Signal], inputs: Inputs, out_of_fold: Floats, class_mean: Floats,
     class_std: Floats, nested: Evaluation | None, threshold: float,
 ) -> PlotData:  # fmt: skip
-    """Return the numbers of the plots on the card of a bundle with these ``signals``.
-
-    Trajectories [seeds, n, m], their mean and deviation by class [2, m].
-    """
+    """Return the numbers of the plots on the card of a bundle with these ``signals``."""
     layers, means = layer_aurocs(inputs.label, out_of_fold)
     groups = {"first token": FIRST_TOKEN, "passage": CONTEXT_SIGNALS}
     read = (words for words, names in groups.items() if any(name in signals for name in names))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.bundle import Bundle, BundleDraft
+from probes_store.bundle import Bundle
 from probes_store.local import atomic_write
 from probes_store.records import Recalibration
 from probes_store.store import Store
@@ -54,42 +54,18 @@ LabelsRisksGroups = tuple[NDArray[np.integer], Floats, NDArray[np.integer]]  # l
 _OPEN = 1e-9  # a threshold without a guarantee lies strictly between 0 and 1
 
 
-@dataclass(frozen=True, eq=False)
-class RecalibrationPlan:
-    """What is going to be done, on rows that were found to be new."""
+def _plan(
+    bundle: Bundle, options: RecalibrateOptions, store: Store
+) -> tuple[NewRows[RecalibrateOptions], TrafficFile | None, LabelledRisks | Dataset | None]:
+    """Return labelled rows, traffic, and risks of training's kind (or held-out rows still to be read), all checked."""
 
-    rows: NewRows[RecalibrateOptions]
-    traffic: TrafficFile | None
-    source: LabelledRisks | Dataset | None  # of training's kind; or held-out rows still to be read
-
-    def described(self) -> list[str]:
-        """Return what is going to be done, in lines."""
-        dataset, bundle = self.rows.dataset, self.rows.bundle
-        groups = len(np.unique(dataset.groups))
-        lines = [f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}", *dataset.remarks]
-        lines.append(f"{bundle.reference} was fitted on rows of which {prior_of(bundle):.1%} are hallucinated")
-        if self.traffic is not None:
-            scored = "" if self.traffic.scored else ", to be scored"
-            lines.append(f"{len(self.traffic.rows)} rows of traffic{scored}")
-            if self.source is None:
-                lines.append("whether prior shift alone explains the traffic cannot be tested: you insisted")
-        if bundle.manifest.guarantee is not None:
-            lines.append(
-                f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on the "
-                "new version, with other rows"
-            )
-        return lines
-
-
-def plan(bundle: Bundle, options: RecalibrateOptions, store: Store) -> RecalibrationPlan:
-    """Check everything that needs no model.  Raises DataError, TrainingError, and what the store raises."""
     rows = read_new_rows(bundle, options, store, folds=FOLDS)
     evaluation = rows.evaluation
     check_not_recalibrated(bundle, evaluation)
     traffic = None if options.traffic is None else read_traffic(options.traffic, bundle.manifest.digest)
     check_unspent(rows.dataset, list(seen_by(bundle, evaluation, options.trained_on)))
     if traffic is None:
-        return RecalibrationPlan(rows, None, None)
+        return rows, None, None
     source: LabelledRisks | Dataset | None = recorded_risks(evaluation)
     if source is None:  # the held-out file, where it is named
         held_out = evaluation.get("held_out") or {}
@@ -97,13 +73,10 @@ def plan(bundle: Bundle, options: RecalibrateOptions, store: Store) -> Recalibra
         files = (read_dataset(Path(path), labels, folds=None) for path in rows.options.trained_on)
         source = next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
     if source is None and not options.allow_other_shift:
-        raise TrainingError(
-            f"{bundle.reference} records no risks of its training rows by class, so nobody could tell whether prior "
-            "shift alone explains the traffic: name its held-out file with --trained-on, leave --traffic out, or "
-            "insist with --allow-other-shift",
-            param="traffic",
-        )
-    return RecalibrationPlan(rows, traffic, source)
+        raise TrainingError(f"{bundle.reference} records no risks of its training rows to compare the traffic with: "
+                            "name its held-out file with --trained-on, leave --traffic out, or insist with "
+                            "--allow-other-shift", param="traffic")  # fmt: skip
+    return rows, traffic, source
 
 
 def recalibrate(
@@ -111,25 +84,31 @@ def recalibrate(
 ) -> Bundle | None:
     """Publish a version of a bundle whose risk is recalibrated; None for a dry run, and where no map does better.
 
-    Raises:
-        DataError: rows are at fault, or not new to the bundle, by line number.
-        TrainingError: see ``plan``; prior shift alone does not explain the traffic.
-        probes_store.errors.BundleError: the bundle is not the model's, or the store cannot be written.
+    Raises DataError, TrainingError (also where prior shift alone does not explain the traffic), and BundleError.
     """
-    made = plan(bundle, options, store)
-    for line in made.described():
+    rows, traffic, source = _plan(bundle, options, store)
+    dataset = rows.dataset
+    groups = len(np.unique(dataset.groups))
+    lines = [f"{len(dataset)} labelled rows in {groups} groups, new to {bundle.reference}", *dataset.remarks,
+             f"{bundle.reference} was fitted on rows of which {prior_of(bundle):.1%} are hallucinated"]  # fmt: skip
+    if traffic is not None:
+        lines.append(f"{len(traffic.rows)} rows of traffic{'' if traffic.scored else ', to be scored'}")
+    if traffic is not None and source is None:
+        lines.append("whether prior shift alone explains the traffic cannot be tested: you insisted")
+    if bundle.manifest.guarantee is not None:
+        lines.append(f"the guarantee of {bundle.reference} will not be carried over: run 'hallutracer guarantee' on "
+                     "the new version, with other rows")  # fmt: skip
+    for line in lines:
         console.print(line)
     if options.dry_run:
         return None
     store.check_writable()
-    rows, options = made.rows, made.rows.options
+    options = rows.options
     with locked(options.folder), closing(engine_factory()) as engine:
         scorer = Scorer(engine, bundle)  # this model's bundle, and it reads what it should
-        risk_of_traffic: Floats = np.zeros(0)
-        test = None
-        if made.traffic is not None:  # before a label is looked at
-            risk_of_traffic = _score(made.traffic, scorer, options.batch_rows)
-            test = _tested(made, risk_of_traffic, engine, console)
+        if traffic is not None:  # before a label is looked at
+            risk_of_traffic = _score(traffic, scorer, options.batch_rows)
+            test = _tested(rows, traffic, source, risk_of_traffic, engine, console)
         data = rows.prepare(engine, folds=FOLDS)
         if not rows.question.exists():  # no guarantee takes rows whose labels were looked at
             atomic_write(rows.question, (json.dumps({"recalibrated": bundle.reference}) + "\n").encode())
@@ -141,13 +120,10 @@ def recalibrate(
             "data": {"file": rows.dataset.path.name, "digest": rows.dataset.digest} | data.counts,
             "labels": options.answers, "judge": rows.judge, "spent": Marks.of(rows.dataset).document(),
         }  # fmt: skip
-        shift = None
-        if made.traffic is not None:
-            shift = _prior_shift(made.traffic, risk_of_traffic, test, prior_of(bundle), data, options.seed)
-            for line in shift.described():
-                console.print(line)
-            record["traffic"] = shift.document()
-        fit = None if shift is None else shift.fit
+        fit = None
+        if traffic is not None:
+            prior = prior_of(bundle)
+            fit, record["traffic"] = _prior_shift(traffic, risk_of_traffic, test, prior, data, options.seed, console)
         published = choose_and_publish(bundle, rows.evaluation, options, (label, risk, group), fit, record, store,
                                        console)  # fmt: skip
         if published is None:
@@ -170,15 +146,11 @@ def recorded_risks(evaluation: Mapping[str, Any]) -> LabelledRisks | None:
 def check_not_recalibrated(bundle: Bundle, evaluation: Mapping[str, Any]) -> None:
     """Raise TrainingError where a bundle has a recalibration already."""
     if bundle.manifest.recalibration is not None:
-        raise TrainingError(
-            f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
-            f"{evaluation['recalibrations'][-1]['from']}",
-            param="bundle",
-        )
+        raise TrainingError(f"{bundle.reference} is recalibrated already: recalibrate the version that it came from, "
+                            f"{evaluation['recalibrations'][-1]['from']}", param="bundle")  # fmt: skip
 
 
 def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
-    """Return the risk of each line, as the bundle serves it.  Raises DataError for what the model cannot take."""
     if file.scored:
         return np.array([row.risk for row in file.rows], np.float64)
     prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
@@ -196,13 +168,12 @@ def _score(file: TrafficFile, scorer: Scorer, batch_rows: int) -> Floats:
     return np.array([report.risk for batch in batches for report in scorer.score(batch)])
 
 
-def _tested(made: RecalibrationPlan, risk: Floats, engine: Engine, console: Console) -> PriorShiftTest | None:
-    """Return whether prior shift alone explains the traffic, None where nobody can tell.
-
-    Raises TrainingError where it does not, unless someone insists.
-    """
-    assert made.traffic is not None
-    rows, options, source = made.rows, made.rows.options, made.source
+def _tested(
+    rows: NewRows[RecalibrateOptions], traffic: TrafficFile, source: LabelledRisks | Dataset | None,
+    risk: Floats, engine: Engine, console: Console,
+) -> PriorShiftTest | None:  # fmt: skip
+    """Return whether prior shift alone explains the traffic (else TrainingError, unless someone insists), or None."""
+    options = rows.options
     if isinstance(source, Dataset):  # the held-out file is read now
         labels = rows.bundle.manifest.training.labels
         held = replace(rows, dataset=source, options=replace(options, labels=labels))
@@ -210,70 +181,30 @@ def _tested(made: RecalibrationPlan, risk: Floats, engine: Engine, console: Cons
         source = LabelledRisks(risks_of(rows.bundle, data), data.inputs.label, data.inputs.group)
     if source is None:
         return None
-    (groups,) = number_together([row.group for row in made.traffic.rows])
+    (groups,) = number_together([row.group for row in traffic.rows])
     test = prior_shift_test(source, Traffic(risk, groups), options.seed)
-    console.print(
-        f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): distance "
-        f"{test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = {test.p_value:.2g})"
-    )
+    console.print(f"the traffic against the best mixture of training's classes ({test.share:.1%} hallucinated): "
+                  f"distance {test.distance:.3f}, up to {test.limit:.3f} is chance or negligible (p = "
+                  f"{test.p_value:.2g})")  # fmt: skip
     if test.explained:
         return test
-    found = (
-        f"prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes by "
-        f"{test.distance:.3f}, where at most {test.limit:.3f} would pass. Its share of hallucinations cannot be told "
-        "from unlabelled rows"
-    )
+    found = ("prior shift alone does not explain the traffic: its risks differ from every mixture of training's classes"
+             f" by {test.distance:.3f}, where at most {test.limit:.3f} would pass")  # fmt: skip
     if not options.allow_other_shift:
-        raise TrainingError(
-            f"{found}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or insist with "
-            "--allow-other-shift",
-            param="traffic",
-        )
+        raise TrainingError(f"{found}. Nothing was spent: leave --traffic out and recalibrate by the labelled rows, or "
+                            "insist with --allow-other-shift", param="traffic")  # fmt: skip
     console.print(f"{found}; you insisted")
     return test
 
 
-@dataclass(frozen=True, eq=False)
-class PriorShift:
-    """The share of hallucinations on the traffic, if nothing but this share has shifted."""
-
-    file: TrafficFile
-    traffic: Traffic  # without the lines that are among the labelled rows
-    prior: float  # the share at which the risks hold
-    test: PriorShiftTest | None  # None: the bundle has nothing to compare with
-    alone: ShareEstimate
-    with_labels: ShareEstimate
-
-    def fit(self, label: NDArray[np.integer], risk: Floats) -> Recalibration:
-        """Return the map of the share that traffic and labels make most likely; the rows' risks do not matter."""
-        share = most_likely_share(self.traffic, self.prior, label)
-        return shift_to(share, self.prior, len(self.traffic.risk) + len(label))
-
-    def described(self) -> list[str]:
-        """Return the shares, in lines."""
-        left_out = len(self.file.rows) - len(self.traffic.risk)
-        lines = [f"{left_out} rows of the traffic are among the labelled rows and count once"] if left_out else []
-        for what, share in (("traffic alone", self.alone), ("traffic and labels", self.with_labels)):
-            moved = shift_to(share.value, self.prior, len(self.traffic.risk)).c
-            ends = f"[{share.low:.1%}, {share.high:.1%}]"
-            lines.append(f"{what}: {share.value:.1%} {ends} hallucinated by prior shift, log odds {moved:+.3f}")
-        return lines
-
-    def document(self) -> dict[str, Any]:
-        """Return evaluation.json's part."""
-        return {
-            "file": self.file.path.name, "digest": self.file.digest, "rows": len(self.traffic.risk),
-            "left_out": len(self.file.rows) - len(self.traffic.risk), "groups": len(np.unique(self.traffic.group)),
-            "share": rounded(asdict(self.alone)), "share_with_labels": rounded(asdict(self.with_labels)),
-            "test": None if self.test is None else rounded(asdict(self.test)),
-            "explained": None if self.test is None else self.test.explained,
-        }  # fmt: skip
-
-
 def _prior_shift(
-    file: TrafficFile, risk: Floats, test: PriorShiftTest | None, prior: float, data: PreparedData, seed: int
-) -> PriorShift:
-    """Return the share, from traffic alone and with the labels; a prompt in both files counts as a labelled row."""
+    file: TrafficFile, risk: Floats, test: PriorShiftTest | None, prior: float, data: PreparedData, seed: int,
+    console: Console,
+) -> tuple[MapFit, dict[str, Any]]:  # fmt: skip
+    """Return the map by the share of hallucinations on the traffic, and what evaluation.json has of it.
+
+    Nothing but this share has shifted; a prompt in both files counts as a labelled row.
+    """
     used = [data.dataset.rows[place] for place in data.labelled.index.tolist()]
     labelled = {row.prompt_digest for row in used}
     kept = [place for place, row in enumerate(file.rows) if row.prompt_digest not in labelled]
@@ -282,36 +213,39 @@ def _prior_shift(
     named = [f"group {row.group}" if row.group else f"prompt {row.prompt_digest.hex()}" for row in used]
     groups, of_labelled = number_together([file.rows[place].group for place in kept], named)
     traffic = Traffic(risk[kept], groups)
+    alone = estimate_share(traffic, prior, seed=seed)
     with_labels = estimate_share(traffic, prior, data.inputs.label, of_labelled, seed)
-    return PriorShift(file, traffic, prior, test, estimate_share(traffic, prior, seed=seed), with_labels)
+    if left_out := len(file.rows) - len(kept):
+        console.print(f"{left_out} rows of the traffic are among the labelled rows and count once")
+    for what, share in (("traffic alone", alone), ("traffic and labels", with_labels)):
+        moved = shift_to(share.value, prior, len(kept)).c
+        ends = f"[{share.low:.1%}, {share.high:.1%}]"
+        console.print(f"{what}: {share.value:.1%} {ends} hallucinated by prior shift, log odds {moved:+.3f}")
+
+    def fit(label: NDArray[np.integer], _: Floats) -> Recalibration:
+        return shift_to(most_likely_share(traffic, prior, label), prior, len(kept) + len(label))
+
+    return fit, {
+        "file": file.path.name, "digest": file.digest, "rows": len(kept), "left_out": left_out,
+        "groups": len(np.unique(traffic.group)), "share": rounded(asdict(alone)),
+        "share_with_labels": rounded(asdict(with_labels)), "test": None if test is None else rounded(asdict(test)),
+        "explained": None if test is None else test.explained,
+    }  # fmt: skip
 
 
 def choose_and_publish(
     bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, rows: LabelsRisksGroups,
     prior_shift: MapFit | None, record: dict[str, Any], store: Store, console: Console,
 ) -> Bundle | None:  # fmt: skip
-    """Publish the bundle with the best map on ``rows``; None where that is the risk as it is.
-
-    record: what the ledger's entry says of the rows.
-    """
+    """Publish the bundle with the best map on ``rows``; None where that is the risk as it is."""
     choice = choose_map(*rows, prior_shift, options.seed)
     console.print(candidates_table(choice))
     if choice.chosen.map is None:
         console.print("nothing was published: no recalibration is better than the risk as it is beyond chance")
         return None
-    published = store.publish(_recalibrated(bundle, evaluation, options, choice, choice.chosen.map, rows, record))
-    console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")
-    if bundle.manifest.guarantee is not None:
-        console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
-    return published
 
-
-def _recalibrated(
-    bundle: Bundle, evaluation: dict[str, Any], options: RecalibrateOptions, choice: ChosenMap,
-    recalibration: Recalibration, rows: LabelsRisksGroups, record: dict[str, Any],
-) -> BundleDraft:  # fmt: skip
-    """Return the bundle with the chosen map, its threshold carried along, and a longer ledger."""
     label, risk, group = rows
+    recalibration = choice.chosen.map
     old = bundle.manifest.threshold
     new = float(np.clip(recalibration(old) if options.threshold_rule == "map" else old, _OPEN, 1 - _OPEN))
     manifest = replace(
@@ -341,4 +275,9 @@ def _recalibrated(
     golden = replace(bundle.golden, risk=recalibration(bundle.golden.risk))
     plot = draw_before_after(label, group, choice.before.held_out[0], choice.chosen.held_out[0])
     card = recalibrated_card(bundle.card(), manifest, record, candidates_table(choice))
-    return draft_of(bundle, manifest, evaluation, card, golden=golden, plots={"recalibration.png": plot})
+    draft = draft_of(bundle, manifest, evaluation, card, golden=golden, plots={"recalibration.png": plot})
+    published = store.publish(draft)
+    console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")
+    if bundle.manifest.guarantee is not None:
+        console.print(f"{published.reference} has no guarantee: that of {bundle.reference} was not carried over")
+    return published

@@ -1,8 +1,4 @@
-"""One training run: read -> ask in forms -> collect -> label -> fit -> calibrate -> evaluate -> publish.
-
-Nothing slow starts before the data file and the options are checked.  The same data, model, options and seeds give a
-bundle of the same digest, also where a run was killed and started again.
-"""
+"""One training run: read -> ask in forms -> collect -> label -> fit -> calibrate -> evaluate -> publish."""
 
 from __future__ import annotations
 
@@ -34,21 +30,13 @@ from service.judging.evaluation import SAMPLE_KEY as SAMPLE
 from service.judging.evaluation import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
+from service.trainer import publish
 from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card
 from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks
 from service.trainer.options import Console, TrainOptions
 from service.trainer.plots import draw
 from service.trainer.prepare import all_logits, fit_context, prepare, served_signals, trajectories, with_context
-from service.trainer.publish import (
-    by_form,
-    evaluation_document,
-    golden_rows,
-    manifest_of,
-    plot_data,
-    probe_tensors,
-    record_golden,
-)
 from service.trainer.training_set import draw_sample, spread
 
 
@@ -60,24 +48,17 @@ def train(
 
     ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.
 
-    Raises:
-        NoThreshold: the bundle was published, and no threshold of it qualifies for the guarantee.
-        DataError: rows of a data file are at fault, by line number.
-        RunMismatch: the run folder belongs to another run.
-        NoDirection, TrainingError: the data do not carry a probe under these options.
-        probes_store.errors.BundleError: the store cannot be written (checked first) or refused the bundle.
+    Raises NoThreshold (the bundle was published, no threshold of it can be guaranteed), DataError, RunMismatch,
+    NoDirection and TrainingError (the data carry no probe under these options), and BundleError (of the store).
     """
     if not NAME.fullmatch(options.name):
-        raise TrainingError(
-            "name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; "
-            f"not {options.name!r}",
-            param="name",
-        )
+        raise TrainingError("name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; not "
+                            f"{options.name!r}", param="name")  # fmt: skip
     options.check()
     dataset, test = _read(options)
     store.check_writable()
     console.print(f"{len(dataset)} rows in {options.file.name}" + (f", {len(test)} held out" if test else ""))
-    for data in (dataset, test) if test is not None else (dataset,):
+    for data in filter(None, (dataset, test)):
         for remark in data.remarks:
             console.print(f"{data.path.name}: {remark}")
     dataset, sample = draw_sample(options, dataset, test, console)
@@ -100,7 +81,6 @@ def _draft(
     options: TrainOptions, dataset: Dataset, test: Dataset | None, sample: Sample | None, engine: Engine,
     console: Console, fitted: DepthMeanProbe | None,
 ) -> tuple[BundleDraft, list[str]]:  # fmt: skip
-    """Return everything between the data and the store; and options that would have done better."""
     # Collect and label.
     prompt_format = default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
@@ -130,7 +110,7 @@ def _draft(
     names, columns = with_context(options.reads, context), None if context is None else context.columns
     logits, more = all_logits(out_of_fold, data, final, scaled.scale, context)
     reference = fit_reference(logits, inputs.label, inputs.group, options.folds, options.shuffles, more)
-    tensors = probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
+    tensors = publish.probe_tensors(final, scaled.scale, class_mean, class_std, reference, context)
     probes = Probes.all_of(options.site, tensors)
     record = None if context is None else context.record()
 
@@ -150,46 +130,44 @@ def _draft(
         crossed = nested.risk[own]
         nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed, threshold))
         nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed))
-        if forms := by_form(inputs.label, crossed, inputs.strata, threshold):
+        if forms := publish.by_form(inputs.label, crossed, inputs.strata, threshold):
             nested.document["by_form"] = forms
         auroc = nested.document["signals"][own]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
-            raise TrainingError(
-                f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, {auroc['high']:.3f}], and "
-                "its 95 % interval reaches chance. Nothing was published. Add rows, in more groups, or check their "
-                "labels; --allow-no-signal publishes all the same",
-                param="data",
-            )
+            raise TrainingError(f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, "
+                                f"{auroc['high']:.3f}], and its 95 % interval reaches chance. Add rows, in more "
+                                "groups, or check their labels (--allow-no-signal publishes all the "
+                                "same)", param="data")  # fmt: skip
     interval = None if nested is None else fit_interval(nested.risk[own], reference, options.folds)
     uncertainty = Uncertainty(reference.share, reference.rows, interval, say("outside", reference, interval))
     first = risks[0]  # of one seed, so that each row counts once
     answering = gate_profile(inputs.label, first, inputs.group)
-    document = evaluation_document(options, names, data, probe, answering, first, nested)
-    document |= {} if context is None else context.document()
+    document = publish.evaluation_document(options, names, data, probe, answering, first, nested)
+    if context is not None:
+        fits = [fit.record for fit in context.fits]
+        document["context"] = rounded({fit.name: {"auroc": fit.auroc, "rows": fit.rows} for fit in fits})
     document |= {} if sample is None else {SAMPLE: sample.document()}
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
         logits = trajectories(held.inputs.readouts, probes)
-        read = served_signals(
-            logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record, len(final.head)
-        )
+        read = served_signals(logits, held.inputs.first_token, held.inputs.prompt_tokens, names, record,
+                              len(final.head))  # fmt: skip
+        own_file = held.dataset.origin
         document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
-            "file": held.dataset.origin.path.name,
-            "digest": held.dataset.origin.file_digest,
-            "left_out": held.counts["left_out"],
-        }
-        if forms := by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold):
+            "file": own_file.path.name, "digest": own_file.file_digest, "left_out": held.counts["left_out"],
+        }  # fmt: skip
+        if forms := publish.by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold):
             document["held_out"]["by_form"] = forms
-    plots = draw(plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
+    plots = draw(publish.plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.
-    chosen = golden_rows(classifier.risk(signal_matrix(scaled.trajectory, extra)))
+    chosen = publish.golden_rows(classifier.risk(signal_matrix(scaled.trajectory, extra)))
     prompts = [data.collection.prompts.of(int(row)) for row in inputs.readouts.index[chosen]]
     collected = trajectories(inputs.readouts.subset(chosen), probes)
-    golden = record_golden(engine, prompts, probes, classifier, names, collected, record)
-    manifest = manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold, uncertainty,
-                           context)  # fmt: skip
+    golden = publish.record_golden(engine, prompts, probes, classifier, names, collected, record)
+    manifest = publish.manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold,
+                                   uncertainty, context)  # fmt: skip
     card = write_card(manifest, document, signal_std=probe.signals_.std(axis=0).tolist(),
                       left_out=data.labelled.left_out, plots=sorted(plots))  # fmt: skip
     better = [] if nested is None else list(better_options(inputs, nested, own))
@@ -197,7 +175,6 @@ def _draft(
 
 
 def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
-    """Raise TrainingError where ``probe`` was fitted on other activations than the engine reads."""
     fit, own = probe.probes_, probe.scaled_[probe.logit_scale].trajectory
     geometry, site = readouts.file.geometry, readouts.file.site
     served = Probes(site, fit.head, *(array.astype(np.float32) for array in (fit.direction, fit.bias, probe.scale_)))
@@ -206,15 +183,12 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
         or len(own) != len(readouts.label)
         or not np.allclose(trajectories(readouts, [served]), own, rtol=1e-3, atol=1e-3 * own.std())
     ):
-        raise TrainingError(
-            f"the probe was fitted on other activations than this model has at these {len(readouts.label)} labelled "
-            "rows: fit it on what extract gives for the same prompts, in the same order",
-            param="probe",
-        )
+        raise TrainingError(f"the probe was fitted on other activations than this model has at these "
+                            f"{len(readouts.label)} labelled rows: fit it on what extract gives for the same prompts, "
+                            "in the same order", param="probe")  # fmt: skip
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
-    """Return both data files, checked."""
     dataset = read_dataset(options.file, options.answers, folds=options.folds)
     test = read_dataset(options.test, options.answers, folds=0) if options.test is not None else None
     every = (dataset,) if test is None else (dataset, test)

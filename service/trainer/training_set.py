@@ -1,9 +1,4 @@
-"""The rows that are trained on: less the sample that the bundle carries, and asked in forms of conversation.
-
-The sample shows what the risk is worth: it is drawn before any risk is known, and never fitted on.  A probability that
-was fitted on lone questions is wrong in a chat, so where the model answers anyway it is asked as people ask.  All is
-drawn by the run's first seed, and a run that is started again makes the same file.
-"""
+"""The rows that are trained on: less the sample that the bundle carries, and asked in forms of conversation."""
 
 from __future__ import annotations
 
@@ -43,10 +38,7 @@ TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the 
 def draw_sample(
     options: TrainOptions, dataset: Dataset, test: Dataset | None, console: Console
 ) -> tuple[Dataset, Sample | None]:
-    """Return the rows left to train on, and the sample: of the held-out rows, else of rows that leave training.
-
-    Rows leave by groups, kinds in turn, and where every class keeps the groups that the folds need.
-    """
+    """Return the rows left to train on, and the sample: of the held-out rows, else of rows that leave training."""
     judge = options.judge_name if options.answers == "generate" else "contains"
     if not options.keep_sample or judge not in JUDGES or options.answer_pattern:
         return dataset, None
@@ -65,10 +57,8 @@ def draw_sample(
         left = dataset.part(np.flatnonzero(~np.isin(dataset.groups, dataset.groups[places])).tolist())
         if options.answers == "given" and missing_groups(left, options.folds):
             return dataset, None
-        console.print(
-            f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
-            f"({len(dataset) - len(left)} rows; --no-sample)"
-        )
+        console.print(f"{len(places)} questions are left out of training and kept in the bundle for `hallutracer try` "
+                      f"({len(dataset) - len(left)} rows; --no-sample)")  # fmt: skip
         dataset = left
     rows = [source.rows[place] for place in places]
     length = min(options.answer_tokens, MOST_TOKENS)
@@ -77,10 +67,7 @@ def draw_sample(
 
 
 def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
-    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ...
-
-    Each is a question by itself, with answers that can be compared.
-    """
+    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ..."""
     order = [
         place
         for place, row in enumerate(source.rows)
@@ -91,11 +78,10 @@ def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
         and all(map(normalise, row.answers))
     ]
     draw.shuffle(order)
-    seen: set[int] = set()
+    first = {int(source.groups[place]): place for place in reversed(order)}  # of each group
     by_kind: dict[str, list[int]] = defaultdict(list)
     for place in order:
-        if (group := int(source.groups[place])) not in seen:
-            seen.add(group)
+        if first[int(source.groups[place])] == place:
             by_kind[source.rows[place].strata.get("kind", "")].append(place)
     turns = [(turn, number, place) for number, own in enumerate(by_kind.values()) for turn, place in enumerate(own)]
     return [place for _, _, place in sorted(turns)]
@@ -170,17 +156,14 @@ def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console)
         console.print("prompts are plain text, without a chat template: questions take forms of a single message only")
     elif len(single) < len(forms):
         names = ", ".join(form.name for form in forms if form not in single)
-        raise TrainingError(
-            f"prompts are plain text, without a chat template: leave out forms of several messages, {names}",
-            param="forms",
-        )
+        raise TrainingError("prompts are plain text, without a chat template: leave out forms of several messages, "
+                            f"{names}", param="forms")  # fmt: skip
     return single
 
 
 def _in_forms(
     options: TrainOptions, dataset: Dataset, name: str, forms: Sequence[Form], fits: Fits, console: Console
 ) -> Dataset:
-    """Write and read the rows in forms; training rows of a mixture get requests that ask for no fact, too."""
     render_all(fits.engine, dataset, fits.prompt_format, fits.reserve)  # too long by itself: said by the user's lines
     said: dict[str, str] = {}
     if any(form.name in WITH_OWN_ANSWERS for form in forms):
@@ -205,11 +188,8 @@ def _in_forms(
     result = replace(read_dataset(path, "generate", folds=None), made_of=dataset)
     forms_met = {row.strata["form"] for row in result.rows if row.applies}
     added = len(result.others) - len(dataset.others)
-    console.print(
-        f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
-        + (f", and {added:,} requests that ask for no fact" if added else "")
-        + f": {path}"
-    )
+    console.print(f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
+                  + (f", and {added:,} requests that ask for no fact" if added else "") + f": {path}")  # fmt: skip
     return result
 
 

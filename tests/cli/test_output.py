@@ -17,7 +17,7 @@ from probes_store.store import SHIPPED, Store
 from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines, print_card
 from service.engines.scheduler import Scheduled
 from service.judging.evaluation import Tenth
-from service.library.results import risk_of
+from service.library.detector import risk_of
 from service.scoring import Scorer
 from service.serving.judgement import JudgedPrompt
 from tests.command_line import hallutracer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from service.readout import Pooling, Site
 from tests.engines import tiny
 from tests.fitting.planted import GEOMETRY, PlantedEngine, planted_rows, write_rows
 from tests.scripted_engine import ScriptedEngine
+from tests.trainer.made import killed
 
 BOTH = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
 POOLINGS = (Pooling.MAX, Pooling.LAST_1, Pooling.CONTENT_MEAN)
@@ -289,20 +291,10 @@ def test_without_other_poolings(dataset: Dataset, tmp_path: Path, none: dict[str
         assert with_others[name] == found[name], name
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from service.data.training_rows import read_dataset
-from tests.data.test_collection import PoolingEngine, pooled
-engine = PoolingEngine()
-engine.kill_at = 4
-pooled(read_dataset(Path(sys.argv[1]), "given", folds=0), Path(sys.argv[2]), engine)
-"""
-
-
 def test_a_killed_run_goes_on_where_it_was(dataset: Dataset, tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(dataset.path), str(tmp_path / "run")], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    engine = PoolingEngine()
+    engine.kill_at = 4
+    killed(lambda: pooled(dataset, tmp_path / "run", engine))
     assert (tmp_path / "run" / "journal.jsonl").read_bytes().count(b"\n") == 3
     engine = PoolingEngine()
     found = contents(pooled(dataset, tmp_path / "run", engine).folder)
@@ -331,28 +323,13 @@ def test_what_a_real_model_pools_is_what_lies_on_disk(tmp_path: Path) -> None:
             np.testing.assert_allclose(stored(file, row), alone[key][0], rtol=0, atol=1e-5)
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from service.data.run_folder import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
 def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, cwd=root
-    )
-    try:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "held\n"
-        with pytest.raises(RunMismatch, match="in use by another process"), locked(tmp_path / "run"):
-            pass
-    finally:
-        first.kill()
-        first.wait()
+    def hold() -> None:
+        with locked(tmp_path / "run"):
+            with pytest.raises(RunMismatch, match="in use by another process"), locked(tmp_path / "run"):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed(hold)
     with locked(tmp_path / "run"):
         pass

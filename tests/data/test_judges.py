@@ -216,10 +216,6 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one: list[str], oth
 
 
 def test_words_and_the_nearer_reference() -> None:
-    # Lin (2004): "police kill the gunman" has "police the gunman" in common with the reference, the other two words.
-    reference = judge.words("police killed the gunman")
-    assert judge.rouge_l(reference, judge.words("police kill the gunman")) == pytest.approx(0.75)
-    assert judge.rouge_l(reference, judge.words("the gunman kill police")) == pytest.approx(0.5)
     assert judge.words("The 3 D's_are: ＡＢＣ, straße!") == ["the", "3", "d", "s", "are", "abc", "strasse"]
     correct, incorrect = ["You digest the seeds", "Nothing happens"], ["You grow watermelons in your stomach"]
     assert judge.margin("nothing happens.", correct, incorrect) == 1.0

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 
 from service.demo import Passage
-from service.demo.questions import SENTENCES, passage, questions, sentence, with_passages
-from service.demo.world import build_world
+from service.demo.questions import SENTENCES, build_world, passage, questions, sentence, with_passages
 from tests.command_line import hallutracer
 
 FACTS = [fact for fact in build_world().facts if fact.split == "test"]

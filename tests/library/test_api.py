@@ -19,6 +19,7 @@ from hallutracer_research.evaluating import BadSource
 from probes_store.store import Store
 from service.demo.questions import questions
 from service.errors import DataError, EngineError, ModelLoadError, RequestError
+from service.library import training
 from tests.command_line import hallutracer
 
 ITALY, SOLOMON = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
@@ -65,7 +66,7 @@ def test_results_are_frozen_and_a_slice_is_a_result(detector: ht.Detector) -> No
 def test_a_probe_of_extracted_arrays_is_the_one_that_train_fits(tmp_path: Path, site: str) -> None:
     """On 120 rows: the same heads, directions, scale, classifier and threshold, to the last bit, and so one digest."""
     rows = labelled(25)
-    fit: dict[str, Any] = {"folds": 3, "seeds": (0, 1), "logit_scale": "standardized"}
+    fit: dict[str, Any] = {"folds": 3, "seeds": (0,), "logit_scale": "standardized"}
     publish: dict[str, Any] = {"store": tmp_path, "evaluate": False, "allow_no_signal": True, **QUIET}
     trained = ht.train(rows, "probe", "demo", run_dir=tmp_path / "run", readout=site, c=0.1, jobs=1, **fit, **publish)
     x = ht.extract([row["prompt"] for row in rows], "demo", site=site, **QUIET)  # type: ignore[arg-type]
@@ -190,18 +191,17 @@ def test_training_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert set(trained.to_frame().title) >= {"best single head", "first-token entropy"}
 
 
-def test_forms_are_written_as_on_the_command_line(tmp_path: Path) -> None:
-    rows = [{key: row[key] for key in ("prompt", "answers", "group")} for row in questions("train")[::10]]
-    options: dict[str, Any] = {"labels": "generate", "evaluate": False, "seeds": (0,), "folds": 2, "c": 0.1, "jobs": 1}
-    options |= {"max_new_tokens": 8, "allow_no_signal": True, "store": tmp_path}
-    told: list[str] = []
-    trained = ht.train(
-        rows, "some", "demo", run_dir=tmp_path / "some", forms="lone, greeting", report=told.append, **options
-    )
-    assert set(trained.bundle.evaluation()["data"]["forms"]) == {"lone", "greeting"}
-    assert any(" in 2 forms: " in line for line in told)
-    bare = ht.train(rows, "none", "demo", run_dir=tmp_path / "none", forms="none", **options, **QUIET)
-    assert "forms" not in bare.bundle.evaluation()["data"]
+@pytest.mark.parametrize(
+    ("forms", "wanted"), [("lone, greeting", ("lone", "greeting")), (["lone", "turns"], ("lone", "turns")), ([], ())]
+)
+def test_forms_are_written_as_on_the_command_line_or_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forms: Any, wanted: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(training, "run_training", lambda options, *_, **__: options)
+    given: Any = ht.train([{"prompt": "a", "answers": ["x"]}], "some", "demo", run_dir=tmp_path, labels="generate",
+                          forms=forms, **QUIET)  # fmt: skip
+    given.check()
+    assert given.wanted_forms == wanted
 
 
 def test_what_is_wrong_with_training_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
@@ -219,13 +219,12 @@ def test_what_is_wrong_with_training_is_said_before_a_model_is_loaded(tmp_path: 
 
 
 def test_rows_of_a_frame_are_written_as_json(tmp_path: Path) -> None:
-    from service.library.training import rows_file
 
     row = {"prompt": "é", "label": np.int64(1), "answers": np.array(["a", "b"]), "group": float("nan"), "id": None}
-    written = json.loads(rows_file([row], tmp_path / "run").read_text(encoding="utf-8"))
+    written = json.loads(training.rows_file([row], tmp_path / "run").read_text(encoding="utf-8"))
     assert written == {"prompt": "é", "label": 1, "answers": ["a", "b"]}
     with pytest.raises(TypeError, match="a row holds object"):
-        rows_file([{"prompt": object()}], tmp_path / "run")
+        training.rows_file([{"prompt": object()}], tmp_path / "run")
 
 
 @pytest.mark.parametrize("data", ["nowhere.jsonl", {"no-such-set": "."}])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,10 @@ from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 
 Rows = list[dict[str, Any]]
 FAST: dict[str, Any] = {
-    "folds": 3, "inner_folds": 2, "seeds": (0, 1), "c_grid": (0.1, 0.3), "jobs": 1, "forms": "none",
+    "folds": 3, "inner_folds": 2, "seeds": (0, 1), "c": 0.3, "c_grid": (0.1, 0.3), "jobs": 1, "forms": "none",
     "keep_sample": False,
 }  # fmt: skip
-ONE: dict[str, Any] = {"folds": 2, "seeds": (0,), "c": 0.3, "evaluate": False}  # the quickest
+ONE: dict[str, Any] = {"folds": 2, "seeds": (0,), "evaluate": False}  # the quickest
 FUSED = ("depth_mean", "log_max_prob", "entropy")
 
 
@@ -33,6 +36,16 @@ def run(folder: Path, engine: Any = None, rows: Rows | None = None, **changes: A
     options: dict[str, Any] = FAST | {"data": (str(data),), "name": "planted", "run_dir": folder / "run"} | changes
     console, store = Quiet(), Store(folder / "store")
     return train(TrainOptions(**options), lambda: engine or PlantedEngine(), store, console=console), console
+
+
+def killed(work: Callable[[], object]) -> None:
+    """Do the work in a fork of this process, which ends without a word at its engine's ``kill_at``."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 class Never(PlantedEngine):

@@ -9,18 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.errors import BundleRefused
-from probes_store.records import Guarantee
+from probes_store.manifest import Manifest
+from probes_store.records import OUTSIDE, Guarantee
 from probes_store.store import Store
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import DataError, NoThreshold, RunMismatch, TrainingError
+from service.trainer import new_rows
 from service.trainer.guarantee import guarantee, plan
 from service.trainer.options import GuaranteeOptions
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
@@ -77,6 +80,20 @@ def test_the_guarantee_is_published_and_served(tmp_path: Path, store: Store, tra
     assert record["thresholds_from"] == "training's out-of-fold risks"
     for file in ("probes.safetensors", "golden.safetensors"):
         assert (bundle.path / file).read_bytes() == (trained.path / file).read_bytes()
+
+
+def test_rows_outside_training_count_as_withheld(
+    tmp_path: Path, store: Store, trained: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a policy that says nothing serves them; else the guarantee would be of answers that nobody gets."""
+    _, plain, _ = published(tmp_path, store)
+    every_second_group = np.arange(400) % 4 < 2
+    monkeypatch.setattr(Manifest, "tells_outside", True)
+    monkeypatch.setattr(new_rows, "distance", lambda *_: np.where(every_second_group, OUTSIDE, 0.0))
+    (folder := tmp_path / "outside").mkdir()
+    _, found, _ = published(folder, store_of(trained, folder))
+    assert found.answered < 0.7 * plain.answered
+    assert found.groups <= 100 < plain.groups
 
 
 def test_the_card_has_the_statement_once(tmp_path: Path, store: Store) -> None:
@@ -271,12 +288,11 @@ def copied(rows: Rows, copies: int) -> Rows:
     return found
 
 
-@pytest.mark.parametrize("copies", [2, 4])
-def test_coin_labels_of_paraphrases_have_no_signal(tmp_path: Path, demo: TransformersEngine, copies: int) -> None:
+def test_coin_labels_of_paraphrases_have_no_signal(tmp_path: Path, demo: TransformersEngine) -> None:
     first = {row["group"]: row["prompt"] for row in reversed(questions("dev")) if row["kind"] == "city_country"}
     draw = random.Random(1)
-    asked = draw.sample([text for text in first.values() if text.endswith("?")], 400 // copies)
-    rows = copied([{"prompt": text, "label": draw.getrandbits(1)} for text in asked], copies)
+    asked = draw.sample([text for text in first.values() if text.endswith("?")], 100)
+    rows = copied([{"prompt": text, "label": draw.getrandbits(1)} for text in asked], 4)
     with pytest.raises(TrainingError, match="no signal: the nested AUROC is 0"):
         run(tmp_path, demo, rows, folds=4, seeds=(0,), c=0.3)
 

@@ -162,8 +162,7 @@ def test_where_nothing_is_better_nothing_is_published(tmp_path: Path, store: Sto
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        *(({by: planted_rows(40, seed=seed)[4][by]}, f"line 8: its {by} is among the {what} rows")
-          for by in ("prompt", "group") for seed, what in ((0, "training"), (3, "held-out"))),
+        ({"prompt": planted_rows(40)[4]["prompt"]}, "line 8: its prompt is among the training rows"),
         ({"prompt": "Write a poem.", "applies": False}, 'line 8: "applies" is false'),
     ],
 )  # fmt: skip

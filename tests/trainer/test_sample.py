@@ -13,7 +13,7 @@ from service.judging.evaluation import Sample, sample_of
 from service.trainer.options import TrainOptions
 from service.trainer.training_set import KEPT, SHARE, draw_sample
 from tests.fitting.planted import Quiet, planted_rows, write_rows
-from tests.trainer.made import Rows, run
+from tests.trainer.made import ONE, Rows, run
 
 
 def dataset(path: Path, rows: Rows) -> Dataset:
@@ -97,7 +97,7 @@ def test_few_rows_and_few_groups_of_a_class_stay(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_the_sample_in_the_bundle(tmp_path: Path) -> None:
-    bundle, console = run(tmp_path, rows=planted_rows(600), keep_sample=True)
+    bundle, console = run(tmp_path, rows=planted_rows(600), keep_sample=True, **ONE)
     sample, data = sample_of(bundle), bundle.evaluation()["data"]
     assert sample is not None
     assert len(sample.questions) == 15
@@ -107,5 +107,5 @@ def test_a_run_keeps_the_sample_in_the_bundle(tmp_path: Path) -> None:
     [line] = [line for line in console.lines if "left out of training" in line]
     assert line.startswith("15 questions")
     assert "(30 rows;" in line
-    again, _ = run(tmp_path, keep_sample=True)  # resumes
+    again, _ = run(tmp_path, keep_sample=True, **ONE)  # resumes
     assert sample_of(again) == sample

@@ -23,7 +23,7 @@ from service.demo.questions import questions
 from service.engines.base import Engine, EngineOptions, Sampling
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.scores import auroc, within_stratum_auroc
-from service.library.results import draw_trajectories
+from service.library.detector import draw_trajectories
 from service.policies.guard import GATE
 from service.scoring import Scorer
 from service.trainer.options import Console, TrainOptions

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from service.demo.questions import FORMS, question_text, random_form
-from service.demo.world import Fact, World
+from service.demo.questions import FORMS, Fact, World, question_text, random_form
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -19,7 +19,7 @@ from torch import nn
 
 from hallutracer_research.demo import corpus
 from hallutracer_research.demo.corpus import VOCABULARY, Encoder, RefusalMix, Row, collate, logits_at
-from service.demo.world import Fact, build_world
+from service.demo.questions import Fact, build_world
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

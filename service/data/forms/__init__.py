@@ -11,9 +11,10 @@ import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from service.data.judges import split_answers
 from service.data.rows import check_text, objects
@@ -63,8 +64,8 @@ class Surroundings:
 
     def draw(self, count: int, *, alike: bool | None = None) -> list[Question]:
         """Return different questions, of the same kind, of others, or (None) of all.  Raises Unfit for fewer."""
-        pools = {True: self.same, False: self.other, None: [*self.same, *self.other]}
-        pool = pools[alike] or pools[None]
+        every = [*self.same, *self.other]
+        pool = (every if alike is None else self.same if alike else self.other) or every
         if len(pool) < count:
             raise Unfit
         return self.random.sample(pool, count)
@@ -106,8 +107,7 @@ class Unfit(Exception):  # noqa: N818 - not an error: the question takes another
 Make = Callable[[Question, Surroundings], list[Message]]
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """``weight`` is its share in a mixture, beside the others'."""
 
     name: str
@@ -127,9 +127,8 @@ def chosen(names: Iterable[str]) -> list[Form]:
     for name in names:
         own = {form.name: form for form in FORMS.values() if name in (form.name, form.family, "all")}
         if not own:
-            raise HalluTracerError(
-                f"no form is called {name!r}: all, {', '.join(families())}, or one of {', '.join(FORMS)}"
-            )
+            raise HalluTracerError(f"no form is called {name!r}: all, {', '.join(families())}, or one of "
+                                   f"{', '.join(FORMS)}")  # fmt: skip
         found |= own
     return list(found.values())
 
@@ -139,21 +138,18 @@ def is_one_message(form: Form) -> bool:
     return form.family not in ("system", "turns")
 
 
-def _said(user: str, assistant: str) -> list[Message]:
-    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-
-
-def _ask(text: str, *before: Message) -> list[Message]:
-    """Return what came before, and this as the user's turn."""
+def _ask(text: str, *turns: Sequence[str], system: str = "") -> list[Message]:
+    before = [{"role": "system", "content": system}] if system else []
+    for user, assistant in turns:
+        before += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return [*before, {"role": "user", "content": text}]
 
 
 def _system(question: Question, text: str) -> list[Message]:
-    return _ask(question.text, {"role": "system", "content": text})
+    return _ask(question.text, system=text)
 
 
 def _asked(wordings: str, question: Question, around: Surroundings, **texts: str) -> list[Message]:
-    """Return the question in one of the wordings of this name."""
     return _ask(around.random.choice(WORDINGS[wordings]).format(q=question.text, **texts))
 
 
@@ -171,7 +167,6 @@ def _typos(question: Question, around: Surroundings) -> list[Message]:
 
 
 def _ending(question: Question, around: Surroundings) -> list[Message]:
-    """Put behind the question what asks for nothing more: "Answer:", three dots, a few letters."""
     junk = "".join(around.random.choices("abcdefghijklmnopqrstuvwxyz!.;[]=+/ ", k=around.random.randint(4, 24)))
     return _asked("endings", question, around, j=junk)
 
@@ -201,14 +196,12 @@ def _system_facts(question: Question, around: Surroundings) -> list[Message]:
 
 
 def _small_talk(question: Question, around: Surroundings) -> list[Message]:
-    pairs = around.random.sample(TURNS["small_talk"], around.random.randint(1, 2))
-    return _ask(question.text, *(message for pair in pairs for message in _said(*pair)))
+    return _ask(question.text, *around.random.sample(TURNS["small_talk"], around.random.randint(1, 2)))
 
 
 def _turn(question: Question, around: Surroundings, answer: Callable[[Question], str]) -> list[Message]:
-    """Return an earlier question, of the same kind or another, with this answer to it."""
     [other] = around.draw(1, alike=around.random.random() < 0.5)
-    return _ask(question.text, *_said(other.text, answer(other)))
+    return _ask(question.text, (other.text, answer(other)))
 
 
 def _turn_right(question: Question, around: Surroundings) -> list[Message]:
@@ -217,29 +210,26 @@ def _turn_right(question: Question, around: Surroundings) -> list[Message]:
 
 def _turn_wrong(question: Question, around: Surroundings) -> list[Message]:
     [other] = around.draw(1, alike=True)
-    return _ask(question.text, *_said(other.text, around.wrong(other)))
+    return _ask(question.text, (other.text, around.wrong(other)))
 
 
 def _greeting(question: Question, around: Surroundings) -> list[Message]:
-    return _ask(question.text, *_said(*around.one_of(*TURNS["greetings"])))
+    return _ask(question.text, around.one_of(*TURNS["greetings"]))
 
 
 def _turns_own(question: Question, around: Surroundings, counts: Sequence[int] = (2, 3, 8)) -> list[Message]:
-    """Return earlier questions with what the model answered to each."""
     count = around.random.choice(counts) if len(counts) > 1 else counts[0]
     pool = [one for one in (*around.same, *around.other) if one.said]
     if len(pool) < count:
         raise Unfit
-    before = around.random.sample(pool, count)
-    return _ask(question.text, *(message for one in before for message in _said(one.text, one.said)))
+    return _ask(question.text, *((one.text, one.said) for one in around.random.sample(pool, count)))
 
 
 def _turns_mixed(question: Question, around: Surroundings) -> list[Message]:
-    """Return right, wrong and refused ones, in any order."""
-    before: list[Message] = []
+    before = []
     for other in around.draw(around.random.choice((2, 3, 3, 8))):
         answers = (other.reply, other.reply, around.wrong(other), around.one_of(*WORDINGS["refusals"]))
-        before += _said(other.text, around.random.choice(answers))
+        before.append((other.text, around.random.choice(answers)))
     return _ask(question.text, *before)
 
 
@@ -269,7 +259,6 @@ def _passage_contradicting(question: Question, around: Surroundings) -> list[Mes
 
 
 def _passages_several(question: Question, around: Surroundings) -> list[Message]:
-    """Return two to four, of which one may have the answer."""
     parts = [around.notes(around.random.randint(2, 4)) for _ in range(around.random.randint(2, 4))]
     if around.random.random() < 0.5:
         around.random.choice(parts).append(question.note)
@@ -326,7 +315,7 @@ _FORMS: Sequence[tuple[str, str, float, Make]] = (
     ("context_1k", "long", 0.6, lambda q, around: _long(q, around, 700)),
     ("context_4k", "long", 0.1, lambda q, around: _long(q, around, 2800)),
 )  # fmt: skip
-FORMS = {name: Form(name, family, weight, make) for name, family, weight, make in _FORMS}
+FORMS = {name: Form(name, *rest) for name, *rest in _FORMS}
 
 
 def in_forms(
@@ -354,7 +343,17 @@ def in_forms(
         draw = random.Random(f"{seed} {question.id}")
         same = _others(question, by_kind[question.kind], draw)
         other = [one for one in _others(question, every, draw) if one.kind != question.kind]
-        found += _rows(row, question, Surroundings(draw, same, other), forms, per_row, fits)
+        around, left, made = Surroundings(draw, same, other), list(forms), 0
+        while left and made < per_row:
+            [form] = draw.choices(left, [one.weight for one in left])
+            left.remove(form)
+            with suppress(Unfit):
+                messages = form.make(question, around)
+                if fits is None or fits(form, messages):
+                    kept = {key: value for key, value in row.items() if key != "prompt"}
+                    name = {"id": f"{row['id']}+{form.name}", "group": question.group, "form": form.name}
+                    found.append(kept | name | {"messages": messages})
+                    made += 1
     return found
 
 
@@ -372,26 +371,6 @@ def read_said(path: Path) -> dict[str, str]:
     if problems:
         raise DataError(str(path), problems)
     return said
-
-
-def _rows(
-    row: Row, question: Question, around: Surroundings, forms: Sequence[Form], per_row: int,
-    fits: Callable[[Form, list[Message]], bool] | None,
-) -> list[Row]:  # fmt: skip
-    found: list[Row] = []
-    left = list(forms)
-    while left and len(found) < per_row:
-        [form] = around.random.choices(left, [one.weight for one in left])
-        left.remove(form)
-        try:
-            messages = form.make(question, around)
-        except Unfit:
-            continue
-        if fits is None or fits(form, messages):
-            kept = {key: value for key, value in row.items() if key != "prompt"}
-            name = {"id": f"{row['id']}+{form.name}", "group": question.group, "form": form.name}
-            found.append(kept | name | {"messages": messages})
-    return found
 
 
 def _others(question: Question, pool: Sequence[Question], draw: random.Random) -> list[Question]:

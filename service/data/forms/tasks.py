@@ -65,7 +65,6 @@ def task_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def _new(draw: random.Random, task: Task, seen: set[str]) -> TaskRequest:
-    """Return a request that was not made before, unless there is hardly a new one left."""
     for _ in range(31):
         request = task.make(draw)
         if request.text.lower() not in seen:

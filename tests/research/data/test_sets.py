@@ -225,7 +225,7 @@ def test_a_choice_is_judged_by_its_letter(tmp_path: Path, answer: str, right: bo
     rows, _ = read("opentriviaqa-choice", samples.write_opentriviaqa(tmp_path))
     assert rows[0]["prompt"].endswith("A. A small cat\nB. A big dog\nC. A fish\nD. Two birds\nAnswer with one letter.")
     assert rows[1]["prompt"].endswith("A. True\nB. False\nAnswer with one letter.")
-    assert judges.regex("", answer, rows[0]["answers"]) is right
+    assert judges.make_judge(JudgeOptions("regex"))("", answer, rows[0]["answers"]) is right
 
 
 @pytest.mark.parametrize(

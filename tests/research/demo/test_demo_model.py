@@ -6,7 +6,7 @@ import pytest
 
 from hallutracer_research.demo.corpus import ASSISTANT, BOS, VOCABULARY, build_tokenizer, render
 from service.demo import MODEL_DIR
-from service.demo.world import build_world
+from service.demo.questions import build_world
 
 
 @pytest.fixture(scope="module")
