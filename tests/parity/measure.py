@@ -152,7 +152,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
             "cancelled_after": np.array([len(own) for own, one in zip(found, asked, strict=True) if one.cancelled]),
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
-            "runner": np.array(run_on(engine.loop, engine._client.describe())["runner"]),
+            "runner": np.array(run_on(engine.loop, engine._describe())["runner"]),
             "open": np.array(engine.counters.open_continuations),
         }
         return arrays | shared(engine, asked, rows=rows)

@@ -4,8 +4,8 @@ At the attention site nothing of ours is in the compiled graph: vLLM runs attent
 operator that the compiler does not look into, and its result is what the output projection reads (which is checked).
 
 In each layer a forward pass keeps the rows of the step's answer onsets, and nothing else: one copy a layer.  The truth
-logits (Eq. logit) and the depth mean (Eq. detector) of every probe slot are computed from them after it, for all layers
-at once.  Probes are tensors: loading another bundle copies it into a slot, without recompilation or restart.
+logits (Eq. logit) of every probe slot are computed from them after it, for all layers at once.  Probes are tensors:
+another bundle is copied into a slot, without recompilation or restart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class SiteReadout:
         self.width = heads[1] * self.dim
         self.split = heads[1] < geometry.heads(site)
         self.leading = leading
-        self._share = 1.0 / geometry.num_layers
         size = (len(layers), plan.slots)
         self.head = torch.zeros(size, dtype=torch.int64, device=device)  # of this rank's
         self.direction = torch.zeros(*size, self.dim, dtype=torch.float32, device=device)  # v / scale
@@ -80,17 +79,16 @@ class SiteReadout:
         self._kept.append(kept)
 
     def read(self) -> Tensor:
-        """Return truth logits at the onsets, last the part of the depth mean; NaN unless every layer was kept once."""
+        """Return truth logits [layers, n, slots] at the onsets; NaN unless every layer was kept once."""
         assert self._onsets is not None
         count, layers = len(self._onsets), len(self.layers)
         slots = self.offset.shape[1]
         if len(self._kept) != layers:
-            return self.offset.new_full((layers + 1, count, slots), math.nan)
+            return self.offset.new_full((layers, count, slots), math.nan)
         heads = torch.stack(self._kept).view(layers, count, -1, self.dim)
         if heads.shape[2] > 1:
             heads = heads.gather(2, self.head[:, None, :, None].expand(-1, count, -1, self.dim))
-        logits = (heads.float() * self.direction[:, None]).sum(-1) + self.offset[:, None]
-        return torch.cat([logits, logits.sum(0, keepdim=True) * self._share])
+        return (heads.float() * self.direction[:, None]).sum(-1) + self.offset[:, None]
 
     def activations(self) -> Tensor:
         """Return what was kept, [layers, n, width] float32."""

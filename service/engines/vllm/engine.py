@@ -1,7 +1,7 @@
-"""``VllmEngine``: implements ``base.Engine`` on a vLLM client.
+"""``VllmEngine``: implements ``base.Engine`` on vLLM's own client, ``AsyncLLM``.
 
-vLLM schedules: prompts arrive at any time and share steps; it caches, preempts and cancels them.  vLLM's client and
-the coroutines here run on one event loop; the synchronous methods of ``base.Engine`` submit their work to it and wait.
+vLLM schedules: prompts arrive at any time and share steps; it caches, preempts and cancels them.  Its client and the
+coroutines here run on one event loop; the synchronous methods of ``base.Engine`` submit their work to it and wait.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,13 +30,13 @@ from service.engines.base import (
     Sampling,
     Update,
 )  # fmt: skip
-from service.engines.bridge import Outboxes, gather_all, relay, run_on
+from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, refuse_tracing
 from service.engines.families import text_config
 from service.engines.vllm import launch
-from service.engines.vllm.client import Client, ProbeLease, Slots, parameters_for, payload_of, times
-from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms
-from service.errors import EngineError
+from service.engines.vllm.client import ProbeLease, Slots, parameters_for, payload_of, times
+from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms, probe_digest
+from service.errors import EngineError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 
 T = TypeVar("T")
@@ -53,44 +54,54 @@ def slots_for(bundles: Iterable[Bundle]) -> int:
 
 
 class VllmEngine:
-    """One model on vLLM.  Implements ``base.Engine``."""
+    """One model on a started ``AsyncLLM``, all of whose coroutines run on ``loop``.  Implements ``base.Engine``."""
 
     scores_overtake_answers = False
+    torch_model = None  # the modules are in vLLM's processes
 
-    def __init__(self, client: Client, files: loading.ModelFiles) -> None:
-        """See ``load`` and ``around``.  Raises EngineError if the worker is not ours or the self-test fails."""
+    def __init__(
+        self, async_llm: Any, files: loading.ModelFiles, loop: asyncio.AbstractEventLoop | None = None,
+        generate: Any | None = None,
+    ) -> None:  # fmt: skip
+        """See ``load`` and ``around``; without ``loop`` it has one of its own and owns ``async_llm``."""
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
-        self._client = client
-        self._outboxes = Outboxes()
-        tokens = Tokens(files.tokenizer)
-        self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
-        self.special_tokens = tokens.special_tokens
-        self.counters = client.counters
-        self.loop = client.loop
-        self.torch_model = None  # the modules are in vLLM's processes
-        self._vocabulary = int(text_config(files.config).vocab_size)
-        # The token that a closed gate samples, which ends the request.
-        self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
-        config = client.config
-        self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
-        described = run_on(client.loop, client.describe())
-        sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
-        self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
-        self._slots = Slots(self._plan, self._client.write)
-        loaded = loading.changed_at_load(
-            loading.folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)
-        )
-        self.identity = base.ModelIdentity(
-            model=files.name, revision=loading.revision_of(files.config), fingerprint=loaded,
-            architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
-            model_type=str(files.config.model_type), tokenizer=tokens.digest,
-            chat_template=tokens.chat_template_digest, geometry=self._plan.geometry,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            max_tokens=int(config.model_config.max_model_len),
-        )  # fmt: skip
-        launch.say("testing what is read")
-        # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
-        self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
+        self._own_loop: LoopThread | None = None
+        if loop is None:
+            self._own_loop = LoopThread("vllm-client")
+            loop = self._own_loop.loop
+        self.loop = loop
+        self._async_llm, self._generate = async_llm, generate or async_llm.generate
+        self._request_numbers, self._closed = count(), False
+        self._outboxes, self.counters = Outboxes(), base.Counters()
+        try:
+            tokens, config = Tokens(files.tokenizer), async_llm.vllm_config
+            self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
+            self.special_tokens = tokens.special_tokens
+            self._vocabulary = int(text_config(files.config).vocab_size)
+            # The token that a closed gate samples, which ends the request.
+            self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
+            self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
+            described = run_on(self.loop, self._describe())
+            sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
+            self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
+            self._slots = Slots(self._plan, self._write)
+            changes = launch.changes_at_load(config, files.config)
+            self.identity = base.ModelIdentity(
+                model=files.name, revision=loading.revision_of(files.config),
+                fingerprint=loading.changed_at_load(loading.folder_fingerprint(files.folder), changes),
+                architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
+                model_type=str(files.config.model_type), tokenizer=tokens.digest,
+                chat_template=tokens.chat_template_digest, geometry=self._plan.geometry,
+                dtype=str(config.model_config.dtype).removeprefix("torch."),
+                max_tokens=int(config.model_config.max_model_len),
+            )  # fmt: skip
+            launch.say("testing what is read")
+            # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
+            self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
+        except BaseException:
+            if self._own_loop is not None:
+                self.close()
+            raise
 
     @classmethod
     def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop, generate: Any | None = None) -> VllmEngine:
@@ -102,7 +113,7 @@ class VllmEngine:
         launch.check_installed()
         config = async_llm.vllm_config.model_config
         options = EngineOptions(config.model, config.revision, trust_remote_code=config.trust_remote_code)
-        return cls(Client(async_llm, loop, generate), loading.find_model_files(options))
+        return cls(async_llm, loading.find_model_files(options), loop, generate)
 
     @classmethod
     def load(
@@ -114,23 +125,18 @@ class VllmEngine:
         sites, slots: what is compiled in; a site's slots bound how many probes can be read there at the same time.
         rows: also compile in the return of whole activations (``extract``), for training.
         threads: CPU threads, shared by all ranks.
-        Raises ModelLoadError naming the cause, or UnknownFamily.
+        Raises ModelLoadError, UnknownFamily, or EngineError if the worker is not ours or the self-test fails.
         """
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)
         launch.say("starting its processes")
-        client = Client(launch.start(options, files, sites, slots, rows=rows, threads=threads))
-        try:
-            return cls(client, files)
-        except BaseException:
-            client.close()
-            raise
+        return cls(launch.start(options, files, sites, slots, rows=rows, threads=threads), files)
 
     @property
     def alive(self) -> bool:
         """Whether vLLM is running."""
-        return self._client.alive
+        return not self._closed and not self._async_llm.errored
 
     def check(self, prompts: Prompts) -> None:
         """Raise RequestError for the first prompt that vLLM cannot run: it needs room for one sampled token, too."""
@@ -187,7 +193,7 @@ class VllmEngine:
 
         async def complete(prompt: base.TokenIds) -> tuple[Payload | None, Completion]:
             payload, answer = None, _Answer()
-            async with aclosing(self._client.outputs(prompt, parameters_for(sampling, directive))) as outputs:
+            async with aclosing(self._outputs(prompt, parameters_for(sampling, directive))) as outputs:
                 async for output in outputs:
                     if directive is not None:
                         payload = payload or payload_of(output, self._plan, directive)
@@ -227,7 +233,7 @@ class VllmEngine:
         answer = _Answer()
         try:
             parameters = parameters_for(sampling, lease.directive)
-            async with aclosing(self._client.outputs(prompt, parameters, turn.place)) as outputs:
+            async with aclosing(self._outputs(prompt, parameters, turn.place)) as outputs:
                 async for output in outputs:
                     piece, tokens = answer.add(output)
                     if answer.steps > 1:
@@ -262,12 +268,73 @@ class VllmEngine:
         return ProbeLease(directive, self._plan, columns, self._slots)
 
     def close(self) -> None:
-        """End vLLM's processes.  Later calls raise EngineError."""
-        self._client.close()
+        """Cancel all requests and end vLLM's processes.  Not to be called on ``loop``; later calls raise EngineError."""
+        if self._closed:
+            return
+        self._closed = True
+        # vLLM's output handler is cancelled before the processes end: it would report their end as a failure.
+        if self._own_loop is not None:
+            self._own_loop.close()
+        elif (handler := self._async_llm.output_handler) is not None:
+            self.loop.call_soon_threadsafe(handler.cancel)
+            run_on(self.loop, asyncio.wait([handler]))
+        self._async_llm.shutdown()
+        # ``AsyncLLM.__del__`` fails during interpreter exit, when vLLM's modules are gone already: free it now.
+        self._async_llm = self._generate = None
+
+    async def _outputs(self, prompt: base.TokenIds, parameters: Any, priority: int = 0) -> AsyncGenerator[Any, None]:
+        """Yield ``RequestOutput``s; closing cancels the request.  Raises EngineError if vLLM failed, RequestError."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        self._check_open()
+        self.counters.open_continuations += 1
+        first = True
+        name = f"hallutracer-{next(self._request_numbers)}"
+        stream = self._generate(tokens_input(list(prompt)), parameters, name, priority=priority)
+        try:
+            async for output in stream:
+                decoded = 0 if first else len(output.outputs[0].token_ids)
+                self.counters.prefills += first
+                self.counters.decode_steps += decoded
+                self.counters.forward_tokens += len(prompt) - int(output.num_cached_tokens or 0) if first else decoded
+                first = False
+                yield output
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM has ended ({error}); its own messages say why.  Restart the service") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed on this prompt: {error.__cause__ or error}") from error
+        except VLLMClientError as error:
+            raise RequestError(f"vLLM refuses this request: {error}") from error
+        finally:
+            self.counters.open_continuations -= 1
+            await stream.aclose()
+
+    async def _describe(self) -> dict[str, Any]:
+        """Return the first worker's description of its readout.  Raises EngineError if the worker class is not ours."""
+        try:
+            return dict((await self._async_llm.collective_rpc("hallutracer_describe"))[0])
+        except Exception as error:
+            raise EngineError(
+                f"vLLM runs a worker without the readout ({error}); start it with --worker-cls {launch.WORKER}"
+            ) from error
+
+    async def _write(self, slot: int, probes: Probes) -> str:
+        """Write probes into a slot of their site on every worker; return their digest."""
+        table = np.concatenate([probes.direction, probes.bias[:, None], probes.scale[:, None]], axis=1)
+        head = [int(value) for value in probes.head]
+        numbers = np.ascontiguousarray(table, np.float32).tobytes()
+        await self._async_llm.collective_rpc("hallutracer_write", args=(slot, str(probes.site), head, numbers))
+        return probe_digest(str(probes.site), head, numbers)
 
     def _begin(self, prompts: Prompts) -> None:
-        self._client.check_open()
+        self._check_open()
         self.check(prompts)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this engine is closed; load the model again")
 
     def _run_all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return run_on(self.loop, gather_all(work, at_once=MAX_IN_FLIGHT))
@@ -337,5 +404,5 @@ def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
                 raise EngineError(
                     f"self-test: the readout at {site} {problem}; install the supported vLLM version and restart"
                 )
-    for count in DECODED:
-        engine.generate(prompts[:count], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker
+    for rows in DECODED:
+        engine.generate(prompts[:rows], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker

@@ -17,7 +17,7 @@ from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
-from service.risk import depth_mean, truth_logits
+from service.risk import truth_logits
 from tests.engines import tiny
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=8, hidden_size=20)
@@ -170,10 +170,8 @@ def probes(site: Site, seed: int) -> Probes:
 
 
 def check_read(read: np.ndarray, slot: int, rows: np.ndarray, probe: Probes, onsets: Sequence[int] = ONSETS) -> None:
-    """Truth logits and, last, the depth mean [layers + 1, onsets, slots] are those of a slot's probe."""
-    wanted = expected(rows[onsets], probe)
-    np.testing.assert_allclose(read[:-1, :, slot].T, wanted, atol=1e-5)
-    np.testing.assert_allclose(read[-1, :, slot], depth_mean(wanted), atol=1e-5)
+    """Truth logits [layers, onsets, slots] are those of a slot's probe."""
+    np.testing.assert_allclose(read[:, :, slot].T, expected(rows[onsets], probe), atol=1e-5)
 
 
 def test_every_slot_of_both_sites_is_the_methods_truth_logit_at_every_onset() -> None:
@@ -288,7 +286,7 @@ def test_a_layer_that_was_not_kept_or_kept_twice_gives_no_number(calls: int) -> 
         for _ in range(calls):
             readout.keep(torch.ones(TOKENS, readout.width))
         assert torch.isnan(readout.read()).all()
-        assert readout.read().shape == (GEOMETRY.num_layers + 1, len(ONSETS), SLOTS)
+        assert readout.read().shape == (GEOMETRY.num_layers, len(ONSETS), SLOTS)
         assert torch.isnan(readout.activations()).all()
 
 

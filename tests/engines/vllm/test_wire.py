@@ -29,7 +29,7 @@ from service.readout import Geometry, Site
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=2, hidden_size=6)
 PLAN = Plan(GEOMETRY, tuple(Site), 2, True)
 COLUMNS = 4  # 2 sites x 2 slots
-LOGITS = COLUMNS * 4  # 3 layers and the depth mean
+LOGITS = COLUMNS * 3  # layers
 GATE = EngineGate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7)
 GATED = Directive(gate=GATE, end_token=5, slot=1).encode()[KEY]
 TERMS = (3.0, 0.0, 2.0, 0.1, 1 / 3, 7.0, -1e-9, 2.0, 50.0, 0.25)
@@ -137,8 +137,7 @@ def test_the_first_token_is_summarised_only_if_it_is_used(directive: Directive, 
 def test_a_payload_is_split_by_column_layer_and_site() -> None:
     payload = Payload.decode(wire(activations=True)[None], PLAN, Directive(activations=True))
     assert payload.trajectories.dtype == np.float64
-    assert payload.trajectories.tolist() == [[(4 * column + layer) / 8 for layer in range(3)] for column in range(4)]
-    assert payload.depth_means.tolist() == [(4 * column + 3) / 8 for column in range(4)]
+    assert payload.trajectories.tolist() == [[(3 * column + layer) / 8 for layer in range(3)] for column in range(4)]
     first = payload.first_token
     assert first is not None
     assert (first.log_max_prob, first.entropy, first.token, payload.gated) == (-0.5, 1.25, 17, False)
@@ -180,7 +179,7 @@ def test_a_replaced_probe_is_said() -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (0, "layer 0"), (4 * 3 + 2, "layer 2"), (4 * 1 + 3, "the depth mean"), (LOGITS, "first token"),
+        (0, "layer 0"), (3 * 3 + 2, "layer 2"), (LOGITS, "first token"),
         (LOGITS + 1, "first token"), (PLAN.payload, "attention_head"),
         (PLAN.payload + PLAN.activation_floats() - 1, "residual_stream"),
     ],
