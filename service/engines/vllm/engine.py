@@ -268,7 +268,7 @@ class VllmEngine:
         return ProbeLease(directive, self._plan, columns, self._slots)
 
     def close(self) -> None:
-        """Cancel all requests and end vLLM's processes.  Not to be called on ``loop``; later calls raise EngineError."""
+        """End all requests and vLLM's processes.  Not to be called on ``loop``; later calls raise EngineError."""
         if self._closed:
             return
         self._closed = True
