@@ -22,10 +22,7 @@ SEGMENT = 65_536  # characters encoded at a time to find out whether a text is f
 
 
 def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
-    """Raise PromptTooLong for a prompt of at least twice as many tokens as the context holds, at the cost of so many.
-
-    Encoding a text of megabytes takes seconds.  In pieces it has a few more tokens at each seam, not twice as many.
-    """
+    """Raise PromptTooLong for texts of over twice the context's tokens, encoded in pieces at the cost of so many."""
     most = engine.identity.max_tokens
     segment = max(SEGMENT, 4 * most)
     if sum(map(len, texts)) <= segment:
@@ -162,21 +159,16 @@ class Tokens:
         self._tokenizer = tokenizer
 
     def tokenize(self, text: str) -> list[int]:
-        """Encode plain text, with the tokenizer's own special tokens in front.  Raises RequestError on lone surrogates.
-
-        An end token that the tokenizer appends is removed, because t* is the prompt's last token.
-        """
+        """Encode plain text, without an appended end token: t* is the prompt's last.  Raises RequestError."""
         ids = self._encode(text, special=True)
         end = getattr(self._tokenizer, "eos_token_id", None)
         appended = bool(ids) and ids[-1] == end and self._encode(text, special=False)[-1:] != [end]
         return ids[:-1] if appended else ids
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Encode messages through the chat template, with its generation prompt, so that t* is its last token.
+        """Encode messages by the chat template, generation prompt included.  Raises RequestError if it cannot.
 
-        The template writes its own special tokens, so none are added; those that a message spells out are encoded as
-        the text that they are, so that no message can end its turn and begin another.  Raises RequestError if there is
-        no chat template or the template refuses the messages.
+        Special tokens that a message spells out are encoded as text: no message can end its turn and begin another.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise _refused("this model's tokenizer has no chat template; send `prompt` or `input_ids` instead")
@@ -208,10 +200,7 @@ class Tokens:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the serialisation, without padding and truncation, which are settings of a call.
-
-        A slow tokenizer has no such serialisation: its class, vocabulary and special tokens are used instead.
-        """
+        """The sha256 of the serialisation without padding and truncation; of a slow one, of class and vocabulary."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             content = json.loads(backend.to_str())
@@ -242,7 +231,6 @@ class Tokens:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Every special token as it is spelt, and the characters that stand in for them."""
         return re.compile("|".join([*map(re.escape, self.special_tokens), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
 
     def _reveal(self, text: str, hidden: Mapping[str, str]) -> list[int]:

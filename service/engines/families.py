@@ -49,10 +49,7 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class SiteModule:
-    """Which module of a block has the activations of a site, and whether they are its input or its output.
-
-    vLLM reads inputs of the attention output projection only, where it has computed them; of other sites, outputs.
-    """
+    """Which module of a block has a site's activations.  vLLM reads inputs of the attention output projection only."""
 
     path: Callable[[Family], str]  # from the block; "" is the block itself
     is_input: bool = False

@@ -120,8 +120,6 @@ def _at_work(cache: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the file says of itself."""
-
     weights: int
     head_dim: int | None  # None: it does not say
     adds_bos: bool | None  # None: it does not say

@@ -79,11 +79,7 @@ def looks_like_path(model: str) -> bool:
 
 @functools.cache
 def reachable(model: str, revision: str | None) -> bool:
-    """Return whether the hub has the model; False where it cannot be reached, and the model was downloaded before.
-
-    Asks once in a process, before transformers asks five times.  Raises ModelLoadError: the hub has no such model, or
-    cannot be reached and nothing is here either.
-    """
+    """Return whether the hub has the model; False: out of reach, but downloaded before.  Raises ModelLoadError."""
     from huggingface_hub import constants, errors, get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
 
     hub = constants.ENDPOINT

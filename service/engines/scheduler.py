@@ -103,10 +103,9 @@ class RequestQueue:
         insort_right(self.waiting, request, key=lambda waiting: waiting.turn.place)
 
     def next_batch(self) -> list[EngineRequest]:
-        """Remove and return the next batch, and remove who has left; empty if no request can start.
+        """Remove and return the next batch; empty if no request can start.  Who has left is removed.
 
-        Requests that may be decoded form batches of their own, whose KV caches together with those of the answers stay
-        within the limit.  A request larger than the limit runs alone, when no cache is held.
+        Requests that may be decoded form batches of their own; one larger than the whole cache runs alone.
         """
         self.waiting = [request for request in self.waiting if not request.cancelled]
         candidates = list(islice(self._startable(), MAX_CANDIDATES))
@@ -127,7 +126,6 @@ class RequestQueue:
         return batch
 
     def _startable(self) -> Iterator[EngineRequest]:
-        """Yield requests in order, without those whose KV cache does not fit now."""
         blocked, held = False, Counter[str]()
         for answer in self.answering:
             held[answer.turn.caller] += answer.kv_tokens
@@ -165,10 +163,7 @@ class Scheduled:
     scores_overtake_answers = True
 
     def __init__(self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0) -> None:
-        """Own ``batch``; ``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.
-
-        ``max_wait_s`` is the batching delay: the longest wait for a batch as large as the last one.
-        """
+        """Own ``batch``; ``max_kv_tokens``: of all answers; ``max_wait_s``: for a batch as large as the last."""
         self.batch = batch
         self.identity, self.counters, self.special_tokens = batch.identity, batch.counters, batch.special_tokens
         self.max_batch_tokens: int = batch.max_batch_tokens
@@ -363,7 +358,6 @@ class Scheduled:
                 self._queue.answering.remove(request)
 
     def _abandon(self, batch: Sequence[EngineRequest]) -> None:
-        """End all requests, after the engine was closed or failed during ``batch``."""
         error = EngineError("the engine was closed" if self._closed else "the engine's thread failed")
         with self._changed:
             left = [*batch, *self._queue.waiting, *self._queue.answering]

@@ -29,10 +29,9 @@ TOKENS = 3  # of the input with which an attention block is checked
 
 
 class SiteReadout:
-    """One site's probe slots, and the current step's activations, on this rank.
+    """One site's probe slots and the step's activations on this rank, whose own heads are (first, count).
 
-    ``heads`` are the rank's own, as (first, count): the directions of other heads are zeros here, and the results of
-    all ranks are summed.  If every rank holds all heads (``split`` False), only the ``leading`` rank contributes.
+    Results of all ranks are summed; where each has all heads (``split`` False), only ``leading`` contributes.
     """
 
     def __init__(
@@ -146,10 +145,7 @@ def install(
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:
-    """Return this rank's blocks by layer.  Raises EngineError for an unknown module tree.
-
-    vLLM's own models keep the checkpoint's names; its Transformers backend and multimodal classes add an outer module.
-    """
+    """Return this rank's blocks by layer, also inside modules that vLLM's backends add.  Raises EngineError."""
     tail = family.blocks.split(".", 1)[-1]
     for path in (family.blocks, f"model.{tail}", f"language_model.model.{tail}", f"model.language_model.{tail}"):
         try:
@@ -185,10 +181,9 @@ class _Reached(Exception):
 
 
 def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size: int, like: Tensor) -> Any:
-    """Return vLLM's attention layer, whose result is what the output projection is given.
+    """Return vLLM's attention layer, whose result must be what the output projection is given, else raise EngineError.
 
-    Runs the layer's attention block with its attention replaced, in the dtype and on the device of ``like``.  Raises
-    EngineError where something happens in between (a gate, a norm): the probes were trained on what goes in.
+    Runs the block with its attention replaced, in the dtype and on the device of ``like``, which finds gates and norms.
     """
     path, _, name = family.projection.rpartition(".")
     parent: Any = block.get_submodule(path)

@@ -26,11 +26,7 @@ class _Slot:
 
 
 class Slots:
-    """Leases the workers' probe slots to requests.  To be used on one event loop only.
-
-    A slot keeps its probe until the prefills of all prompts that use it have been read.  Other slots can be
-    overwritten: a bundle replaces another one without a restart.
-    """
+    """Leases of the workers' probe slots, on one event loop; a slot is overwritten only while no request uses it."""
 
     def __init__(self, plan: Plan, write: Callable[[int, Probes], Awaitable[str]]) -> None:
         """``write(index, probes)`` writes a probe into a slot of its site on every rank, and returns its digest."""

@@ -105,10 +105,9 @@ class VllmEngine:
 
     @classmethod
     def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop, generate: Any | None = None) -> VllmEngine:
-        """Return an engine on an ``AsyncLLM`` that the caller has started on ``loop`` and will shut down.
+        """Return an engine on the caller's ``AsyncLLM``, which runs on ``loop``.  Raises as ``load`` does.
 
-        ``generate`` is vLLM's own method, where the caller has put another one in its place.  Not to be called on that
-        loop's thread.  Raises as ``load`` does.
+        ``generate``: vLLM's own method, if the caller has replaced it.  Not to be called on ``loop``'s thread.
         """
         launch.check_installed()
         config = async_llm.vllm_config.model_config
@@ -120,12 +119,9 @@ class VllmEngine:
         cls, options: EngineOptions, *, sites: Sequence[Site] = tuple(Site), slots: int = SLOTS, rows: bool = False,
         threads: int | None = None,
     ) -> VllmEngine:  # fmt: skip
-        """Start vLLM on a model folder or hub name, on an event loop of its own, and run the self-test.
+        """Start vLLM on a folder or hub name, and test it.  Raises ModelLoadError, UnknownFamily, EngineError.
 
-        sites, slots: what is compiled in; a site's slots bound how many probes can be read there at the same time.
-        rows: also compile in the return of whole activations (``extract``), for training.
-        threads: CPU threads, shared by all ranks.
-        Raises ModelLoadError, UnknownFamily, or EngineError if the worker is not ours or the self-test fails.
+        ``sites``, ``slots``: compiled in; ``rows``: gives activations, for training; ``threads``: of all ranks.
         """
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
@@ -155,11 +151,7 @@ class VllmEngine:
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
     ) -> Extraction:
-        """Return every layer's activations at t*, [n, m, width] float32 per site, and each first-token distribution.
-
-        With ``sampling`` prefill and answer are one request.  Raises EngineError unless loaded with ``rows`` and these
-        sites.
-        """
+        """Return ``base.LoadedModel.extract``'s.  Raises EngineError unless loaded with ``rows`` and these sites."""
         check_onset_only(poolings)
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
             raise EngineError(
@@ -228,7 +220,6 @@ class VllmEngine:
         self, prompt: base.TokenIds, probes: Sequence[Probes], first_token: bool, sampling: Sampling | None,
         gate: EngineGate | None, turn: base.Turn = base.FIRST_COME,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
-        """Answer on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
         answer = _Answer()
         try:
@@ -341,8 +332,6 @@ class VllmEngine:
 
 
 class _Answer:
-    """An answer, assembled from a request's outputs."""
-
     def __init__(self) -> None:
         self.steps = 0
         self._text, self._tokens = "", list[int]()
@@ -364,12 +353,7 @@ class _Answer:
 
 
 def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
-    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode.
-
-    Sends random prompts and a random probe through the same requests that serve.  Golden prompts (``Scorer``) then
-    compare with recorded numbers; this finds what a single recorded prompt cannot show: readouts of another prompt or
-    of the token before t*, a forward pass without the readout, or one with an earlier probe.
-    """
+    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode."""
 
     def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
         return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])

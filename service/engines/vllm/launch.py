@@ -48,10 +48,7 @@ RESERVED = {
 
 
 def follow_parent() -> None:
-    """End this process, from a thread, when its parent has ended, even if that was killed; else it keeps its memory.
-
-    Does nothing in a process that asked for no following, or has no parent.
-    """
+    """End this process when its parent has ended, even if that was killed; only in one started with ``FOLLOW``."""
     parent = multiprocessing.parent_process()
 
     def end_after(parent: Any) -> None:

@@ -49,11 +49,7 @@ class StepLayout:
 
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """Return the requests whose t*, the prompt's last token, is the last token of their part of this step.
-
-    Only then does the step sample their first token, with which the payload is returned; after a preemption t* can also
-    lie in the middle of a chunk.
-    """
+    """Return the requests whose t* is the last token of their part of this step, which samples their first."""
     ends = step.emits & (step.computed + np.diff(step.starts) == step.prompts)
     onsets = []
     for row in map(int, np.flatnonzero(ends)):
@@ -64,10 +60,7 @@ def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]
 
 
 class Reader:
-    """A worker's plan, each site's readout, and the numbers of the current step.
-
-    ``group`` is vLLM's, of the ranks that split each layer; None: there is one rank.
-    """
+    """A worker's plan, its sites' readouts and the step's numbers.  ``group``: of ranks that split layers."""
 
     def __init__(self, plan: Plan, sites: dict[Site, SiteReadout], group: Any, device: torch.device) -> None:
         self.plan, self.sites, self.device = plan, sites, device

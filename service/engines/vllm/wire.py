@@ -102,11 +102,7 @@ class Directive:
 
     @classmethod
     def decode(cls, extra_args: Mapping[str, Any] | None, plan: Plan) -> Directive | None:
-        """Return the request's directive; None if it has none, or one that ``encode`` did not write for this plan.
-
-        A request without a directive gets no payload, and is refused where one was asked for.  Nothing that a caller
-        could write may raise in a worker, which would end the engine.
-        """
+        """Return the request's directive; None unless ``encode`` wrote it for this plan.  Never raises."""
         try:
             wire = (extra_args or {})[KEY]
             gate, end_token, context = None, None, NO_CONTEXT

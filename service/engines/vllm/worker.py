@@ -146,7 +146,6 @@ def adopt(runner: Any, reader: Reader) -> None:
 
 
 def _take_earlier(intermediate: Any) -> Tensor | None:
-    """Remove the readouts of earlier stages from the tensors that they passed on."""
     return None if intermediate is None else intermediate.tensors.pop(STAGE_KEY, None)
 
 
@@ -173,7 +172,6 @@ class V1Reading:
         return not self.hallutracer.keeps and super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``after``."""
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         values = self.hallutracer.after(self.hallutracer_earlier)
         self.hallutracer_earlier = None
