@@ -178,7 +178,7 @@ def sigmoid(z: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineGate:
-    """Stop before the answer unless ``risk.risk < threshold`` or no fact is asked for; ``context``: of the next probes."""
+    """Stop before the answer unless risk < threshold or no fact is asked for.  ``context``: of the next probes."""
 
     weight: tuple[float, ...]  # in the order of ``probes_store.manifest.SIGNALS``
     intercept: float

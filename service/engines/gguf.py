@@ -84,10 +84,8 @@ def folder_of(file: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(cache).free, facts.weights * NEEDED
     if free < needed:
-        raise _refused(
-            f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB "
-            "free; make room, or set HALLUTRACER_CACHE to a folder elsewhere"
-        )
+        said = f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB free"
+        raise _refused(f"{said}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
     with _at_work(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))
@@ -109,9 +107,7 @@ def _at_work(cache: Path) -> Iterator[None]:
     try:
         lock = lock_of(cache).open("a+")
     except OSError as error:
-        raise _refused(
-            f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE to a folder that can be written"
-        ) from None
+        raise _refused(f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE elsewhere") from None
     with lock:
         with suppress(OSError):  # a file system without locks: nobody can lock it alone either, so nobody removes
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -132,9 +128,7 @@ def _facts(file: Path) -> _Facts:
         from gguf import GGUFReader
         from gguf.quants import _type_traits  # the types that it can dequantize
     except ImportError:
-        raise _refused(
-            "reading a GGUF file needs the packages gguf and accelerate: pip install gguf accelerate"
-        ) from None
+        raise _refused("a GGUF file needs two packages: pip install gguf accelerate") from None
     try:
         reader = GGUFReader(file)
 
@@ -154,10 +148,7 @@ def _facts(file: Path) -> _Facts:
     if shards > 1:
         raise _refused(f"{file} is one of {shards} parts; merge them: llama-gguf-split --merge {file.name} whole.gguf")
     if unknown := sorted(kind.name for kind in types if kind.name not in PLAIN and kind not in _type_traits):
-        raise _refused(
-            f"{file} holds weights of type {unknown[0]}, which cannot be dequantized here; use another quantization "
-            "of the model, such as Q4_K_M or Q8_0"
-        )
+        raise _refused(f"{file} has weights of type {unknown[0]}, which are not read here; use Q4_K_M or Q8_0")
     return _Facts(
         weights, None if head_dim is None else int(head_dim), by_default if adds_bos is None else adds_bos, adds_eos
     )

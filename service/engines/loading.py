@@ -74,11 +74,8 @@ def load(options: EngineOptions) -> tuple[Any, ModelFiles]:
     arguments |= {"dtype": choose_dtype(options.dtype, files.config, device), **options.extra}
     model, report = _attempt("weights", options, lambda: AutoModelForCausalLM.from_pretrained(**arguments))
     if missing := sorted(report["missing_keys"]):
-        raise ModelLoadError(
-            f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}, which "
-            "would be random; download the model again, or check that config.json belongs to these weights",
-            param="model",
-        )
+        said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
+        raise ModelLoadError(f"{said}; download the model again", param="model")
     return _attempt("weights", options, lambda: model.to(device)), files
 
 
@@ -93,10 +90,8 @@ def check_options(options: EngineOptions) -> None:
         if not valid:
             raise ModelLoadError(f"{name} is {getattr(options, name)!r}; it must {expected}", param=name)
     if unknown:
-        raise ModelLoadError(
-            f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(sorted(EXTRA_OPTIONS))}",
-            param="extra",
-        )
+        said = f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(EXTRA_OPTIONS)}"
+        raise ModelLoadError(said, param="extra")
 
 
 def check_folder(folder: Path) -> None:
@@ -148,10 +143,7 @@ def _attempt(what: str, options: EngineOptions, action: Callable[[], Any]) -> An
         told = str(error).lower()
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if full or "out of memory" in told or "can't allocate memory" in told:
-            message = (
-                f"{options.model} does not fit into memory on device {options.device}; use a smaller model, dtype "
-                "bfloat16 or another device"
-            )
+            message = f"{options.model} does not fit into memory on device {options.device}; use dtype bfloat16"
         else:
             message = f"the {what} of {options.model} cannot be loaded: {type(error).__name__}: {error}"
         raise ModelLoadError(message, param="model") from error
@@ -166,9 +158,7 @@ def weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
             if missing := [file.name for file in files if not file.is_file()]:
-                raise ModelLoadError(
-                    f"{index} names {', '.join(missing)}, which is not there; download the model again"
-                )
+                raise ModelLoadError(f"{index} names {', '.join(missing)}, which is not there; download it again")
             return files
     return []
 

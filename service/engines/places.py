@@ -64,10 +64,8 @@ def place_of(model: str) -> Path | None:
         return PACKAGED[model].path
     if looks_like_path(model):
         shown = model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
-        raise ModelLoadError(
-            f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file or a hub name",
-            param="model",
-        )
+        said = f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file or a hub name"
+        raise ModelLoadError(said, param="model")
     return None
 
 

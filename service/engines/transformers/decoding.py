@@ -161,10 +161,7 @@ class KvContinuation:
                     self._decoder.step_together([self])
                 logits, self._ahead = cast(Tensor, self._ahead), None
                 if self._ids and bool(torch.isnan(logits).any()):  # the first ones were checked with the prefill
-                    raise NonFiniteReadout(
-                        "the logits of a decode step hold a NaN; the model overflowed: load it with dtype bfloat16 or "
-                        "float32"
-                    )
+                    raise NonFiniteReadout("the logits of a decode step hold a NaN: load the model with dtype bfloat16")
                 token = pick(logits, sampling, generator)
                 self._ids.append(token)
                 if self.states is not None and self._sum is not None:

@@ -26,7 +26,7 @@ from service.engines.checks import Tokens, check_onset_only, check_prompts, chec
 from service.engines.families import ModelModules, locate
 from service.engines.transformers import decoding, hooks
 from service.engines.transformers.decoding import KvContinuation
-from service.engines.transformers.hooks import ActivationBuffer, Batch, OnsetIndex, Prefilled, ProbeStack, TruthLogits
+from service.engines.transformers.hooks import ActivationBuffer, Batch, Prefilled, ProbeStack, TruthLogits
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -253,10 +253,7 @@ class TransformersEngine:
         for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
             states: Sequence[Tensor | None] = [None] * len(group)
             if group[0].states is not None:  # then all are traced
-                sink, onset = (
-                    self._buffer([Site.RESIDUAL_STREAM], len(group)),
-                    OnsetIndex([0] * len(group), self._device),
-                )
+                sink, onset = self._buffer([Site.RESIDUAL_STREAM], len(group)), hooks.at_onsets([0], self._device)
                 with hooks.reading(self._modules, self._head, sink, onset, stop=False):
                     logits = decoding.next_logits(self._model, group, self._device)
                 states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)
@@ -291,7 +288,7 @@ class TransformersEngine:
         """Run as ``_logits``; None if not ``full``, which ends at the last readout."""
         self.counters.forward_tokens += sum(batch.lengths)
         self.counters.prefills += len(batch.index)
-        onset = OnsetIndex(batch.onsets, self._device)
+        onset = hooks.at_onsets(batch.onsets, self._device)
         if batch.prefix and cache is None:
             cache = self._new_cache(batch)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}

@@ -164,20 +164,12 @@ class LastReadout(Exception):  # noqa: N818 - not an error: it ends a forward pa
     """Raised by the last hook, so that nothing runs after the last readout."""
 
 
-class OnsetIndex:
-    """Selects t* from [batch, positions, width] tensors."""
-
-    def __init__(self, positions: Sequence[int], device: torch.device) -> None:
-        self._common = positions[0] if len(set(positions)) == 1 else None  # one column: a view, no gather
-        if self._common is None:
-            self._batch = torch.arange(len(positions), device=device)
-            self._position = torch.tensor(positions, device=device)
-
-    def of(self, states: Tensor) -> Tensor:
-        """Return [batch, width] of [batch, positions, width]."""
-        if self._common is not None:
-            return states.select(1, self._common)
-        return states[self._batch, self._position]
+def at_onsets(positions: Sequence[int], device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return what selects t*, [batch, width] of [batch, positions, width]."""
+    if len(set(positions)) == 1:  # one column: a view, no gather
+        return lambda states: states.select(1, positions[0])
+    batch, columns = torch.arange(len(positions), device=device), torch.tensor(positions, device=device)
+    return lambda states: states[batch, columns]
 
 
 class ProbeStack:
@@ -251,7 +243,7 @@ Sink = TruthLogits | ActivationBuffer
 
 @contextmanager
 def reading(
-    modules: ModelModules, head: torch.nn.Module, sink: Sink, onset: OnsetIndex, *, stop: bool
+    modules: ModelModules, head: torch.nn.Module, sink: Sink, onset: Callable[[Tensor], Tensor], *, stop: bool
 ) -> Iterator[None]:
     """Attach one forward pass's hooks at the sink's sites; with ``stop``, the last readout raises LastReadout.
 
@@ -262,7 +254,7 @@ def reading(
     def reader(site: Site, layer: int) -> Any:
         def hook(_module: torch.nn.Module, *tensors: Tensor | tuple[Tensor, ...]) -> None:
             given = tensors[-1]  # a module's output, or its inputs
-            sink.take(site, layer, onset.of(given[0] if isinstance(given, tuple) else given))
+            sink.take(site, layer, onset(given[0] if isinstance(given, tuple) else given))
             if stop and layer == modules.geometry.num_layers - 1:
                 left.remove(site)
                 if not left:
@@ -271,7 +263,7 @@ def reading(
         return hook
 
     def before_head(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (onset.of(inputs[0]).unsqueeze(1),)
+        return (onset(inputs[0]).unsqueeze(1),)
 
     handles = []
     try:

@@ -112,9 +112,7 @@ def _keep_residual(hidden: Tensor, residual: Tensor | None, order: Tensor, site:
     _sites[site].keep(hidden, residual)
 
 
-_library.impl(  # type: ignore[no-untyped-call]
-    "keep_residual", _keep_residual, "CompositeExplicitAutograd"
-)
+_library.impl("keep_residual", _keep_residual, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(KEEP, lambda hidden, residual, order, site: None)
 
 
@@ -156,10 +154,8 @@ def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn
         if len(children) != num_layers:
             raise EngineError(f"{family.name}: {path} has {len(children)} blocks in vLLM, {num_layers} were expected")
         return {layer: block for layer, block in enumerate(children) if type(block).__name__ != "PPMissingLayer"}
-    raise EngineError(
-        f"{family.name}: vLLM's {type(model).__name__} has no blocks at the known paths; this model is not supported "
-        "by --engine vllm, use --engine transformers"
-    )
+    said = f"vLLM's {type(model).__name__} has no blocks at the known paths; use --engine transformers"
+    raise EngineError(f"{family.name}: {said}")
 
 
 def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int, family: Family) -> int:
@@ -169,10 +165,8 @@ def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int,
         projection = block.get_submodule(family.projection)
         width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
-            raise EngineError(
-                f"{family.name}: layer {layer}'s {family.projection} takes {width} inputs on one of {tp_size} ranks, "
-                f"which does not match {heads} heads of size {head_dim}; use --engine transformers"
-            )
+            said = f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
+            raise EngineError(f"{family.name}: layer {layer}'s {family.projection} {said}; use --engine transformers")
     return int(width) // head_dim
 
 

@@ -73,16 +73,13 @@ class Slots:
 
     async def _put(self, probe: Probes) -> int:
         if probe.site not in self._plan.sites:
-            raise EngineError(
-                f"this engine was started without the site {probe.site}; restart it with a bundle that reads this site"
-            )
+            raise EngineError(f"this engine was started without the site {probe.site}; restart it with such a bundle")
         check_probe(probe, self._plan.geometry)
         free = [column for column, slot in enumerate(self._slots) if slot.site is probe.site and not slot.users]
         if not free:
             raise EngineError(
                 f"all {self._plan.slots} probe slots at {probe.site} are in use; load fewer bundles (one with context "
-                "probes needs up to four), or start with more: 'slots' of the key 'hallutracer' in vLLM's "
-                "--additional-config, or VllmEngine.load(slots=...)"
+                "probes needs up to four), or give more: 'slots' of the key 'hallutracer' in vLLM's --additional-config"
             )
         column = min(free, key=lambda column: self._slots[column].last_used)
         slot = self._slots[column]
@@ -135,16 +132,10 @@ def parameters_for(sampling: Sampling | None, directive: Directive | None) -> An
 
     chosen = sampling or Sampling(max_tokens=1)
     return SamplingParams(
-        max_tokens=chosen.max_tokens,
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        seed=chosen.seed,
-        stop=list(chosen.stop) or None,
-        detokenize=sampling is not None,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=None if directive is None else directive.encode(),
-        skip_clone=sampling is None,
-    )
+        max_tokens=chosen.max_tokens, temperature=chosen.temperature, top_p=chosen.top_p, seed=chosen.seed,
+        stop=list(chosen.stop) or None, detokenize=sampling is not None, output_kind=RequestOutputKind.DELTA,
+        extra_args=None if directive is None else directive.encode(), skip_clone=sampling is None,
+    )  # fmt: skip
 
 
 def times(output: Any) -> tuple[float, float]:

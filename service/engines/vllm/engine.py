@@ -20,16 +20,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from service.engines import base, loading
-from service.engines.base import (
-    Completion,
-    EngineGate,
-    EngineOptions,
-    Extraction,
-    PrefillResult,
-    Prompts,
-    Sampling,
-    Update,
-)  # fmt: skip
+from service.engines.base import Completion, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update
 from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, refuse_tracing
 from service.engines.families import text_config
@@ -154,17 +145,14 @@ class VllmEngine:
         """Return ``base.LoadedModel.extract``'s.  Raises EngineError unless loaded with ``rows`` and these sites."""
         check_onset_only(poolings)
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
-            raise EngineError(
-                "this engine was started for scoring; start it for training (rows=True) to extract activations"
-            )
+            raise EngineError("this engine was started for scoring; start it with rows=True to extract activations")
         if sampling is not None:
             check_sampling(sampling)
         found = self._answers(prompts, sampling, Directive(activations=True))
         payloads = [payload for payload, _ in found if payload is not None]
         if len(payloads) < len(prompts):
             raise base.unfinished()
-        geometry = self._plan.geometry
-        activations = {}
+        geometry, activations = self._plan.geometry, {}
         for site in sites:
             rows = np.array([payload.activations[site] for payload in payloads], np.float32)
             activations[site] = rows.reshape(len(prompts), geometry.num_layers, geometry.width(site))
@@ -204,7 +192,7 @@ class VllmEngine:
 
     async def answer(
         self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
-        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: base.Turn = base.FIRST_COME,
+        sampling: Sampling | None = None, gate: base.EngineGate | None = None, turn: base.Turn = base.FIRST_COME,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield ``base.Engine.answer``'s updates of one vLLM request; ``turn`` needs the policy "priority"."""
         if sampling is not None:
@@ -218,7 +206,7 @@ class VllmEngine:
 
     async def _answer(
         self, prompt: base.TokenIds, probes: Sequence[Probes], first_token: bool, sampling: Sampling | None,
-        gate: EngineGate | None, turn: base.Turn = base.FIRST_COME,
+        gate: base.EngineGate | None, turn: base.Turn = base.FIRST_COME,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
         answer = _Answer()
@@ -234,10 +222,9 @@ class VllmEngine:
                             return
                         continue
                     result, gated = lease.prefill(output, len(prompt))
+                    ends = output.finished and sampling is not None and not gated
                     if sampling is None or gated:
-                        piece, tokens, ends = "", 0, False
-                    else:
-                        ends = output.finished
+                        piece, tokens = "", 0
                     self.on_prefill(1, len(prompt))
                     completion, cached = answer.completion() if ends else None, int(output.num_cached_tokens or 0)
                     yield Update(result, piece, tokens, completion, cached, *times(output))
@@ -245,7 +232,7 @@ class VllmEngine:
             lease.release()
 
     async def lease(
-        self, probes: Sequence[Probes], *, first_token: bool = False, gate: EngineGate | None = None
+        self, probes: Sequence[Probes], *, first_token: bool = False, gate: base.EngineGate | None = None
     ) -> ProbeLease:
         """Keep the probes in their slots for one request, made here or by vLLM's own server.  Runs on ``loop``."""
         columns = await self._slots.hold(probes)
@@ -385,8 +372,6 @@ def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
             (apart(mirrored, -alone[:2]) <= most, "ignores a change of its probe: clear vLLM's compile cache too"),
         ):  # fmt: skip
             if not holds:
-                raise EngineError(
-                    f"self-test: the readout at {site} {problem}; install the supported vLLM version and restart"
-                )
+                raise EngineError(f"self-test: the readout at {site} {problem}; install the supported vLLM version")
     for rows in DECODED:
         engine.generate(prompts[:rows], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker

@@ -131,9 +131,7 @@ def adopt(runner: Any, reader: Reader) -> None:
     else:
         raise EngineError(f"{type(runner).__name__} is neither of vLLM 0.32's model runners; install vllm==0.32.0")
     runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
-    runner.hallutracer = reader
-    runner.hallutracer_directives = {}
-    runner.hallutracer_earlier = None
+    runner.hallutracer, runner.hallutracer_directives, runner.hallutracer_earlier = reader, {}, None
     # Both runners compute the step's logits before a sampler may change them in place.
     compute: Callable[..., Tensor | None] = runner.model.compute_logits
 
