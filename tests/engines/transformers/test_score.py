@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engines.base import BatchEngine, EngineOptions, Sampling
 from service.engines.transformers.engine import TransformersEngine
-from service.engines.transformers.hooks import Prefix, micro_batches, pad
+from service.engines.transformers.hooks import Prefix, micro_batches
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Site
 from service.risk import truth_logits
@@ -56,24 +56,6 @@ def test_score_equals_the_formula_on_single_prompt_activations(name: str, side: 
             np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    side=st.sampled_from(["left", "right"]),
-    name=st.sampled_from(["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]),
-    budget=st.sampled_from([1, 50, 8192]),
-    seed=st.integers(0, 1000),
-)
-def test_a_trajectory_does_not_depend_on_batch_mates(lengths, side, name, budget, seed) -> None:
-    engine = tiny.shared_engine(name, side, budget)
-    probe = tiny.probes(engine.identity.geometry, Site.ATTENTION_HEAD)
-    prompts = tiny.prompts(lengths, seed)
-    together = engine.score(prompts, [probe])
-    for prompt, onset in zip(prompts, together, strict=True):
-        alone = tiny.shared_engine(name).score([prompt], [probe])[0]
-        np.testing.assert_allclose(onset.trajectories[0], alone.trajectories[0], rtol=0, atol=1e-5)
-
-
 def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones() -> None:
     engine = tiny.longrope_engine()
     prompts, probes = tiny.prompts([5, 40]), [tiny.probes(engine.identity.geometry)]
@@ -101,7 +83,7 @@ def test_first_token_equals_the_models_own_logits(name: str, side: str) -> None:
         np.testing.assert_allclose(with_token.trajectories[0], without.trajectories[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_nothing_runs_after_the_last_readout(name: str) -> None:
     engine = tiny.engine(name)
     model, ran = tiny.modules(engine).model, []
@@ -198,19 +180,14 @@ def test_a_nan_is_refused_with_its_layer_and_prompt() -> None:
     assert len(engine.score([prompts[0], prompts[2]], [probe])) == 2
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"head": np.array([0, 1])}, "head has shape"),
-        ({"head": np.array([0, 4, 0])}, r"head .*\[0, 4\)"),
-        ({"site": Site.RESIDUAL_STREAM}, "direction has shape"),
-    ],
-    ids=str,
-)
-def test_probes_of_another_geometry_are_refused(changed: dict[str, Any], named: str) -> None:
+def test_probes_of_another_geometry_are_refused() -> None:
     engine = tiny.shared_engine("llama")
-    with pytest.raises(EngineError, match=named):
-        engine.score(tiny.prompts([4]), [replace(tiny.probes(engine.identity.geometry), **changed)])
+    for changed, named in (
+        ({"head": np.array([0, 1])}, "head has shape"), ({"head": np.array([0, 4, 0])}, r"head .*\[0, 4\)"),
+        ({"site": Site.RESIDUAL_STREAM}, "direction has shape"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=named):
+            engine.score(tiny.prompts([4]), [replace(tiny.probes(engine.identity.geometry), **changed)])
 
 
 def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_tokens() -> None:
@@ -234,15 +211,14 @@ def test_a_limited_number_of_probe_stacks_is_cached() -> None:
     assert (id(probes[1]),) not in engine._stacks
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gives_float32_logits_near_the_full_ones(dtype: torch.dtype) -> None:
-    half = tiny.TransformersEngine(tiny.model("llama").to(dtype), tiny.tokenizer())
+def test_half_precision_gives_float32_logits_near_the_full_ones() -> None:
     full = tiny.shared_engine("llama")
-    assert half.identity.dtype == str(dtype).removeprefix("torch.")
     probe, prompts = tiny.probes(full.identity.geometry), tiny.prompts([12, 5])
-    for a, b in zip(half.score(prompts, [probe], first_token=True), full.score(prompts, [probe]), strict=True):
-        assert np.abs(a.trajectories[0] - b.trajectories[0]).max() < 0.1
-        assert np.abs(a.trajectories[0] - b.trajectories[0]).max() > 0
+    for dtype in (torch.bfloat16, torch.float16):
+        half = tiny.TransformersEngine(tiny.model("llama").to(dtype), tiny.tokenizer())
+        assert half.identity.dtype == str(dtype).removeprefix("torch.")
+        for a, b in zip(half.score(prompts, [probe], first_token=True), full.score(prompts, [probe]), strict=True):
+            assert 0 < np.abs(a.trajectories[0] - b.trajectories[0]).max() < 0.1
 
 
 # Micro-batches
@@ -256,23 +232,6 @@ def test_every_prompt_is_in_one_batch_within_budget(lengths: list[int], budget: 
         assert len(group) == 1 or len(group) * max(lengths[index] for index in group) <= budget
         assert not equal or len({lengths[index] for index in group}) == 1
     assert micro_batches([4, 4, 4, 5], 16) == [[0, 1, 2], [3]]  # as full as the budget allows
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_keeps_ids_finds_the_onset_and_is_masked_where_attention_could_see_it(side: str) -> None:
-    prompts = [[1, 2, 3], [4], [5, 6]]
-    batch = pad(prompts, [2, 0, 1], side, 9, CPU)
-    assert batch.index == (2, 0, 1)
-    for row, index in enumerate(batch.index):
-        start, length = batch.starts[row], batch.lengths[row]
-        assert batch.input_ids[row, start : start + length].tolist() == prompts[index]
-        assert batch.input_ids[row, batch.onsets[row]] == prompts[index][-1]
-        assert (batch.input_ids[row] == 9).sum() == 3 - length
-    masks = None if side == "right" else [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
-    assert (None if batch.attention_mask is None else batch.attention_mask.tolist()) == masks
-    if batch.position_ids is not None:
-        assert batch.position_ids.tolist() == [[0, 0, 1], [0, 1, 2], [0, 0, 0]]
-    assert pad([[1, 2], [3, 4]], [0, 1], side, 0, CPU).attention_mask is None
 
 
 # The fixed beginning of chats

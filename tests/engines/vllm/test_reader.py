@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -365,13 +366,13 @@ WEIGHTS = [(1.5, 0.0, 0.0), (1.0, 0.7, -0.4), (0.0, 0.0, 1.0)]
 
 
 @pytest.mark.parametrize("slot", range(4))
-@pytest.mark.parametrize("weight", [(*weight, 0.0, 0.0, 0.0) for weight in WEIGHTS])
-@pytest.mark.parametrize("intercept", [-1.0, 0.3])
-def test_a_gate_closes_at_and_above_its_threshold(slot: int, weight: tuple[float, ...], intercept: float) -> None:
+def test_a_gate_closes_at_and_above_its_threshold(slot: int) -> None:
     """The risk is computed from exactly the numbers in the payload."""
-    _, _, exact = gated(EngineGate(weight, intercept, 2.0), slot=slot)
-    assert gated(EngineGate(weight, intercept, exact - 1e-4), slot=slot)[:2] == (True, END)
-    assert gated(EngineGate(weight, intercept, exact + 1e-4), slot=slot)[:2] == (False, 2)
+    for weights, intercept in product(WEIGHTS, (-1.0, 0.3)):
+        weight = (*weights, 0.0, 0.0, 0.0)
+        _, _, exact = gated(EngineGate(weight, intercept, 2.0), slot=slot)
+        assert gated(EngineGate(weight, intercept, exact - 1e-4), slot=slot)[:2] == (True, END)
+        assert gated(EngineGate(weight, intercept, exact + 1e-4), slot=slot)[:2] == (False, 2)
 
 
 @pytest.mark.parametrize("intercept", [-50.0, 0.0, 50.0])
