@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from service.engines.families import family_of
@@ -159,6 +158,7 @@ def _refused(message: str) -> ModelLoadError:
 
 
 def _convert(file: Path, facts: _Facts, folder: Path) -> None:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}

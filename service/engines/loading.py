@@ -96,15 +96,13 @@ def check_options(options: EngineOptions) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raise ModelLoadError for a file, or a folder without a config or without weights."""
-    if not folder.is_dir():
-        problem = "is neither a folder nor a GGUF file"
-    elif not (folder / "config.json").is_file():
-        problem = "has no config.json; it is not a transformers model folder"
-    elif not weight_files(folder):
-        problem = "has no weights; expected model.safetensors or pytorch_model.bin, or an index of shards"
-    else:
-        return
-    raise ModelLoadError(f"{folder} {problem}", param="model")
+    for wrong, problem in (
+        (not folder.is_dir(), "is neither a folder nor a GGUF file"),
+        (not (folder / "config.json").is_file(), "has no config.json; it is not a transformers model folder"),
+        (not weight_files(folder), f"has no weights; expected {' or '.join(SINGLE)}, or an index of shards"),
+    ):
+        if wrong:
+            raise ModelLoadError(f"{folder} {problem}", param="model")
 
 
 def choose_device(device: str) -> torch.device:
