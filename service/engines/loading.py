@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from service.engines import gguf, places
+from service.engines import places
 from service.engines.base import EngineOptions
 from service.engines.families import family_of, text_config
 from service.errors import ModelLoadError
@@ -44,7 +44,7 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
     if local is not None:
         if options.revision is not None:
             raise ModelLoadError(f"{local} is on disk, without revisions; leave it out", param="revision")
-        local = gguf.folder_of(local) if gguf.is_gguf(local) else local
+        local = places.folder_of(local) if places.is_gguf(local) else local
         check_folder(local)
     else:
         # Where the hub cannot be reached, what was downloaded before is read without asking for news of it.

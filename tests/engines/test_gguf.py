@@ -17,7 +17,7 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines import gguf, places
+from service.engines import places
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
@@ -133,7 +133,7 @@ def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_re
 ) -> None:
     """Locks are of open files: another thread's keep others off as another process's do."""
     file, other = write(tmp_path / "model.gguf", "qwen2"), write(tmp_path / "other.gguf", "qwen3")
-    convert, begun, go_on = gguf._convert, Queue[Path](), Event()
+    convert, begun, go_on = places._convert, Queue[Path](), Event()
 
     def waiting(file: Path, facts: Any, folder: Path) -> None:
         (folder / "part").write_text("half made")
@@ -143,36 +143,36 @@ def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_re
         convert(file, facts, folder)
 
     with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(gguf, "_convert", waiting)
-        slow = pool.submit(gguf.folder_of, file)
+        monkeypatch.setattr(places, "_convert", waiting)
+        slow = pool.submit(places.folder_of, file)
         folder = begun.get(timeout=300)
-        monkeypatch.setattr(gguf, "_convert", convert)
+        monkeypatch.setattr(places, "_convert", convert)
         try:
             for loaded in (other, other, file):
-                assert gguf.folder_of(loaded).is_dir()
+                assert places.folder_of(loaded).is_dir()
                 assert (folder / "part").exists()
         finally:
             go_on.set()
         made = slow.result(300)
-    assert made == gguf.folder_of(file)
+    assert made == places.folder_of(file)
     assert not list(cache.rglob(".making-*"))
     shutil.copytree(made, folder)  # one was killed
-    assert gguf.folder_of(other).is_dir()
+    assert places.folder_of(other).is_dir()
     assert [entry.name for entry in made.parent.iterdir()] == ["model"]
 
 
 def test_a_cache_that_is_only_read_is_good_enough_where_the_folder_is_there(tmp_path: Path, cache: Path) -> None:
     """As where an image brings it: nothing is written, not even a lock."""
     file = write(tmp_path / "model.gguf", "qwen2")
-    made = gguf.folder_of(file)
+    made = places.folder_of(file)
     (made.parent / ".making-left").mkdir()
-    lock = gguf.lock_of(cache)
+    lock = places.lock_of(cache)
     lock.unlink()
     lock.mkdir()  # cannot be opened as a file, not even by root
-    assert gguf.folder_of(file) == made
+    assert places.folder_of(file) == made
     shutil.rmtree(made)
     with pytest.raises(ModelLoadError, match="HALLUTRACER_CACHE"):
-        gguf.folder_of(file)
+        places.folder_of(file)
 
 
 def test_the_files_own_rule_for_the_first_token_is_kept(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_weights_beyond_float16_are_kept_in_bfloat16(tmp_path: Path, monkeypatch
         built.model.norm.weight[0] = 1e6
     monkeypatch.setattr("tests.engines.test_gguf.model", lambda family: built)
     file = write(tmp_path / "model.gguf", "qwen2")
-    assert hf.AutoConfig.from_pretrained(gguf.folder_of(file)).dtype == torch.bfloat16
+    assert hf.AutoConfig.from_pretrained(places.folder_of(file)).dtype == torch.bfloat16
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
