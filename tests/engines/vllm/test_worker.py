@@ -244,31 +244,24 @@ ARGS = OURS.encode()
 ADVANCES = "compute_prompt_token_id_logprobs"
 
 
-@pytest.mark.parametrize(
-    ("runner", "name", "parameters"),
-    [
+def test_overridden_methods_have_the_expected_parameters() -> None:
+    for runner, name, parameters in (
         (V1Runner, "execute_model", "scheduler_output intermediate_tensors"),
         (V1Runner, "_prepare_inputs", "scheduler_output num_scheduled_tokens"),
-        (V1Runner, "_sample", "logits spec_decode_metadata"),
-        (V1Runner, "sample_tokens", "grammar_output"),
-        (V2Runner, "add_requests", "scheduler_output"),
-        (V2Runner, "finish_requests", "scheduler_output"),
+        (V1Runner, "_sample", "logits spec_decode_metadata"), (V1Runner, "sample_tokens", "grammar_output"),
+        (V2Runner, "add_requests", "scheduler_output"), (V2Runner, "finish_requests", "scheduler_output"),
         (V2Runner, "execute_model", "scheduler_output intermediate_tensors dummy_run"),
-        (V2Runner, "sample", "hidden_states input_batch grammar_output"),
-        (V2Runner, "sample_tokens", "grammar_output"),
+        (V2Runner, "sample", "hidden_states input_batch grammar_output"), (V2Runner, "sample_tokens", "grammar_output"),
         (V2Runner, "gather_batch_req_state", "scheduler_output dummy_run"),
         (V2Runner, "prepare_inputs", "scheduler_output batch_req_state"),
         (PromptLogprobsWorker, ADVANCES, "logits_fn hidden_states input_batch prompt_lens"),
-    ],
-)
-def test_overridden_methods_have_the_expected_parameters(runner: type, name: str, parameters: str) -> None:
-    actual = list(inspect.signature(getattr(runner, name)).parameters)[1:]
-    assert actual[: len(parameters.split())] == parameters.split()
+    ):  # fmt: skip
+        actual = list(inspect.signature(getattr(runner, name)).parameters)[1:]
+        assert actual[: len(parameters.split())] == parameters.split(), (runner, name)
 
 
-@pytest.mark.parametrize(
-    ("method", "order"),
-    [
+def test_the_runners_call_in_the_order_that_is_needed() -> None:
+    for method, order in (
         # The rows are known before a graph is chosen and runs: in V2 it is chosen by what was gathered.
         (V1Runner.execute_model,
          ["self._prepare_inputs(", "self._determine_batch_execution_and_padding(", "self._model_forward("]),
@@ -277,11 +270,9 @@ def test_overridden_methods_have_the_expected_parameters(runner: type, name: str
          ["batch_req_state, uniform_tok_count = self.gather_batch_req_state(", "dispatch_cg_and_sync_dp(",
           "self.prepare_inputs("]),
         (V2Runner.sample_tokens, ["self.sample(", f"{ADVANCES}("]),  # ``gate`` comes before ``payloads``
-    ],
-)  # fmt: skip
-def test_the_runners_call_in_the_order_that_is_needed(method: Any, order: list[str]) -> None:
-    places = [inspect.getsource(method).index(call) for call in order]
-    assert sorted(places) == places
+    ):  # fmt: skip
+        places = [inspect.getsource(method).index(call) for call in order]
+        assert sorted(places) == places
 
 
 def test_the_fields_that_are_read_exist() -> None:
