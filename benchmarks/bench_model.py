@@ -104,8 +104,7 @@ class Direct(Talker):
 
 def _paths(shape: str, cache: Path) -> tuple[Path, Path]:
     from service.demo import MODEL_DIR
-    from service.engines.gguf import folder_of
-    from service.engines.places import PACKAGED
+    from service.engines.places import PACKAGED, folder_of
 
     store = cache / f"{shape}-probes"
     if shape in PACKAGED:

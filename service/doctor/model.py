@@ -82,11 +82,11 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
     ``unpack`` a GGUF file, too.  What is not the default and was trained on another model leaves ``loaded``.
     """
     from probes_store.manifest import check_identity
-    from service.engines import gguf, places
+    from service.engines import places
     from service.engines.places import place_of
 
     place = place_of(options.model)
-    if place is not None and gguf.is_gguf(place) and not unpack and gguf.unpacked(place) is None:
+    if place is not None and places.is_gguf(place) and not unpack and places.unpacked(place) is None:
         yield ok("model", f"{place.name}, {place.stat().st_size / 2**20:.0f} MiB, unpacked at the first start; "
                  "--load unpacks it and compares it with its bundles")  # fmt: skip
         return
@@ -145,7 +145,7 @@ def folders(store: Store, feedback: Path | None) -> dict[str, Path]:
 
     from huggingface_hub import constants
 
-    from service.engines.gguf import cache_folder
+    from service.engines.places import cache_folder
 
     found = {
         "bundles": store.root.absolute(),

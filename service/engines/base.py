@@ -178,11 +178,7 @@ def sigmoid(z: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineGate:
-    """An engine begins the answer only if ``risk < threshold``, or where the prompt asks for no fact.
-
-    The risk is the classifier's, from the first probe's depth mean and the other signals, with weight 0 for those that
-    it does not use (``risk.risk``).  ``context`` describes the request's next probes.
-    """
+    """Stop before the answer unless risk < threshold or no fact is asked for.  ``context``: of the next probes."""
 
     weight: tuple[float, ...]  # in the order of ``probes_store.manifest.SIGNALS``
     intercept: float
@@ -282,10 +278,7 @@ class LoadedModel(Protocol):
     def extract(
         self, prompts: Prompts, sites: Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
     ) -> Extraction:
-        """Prefill and return every layer's activations at t*, all heads; with ``sampling``, answers from that prefill.
-
-        Raises EngineError for ``poolings`` but last_1: the ablation's own engine pools.
-        """
+        """Return all heads' activations at t*; with ``sampling``, answers, too.  Raises EngineError for poolings."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:
         """Decode an answer to each prompt, in batches, for labelling."""
@@ -328,9 +321,7 @@ class Engine(LoadedModel, Protocol):
         self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
         sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
-        """Yield one prompt's prefill, then, with ``sampling``, its answer from the same KV cache.  On any event loop.
+        """Yield a prompt's prefill and, with ``sampling``, its answer; waiting prompts begin by ``turn``, then arrival.
 
-        Waiting prompts begin in the order of ``turn``, then of arrival.  If ``gate`` closes, the request ends with its
-        prefill.  Closing the generator, or cancelling the task that waits for it, ends the request.  Raises what
-        ``score`` raises, and EngineError once the engine has failed.
+        If ``gate`` closes, it ends with the prefill.  Closing it ends the request.  Raises what ``score`` raises.
         """

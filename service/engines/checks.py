@@ -22,10 +22,7 @@ SEGMENT = 65_536  # characters encoded at a time to find out whether a text is f
 
 
 def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
-    """Raise PromptTooLong for a prompt of at least twice as many tokens as the context holds, at the cost of so many.
-
-    Encoding a text of megabytes takes seconds.  In pieces it has a few more tokens at each seam, not twice as many.
-    """
+    """Raise PromptTooLong for texts of over twice the context's tokens, encoded in pieces at the cost of so many."""
     most = engine.identity.max_tokens
     segment = max(SEGMENT, 4 * most)
     if sum(map(len, texts)) <= segment:
@@ -39,10 +36,8 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
 
 
 def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
-    return PromptTooLong(
-        f"{what} {tokens} tokens and the model's context holds {most}; shorten the prompt (it is never truncated "
-        "silently)", param="prompt",
-    )  # fmt: skip
+    said = f"{what} {tokens} tokens and the model's context holds {most}; shorten the prompt, which is never truncated"
+    return PromptTooLong(said, param="prompt")
 
 
 def check_special_tokens(contents: Sequence[str], engine: LoadedModel) -> None:
@@ -50,19 +45,15 @@ def check_special_tokens(contents: Sequence[str], engine: LoadedModel) -> None:
     for number, content in enumerate(contents):
         found = next((token for token in engine.special_tokens if token in content), None)
         if found is not None:
-            raise RequestError(
-                f"message {number} spells out the special token {found!r}, which is refused here; remove it",
-                param=f"messages.{number}.content",
-            )
+            said = f"message {number} spells out the special token {found!r}, which is refused here; remove it"
+            raise RequestError(said, param=f"messages.{number}.content")
 
 
 def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None:
     """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt, naming its index."""
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise EmptyPrompt(
-                f"prompt {number} has no tokens, so it has no answer onset; send at least one token", param="input_ids"
-            )
+            raise EmptyPrompt(f"prompt {number} has no tokens; send at least one token", param="input_ids")
         if len(prompt) > max_tokens:
             raise _too_long(f"prompt {number} has", len(prompt), max_tokens)
         try:
@@ -74,10 +65,8 @@ def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None
             raise RequestError(f"prompt {number} is not a flat list of integer token ids", param="input_ids")
         if large or ids.min() < 0 or ids.max() >= vocabulary:
             shown = "beyond 64 bits" if large else int(ids.min() if ids.min() < 0 else ids.max())
-            raise RequestError(
-                f"prompt {number} holds token id {shown}; this model's vocabulary is 0 to {vocabulary - 1}",
-                param="input_ids",
-            )
+            said = f"prompt {number} holds token id {shown}; this model's vocabulary is 0 to {vocabulary - 1}"
+            raise RequestError(said, param="input_ids")
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -103,9 +92,7 @@ def check_probe(probe: Probes, geometry: Geometry) -> None:
                 "the bundle was fitted on another model or site: load one that matches"
             )
     if np.any((probe.head < 0) | (probe.head >= heads)):
-        raise EngineError(
-            f"the probes' head must lie in [0, {heads}) at site {probe.site}; found {probe.head.tolist()}"
-        )
+        raise EngineError(f"the probes' head must lie in [0, {heads}) at site {probe.site}, not {probe.head.tolist()}")
 
 
 def summarise(logits: Tensor) -> Tensor:
@@ -121,21 +108,15 @@ def summarise(logits: Tensor) -> Tensor:
 def first_token_of(summary: Sequence[float] | np.ndarray) -> FirstToken:
     """Return a summary [3] of ``summarise``, clipped to its range after rounding.  Raises NonFiniteReadout."""
     if not np.isfinite(summary).all():
-        raise NonFiniteReadout(
-            "the first token's logits hold a NaN or infinity; the model overflowed: load it with dtype bfloat16 or "
-            "float32, and check its weights"
-        )
+        raise NonFiniteReadout("the first token's logits hold a NaN or infinity: load the model with dtype bfloat16")
     log_max_prob, entropy, token = summary
     return FirstToken(min(0.0, float(log_max_prob)), max(0.0, float(entropy)), int(token))
 
 
 def refuse_tracing(engine: str) -> NoReturn:
     """Raise EngineError: an engine that decodes, but keeps neither log-probabilities nor states of its answers."""
-    raise EngineError(
-        f"the {engine} engine keeps neither log-probabilities nor states of its answers: load the model with the "
-        "transformers engine for methods that read answers, or leave them out",
-        param="methods",
-    )
+    said = f"the {engine} engine keeps neither log-probabilities nor states of its answers; use the transformers engine"
+    raise EngineError(said, param="methods")
 
 
 def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
@@ -146,10 +127,8 @@ def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
 def check_onset_only(poolings: Sequence[Pooling]) -> None:
     """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
-        raise EngineError(
-            f"the engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}: hallutracer "
-            "evaluate does, with the transformers engine", param="poolings",
-        )  # fmt: skip
+        said = f"the engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}; use 'evaluate'"
+        raise EngineError(said, param="poolings")
 
 
 STAND_INS = "\U000f0000", "\U000f03ff"  # of a private plane: 1,024 different special tokens in one request
@@ -162,21 +141,16 @@ class Tokens:
         self._tokenizer = tokenizer
 
     def tokenize(self, text: str) -> list[int]:
-        """Encode plain text, with the tokenizer's own special tokens in front.  Raises RequestError on lone surrogates.
-
-        An end token that the tokenizer appends is removed, because t* is the prompt's last token.
-        """
+        """Encode plain text, without an appended end token: t* is the prompt's last.  Raises RequestError."""
         ids = self._encode(text, special=True)
         end = getattr(self._tokenizer, "eos_token_id", None)
         appended = bool(ids) and ids[-1] == end and self._encode(text, special=False)[-1:] != [end]
         return ids[:-1] if appended else ids
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Encode messages through the chat template, with its generation prompt, so that t* is its last token.
+        """Encode messages by the chat template, generation prompt included.  Raises RequestError if it cannot.
 
-        The template writes its own special tokens, so none are added; those that a message spells out are encoded as
-        the text that they are, so that no message can end its turn and begin another.  Raises RequestError if there is
-        no chat template or the template refuses the messages.
+        Special tokens that a message spells out are encoded as text: no message can end its turn and begin another.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise _refused("this model's tokenizer has no chat template; send `prompt` or `input_ids` instead")
@@ -208,10 +182,7 @@ class Tokens:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the serialisation, without padding and truncation, which are settings of a call.
-
-        A slow tokenizer has no such serialisation: its class, vocabulary and special tokens are used instead.
-        """
+        """The sha256 of the serialisation without padding and truncation; of a slow one, of class and vocabulary."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             content = json.loads(backend.to_str())
@@ -242,7 +213,6 @@ class Tokens:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Every special token as it is spelt, and the characters that stand in for them."""
         return re.compile("|".join([*map(re.escape, self.special_tokens), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
 
     def _reveal(self, text: str, hidden: Mapping[str, str]) -> list[int]:

@@ -49,10 +49,7 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class SiteModule:
-    """Which module of a block has the activations of a site, and whether they are its input or its output.
-
-    vLLM reads inputs of the attention output projection only, where it has computed them; of other sites, outputs.
-    """
+    """Which module of a block has a site's activations.  vLLM reads inputs of the attention output projection only."""
 
     path: Callable[[Family], str]  # from the block; "" is the block itself
     is_input: bool = False
@@ -81,8 +78,7 @@ def family_of(config: Any) -> Family:
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise UnknownFamily(
         f"model_type {model_type!r} is not a known model family. Known: {known}. "
-        "To add it, write one row in service/engines/families.py (FAMILIES): where its blocks are, and the attention "
-        "output projection within a block."
+        "To add it, write one row in service/engines/families.py (FAMILIES)."
     )
 
 
@@ -99,10 +95,7 @@ def geometry(config: Any) -> Geometry:
     head_dim = getattr(text, "head_dim", None)
     if head_dim is None:
         if hidden % heads:
-            raise EngineError(
-                f"config: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is no "
-                "head_dim; add head_dim to the config"
-            )
+            raise EngineError(f"config: hidden_size {hidden} is not a multiple of {heads} heads; add head_dim to it")
         head_dim = hidden // heads
     return Geometry(num_layers=int(text.num_hidden_layers), num_heads=heads, head_dim=int(head_dim), hidden_size=hidden)
 
@@ -137,7 +130,4 @@ def _submodule(root: nn.Module, path: str, family: Family) -> nn.Module:
     try:
         return root.get_submodule(path)
     except AttributeError as error:
-        raise EngineError(
-            f"{family.name}: {type(root).__name__} has no module {path!r} ({error}); correct the row in "
-            "service/engines/families.py"
-        ) from error
+        raise EngineError(f"{family.name}: {type(root).__name__} has no module {path!r}: correct its row") from error

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from service.engines import gguf, places
+from service.engines import places
 from service.engines.base import EngineOptions
 from service.engines.families import family_of, text_config
 from service.errors import ModelLoadError
@@ -44,7 +44,7 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
     if local is not None:
         if options.revision is not None:
             raise ModelLoadError(f"{local} is on disk, without revisions; leave it out", param="revision")
-        local = gguf.folder_of(local) if gguf.is_gguf(local) else local
+        local = places.folder_of(local) if places.is_gguf(local) else local
         check_folder(local)
     else:
         # Where the hub cannot be reached, what was downloaded before is read without asking for news of it.
@@ -74,11 +74,8 @@ def load(options: EngineOptions) -> tuple[Any, ModelFiles]:
     arguments |= {"dtype": choose_dtype(options.dtype, files.config, device), **options.extra}
     model, report = _attempt("weights", options, lambda: AutoModelForCausalLM.from_pretrained(**arguments))
     if missing := sorted(report["missing_keys"]):
-        raise ModelLoadError(
-            f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}, which "
-            "would be random; download the model again, or check that config.json belongs to these weights",
-            param="model",
-        )
+        said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
+        raise ModelLoadError(f"{said}; download the model again", param="model")
     return _attempt("weights", options, lambda: model.to(device)), files
 
 
@@ -93,23 +90,19 @@ def check_options(options: EngineOptions) -> None:
         if not valid:
             raise ModelLoadError(f"{name} is {getattr(options, name)!r}; it must {expected}", param=name)
     if unknown:
-        raise ModelLoadError(
-            f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(sorted(EXTRA_OPTIONS))}",
-            param="extra",
-        )
+        said = f"the transformers engine has no option {', '.join(unknown)}; it takes {', '.join(EXTRA_OPTIONS)}"
+        raise ModelLoadError(said, param="extra")
 
 
 def check_folder(folder: Path) -> None:
     """Raise ModelLoadError for a file, or a folder without a config or without weights."""
-    if not folder.is_dir():
-        problem = "is neither a folder nor a GGUF file"
-    elif not (folder / "config.json").is_file():
-        problem = "has no config.json; it is not a transformers model folder"
-    elif not weight_files(folder):
-        problem = "has no weights; expected model.safetensors or pytorch_model.bin, or an index of shards"
-    else:
-        return
-    raise ModelLoadError(f"{folder} {problem}", param="model")
+    for wrong, problem in (
+        (not folder.is_dir(), "is neither a folder nor a GGUF file"),
+        (not (folder / "config.json").is_file(), "has no config.json; it is not a transformers model folder"),
+        (not weight_files(folder), f"has no weights; expected {' or '.join(SINGLE)}, or an index of shards"),
+    ):
+        if wrong:
+            raise ModelLoadError(f"{folder} {problem}", param="model")
 
 
 def choose_device(device: str) -> torch.device:
@@ -148,10 +141,7 @@ def _attempt(what: str, options: EngineOptions, action: Callable[[], Any]) -> An
         told = str(error).lower()
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if full or "out of memory" in told or "can't allocate memory" in told:
-            message = (
-                f"{options.model} does not fit into memory on device {options.device}; use a smaller model, dtype "
-                "bfloat16 or another device"
-            )
+            message = f"{options.model} does not fit into memory on device {options.device}; use dtype bfloat16"
         else:
             message = f"the {what} of {options.model} cannot be loaded: {type(error).__name__}: {error}"
         raise ModelLoadError(message, param="model") from error
@@ -166,19 +156,13 @@ def weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
             if missing := [file.name for file in files if not file.is_file()]:
-                raise ModelLoadError(
-                    f"{index} names {', '.join(missing)}, which is not there; download the model again"
-                )
+                raise ModelLoadError(f"{index} names {', '.join(missing)}, which is not there; download it again")
             return files
     return []
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Return sha256 over config.json and each weight file's name, size and sha256 of its first and last MiB.
-
-    Reading only both ends takes milliseconds instead of minutes for tens of gigabytes.  It detects a wrong model, not a
-    deliberate edit in the middle of a file.
-    """
+    """Return sha256 over config.json and each weight file's name, size and both ends, a MiB each."""
     digest = hashlib.sha256(_canonical(_read_json(folder / "config.json")))
     for file in weight_files(folder):
         size = file.stat().st_size

@@ -1,14 +1,28 @@
-"""Where a model is, from its name: a folder, a GGUF file, a Python package or the hub.  Loads no torch."""
+"""Where a model is, from its name: a folder, a GGUF file, a Python package or the hub.  Loads no torch at import.
+
+A GGUF file is dequantized once, by transformers, into a folder of the cache that is named after the file's sha256: both
+engines read the same weights, and the fingerprint does not change between starts.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import functools
-from contextlib import suppress
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
-from service.errors import ModelLoadError
+from tqdm import tqdm
+
+from service.engines.families import family_of
+from service.errors import HalluTracerError, ModelLoadError
 
 CONFIG = "config.json"
 TIMEOUT_S = 5.0
@@ -64,10 +78,8 @@ def place_of(model: str) -> Path | None:
         return PACKAGED[model].path
     if looks_like_path(model):
         shown = model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
-        raise ModelLoadError(
-            f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file or a hub name",
-            param="model",
-        )
+        said = f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file or a hub name"
+        raise ModelLoadError(said, param="model")
     return None
 
 
@@ -79,11 +91,7 @@ def looks_like_path(model: str) -> bool:
 
 @functools.cache
 def reachable(model: str, revision: str | None) -> bool:
-    """Return whether the hub has the model; False where it cannot be reached, and the model was downloaded before.
-
-    Asks once in a process, before transformers asks five times.  Raises ModelLoadError: the hub has no such model, or
-    cannot be reached and nothing is here either.
-    """
+    """Return whether the hub has the model; False: out of reach, but downloaded before.  Raises ModelLoadError."""
     from huggingface_hub import constants, errors, get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
 
     hub = constants.ENDPOINT
@@ -110,3 +118,185 @@ def reachable(model: str, revision: str | None) -> bool:
             "give a folder"
         )
     raise ModelLoadError(problem, param="model") from None
+
+
+CONVERTER = 1  # part of the cache's folder names: raised where a conversion gives something else than before
+CHUNK = 1 << 24
+PROGRESS_FROM = 1 << 30  # bytes from which hashing shows its progress
+NEEDED = 2 * 1.1  # bytes of free space asked for, per weight
+MAKING = ".making-"  # how the names of folders begin that are not whole yet
+PLAIN = frozenset({"F32", "F16", "BF16"})
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether it is a file that is to be read as GGUF, by its name or its first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return path.suffix == ".gguf" or stream.read(4) == b"GGUF"
+
+
+def cache_folder() -> Path:
+    """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder."""
+    if given := os.environ.get("HALLUTRACER_CACHE"):
+        return Path(given).expanduser() / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "models"
+
+
+def lock_of(cache: Path) -> Path:
+    """Return the file that processes of all containers lock: shared to unpack, alone to clean up."""
+    return cache.with_name(f".{cache.name}.lock")
+
+
+def unpacked(file: Path) -> Path | None:
+    """Return the folder of a GGUF file if ``folder_of`` has made it.  Reads the file once, for its sha256."""
+    folder = _folder_in(cache_folder(), file)
+    return folder if folder.is_dir() else None
+
+
+def _folder_in(cache: Path, file: Path) -> Path:
+    digest, size = hashlib.sha256(), file.stat().st_size
+    with (
+        file.open("rb") as stream,
+        tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {file.name}", disable=size < PROGRESS_FROM) as bar,
+    ):
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return cache / f"{digest.hexdigest()[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
+
+
+def folder_of(file: Path) -> Path:
+    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
+    cache = cache_folder()
+    folder = _folder_in(cache, file)
+    if any(cache.glob(f"*/{MAKING}*")):  # left half made by killed processes, unless one is at work there now
+        with suppress(OSError), lock_of(cache).open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in cache.glob(f"*/{MAKING}*"):
+                shutil.rmtree(left, ignore_errors=True)
+    if folder.is_dir():
+        return folder
+    facts = _facts(file)
+    cache.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(cache).free, facts.weights * NEEDED
+    if free < needed:
+        said = f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB free"
+        raise _refused(f"{said}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
+    with _at_work(cache):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))
+        try:
+            _convert(file, facts, aside)
+            try:
+                aside.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # another process was first
+                    raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _at_work(cache: Path) -> Iterator[None]:
+    """Keep others from removing what this process unpacks.  Raises ModelLoadError where the cache is read-only."""
+    try:
+        lock = lock_of(cache).open("a+")
+    except OSError as error:
+        raise _refused(f"cannot write {lock_of(cache)}: {error.strerror}; set HALLUTRACER_CACHE elsewhere") from None
+    with lock:
+        with suppress(OSError):  # a file system without locks: nobody can lock it alone either, so nobody removes
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+@dataclass(frozen=True)
+class _Facts:
+    weights: int
+    head_dim: int | None  # None: it does not say
+    adds_bos: bool | None  # None: it does not say
+    adds_eos: bool
+
+
+def _facts(file: Path) -> _Facts:
+    """Raise ModelLoadError for a file that is damaged, or whose weights cannot be read here."""
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import _type_traits  # the types that it can dequantize
+    except ImportError:
+        raise _refused("a GGUF file needs two packages: pip install gguf accelerate") from None
+    try:
+        reader = GGUFReader(file)
+
+        def said(name: str) -> Any:
+            field = reader.get_field(name)
+            return None if field is None else field.contents()
+
+        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        # llama.cpp's default for SentencePiece vocabularies is a first token.
+        by_default = True if said("tokenizer.ggml.model") == "llama" else None
+        adds_bos, adds_eos = said("tokenizer.ggml.add_bos_token"), bool(said("tokenizer.ggml.add_eos_token"))
+        head_dim = said(f"{said('general.architecture')}.attention.key_length")
+        shards = int(said("split.count") or 1)
+        types = {tensor.tensor_type for tensor in reader.tensors}
+    except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+        raise _refused(f"{file} is not a sound GGUF file ({error}); download it again") from error
+    if shards > 1:
+        raise _refused(f"{file} is one of {shards} parts; merge them: llama-gguf-split --merge {file.name} whole.gguf")
+    if unknown := sorted(kind.name for kind in types if kind.name not in PLAIN and kind not in _type_traits):
+        raise _refused(f"{file} has weights of type {unknown[0]}, which are not read here; use Q4_K_M or Q8_0")
+    return _Facts(
+        weights, None if head_dim is None else int(head_dim), by_default if adds_bos is None else adds_bos, adds_eos
+    )
+
+
+def _refused(message: str) -> ModelLoadError:
+    return ModelLoadError(message, param="model")
+
+
+def _convert(file: Path, facts: _Facts, folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source["local_files_only"] = True
+    try:
+        config = AutoConfig.from_pretrained(**source)
+        family_of(config)
+        if facts.head_dim is not None and hasattr(config, "head_dim"):
+            config.head_dim = facts.head_dim  # which the conversion forgets
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float16)
+        if not all(bool(torch.isfinite(one).all()) for one in model.parameters()):  # beyond float16's range
+            model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.bfloat16)
+        settings = model.config.to_dict()
+        settings.pop("quantization_config", None)  # refuses to be saved
+        with torch.device("meta"):
+            plain = type(model)(type(model.config).from_dict(settings))
+        plain.load_state_dict(model.state_dict(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = model.generation_config
+    except HalluTracerError:
+        raise
+    except Exception as error:  # formats raise their own types
+        raise _refused(f"{file} cannot be converted: {type(error).__name__}: {error}") from error
+    if facts.adds_bos is not None:
+        _carry_special_tokens(tokenizer, facts.adds_bos, facts.adds_eos)
+    tokenizer.save_pretrained(folder)
+    plain.save_pretrained(folder)
+
+
+def _carry_special_tokens(tokenizer: Any, adds_bos: bool, adds_eos: bool) -> None:
+    """Make the converted tokenizer begin and end a text as the file's own does, which the conversion forgets."""
+    from tokenizers.processors import TemplateProcessing
+
+    ids = tokenizer("a")["input_ids"]
+    if (ids[:1] == [tokenizer.bos_token_id], ids[-1:] == [tokenizer.eos_token_id]) == (adds_bos, adds_eos):
+        return
+    if adds_bos and tokenizer.bos_token is None:
+        raise _refused("the GGUF file asks for a first token and names none")
+    parts = [tokenizer.bos_token] * adds_bos + ["$A"] + [tokenizer.eos_token] * adds_eos
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in parts if token != "$A"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=" ".join(parts), special_tokens=special)
+    tokenizer.init_kwargs |= {"add_bos_token": adds_bos, "add_eos_token": adds_eos}

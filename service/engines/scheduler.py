@@ -1,12 +1,11 @@
 """An ``Engine`` on any batch engine: one thread that runs batches of similar lengths and decodes callers in turn.
 
-In each turn it takes a batch from the queue, runs one forward pass for all of its bundles, ends requests whose gate
-closes, and decodes for as long as the forward pass took.  A batch starts with the first prompt in the order of turns
-(``serving/fair_share``); those of similar length join it while the padding stays small.  A step of decoding takes one
-answer of each caller, then a second of each: two hundred answers of one leave another a token in every step.
+Each turn runs one forward pass for a batch and all of its bundles, ends requests whose gate closes, and decodes for as
+long as that took.  A batch starts with the first prompt in the order of turns (``serving/fair_share``); those of
+similar length join it.  A step of decoding takes one answer of each caller, then a second of each.
 
 The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
-when two threads have run torch, OpenMP has too few cores and stops spinning, which makes small ones 2.5 times slower.
+when two threads have run torch, OpenMP stops spinning, which makes small forward passes 2.5 times slower.
 """
 
 from __future__ import annotations
@@ -25,18 +24,8 @@ from functools import partial
 from itertools import count, islice
 from typing import ParamSpec, TypeVar
 
-from service.engines.base import (
-    FIRST_COME,
-    BatchEngine,
-    Continuation,
-    EngineGate,
-    PrefillResult,
-    Sampling,
-    TokenIds,
-    TorchModel,
-    Turn,
-    Update,
-)  # fmt: skip
+from service.engines import base
+from service.engines.base import FIRST_COME, BatchEngine, EngineGate, PrefillResult, Sampling, TokenIds, Turn, Update
 from service.engines.bridge import Outbox, Outboxes, receive
 from service.engines.checks import check_sampling
 from service.errors import EngineError
@@ -68,7 +57,7 @@ class EngineRequest:
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
     finished: bool = False  # written by the engine's thread
-    continuation: Continuation | None = None  # while it is being decoded
+    continuation: base.Continuation | None = None  # while it is being decoded
     pieces: Iterator[str] = iter(())
     served: int = 0  # number of its latest step, over all answers
 
@@ -103,10 +92,9 @@ class RequestQueue:
         insort_right(self.waiting, request, key=lambda waiting: waiting.turn.place)
 
     def next_batch(self) -> list[EngineRequest]:
-        """Remove and return the next batch, and remove who has left; empty if no request can start.
+        """Remove and return the next batch; empty if no request can start.  Who has left is removed.
 
-        Requests that may be decoded form batches of their own, whose KV caches together with those of the answers stay
-        within the limit.  A request larger than the limit runs alone, when no cache is held.
+        Requests that may be decoded form batches of their own; one larger than the whole cache runs alone.
         """
         self.waiting = [request for request in self.waiting if not request.cancelled]
         candidates = list(islice(self._startable(), MAX_CANDIDATES))
@@ -127,7 +115,6 @@ class RequestQueue:
         return batch
 
     def _startable(self) -> Iterator[EngineRequest]:
-        """Yield requests in order, without those whose KV cache does not fit now."""
         blocked, held = False, Counter[str]()
         for answer in self.answering:
             held[answer.turn.caller] += answer.kv_tokens
@@ -165,10 +152,7 @@ class Scheduled:
     scores_overtake_answers = True
 
     def __init__(self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0) -> None:
-        """Own ``batch``; ``max_kv_tokens`` limits the prompt and answer tokens of all answers being decoded.
-
-        ``max_wait_s`` is the batching delay: the longest wait for a batch as large as the last one.
-        """
+        """Own ``batch``; ``max_kv_tokens``: of all answers; ``max_wait_s``: for a batch as large as the last."""
         self.batch = batch
         self.identity, self.counters, self.special_tokens = batch.identity, batch.counters, batch.special_tokens
         self.max_batch_tokens: int = batch.max_batch_tokens
@@ -190,7 +174,7 @@ class Scheduled:
         self._last_batch = 0
 
     @property
-    def torch_model(self) -> TorchModel | None:
+    def torch_model(self) -> base.TorchModel | None:
         """The model's modules."""
         return self.batch.torch_model
 
@@ -302,7 +286,7 @@ class Scheduled:
         columns = {key: column for column, key in enumerate(sorted(distinct))}
         probes = [distinct[key] for key in columns]
         prompts = [request.prompt for request in batch]
-        continuations: Sequence[Continuation | None] = [None] * len(batch)
+        continuations: Sequence[base.Continuation | None] = [None] * len(batch)
         results: Sequence[PrefillResult]
         try:
             if batch[0].sampling is None:
@@ -363,7 +347,6 @@ class Scheduled:
                 self._queue.answering.remove(request)
 
     def _abandon(self, batch: Sequence[EngineRequest]) -> None:
-        """End all requests, after the engine was closed or failed during ``batch``."""
         error = EngineError("the engine was closed" if self._closed else "the engine's thread failed")
         with self._changed:
             left = [*batch, *self._queue.waiting, *self._queue.answering]

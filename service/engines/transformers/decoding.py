@@ -58,11 +58,7 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
 
 
 class TextStream:
-    """Incremental decoding whose joined pieces equal the tokenizer's decoding of all tokens.
-
-    Text that ends in an incomplete character, or that may be the start of a stop string, is held back until the next
-    token.  A stop string itself is never returned.
-    """
+    """Incremental decoding: the joined pieces are the text, and incomplete characters and stop strings wait."""
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._detokenize, self._stop = detokenize, tuple(stop)
@@ -116,10 +112,7 @@ class Decoder(BatchEngine, Protocol):
 
 
 class KvContinuation:
-    """A prefilled prompt and the answer decoded from it.  Implements ``base.Continuation``.
-
-    The answer ends with ``length`` where it fills the model's context.  With ``states``, those of t*, it is traced.
-    """
+    """A prefilled prompt and its answer (``base.Continuation``); with ``states``, of t*, it is traced."""
 
     def __init__(
         self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor, states: Tensor | None = None
@@ -144,11 +137,7 @@ class KvContinuation:
         return Completion(self._stream.text, tuple(self._ids), self._finish or "cancelled")
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """Yield each token's text as it is decoded from the prefill's cache, without running the prompt again.
-
-        A piece can be empty or hold the text of several tokens; the joined pieces are the answer.
-        Raises RequestError for invalid sampling options and EngineError after ``close`` or a first ``decode``.
-        """
+        """Yield each token's text; the joined pieces are the answer.  Raises RequestError, EngineError."""
         check_sampling(sampling)
         if self._stream is not None and self.cache is not None:
             raise EngineError("this continuation is already being decoded; call begin again for another answer")
@@ -172,10 +161,7 @@ class KvContinuation:
                     self._decoder.step_together([self])
                 logits, self._ahead = cast(Tensor, self._ahead), None
                 if self._ids and bool(torch.isnan(logits).any()):  # the first ones were checked with the prefill
-                    raise NonFiniteReadout(
-                        "the logits of a decode step hold a NaN; the model overflowed: load it with dtype bfloat16 or "
-                        "float32"
-                    )
+                    raise NonFiniteReadout("the logits of a decode step hold a NaN: load the model with dtype bfloat16")
                 token = pick(logits, sampling, generator)
                 self._ids.append(token)
                 if self.states is not None and self._sum is not None:
@@ -260,8 +246,6 @@ def next_logits(model: Any, rows: Sequence[KvContinuation], device: torch.device
 
 
 class _RowCaches(Cache):
-    """The caches of several prompts as one, for one token of each."""
-
     def __init__(self, rows: Sequence[Any]) -> None:
         super().__init__(layers=rows[0].layers)
         self._rows = rows
@@ -298,7 +282,6 @@ AttentionInterface.register(NAME, _attend)
 
 @contextmanager
 def _row_by_row(model: Any) -> Iterator[None]:
-    """Have the model's attention take the lists of ``_RowCaches``."""
     config = text_config(model.config)
     own = config._attn_implementation
     token = _implementation.set(own)

@@ -26,7 +26,7 @@ from service.engines.checks import Tokens, check_onset_only, check_prompts, chec
 from service.engines.families import ModelModules, locate
 from service.engines.transformers import decoding, hooks
 from service.engines.transformers.decoding import KvContinuation
-from service.engines.transformers.hooks import ActivationBuffer, Batch, OnsetIndex, Prefilled, ProbeStack, TruthLogits
+from service.engines.transformers.hooks import ActivationBuffer, Batch, Prefilled, ProbeStack, TruthLogits
 from service.errors import EngineError
 from service.readout import Pooling, Probes, Site
 
@@ -36,10 +36,9 @@ BATCH_TOKENS = {"cpu": 512}  # measured: larger batches overflow a CPU's caches 
 
 
 class TransformersEngine:
-    """Runs one model.  Implements ``base.BatchEngine``; a call during another thread's call raises EngineError.
+    """Runs one model (``base.BatchEngine``); a call during another thread's raises EngineError.
 
-    A prompt's readout does not depend on the other prompts of its batch: to 1e-5 in float32, and in half types to the
-    rounding of their kernels, which differs with the batch's shape.
+    A prompt's readout is independent of its batch: to 1e-5 in float32, in half types to the rounding of their kernels.
     """
 
     def __init__(
@@ -98,11 +97,7 @@ class TransformersEngine:
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.max_tokens)
 
     def score(self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False) -> list[PrefillResult]:
-        """Return trajectories [m] (Eq. trajectory) at t*, one per probe and prompt.
-
-        Without ``first_token`` the forward pass ends at the last readout.  Raises as ``check`` does, and
-        NonFiniteReadout.
-        """
+        """Return trajectories [m] (Eq. trajectory) at t* by prompt and probe.  Raises NonFiniteReadout."""
         with self._running(prompts):
             stack = self._stack(probes)
             done: list[Prefilled] = []
@@ -129,11 +124,7 @@ class TransformersEngine:
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
     ) -> Extraction:
-        """Return every layer's activations at t*, [n, m, width] float32 per site, and each first-token distribution.
-
-        With ``sampling`` each prompt is answered from the same prefill; an answer equals the one that its prompt gets
-        alone, and sampled ones share the seed.  Raises as ``score`` does, and EngineError for ``poolings``.
-        """
+        """Return activations at t*, [n, m, width] float32 per site; each answer is what its prompt gets alone."""
         check_onset_only(poolings)
         if sampling is not None:
             check_sampling(sampling)
@@ -248,7 +239,6 @@ class TransformersEngine:
         return hooks.micro_batches(budgets, self.max_decode_tokens // times)
 
     def _answer(self, begun: Collection[KvContinuation], samplings: Sequence[Sampling]) -> None:
-        """Decode to the end of every answer."""
         try:
             running = [(one, one.decode(own)) for one, own in zip(begun, samplings, strict=True)]
             while running:
@@ -263,10 +253,7 @@ class TransformersEngine:
         for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
             states: Sequence[Tensor | None] = [None] * len(group)
             if group[0].states is not None:  # then all are traced
-                sink, onset = (
-                    self._buffer([Site.RESIDUAL_STREAM], len(group)),
-                    OnsetIndex([0] * len(group), self._device),
-                )
+                sink, onset = self._buffer([Site.RESIDUAL_STREAM], len(group)), hooks.at_onsets([0], self._device)
                 with hooks.reading(self._modules, self._head, sink, onset, stop=False):
                     logits = decoding.next_logits(self._model, group, self._device)
                 states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)
@@ -301,7 +288,7 @@ class TransformersEngine:
         """Run as ``_logits``; None if not ``full``, which ends at the last readout."""
         self.counters.forward_tokens += sum(batch.lengths)
         self.counters.prefills += len(batch.index)
-        onset = OnsetIndex(batch.onsets, self._device)
+        onset = hooks.at_onsets(batch.onsets, self._device)
         if batch.prefix and cache is None:
             cache = self._new_cache(batch)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}

@@ -32,11 +32,7 @@ MAX_DECODE_TOKENS = 32_768
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts padded to one length.
-
-    ``index`` maps rows to the caller's prompts.  ``attention_mask`` and ``position_ids`` are None where causal
-    attention alone hides the padding: right padding, or prompts of one length.
-    """
+    """Prompts padded to one length.  Without mask and positions causal attention alone hides the padding."""
 
     index: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -136,10 +132,7 @@ def depends_on_longest(config: Any) -> bool:
 
 
 def tokens_worth_the_weights(model: Any) -> int:
-    """Return how many tokens' keys and values take as many bytes as the model's weights, at most ``MAX_DECODE_TOKENS``.
-
-    A step of decoding reads all weights and every row's cache: up to so many, a larger batch costs less than twice.
-    """
+    """Return how many tokens' keys and values are as large as the weights: larger batches cost twice."""
     shape = geometry(model.config)
     kv_heads = getattr(text_config(model.config), "num_key_value_heads", None) or shape.num_heads
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -171,28 +164,16 @@ class LastReadout(Exception):  # noqa: N818 - not an error: it ends a forward pa
     """Raised by the last hook, so that nothing runs after the last readout."""
 
 
-class OnsetIndex:
-    """Selects t* from [batch, positions, width] tensors."""
-
-    def __init__(self, positions: Sequence[int], device: torch.device) -> None:
-        self._common = positions[0] if len(set(positions)) == 1 else None  # one column: a view, no gather
-        if self._common is None:
-            self._batch = torch.arange(len(positions), device=device)
-            self._position = torch.tensor(positions, device=device)
-
-    def of(self, states: Tensor) -> Tensor:
-        """Return [batch, width] of [batch, positions, width]."""
-        if self._common is not None:
-            return states.select(1, self._common)
-        return states[self._batch, self._position]
+def at_onsets(positions: Sequence[int], device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return what selects t*, [batch, width] of [batch, positions, width]."""
+    if len(set(positions)) == 1:  # one column: a view, no gather
+        return lambda states: states.select(1, positions[0])
+    batch, columns = torch.arange(len(positions), device=device), torch.tensor(positions, device=device)
+    return lambda states: states[batch, columns]
 
 
 class ProbeStack:
-    """Several bundles' probes on the device, one weight [m, width, P] per site.
-
-    A column holds a probe's direction in the slice of its head and zeros elsewhere, so one small matrix product per
-    layer serves all probes of a site.
-    """
+    """Several bundles' probes on the device: one weight [m, width, P] per site, zero outside a probe's head."""
 
     def __init__(self, probes: Sequence[Probes], geometry: Geometry, device: torch.device) -> None:
         self.probes = tuple(probes)
@@ -262,19 +243,18 @@ Sink = TruthLogits | ActivationBuffer
 
 @contextmanager
 def reading(
-    modules: ModelModules, head: torch.nn.Module, sink: Sink, onset: OnsetIndex, *, stop: bool
+    modules: ModelModules, head: torch.nn.Module, sink: Sink, onset: Callable[[Tensor], Tensor], *, stop: bool
 ) -> Iterator[None]:
-    """Attach the hooks of one forward pass at the sink's sites (``families.SITES``), and remove them in any case.
+    """Attach one forward pass's hooks at the sink's sites; with ``stop``, the last readout raises LastReadout.
 
-    With ``stop`` the last readout raises LastReadout.  Without it the language-model head gets only the hidden states
-    at t*: logits are [batch, 1, vocab] whatever the prompts' lengths, in every family and with its own soft-capping.
+    Without it the head gets the hidden states at t* only: logits are [batch, 1, vocab] in every family.
     """
     left = set(sink.sites)  # to be read in the last layer
 
     def reader(site: Site, layer: int) -> Any:
         def hook(_module: torch.nn.Module, *tensors: Tensor | tuple[Tensor, ...]) -> None:
             given = tensors[-1]  # a module's output, or its inputs
-            sink.take(site, layer, onset.of(given[0] if isinstance(given, tuple) else given))
+            sink.take(site, layer, onset(given[0] if isinstance(given, tuple) else given))
             if stop and layer == modules.geometry.num_layers - 1:
                 left.remove(site)
                 if not left:
@@ -283,7 +263,7 @@ def reading(
         return hook
 
     def before_head(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (onset.of(inputs[0]).unsqueeze(1),)
+        return (onset(inputs[0]).unsqueeze(1),)
 
     handles = []
     try:

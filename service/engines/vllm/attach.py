@@ -4,8 +4,8 @@ At the attention site nothing of ours is in the compiled graph: vLLM runs attent
 operator that the compiler does not look into, and its result is what the output projection reads (which is checked).
 
 In each layer a forward pass keeps the rows of the step's answer onsets, and nothing else: one copy a layer.  The truth
-logits (Eq. logit) and the depth mean (Eq. detector) of every probe slot are computed from them after it, for all layers
-at once.  Probes are tensors: loading another bundle copies it into a slot, without recompilation or restart.
+logits (Eq. logit) of every probe slot are computed from them after it, for all layers at once.  Probes are tensors:
+another bundle is copied into a slot, without recompilation or restart.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ TOKENS = 3  # of the input with which an attention block is checked
 
 
 class SiteReadout:
-    """One site's probe slots, and the current step's activations, on this rank.
+    """One site's probe slots and the step's activations on this rank, whose own heads are (first, count).
 
-    ``heads`` are the rank's own, as (first, count): the directions of other heads are zeros here, and the results of
-    all ranks are summed.  If every rank holds all heads (``split`` False), only the ``leading`` rank contributes.
+    Results of all ranks are summed; where each has all heads (``split`` False), only ``leading`` contributes.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class SiteReadout:
         self.width = heads[1] * self.dim
         self.split = heads[1] < geometry.heads(site)
         self.leading = leading
-        self._share = 1.0 / geometry.num_layers
         size = (len(layers), plan.slots)
         self.head = torch.zeros(size, dtype=torch.int64, device=device)  # of this rank's
         self.direction = torch.zeros(*size, self.dim, dtype=torch.float32, device=device)  # v / scale
@@ -80,17 +78,16 @@ class SiteReadout:
         self._kept.append(kept)
 
     def read(self) -> Tensor:
-        """Return truth logits at the onsets, last the part of the depth mean; NaN unless every layer was kept once."""
+        """Return truth logits [layers, n, slots] at the onsets; NaN unless every layer was kept once."""
         assert self._onsets is not None
         count, layers = len(self._onsets), len(self.layers)
         slots = self.offset.shape[1]
         if len(self._kept) != layers:
-            return self.offset.new_full((layers + 1, count, slots), math.nan)
+            return self.offset.new_full((layers, count, slots), math.nan)
         heads = torch.stack(self._kept).view(layers, count, -1, self.dim)
         if heads.shape[2] > 1:
             heads = heads.gather(2, self.head[:, None, :, None].expand(-1, count, -1, self.dim))
-        logits = (heads.float() * self.direction[:, None]).sum(-1) + self.offset[:, None]
-        return torch.cat([logits, logits.sum(0, keepdim=True) * self._share])
+        return (heads.float() * self.direction[:, None]).sum(-1) + self.offset[:, None]
 
     def activations(self) -> Tensor:
         """Return what was kept, [layers, n, width] float32."""
@@ -115,9 +112,7 @@ def _keep_residual(hidden: Tensor, residual: Tensor | None, order: Tensor, site:
     _sites[site].keep(hidden, residual)
 
 
-_library.impl(  # type: ignore[no-untyped-call]
-    "keep_residual", _keep_residual, "CompositeExplicitAutograd"
-)
+_library.impl("keep_residual", _keep_residual, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(KEEP, lambda hidden, residual, order, site: None)
 
 
@@ -148,10 +143,7 @@ def install(
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:
-    """Return this rank's blocks by layer.  Raises EngineError for an unknown module tree.
-
-    vLLM's own models keep the checkpoint's names; its Transformers backend and multimodal classes add an outer module.
-    """
+    """Return this rank's blocks by layer, also inside modules that vLLM's backends add.  Raises EngineError."""
     tail = family.blocks.split(".", 1)[-1]
     for path in (family.blocks, f"model.{tail}", f"language_model.model.{tail}", f"model.language_model.{tail}"):
         try:
@@ -162,10 +154,8 @@ def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn
         if len(children) != num_layers:
             raise EngineError(f"{family.name}: {path} has {len(children)} blocks in vLLM, {num_layers} were expected")
         return {layer: block for layer, block in enumerate(children) if type(block).__name__ != "PPMissingLayer"}
-    raise EngineError(
-        f"{family.name}: vLLM's {type(model).__name__} has no blocks at the known paths; this model is not supported "
-        "by --engine vllm, use --engine transformers"
-    )
+    said = f"vLLM's {type(model).__name__} has no blocks at the known paths; use --engine transformers"
+    raise EngineError(f"{family.name}: {said}")
 
 
 def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int, family: Family) -> int:
@@ -175,10 +165,8 @@ def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int,
         projection = block.get_submodule(family.projection)
         width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
-            raise EngineError(
-                f"{family.name}: layer {layer}'s {family.projection} takes {width} inputs on one of {tp_size} ranks, "
-                f"which does not match {heads} heads of size {head_dim}; use --engine transformers"
-            )
+            said = f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
+            raise EngineError(f"{family.name}: layer {layer}'s {family.projection} {said}; use --engine transformers")
     return int(width) // head_dim
 
 
@@ -187,10 +175,9 @@ class _Reached(Exception):
 
 
 def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size: int, like: Tensor) -> Any:
-    """Return vLLM's attention layer, whose result is what the output projection is given.
+    """Return vLLM's attention layer, whose result must be what the output projection is given, else raise EngineError.
 
-    Runs the layer's attention block with its attention replaced, in the dtype and on the device of ``like``.  Raises
-    EngineError where something happens in between (a gate, a norm): the probes were trained on what goes in.
+    Runs the block with its attention replaced, in the dtype and on the device of ``like``, which finds gates and norms.
     """
     path, _, name = family.projection.rpartition(".")
     parent: Any = block.get_submodule(path)

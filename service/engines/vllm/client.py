@@ -1,116 +1,18 @@
-"""The request side of vLLM: its client, which probe is in which slot of its workers, and one request's outputs."""
+"""The request side of vLLM: which probe is in which slot of its workers, one request's parameters and outputs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
-
-from service.engines.base import Counters, PrefillResult, Sampling, TokenIds
-from service.engines.bridge import LoopThread, run_on
+from service.engines.base import PrefillResult, Sampling
 from service.engines.checks import check_probe
-from service.engines.vllm.launch import WORKER
-from service.engines.vllm.wire import Directive, Payload, Plan, probe_digest
-from service.errors import EngineError, ProbeReplaced, RequestError
+from service.engines.vllm.wire import Directive, Payload, Plan
+from service.errors import EngineError, ProbeReplaced
 from service.readout import Probes, Site
-
-
-class Client:
-    """One started ``AsyncLLM``, vLLM's own client, on one event loop, where all coroutines run."""
-
-    def __init__(
-        self, async_llm: Any, loop: asyncio.AbstractEventLoop | None = None, generate: Any | None = None
-    ) -> None:
-        """Use the running ``loop``; None starts one in a thread, which ``close`` ends.
-
-        ``generate`` is vLLM's own method, where ``async_llm`` has another one in its place.
-        """
-        self._own_loop: LoopThread | None = None
-        if loop is None:
-            self._own_loop = LoopThread("vllm-client")
-            loop = self._own_loop.loop
-        self.loop = loop
-        self.config = async_llm.vllm_config  # the ``VllmConfig`` that vLLM was started with
-        self.counters = Counters()
-        self._async_llm = async_llm
-        self._generate = generate or async_llm.generate
-        self._request_numbers = count()
-        self._closed = False
-
-    @property
-    def alive(self) -> bool:
-        """Whether vLLM is running."""
-        return not self._closed and not self._async_llm.errored
-
-    def check_open(self) -> None:
-        """Raise EngineError after ``close``."""
-        if self._closed:
-            raise EngineError("this engine is closed; load the model again")
-
-    async def outputs(self, prompt: TokenIds, parameters: Any, priority: int = 0) -> AsyncGenerator[Any, None]:
-        """Yield ``RequestOutput``s; closing cancels the request.  Raises EngineError if vLLM failed, RequestError."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        self.check_open()
-        self.counters.open_continuations += 1
-        first = True
-        name = f"hallutracer-{next(self._request_numbers)}"
-        stream = self._generate(tokens_input(list(prompt)), parameters, name, priority=priority)
-        try:
-            async for output in stream:
-                decoded = 0 if first else len(output.outputs[0].token_ids)
-                self.counters.prefills += first
-                self.counters.decode_steps += decoded
-                self.counters.forward_tokens += len(prompt) - int(output.num_cached_tokens or 0) if first else decoded
-                first = False
-                yield output
-        except EngineDeadError as error:
-            raise EngineError(f"vLLM has ended ({error}); its own messages say why.  Restart the service") from error
-        except EngineGenerateError as error:
-            raise EngineError(f"vLLM failed on this prompt: {error.__cause__ or error}") from error
-        except VLLMClientError as error:
-            raise RequestError(f"vLLM refuses this request: {error}") from error
-        finally:
-            self.counters.open_continuations -= 1
-            await stream.aclose()
-
-    async def describe(self) -> dict[str, Any]:
-        """Return the first worker's description of its readout.  Raises EngineError if the worker class is not ours."""
-        try:
-            return dict((await self._async_llm.collective_rpc("hallutracer_describe"))[0])
-        except Exception as error:
-            raise EngineError(
-                f"vLLM runs a worker without the readout ({error}); start it with --worker-cls {WORKER}"
-            ) from error
-
-    async def write(self, slot: int, probes: Probes) -> str:
-        """Write probes into a slot of their site on every worker; return their digest."""
-        table = np.concatenate([probes.direction, probes.bias[:, None], probes.scale[:, None]], axis=1)
-        head = [int(value) for value in probes.head]
-        numbers = np.ascontiguousarray(table, np.float32).tobytes()
-        await self._async_llm.collective_rpc("hallutracer_write", args=(slot, str(probes.site), head, numbers))
-        return probe_digest(str(probes.site), head, numbers)
-
-    def close(self) -> None:
-        """Cancel all requests and end vLLM's processes.  Not to be called on the loop.  Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        # vLLM's output handler is cancelled before the processes end: it would report their end as a failure.
-        if self._own_loop is not None:
-            self._own_loop.close()
-        elif (handler := self._async_llm.output_handler) is not None:
-            self.loop.call_soon_threadsafe(handler.cancel)
-            run_on(self.loop, asyncio.wait([handler]))
-        self._async_llm.shutdown()
-        # ``AsyncLLM.__del__`` fails during interpreter exit, when vLLM's modules are gone already: free it now.
-        self._async_llm = self._generate = None
 
 
 @dataclass
@@ -124,11 +26,7 @@ class _Slot:
 
 
 class Slots:
-    """Leases the workers' probe slots to requests.  To be used on one event loop only.
-
-    A slot keeps its probe until the prefills of all prompts that use it have been read.  Other slots can be
-    overwritten: a bundle replaces another one without a restart.
-    """
+    """Leases of the workers' probe slots, on one event loop; a slot is overwritten only while no request uses it."""
 
     def __init__(self, plan: Plan, write: Callable[[int, Probes], Awaitable[str]]) -> None:
         """``write(index, probes)`` writes a probe into a slot of its site on every rank, and returns its digest."""
@@ -175,16 +73,13 @@ class Slots:
 
     async def _put(self, probe: Probes) -> int:
         if probe.site not in self._plan.sites:
-            raise EngineError(
-                f"this engine was started without the site {probe.site}; restart it with a bundle that reads this site"
-            )
+            raise EngineError(f"this engine was started without the site {probe.site}; restart it with such a bundle")
         check_probe(probe, self._plan.geometry)
         free = [column for column, slot in enumerate(self._slots) if slot.site is probe.site and not slot.users]
         if not free:
             raise EngineError(
                 f"all {self._plan.slots} probe slots at {probe.site} are in use; load fewer bundles (one with context "
-                "probes needs up to four), or start with more: 'slots' of the key 'hallutracer' in vLLM's "
-                "--additional-config, or VllmEngine.load(slots=...)"
+                "probes needs up to four), or give more: 'slots' of the key 'hallutracer' in vLLM's --additional-config"
             )
         column = min(free, key=lambda column: self._slots[column].last_used)
         slot = self._slots[column]
@@ -237,16 +132,10 @@ def parameters_for(sampling: Sampling | None, directive: Directive | None) -> An
 
     chosen = sampling or Sampling(max_tokens=1)
     return SamplingParams(
-        max_tokens=chosen.max_tokens,
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        seed=chosen.seed,
-        stop=list(chosen.stop) or None,
-        detokenize=sampling is not None,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=None if directive is None else directive.encode(),
-        skip_clone=sampling is None,
-    )
+        max_tokens=chosen.max_tokens, temperature=chosen.temperature, top_p=chosen.top_p, seed=chosen.seed,
+        stop=list(chosen.stop) or None, detokenize=sampling is not None, output_kind=RequestOutputKind.DELTA,
+        extra_args=None if directive is None else directive.encode(), skip_clone=sampling is None,
+    )  # fmt: skip
 
 
 def times(output: Any) -> tuple[float, float]:

@@ -1,7 +1,7 @@
-"""``VllmEngine``: implements ``base.Engine`` on a vLLM client.
+"""``VllmEngine``: implements ``base.Engine`` on vLLM's own client, ``AsyncLLM``.
 
-vLLM schedules: prompts arrive at any time and share steps; it caches, preempts and cancels them.  vLLM's client and
-the coroutines here run on one event loop; the synchronous methods of ``base.Engine`` submit their work to it and wait.
+vLLM schedules: prompts arrive at any time and share steps; it caches, preempts and cancels them.  Its client and the
+coroutines here run on one event loop; the synchronous methods of ``base.Engine`` submit their work to it and wait.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,23 +20,14 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from service.engines import base, loading
-from service.engines.base import (
-    Completion,
-    EngineGate,
-    EngineOptions,
-    Extraction,
-    PrefillResult,
-    Prompts,
-    Sampling,
-    Update,
-)  # fmt: skip
-from service.engines.bridge import Outboxes, gather_all, relay, run_on
+from service.engines.base import Completion, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update
+from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, refuse_tracing
 from service.engines.families import text_config
 from service.engines.vllm import launch
-from service.engines.vllm.client import Client, ProbeLease, Slots, parameters_for, payload_of, times
-from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms
-from service.errors import EngineError
+from service.engines.vllm.client import ProbeLease, Slots, parameters_for, payload_of, times
+from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms, probe_digest
+from service.errors import EngineError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 
 T = TypeVar("T")
@@ -53,84 +45,85 @@ def slots_for(bundles: Iterable[Bundle]) -> int:
 
 
 class VllmEngine:
-    """One model on vLLM.  Implements ``base.Engine``."""
+    """One model on a started ``AsyncLLM``, all of whose coroutines run on ``loop``.  Implements ``base.Engine``."""
 
     scores_overtake_answers = False
+    torch_model = None  # the modules are in vLLM's processes
 
-    def __init__(self, client: Client, files: loading.ModelFiles) -> None:
-        """See ``load`` and ``around``.  Raises EngineError if the worker is not ours or the self-test fails."""
+    def __init__(
+        self, async_llm: Any, files: loading.ModelFiles, loop: asyncio.AbstractEventLoop | None = None,
+        generate: Any | None = None,
+    ) -> None:  # fmt: skip
+        """See ``load`` and ``around``; without ``loop`` it has one of its own and owns ``async_llm``."""
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
-        self._client = client
-        self._outboxes = Outboxes()
-        tokens = Tokens(files.tokenizer)
-        self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
-        self.special_tokens = tokens.special_tokens
-        self.counters = client.counters
-        self.loop = client.loop
-        self.torch_model = None  # the modules are in vLLM's processes
-        self._vocabulary = int(text_config(files.config).vocab_size)
-        # The token that a closed gate samples, which ends the request.
-        self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
-        config = client.config
-        self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
-        described = run_on(client.loop, client.describe())
-        sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
-        self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
-        self._slots = Slots(self._plan, self._client.write)
-        loaded = loading.changed_at_load(
-            loading.folder_fingerprint(files.folder), launch.changes_at_load(config, files.config)
-        )
-        self.identity = base.ModelIdentity(
-            model=files.name, revision=loading.revision_of(files.config), fingerprint=loaded,
-            architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
-            model_type=str(files.config.model_type), tokenizer=tokens.digest,
-            chat_template=tokens.chat_template_digest, geometry=self._plan.geometry,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            max_tokens=int(config.model_config.max_model_len),
-        )  # fmt: skip
-        launch.say("testing what is read")
-        # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
-        self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
+        self._own_loop: LoopThread | None = None
+        if loop is None:
+            self._own_loop = LoopThread("vllm-client")
+            loop = self._own_loop.loop
+        self.loop = loop
+        self._async_llm, self._generate = async_llm, generate or async_llm.generate
+        self._request_numbers, self._closed = count(), False
+        self._outboxes, self.counters = Outboxes(), base.Counters()
+        try:
+            tokens, config = Tokens(files.tokenizer), async_llm.vllm_config
+            self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
+            self.special_tokens = tokens.special_tokens
+            self._vocabulary = int(text_config(files.config).vocab_size)
+            # The token that a closed gate samples, which ends the request.
+            self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
+            self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
+            described = run_on(self.loop, self._describe())
+            sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
+            self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
+            self._slots = Slots(self._plan, self._write)
+            changes = launch.changes_at_load(config, files.config)
+            self.identity = base.ModelIdentity(
+                model=files.name, revision=loading.revision_of(files.config),
+                fingerprint=loading.changed_at_load(loading.folder_fingerprint(files.folder), changes),
+                architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
+                model_type=str(files.config.model_type), tokenizer=tokens.digest,
+                chat_template=tokens.chat_template_digest, geometry=self._plan.geometry,
+                dtype=str(config.model_config.dtype).removeprefix("torch."),
+                max_tokens=int(config.model_config.max_model_len),
+            )  # fmt: skip
+            launch.say("testing what is read")
+            # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
+            self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
+        except BaseException:
+            if self._own_loop is not None:
+                self.close()
+            raise
 
     @classmethod
     def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop, generate: Any | None = None) -> VllmEngine:
-        """Return an engine on an ``AsyncLLM`` that the caller has started on ``loop`` and will shut down.
+        """Return an engine on the caller's ``AsyncLLM``, which runs on ``loop``.  Raises as ``load`` does.
 
-        ``generate`` is vLLM's own method, where the caller has put another one in its place.  Not to be called on that
-        loop's thread.  Raises as ``load`` does.
+        ``generate``: vLLM's own method, if the caller has replaced it.  Not to be called on ``loop``'s thread.
         """
         launch.check_installed()
         config = async_llm.vllm_config.model_config
         options = EngineOptions(config.model, config.revision, trust_remote_code=config.trust_remote_code)
-        return cls(Client(async_llm, loop, generate), loading.find_model_files(options))
+        return cls(async_llm, loading.find_model_files(options), loop, generate)
 
     @classmethod
     def load(
         cls, options: EngineOptions, *, sites: Sequence[Site] = tuple(Site), slots: int = SLOTS, rows: bool = False,
         threads: int | None = None,
     ) -> VllmEngine:  # fmt: skip
-        """Start vLLM on a model folder or hub name, on an event loop of its own, and run the self-test.
+        """Start vLLM on a folder or hub name, and test it.  Raises ModelLoadError, UnknownFamily, EngineError.
 
-        sites, slots: what is compiled in; a site's slots bound how many probes can be read there at the same time.
-        rows: also compile in the return of whole activations (``extract``), for training.
-        threads: CPU threads, shared by all ranks.
-        Raises ModelLoadError naming the cause, or UnknownFamily.
+        ``sites``, ``slots``: compiled in; ``rows``: gives activations, for training; ``threads``: of all ranks.
         """
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)
         launch.say("starting its processes")
-        client = Client(launch.start(options, files, sites, slots, rows=rows, threads=threads))
-        try:
-            return cls(client, files)
-        except BaseException:
-            client.close()
-            raise
+        return cls(launch.start(options, files, sites, slots, rows=rows, threads=threads), files)
 
     @property
     def alive(self) -> bool:
         """Whether vLLM is running."""
-        return self._client.alive
+        return not self._closed and not self._async_llm.errored
 
     def check(self, prompts: Prompts) -> None:
         """Raise RequestError for the first prompt that vLLM cannot run: it needs room for one sampled token, too."""
@@ -149,24 +142,17 @@ class VllmEngine:
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
     ) -> Extraction:
-        """Return every layer's activations at t*, [n, m, width] float32 per site, and each first-token distribution.
-
-        With ``sampling`` prefill and answer are one request.  Raises EngineError unless loaded with ``rows`` and these
-        sites.
-        """
+        """Return ``base.LoadedModel.extract``'s.  Raises EngineError unless loaded with ``rows`` and these sites."""
         check_onset_only(poolings)
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
-            raise EngineError(
-                "this engine was started for scoring; start it for training (rows=True) to extract activations"
-            )
+            raise EngineError("this engine was started for scoring; start it with rows=True to extract activations")
         if sampling is not None:
             check_sampling(sampling)
         found = self._answers(prompts, sampling, Directive(activations=True))
         payloads = [payload for payload, _ in found if payload is not None]
         if len(payloads) < len(prompts):
             raise base.unfinished()
-        geometry = self._plan.geometry
-        activations = {}
+        geometry, activations = self._plan.geometry, {}
         for site in sites:
             rows = np.array([payload.activations[site] for payload in payloads], np.float32)
             activations[site] = rows.reshape(len(prompts), geometry.num_layers, geometry.width(site))
@@ -187,7 +173,7 @@ class VllmEngine:
 
         async def complete(prompt: base.TokenIds) -> tuple[Payload | None, Completion]:
             payload, answer = None, _Answer()
-            async with aclosing(self._client.outputs(prompt, parameters_for(sampling, directive))) as outputs:
+            async with aclosing(self._outputs(prompt, parameters_for(sampling, directive))) as outputs:
                 async for output in outputs:
                     if directive is not None:
                         payload = payload or payload_of(output, self._plan, directive)
@@ -206,7 +192,7 @@ class VllmEngine:
 
     async def answer(
         self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
-        sampling: Sampling | None = None, gate: EngineGate | None = None, turn: base.Turn = base.FIRST_COME,
+        sampling: Sampling | None = None, gate: base.EngineGate | None = None, turn: base.Turn = base.FIRST_COME,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield ``base.Engine.answer``'s updates of one vLLM request; ``turn`` needs the policy "priority"."""
         if sampling is not None:
@@ -220,14 +206,13 @@ class VllmEngine:
 
     async def _answer(
         self, prompt: base.TokenIds, probes: Sequence[Probes], first_token: bool, sampling: Sampling | None,
-        gate: EngineGate | None, turn: base.Turn = base.FIRST_COME,
+        gate: base.EngineGate | None, turn: base.Turn = base.FIRST_COME,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
-        """Answer on ``loop``."""
         lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
         answer = _Answer()
         try:
             parameters = parameters_for(sampling, lease.directive)
-            async with aclosing(self._client.outputs(prompt, parameters, turn.place)) as outputs:
+            async with aclosing(self._outputs(prompt, parameters, turn.place)) as outputs:
                 async for output in outputs:
                     piece, tokens = answer.add(output)
                     if answer.steps > 1:
@@ -237,10 +222,9 @@ class VllmEngine:
                             return
                         continue
                     result, gated = lease.prefill(output, len(prompt))
+                    ends = output.finished and sampling is not None and not gated
                     if sampling is None or gated:
-                        piece, tokens, ends = "", 0, False
-                    else:
-                        ends = output.finished
+                        piece, tokens = "", 0
                     self.on_prefill(1, len(prompt))
                     completion, cached = answer.completion() if ends else None, int(output.num_cached_tokens or 0)
                     yield Update(result, piece, tokens, completion, cached, *times(output))
@@ -248,7 +232,7 @@ class VllmEngine:
             lease.release()
 
     async def lease(
-        self, probes: Sequence[Probes], *, first_token: bool = False, gate: EngineGate | None = None
+        self, probes: Sequence[Probes], *, first_token: bool = False, gate: base.EngineGate | None = None
     ) -> ProbeLease:
         """Keep the probes in their slots for one request, made here or by vLLM's own server.  Runs on ``loop``."""
         columns = await self._slots.hold(probes)
@@ -262,20 +246,79 @@ class VllmEngine:
         return ProbeLease(directive, self._plan, columns, self._slots)
 
     def close(self) -> None:
-        """End vLLM's processes.  Later calls raise EngineError."""
-        self._client.close()
+        """End all requests and vLLM's processes.  Not to be called on ``loop``; later calls raise EngineError."""
+        if self._closed:
+            return
+        self._closed = True
+        # vLLM's output handler is cancelled before the processes end: it would report their end as a failure.
+        if self._own_loop is not None:
+            self._own_loop.close()
+        elif (handler := self._async_llm.output_handler) is not None:
+            self.loop.call_soon_threadsafe(handler.cancel)
+            run_on(self.loop, asyncio.wait([handler]))
+        self._async_llm.shutdown()
+        # ``AsyncLLM.__del__`` fails during interpreter exit, when vLLM's modules are gone already: free it now.
+        self._async_llm = self._generate = None
+
+    async def _outputs(self, prompt: base.TokenIds, parameters: Any, priority: int = 0) -> AsyncGenerator[Any, None]:
+        """Yield ``RequestOutput``s; closing cancels the request.  Raises EngineError if vLLM failed, RequestError."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        self._check_open()
+        self.counters.open_continuations += 1
+        first = True
+        name = f"hallutracer-{next(self._request_numbers)}"
+        stream = self._generate(tokens_input(list(prompt)), parameters, name, priority=priority)
+        try:
+            async for output in stream:
+                decoded = 0 if first else len(output.outputs[0].token_ids)
+                self.counters.prefills += first
+                self.counters.decode_steps += decoded
+                self.counters.forward_tokens += len(prompt) - int(output.num_cached_tokens or 0) if first else decoded
+                first = False
+                yield output
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM has ended ({error}); its own messages say why.  Restart the service") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed on this prompt: {error.__cause__ or error}") from error
+        except VLLMClientError as error:
+            raise RequestError(f"vLLM refuses this request: {error}") from error
+        finally:
+            self.counters.open_continuations -= 1
+            await stream.aclose()
+
+    async def _describe(self) -> dict[str, Any]:
+        """Return the first worker's description of its readout.  Raises EngineError if the worker class is not ours."""
+        try:
+            return dict((await self._async_llm.collective_rpc("hallutracer_describe"))[0])
+        except Exception as error:
+            raise EngineError(
+                f"vLLM runs a worker without the readout ({error}); start it with --worker-cls {launch.WORKER}"
+            ) from error
+
+    async def _write(self, slot: int, probes: Probes) -> str:
+        """Write probes into a slot of their site on every worker; return their digest."""
+        table = np.concatenate([probes.direction, probes.bias[:, None], probes.scale[:, None]], axis=1)
+        head = [int(value) for value in probes.head]
+        numbers = np.ascontiguousarray(table, np.float32).tobytes()
+        await self._async_llm.collective_rpc("hallutracer_write", args=(slot, str(probes.site), head, numbers))
+        return probe_digest(str(probes.site), head, numbers)
 
     def _begin(self, prompts: Prompts) -> None:
-        self._client.check_open()
+        self._check_open()
         self.check(prompts)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this engine is closed; load the model again")
 
     def _run_all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return run_on(self.loop, gather_all(work, at_once=MAX_IN_FLIGHT))
 
 
 class _Answer:
-    """An answer, assembled from a request's outputs."""
-
     def __init__(self) -> None:
         self.steps = 0
         self._text, self._tokens = "", list[int]()
@@ -297,12 +340,7 @@ class _Answer:
 
 
 def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
-    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode.
-
-    Sends random prompts and a random probe through the same requests that serve.  Golden prompts (``Scorer``) then
-    compare with recorded numbers; this finds what a single recorded prompt cannot show: readouts of another prompt or
-    of the token before t*, a forward pass without the readout, or one with an earlier probe.
-    """
+    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode."""
 
     def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
         return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
@@ -334,8 +372,6 @@ def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
             (apart(mirrored, -alone[:2]) <= most, "ignores a change of its probe: clear vLLM's compile cache too"),
         ):  # fmt: skip
             if not holds:
-                raise EngineError(
-                    f"self-test: the readout at {site} {problem}; install the supported vLLM version and restart"
-                )
-    for count in DECODED:
-        engine.generate(prompts[:count], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker
+                raise EngineError(f"self-test: the readout at {site} {problem}; install the supported vLLM version")
+    for rows in DECODED:
+        engine.generate(prompts[:rows], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker

@@ -1,8 +1,4 @@
-"""The start of vLLM from engine options, and its processes: what they say while they start, and how they end.
-
-Four defaults differ from vLLM's: the size of its CPU build's key-value cache, the scheduling policy, usage statistics,
-and the log level.  Imports neither torch nor vLLM before they are needed.
-"""
+"""The start of vLLM from engine options, and its processes: what they say while they start, and how they end."""
 
 from __future__ import annotations
 
@@ -36,22 +32,13 @@ STAGES = "_HALLUTRACER_STAGES"  # the file of ``stages``, inherited by vLLM's pr
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
                FOLLOW: "1"}  # fmt: skip
 # Engine arguments that HalluTracer sets, and the option that decides each; all others can be given.
-RESERVED = {
-    "model": "--model",
-    "tokenizer": "--model",
-    "revision": "--revision",
-    "dtype": "--dtype",
-    "max_num_batched_tokens": "--max-batch-tokens",
-    "worker_cls": "the engine",
-    "trust_remote_code": "the engine",
-}
+RESERVED = {"model": "--model", "tokenizer": "--model", "revision": "--revision", "dtype": "--dtype",
+            "max_num_batched_tokens": "--max-batch-tokens", "worker_cls": "the engine",
+            "trust_remote_code": "the engine"}  # fmt: skip
 
 
 def follow_parent() -> None:
-    """End this process, from a thread, when its parent has ended, even if that was killed; else it keeps its memory.
-
-    Does nothing in a process that asked for no following, or has no parent.
-    """
+    """End this process when its parent has ended, even if that was killed; only in one started with ``FOLLOW``."""
     parent = multiprocessing.parent_process()
 
     def end_after(parent: Any) -> None:
@@ -112,8 +99,7 @@ def start(
 
     from service.engines.loading import choose_device, choose_dtype
 
-    device = choose_device(options.device)
-    arguments = engine_arguments(options)
+    device, arguments = choose_device(options.device), engine_arguments(options)
     if device.type == "cpu":
         _bind_cores(arguments, threads)
         cache_sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
@@ -128,15 +114,10 @@ def start(
         here = bool(files.loader_arguments["local_files_only"])  # then vLLM need not ask the hub either
         revision = None if here else options.revision
         config = AsyncEngineArgs(
-            model=str(files.folder) if here else options.model,
-            revision=revision,
-            tokenizer_revision=revision,
-            dtype=str(choose_dtype(options.dtype, files.config, device)).removeprefix("torch."),
-            worker_cls=WORKER,
-            trust_remote_code=options.trust_remote_code,
-            enable_log_requests=False,
-            **arguments,
-        ).create_engine_config()
+            model=str(files.folder) if here else options.model, revision=revision, tokenizer_revision=revision,
+            dtype=str(choose_dtype(options.dtype, files.config, device)).removeprefix("torch."), worker_cls=WORKER,
+            trust_remote_code=options.trust_remote_code, enable_log_requests=False, **arguments,
+        ).create_engine_config()  # fmt: skip
         refuse_unsupported(config)  # also here, because an error in a worker's process only reaches the log
         # Statistics are on, because they measure each request's time in the queue and in the prefill.
         return AsyncLLM.from_vllm_config(config, disable_log_stats=False)
@@ -144,8 +125,7 @@ def start(
         raise
     except Exception as error:
         raise ModelLoadError(
-            f"vLLM could not start {options.model}: {type(error).__name__}: {error}.  Its own messages are above; "
-            "set VLLM_LOGGING_LEVEL=INFO for more",
+            f"vLLM could not start {options.model}: {type(error).__name__}: {error}.  Its own messages are above",
             param="model",
         ) from error
 
@@ -187,10 +167,8 @@ def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
     if (ranks == 1 and threads is None and cores == allowed) or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
     if ranks > len(cores):
-        raise ModelLoadError(
-            f"{ranks} ranks need as many cores, and {len(cores)} are available; lower the parallel sizes",
-            param="tensor_parallel_size",
-        )
+        said = f"{ranks} ranks need as many cores, and {len(cores)} are available; lower the parallel sizes"
+        raise ModelLoadError(said, param="tensor_parallel_size")
     share = len(cores) // ranks
     shares = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
@@ -198,20 +176,16 @@ def _bind_cores(arguments: dict[str, Any], threads: int | None) -> None:
 
 def engine_arguments(options: EngineOptions) -> dict[str, Any]:
     """Return ``options.extra`` as vLLM's engine arguments, parsed as JSON.  Raises ModelLoadError for another name."""
-    from dataclasses import fields
-
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    known = {field.name for field in fields(AsyncEngineArgs)}
+    known = AsyncEngineArgs.__dataclass_fields__
     arguments: dict[str, Any] = {}
     for name, value in options.extra.items():
         key = name.replace("-", "_")
         if key in RESERVED:
             raise ModelLoadError(f"engine argument {name!r} is decided by {RESERVED[key]}", param="engine-arg")
         if key not in known:
-            raise ModelLoadError(
-                f"vLLM {VERSION} has no engine argument {name!r}; 'vllm serve --help' lists them", param="engine-arg"
-            )
+            raise ModelLoadError(f"vLLM {VERSION} has no engine argument {name!r}", param="engine-arg")
         arguments[key] = value
         with suppress(ValueError):
             arguments[key] = json.loads(value)

@@ -49,11 +49,7 @@ class StepLayout:
 
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """Return the requests whose t*, the prompt's last token, is the last token of their part of this step.
-
-    Only then does the step sample their first token, with which the payload is returned; after a preemption t* can also
-    lie in the middle of a chunk.
-    """
+    """Return the requests whose t* is the last token of their part of this step, which samples their first."""
     ends = step.emits & (step.computed + np.diff(step.starts) == step.prompts)
     onsets = []
     for row in map(int, np.flatnonzero(ends)):
@@ -64,10 +60,7 @@ def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]
 
 
 class Reader:
-    """A worker's plan, each site's readout, and the numbers of the current step.
-
-    ``group`` is vLLM's, of the ranks that split each layer; None: there is one rank.
-    """
+    """A worker's plan, its sites' readouts and the step's numbers.  ``group``: of ranks that split layers."""
 
     def __init__(self, plan: Plan, sites: dict[Site, SiteReadout], group: Any, device: torch.device) -> None:
         self.plan, self.sites, self.device = plan, sites, device
@@ -77,7 +70,7 @@ class Reader:
         self.keeps = False  # whether the coming forward pass keeps activations, which a captured graph does not
         self._replaced: list[int] = []  # places in the step whose directives name other probes
         self._numbers = torch.empty(0)  # [n, 23] on the device: ``_numbers``
-        self._values: Tensor | None = None  # [columns, n, layers + 1]
+        self._values: Tensor | None = None  # [columns, n, layers]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
         self._gated: Tensor | None = None  # [n] bool
@@ -103,16 +96,16 @@ class Reader:
             site.start(onsets)
 
     def after(self, earlier: Tensor | None = None) -> Tensor | None:
-        """Compute the step's readouts and add those of ``earlier`` stages: [layers + 1, n, columns], for the next."""
+        """Compute the step's readouts and add those of ``earlier`` stages: [layers, n, columns], for the next."""
         if not self.keeps:
             return None
         read = torch.cat([site.read() for site in self.sites.values()], dim=-1)
-        # One all-reduce of truth logits, not of activations: [layers + 1, n, columns].
+        # One all-reduce of truth logits, not of activations.
         values: Tensor = read if self._group is None else self._group.all_reduce(read.contiguous())
         if self._replaced:
             values[:, self._replaced] = math.nan  # no gate takes it for a risk
         if earlier is not None:
-            values = torch.cat([earlier[:-1], values[:-1], earlier[-1:] + values[-1:]])
+            values = torch.cat([earlier, values])
         if any(row.directive.activations for row in self._step):
             for site in self.sites.values():
                 own = site.activations()
@@ -139,7 +132,7 @@ class Reader:
         # Computed from the trajectory, as on the request side, so that both get the same number.
         rows = torch.arange(count, device=self.device)
         slots = numbers[:, SLOTS].long().T  # [4, n]
-        means = self._values[slots, rows].double()[..., :-1].mean(-1).T  # [n, 4]
+        means = self._values[slots, rows].double().mean(-1).T  # [n, 4]
         told = torch.sigmoid(numbers[:, CONTEXT_WEIGHTS] * means[:, 1:] + numbers[:, CONTEXT_INTERCEPTS])
         signals[:, 0] = means[:, 0]
         if self._summary is not None:

@@ -49,7 +49,7 @@ class Plan:
     @property
     def payload(self) -> int:
         """Number of floats in a payload without activations."""
-        return len(self.sites) * self.slots * (self.geometry.num_layers + 1) + EXTRAS
+        return len(self.sites) * self.slots * self.geometry.num_layers + EXTRAS
 
     def column(self, site: Site, slot: int) -> int:
         """A slot's place among those of all sites, as in a payload."""
@@ -102,11 +102,7 @@ class Directive:
 
     @classmethod
     def decode(cls, extra_args: Mapping[str, Any] | None, plan: Plan) -> Directive | None:
-        """Return the request's directive; None if it has none, or one that ``encode`` did not write for this plan.
-
-        A request without a directive gets no payload, and is refused where one was asked for.  Nothing that a caller
-        could write may raise in a worker, which would end the engine.
-        """
+        """Return the request's directive; None unless ``encode`` wrote it for this plan.  Never raises."""
         try:
             wire = (extra_args or {})[KEY]
             gate, end_token, context = None, None, NO_CONTEXT
@@ -136,10 +132,9 @@ class Directive:
 
 @dataclass(frozen=True)
 class Payload:
-    """A prompt's readout: trajectories and depth means of every slot, and what the directive asked for besides."""
+    """A prompt's readout: trajectories of every slot, and what the directive asked for besides."""
 
     trajectories: NDArray[np.float64]  # [sites * slots, m]; slots without a probe hold zeros
-    depth_means: NDArray[np.float64]  # [sites * slots], the mean over depth
     first_token: FirstToken | None
     gated: bool
     activations: dict[Site, NDArray[np.float32]]  # site -> [m, width]; empty unless asked for
@@ -150,20 +145,18 @@ class Payload:
         flat = np.asarray(wire, np.float32).reshape(-1)
         expected = plan.payload + (plan.activation_floats() if directive.activations else 0)
         if flat.size != expected:
-            said = f"the worker sent {flat.size} numbers where {expected} were expected; "
             raise EngineError(
-                said + "run the same version of HalluTracer, with the same settings, in worker and server"
+                f"the worker sent {flat.size} numbers where {expected} were expected; run one version of HalluTracer, "
+                "with the same settings, in worker and server"
             )
-        columns, layers = len(plan.sites) * plan.slots, plan.geometry.num_layers
-        logits = flat[: columns * (layers + 1)].reshape(columns, layers + 1)
-        extras = flat[columns * (layers + 1) : plan.payload]
+        layers, extras = plan.geometry.num_layers, flat[plan.payload - EXTRAS : plan.payload]
+        logits = flat[: plan.payload - EXTRAS].reshape(-1, layers)
         if extras[3] == REPLACED:
             raise ProbeReplaced("another server of this vLLM has put its own probe into a slot; try again")
         if not np.isfinite(logits).all():
             layer = int(np.argwhere(~np.isfinite(logits))[0][1])
-            where = f"layer {layer}" if layer < layers else "the depth mean"
             raise NonFiniteReadout(
-                f"{where} gave a NaN or infinity at the answer onset: the model overflowed (load it with dtype "
+                f"layer {layer} gave a NaN or infinity at the answer onset: the model overflowed (load it with dtype "
                 "bfloat16 or float32), or a graph ran that does not keep activations"
             )
         first = first_token_of(extras[:3]) if directive.needs_first_token else None
@@ -176,5 +169,4 @@ class Payload:
                 start += count
                 if not np.isfinite(activations[site]).all():
                     raise NonFiniteReadout(f"an activation of {site} holds a NaN or infinity; the model overflowed")
-        numbers = logits.astype(np.float64)
-        return cls(numbers[:, :layers], numbers[:, layers], first, bool(extras[3] > 0.5), activations)
+        return cls(logits.astype(np.float64), first, bool(extras[3] > 0.5), activations)

@@ -131,9 +131,7 @@ def adopt(runner: Any, reader: Reader) -> None:
     else:
         raise EngineError(f"{type(runner).__name__} is neither of vLLM 0.32's model runners; install vllm==0.32.0")
     runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
-    runner.hallutracer = reader
-    runner.hallutracer_directives = {}
-    runner.hallutracer_earlier = None
+    runner.hallutracer, runner.hallutracer_directives, runner.hallutracer_earlier = reader, {}, None
     # Both runners compute the step's logits before a sampler may change them in place.
     compute: Callable[..., Tensor | None] = runner.model.compute_logits
 
@@ -146,7 +144,6 @@ def adopt(runner: Any, reader: Reader) -> None:
 
 
 def _take_earlier(intermediate: Any) -> Tensor | None:
-    """Remove the readouts of earlier stages from the tensors that they passed on."""
     return None if intermediate is None else intermediate.tensors.pop(STAGE_KEY, None)
 
 
@@ -173,7 +170,6 @@ class V1Reading:
         return not self.hallutracer.keeps and super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``after``."""
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         values = self.hallutracer.after(self.hallutracer_earlier)
         self.hallutracer_earlier = None

@@ -15,12 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engines.base import BatchEngine, Completion, Continuation, Sampling, TracedAnswer
+from service.engines.transformers import hooks
 from service.engines.transformers.decoding import TextStream, generator_for, pick
 from service.errors import EngineError, NonFiniteReadout, RequestError
 from service.readout import Site
 from tests.engines import tiny
 
 LENGTHS = [3, 20, 7, 30, 1, 11]
+
+
+KINDS = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]  # plain, windows in turn, no rotation, windows, experts
 CPU = torch.device("cpu")
 
 
@@ -65,48 +69,33 @@ def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]) -
     assert stream.stopped == bool(ends)
 
 
-@pytest.mark.parametrize(
-    ("stops", "ids", "pieces"),
-    [
+def test_text_that_is_not_complete_waits() -> None:
+    for stops, ids, pieces in (
         (["END"], b"aENxEN", ["a", "", "", "ENx", "", "", "EN"]),  # may begin a stop string, and is not lost
         ([], "é€é".encode()[:-1], ["", "é", "", "", "€", "", ""]),  # half a character waits, and in vain
-    ],
-)
-def test_text_that_is_not_complete_waits(stops: list[str], ids: bytes, pieces: list[str]) -> None:
-    assert run(TextStream(from_bytes, stops), ids) == pieces
+    ):
+        assert run(TextStream(from_bytes, stops), ids) == pieces
 
 
-def test_top_p_keeps_the_token_that_crosses_it_and_nothing_beyond() -> None:
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    sampling = Sampling(temperature=1.0, top_p=0.6, seed=0)
-    generator = generator_for(sampling, CPU)
-    assert {pick(logits, sampling, generator) for _ in range(300)} == {0, 1}
-    assert generator_for(Sampling(), CPU) is None
-    assert pick(torch.tensor([0.0, 3.0, 1.0]), Sampling(), None) == 1
-
-
-@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
 def test_the_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p: float, spread: float) -> None:
     logits = spread * torch.randn(3000, generator=torch.Generator().manual_seed(1))
-    ordered, order = torch.softmax(logits, -1).sort(descending=True)
+    ordered, order = torch.softmax((logits - logits.max()) / 0.8, -1).sort(descending=True)
     count = int((ordered.cumsum(-1) - ordered < top_p).sum())
     kept = torch.zeros(3000).scatter(0, order[:count], ordered[:count])
-    sampling = Sampling(temperature=1.0, top_p=top_p, seed=0)
     for seed in range(20):
+        sampling = Sampling(temperature=0.8, top_p=top_p, seed=seed)
         drawn = int(torch.multinomial(kept, 1, generator=torch.Generator().manual_seed(seed)))
-        found = pick(logits, sampling, torch.Generator().manual_seed(seed))
+        found = pick(logits, sampling, generator_for(sampling, CPU))
         assert found == drawn or spread == 0.0  # of equal probabilities it does not matter which are kept
-
-
-def test_sampling_follows_the_probabilities() -> None:
-    probabilities = torch.tensor([0.7, 0.2, 0.1])
-    sampling = Sampling(temperature=1.0, seed=3)
-    generator = generator_for(sampling, CPU)
-    counts = torch.zeros(3)
-    for _ in range(3000):
-        counts[pick(probabilities.log(), sampling, generator)] += 1
-    assert counts / 3000 == pytest.approx(probabilities, abs=0.04)
+    for temperature in (0.0, 1e-30):
+        sampling = Sampling(temperature=temperature)
+        assert pick(logits, sampling, generator_for(sampling, CPU)) == int(logits.argmax())
+    first, second = (generator_for(Sampling(temperature=1.0), CPU) for _ in range(2))  # without a seed
+    assert first is not None
+    assert second is not None
+    assert first.initial_seed() != second.initial_seed()
 
 
 # One prompt at a time
@@ -128,23 +117,27 @@ def decoded(continuation: Continuation, sampling: Sampling = Sampling(max_tokens
     return continuation.completion
 
 
-@pytest.mark.parametrize("name", tiny.ALL)
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("name", "side"), [*((name, "left") for name in KINDS[:3]), ("qwen3", "right")])
 def test_greedy_equals_generate_and_the_prompt_runs_once(name: str, side: str) -> None:
     engine: BatchEngine = tiny.engine(name, padding_side=side)
     prompts, counters = tiny.prompts(LENGTHS[:4]), engine.counters
-    continuations = engine.begin(prompts, [tiny.probes(engine.identity.geometry)])
-    assert (counters.forward_tokens, counters.open_continuations) == (sum(LENGTHS[:4]), 4)
+    probe = [tiny.probes(engine.identity.geometry)]
+    scored, continuations = engine.score(prompts, probe, first_token=True), engine.begin(prompts, probe)
+    assert (counters.forward_tokens, counters.open_continuations) == (2 * sum(LENGTHS[:4]), 4)
     steps = 0
-    for prompt, continuation in zip(prompts, continuations, strict=True):
-        ids = decoded(continuation, Sampling(max_tokens=12)).token_ids
+    for prompt, onset, one in zip(prompts, scored, continuations, strict=True):
+        np.testing.assert_allclose(one.prefill.trajectories[0], onset.trajectories[0], atol=1e-6)
+        assert one.prefill.first_token is not None
+        assert onset.first_token is not None
+        assert one.prefill.first_token.token == onset.first_token.token
+        ids = decoded(one, Sampling(max_tokens=12)).token_ids
         assert list(ids) == reference(tiny.modules(engine).model, prompt, 12)
         steps += len(ids) - 1  # the first token comes from the prefill
-        assert (counters.decode_steps, counters.forward_tokens) == (steps, sum(LENGTHS[:4]) + steps)
+        assert (counters.decode_steps, counters.forward_tokens) == (steps, 2 * sum(LENGTHS[:4]) + steps)
     assert counters.open_continuations == 0
 
 
-@pytest.mark.parametrize("name", tiny.SLIDING_FAMILIES)
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
 def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> None:
     engine = tiny.engine(name)
     short, long = tiny.prompts([tiny.WINDOW + 2, 60])
@@ -157,35 +150,13 @@ def test_padding_does_not_push_a_short_prompt_out_of_its_window(name: str) -> No
     assert list(found) == reference(tiny.modules(engine).model, short, 20)
 
 
-def test_each_continuation_has_scores_onset_and_its_own_memory() -> None:
-    engine = tiny.shared_engine("qwen3")
-    prompts, probe = tiny.prompts([5, 40]), tiny.probes(engine.identity.geometry)
-    scored, begun = engine.score(prompts, [probe], first_token=True), engine.begin(prompts, [probe])
-    for onset, one in zip(scored, begun, strict=True):
-        np.testing.assert_allclose(one.prefill.trajectories[0], onset.trajectories[0], atol=1e-6)
-        assert one.prefill.first_token is not None
-        assert onset.first_token is not None
-        assert one.prefill.first_token.token == onset.first_token.token
+def test_each_continuation_has_its_own_memory() -> None:
+    begun = tiny.engine("qwen3").begin(tiny.prompts([5, 40]), [])
     storages = [{layer.keys.untyped_storage().data_ptr() for layer in one.cache.layers} for one in begun]
     assert not storages[0] & storages[1]
     short = begun[0].cache.layers[0].keys
     assert short.untyped_storage().nbytes() == short.numel() * short.element_size()
     assert short.shape[-2] == 5
-    for one in begun:
-        one.close()
-
-
-@pytest.mark.parametrize("as_list", [True, False])
-def test_end_tokens_stop_the_answer(as_list: bool) -> None:
-    model = tiny.model("llama")
-    prompt = tiny.prompts([8])[0]
-    answer = reference(model, prompt, 10)
-    end = answer[4]
-    model.generation_config.eos_token_id = [tiny.EOS, end] if as_list else end
-    engine = tiny.TransformersEngine(model, tiny.tokenizer())
-    found = decoded(engine.begin([prompt], [])[0], Sampling(max_tokens=10))
-    assert (list(found.token_ids), found.finish_reason) == (answer[: answer.index(end) + 1], "stop")
-    assert found.text == engine.detokenize(found.token_ids[:-1]).rstrip("\ufffd")
 
 
 def test_cancelling_stops_before_the_next_step() -> None:
@@ -204,10 +175,13 @@ def test_cancelling_stops_before_the_next_step() -> None:
 
 def test_an_answer_ends_at_its_time_and_where_the_context_is_full() -> None:
     engine = tiny.engine("gpt2")
-    begun = engine.begin(tiny.prompts([8, tiny.CONTEXT - 3, tiny.CONTEXT]), [])
-    for continuation, until, tokens in zip(begun, (0.0, np.inf, np.inf), (1, 3, 0), strict=True):
-        found = decoded(continuation, Sampling(max_tokens=20, until=until))
-        assert (len(found.token_ids), found.finish_reason) == (tokens, "length")
+    prompts, sampling = tiny.prompts([8, tiny.CONTEXT - 3, tiny.CONTEXT]), Sampling(max_tokens=20)
+    alone = []
+    for continuation, until, tokens in zip(engine.begin(prompts, []), (0.0, np.inf, np.inf), (1, 3, 0), strict=True):
+        alone.append(decoded(continuation, replace(sampling, until=until)))
+        assert (len(alone[-1].token_ids), alone[-1].finish_reason) == (tokens, "length")
+    assert engine.generate(prompts[1:], sampling) == alone[1:]
+    assert engine.generate([], sampling) == []
     assert engine.counters.open_continuations == 0
 
 
@@ -237,49 +211,23 @@ def test_a_continuation_is_decoded_once_and_not_after_close() -> None:
     list(stream)
 
 
-def test_a_seed_repeats_a_sample_and_seeds_differ() -> None:
+def test_impossible_sampling_is_refused_by_name() -> None:
     engine = tiny.engine("llama")
-    prompt = tiny.prompts([8])[0]
-
-    def sample(seed: int, temperature: float = 1.5, top_p: float = 1.0) -> tuple[int, ...]:
-        sampling = Sampling(max_tokens=12, temperature=temperature, seed=seed, top_p=top_p)
-        return decoded(engine.begin([prompt], [])[0], sampling).token_ids
-
-    assert sample(1) == sample(1)
-    assert len({sample(seed) for seed in range(6)}) > 1
-    greedy = tuple(reference(tiny.modules(engine).model, prompt, 12))
-    assert sample(1, top_p=1e-6) == sample(1, temperature=1e-30) == greedy
-
-
-@pytest.mark.parametrize(
-    ("option", "bad"),
-    [("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5),
-     ("stop", ("",)), ("seed", 2**63)],
-)  # fmt: skip
-def test_impossible_sampling_is_refused_by_name(option: str, bad: Any) -> None:
-    engine = tiny.engine("llama")
-    continuation, sampling = engine.begin(tiny.prompts([4]), [])[0], Sampling(**{option: bad})
-    for call in (lambda: continuation.decode(sampling), lambda: engine.generate(tiny.prompts([4]), sampling)):
-        with pytest.raises(RequestError) as caught:
-            call()
-        assert caught.value.param == option
+    [continuation] = engine.begin(tiny.prompts([4]), [])
+    for option, bad in (
+        ("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5),
+        ("stop", ("",)), ("seed", 2**63),
+    ):  # fmt: skip
+        sampling = Sampling(**{option: bad})  # type: ignore[arg-type]
+        for call in (continuation.decode, lambda own: engine.generate(tiny.prompts([4]), own)):
+            with pytest.raises(RequestError) as caught:
+                call(sampling)
+            assert caught.value.param == option
     assert decoded(continuation, Sampling(max_tokens=1)).finish_reason == "length"  # it is usable still
 
 
-# Several that come and go
-
-
-def begun(engine: Any, lengths: list[int], sampling: Sampling) -> tuple[list[Any], list[Any]]:
-    """Continuations and their pieces, of which one is taken."""
-    continuations = engine.begin(tiny.prompts(lengths), [])
-    streams = [continuation.decode(sampling) for continuation in continuations]
-    for stream in streams:
-        next(stream)
-    return continuations, streams
-
-
-@pytest.mark.parametrize("name", tiny.ALL)
-def test_greedy_answers_are_the_models_own(name: str) -> None:
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_greedy_answers_that_come_and_go_are_the_models_own(name: str) -> None:
     engine = tiny.engine(name)
     prompts = tiny.prompts(LENGTHS)
     continuations = engine.begin(prompts, [])
@@ -300,6 +248,18 @@ def test_greedy_answers_are_the_models_own(name: str) -> None:
     assert engine.counters.decode_steps == produced - len(prompts), "no step is run twice, or for nothing"
     assert engine.counters.forward_tokens == sum(LENGTHS) + produced - len(prompts)
     assert engine.counters.open_continuations == 0
+
+
+# Several that come and go
+
+
+def begun(engine: Any, lengths: list[int], sampling: Sampling) -> tuple[list[Any], list[Any]]:
+    """Continuations and their pieces, of which one is taken."""
+    continuations = engine.begin(tiny.prompts(lengths), [])
+    streams = [continuation.decode(sampling) for continuation in continuations]
+    for stream in streams:
+        next(stream)
+    return continuations, streams
 
 
 def test_a_step_reads_the_weights_once() -> None:
@@ -349,15 +309,15 @@ MIXED = [3, 25, 7, 7, 14, 1]
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_answers_of_mixed_lengths_come_from_one_prefill_with_the_readouts(name: str) -> None:
     engine = tiny.engine(name, max_batch_tokens=90)
-    prompts, sampling = tiny.prompts(MIXED), Sampling(max_tokens=12)
+    prompts, sampling = tiny.prompts(MIXED), Sampling(max_tokens=8)
     apart = engine.extract(prompts, list(Site))
     before = engine.counters.prefills
     together = engine.extract(prompts, list(Site), sampling=sampling)
     assert engine.counters.prefills == before + len(prompts)
     for prompt, completion in zip(prompts, together.completions, strict=True):
-        assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 12)
+        assert list(completion.token_ids) == reference(tiny.modules(engine).model, prompt, 8)
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == tiny.EOS else "length")
-    assert (list(together.completions), apart.completions) == (engine.generate(prompts, sampling), ())
+    assert apart.completions == ()
     for site in Site:
         np.testing.assert_allclose(together.activations[site], apart.activations[site], rtol=0, atol=1e-5)
     for here, there in zip(together.first_tokens, apart.first_tokens, strict=True):
@@ -369,14 +329,17 @@ def test_rows_that_finish_early_leave_and_the_rest_go_on_rightly() -> None:
     model = tiny.model("llama")
     prompts = tiny.prompts([4, 9, 9, 17, 6, 12, 3, 8])
     answers = [reference(model, prompt, 14) for prompt in prompts]
-    ends = [answers[0][2], answers[1][0], answers[2][5], answers[5][1]]
-    model.generation_config.eos_token_id = ends
+    model.generation_config.eos_token_id = answers[0][2]
+    assert hooks.end_tokens(model) == {answers[0][2]}
+    model.generation_config.eos_token_id = ends = [answers[0][2], answers[1][0], answers[2][5], answers[5][1]]
     engine = tiny.TransformersEngine(model, tiny.tokenizer())
     completions = engine.generate(prompts, Sampling(max_tokens=14))
     for answer, completion in zip(answers, completions, strict=True):
         stops = [at for at, token in enumerate(answer) if token in ends]
         assert list(completion.token_ids) == (answer[: stops[0] + 1] if stops else answer)
         assert completion.finish_reason == ("stop" if stops else "length")
+        shown = completion.token_ids[:-1] if stops else completion.token_ids  # text has no end token
+        assert completion.text == engine.detokenize(shown).rstrip("\ufffd")
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     steps, counters = sum(len(completion.token_ids) for completion in completions) - len(prompts), engine.counters
     assert (counters.decode_steps, counters.prefills) == (steps, len(prompts))
@@ -394,17 +357,14 @@ def test_sampled_answers_do_not_depend_on_batch_mates() -> None:
 
 def test_stop_strings_end_the_answer_before_themselves() -> None:
     engine = tiny.engine("qwen2")
-    prompts = tiny.prompts([5] * 12, seed=3)
+    prompts = tiny.prompts([5] * 6, seed=3)
     plain = engine.generate(prompts, Sampling(max_tokens=16))
     stop = tuple({completion.text[4:6] for completion in plain if len(completion.text) > 6})
-    assert stop
     sampling, found = Sampling(max_tokens=16, stop=stop), 0
-    for prompt, whole, completion in zip(
-        prompts, plain, engine.generate(prompts, Sampling(16, stop=stop)), strict=True
-    ):
+    for prompt, whole, completion in zip(prompts, plain, engine.generate(prompts, sampling), strict=True):
         assert decoded(engine.begin([prompt], [])[0], sampling) == completion
-        ends = [whole.text.find(end) for end in stop if end in whole.text]
-        found += bool(ends)
+        ends = any(end in whole.text for end in stop)
+        found += ends
         assert not any(end in completion.text for end in stop)
         assert whole.text.startswith(completion.text)
         assert completion.finish_reason == "stop" or not ends
@@ -412,22 +372,10 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
     assert engine.counters.open_continuations == 0
 
 
-def test_a_full_context_leaves_no_room_and_says_length() -> None:
-    engine = tiny.shared_engine("gpt2")
-    prompts = tiny.prompts([tiny.CONTEXT, 5, tiny.CONTEXT - 2])
-    full, short, nearly = engine.generate(prompts, Sampling(max_tokens=6))
-    assert (full.token_ids, full.finish_reason, full.text) == ((), "length", "")
-    assert list(short.token_ids) == reference(tiny.modules(engine).model, prompts[1], 6)
-    assert len(nearly.token_ids) == 2
-    assert engine.generate([], Sampling()) == []
-
-
 def test_longrope_answers_do_not_depend_on_longer_batch_mates() -> None:
-    engine = tiny.longrope_engine()
-    prompts = tiny.prompts([5, 60, 30])
-    for limit in (6, 200):
-        together = engine.generate(prompts, Sampling(max_tokens=limit))
-        assert together == [engine.generate([prompt], Sampling(max_tokens=limit))[0] for prompt in prompts]
+    engine, sampling = tiny.longrope_engine(), Sampling(max_tokens=16)
+    prompts = tiny.prompts([5, 30, 20])
+    assert engine.generate(prompts, sampling) == [engine.generate([prompt], sampling)[0] for prompt in prompts]
 
 
 # Traced
@@ -447,7 +395,7 @@ def check_trace(engine: Any, prompt: list[int], answer: TracedAnswer) -> None:
     np.testing.assert_allclose(answer.mean, of_answer.mean(axis=0), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", tiny.ALL)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_greedy_trace_is_that_of_plain_decoding(name: str) -> None:
     engine = tiny.engine(name, max_batch_tokens=60)
     prompts = tiny.prompts(LENGTHS[:4])
@@ -461,12 +409,12 @@ def test_a_greedy_trace_is_that_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral"])  # a cache in full, and one with windows
 def test_samples_share_one_prefill_and_each_is_that_of_its_seed(name: str) -> None:
     engine = tiny.engine(name)
-    prompts, sampling = tiny.prompts(LENGTHS[:4]), Sampling(max_tokens=7, temperature=1.3, top_p=0.9)
+    prompts, sampling = tiny.prompts(LENGTHS[:3]), Sampling(max_tokens=7, temperature=1.3, top_p=0.9)
     seeds = [[10 * row + number for number in range(3)] for row in range(len(prompts))]
     traced = engine.sample(prompts, sampling, seeds)
     written = sum(len(one.completion.token_ids) for of_prompt in traced for one in of_prompt)
     assert engine.counters.prefills == len(prompts)
-    assert engine.counters.forward_tokens == sum(LENGTHS[:4]) + written - 3 * len(prompts)
+    assert engine.counters.forward_tokens == sum(LENGTHS[:3]) + written - 3 * len(prompts)
     for prompt, own, of_prompt in zip(prompts, seeds, traced, strict=True):
         assert len({one.completion.token_ids for one in of_prompt}) > 1
         for seed, one in zip(own, of_prompt, strict=True):

@@ -9,29 +9,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engines.base import BatchEngine, EngineOptions, Sampling
 from service.engines.transformers.engine import TransformersEngine
-from service.engines.transformers.hooks import Prefix, chat_prefix, micro_batches, pad
+from service.engines.transformers.hooks import Prefix, micro_batches
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Site
 from service.risk import truth_logits
 from tests.engines import tiny
-from tests.engines.transformers.test_decoding import check_trace, decoded, reference
+from tests.engines.transformers.test_decoding import KINDS, check_trace, decoded, reference
 from tests.matching import Held
 
 CPU = torch.device("cpu")
 LENGTHS = [3, 20, 7, 20, 1, 33, 12, 7]
 
 
+SIDES = [*((name, "right") for name in tiny.ALL), *((name, "left") for name in KINDS[:3])]
+
+
 def hooks_of(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", tiny.ALL)
+@pytest.mark.parametrize(("name", "side"), SIDES)
 def test_score_equals_the_formula_on_single_prompt_activations(name: str, side: str):
     engine: BatchEngine = tiny.shared_engine(name, side, 60)
     shape = engine.identity.geometry
@@ -54,24 +56,6 @@ def test_score_equals_the_formula_on_single_prompt_activations(name: str, side: 
             np.testing.assert_allclose(trajectory, expected, rtol=0, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    side=st.sampled_from(["left", "right"]),
-    name=st.sampled_from(["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]),
-    budget=st.sampled_from([1, 50, 8192]),
-    seed=st.integers(0, 1000),
-)
-def test_a_trajectory_does_not_depend_on_batch_mates(lengths, side, name, budget, seed) -> None:
-    engine = tiny.shared_engine(name, side, budget)
-    probe = tiny.probes(engine.identity.geometry, Site.ATTENTION_HEAD)
-    prompts = tiny.prompts(lengths, seed)
-    together = engine.score(prompts, [probe])
-    for prompt, onset in zip(prompts, together, strict=True):
-        alone = tiny.shared_engine(name).score([prompt], [probe])[0]
-        np.testing.assert_allclose(onset.trajectories[0], alone.trajectories[0], rtol=0, atol=1e-5)
-
-
 def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones() -> None:
     engine = tiny.longrope_engine()
     prompts, probes = tiny.prompts([5, 40]), [tiny.probes(engine.identity.geometry)]
@@ -79,8 +63,7 @@ def test_longrope_prompts_keep_their_own_frequencies_beside_long_ones() -> None:
     np.testing.assert_allclose(together.trajectories[0], alone.trajectories[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", tiny.ALL)
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("name", "side"), SIDES)
 def test_first_token_equals_the_models_own_logits(name: str, side: str) -> None:
     engine = tiny.shared_engine(name, side)
     prompts = tiny.prompts([9, 17, 4])
@@ -100,7 +83,7 @@ def test_first_token_equals_the_models_own_logits(name: str, side: str) -> None:
         np.testing.assert_allclose(with_token.trajectories[0], without.trajectories[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_nothing_runs_after_the_last_readout(name: str) -> None:
     engine = tiny.engine(name)
     model, ran = tiny.modules(engine).model, []
@@ -120,22 +103,26 @@ def test_nothing_runs_after_the_last_readout(name: str) -> None:
     assert [rows for *rows, _ in seen] == [[len(prompts), 1]]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_hooks_are_gone_after_success_and_after_failure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny.engine(name)
-    before = hooks_of(tiny.modules(engine).model)
+def test_hooks_are_gone_after_success_and_after_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny.engine("gpt2")
+    model, block = tiny.modules(engine).model, tiny.modules(engine).blocks[1]
+    before = hooks_of(model)
     prompts, probe = tiny.prompts([5, 8]), tiny.probes(engine.identity.geometry)
     engine.score(prompts, [probe])
     engine.extract(prompts, list(Site))
     for continuation in engine.begin(prompts, [probe]):
         continuation.close()
-    assert hooks_of(tiny.modules(engine).model) == before
-    monkeypatch.setattr(tiny.modules(engine).blocks[1], "forward", lambda *_, **__: 1 / 0)
+    assert hooks_of(model) == before
+    monkeypatch.setattr(block, "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.score(prompts, [probe])
-    assert hooks_of(tiny.modules(engine).model) == before
+    assert hooks_of(model) == before
     monkeypatch.undo()
     assert len(engine.score(prompts, [probe])) == 2  # the engine is not locked
+    for _ in range(2):
+        engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.score(prompts, [probe])
 
 
 def test_a_second_thread_is_refused():
@@ -193,19 +180,14 @@ def test_a_nan_is_refused_with_its_layer_and_prompt() -> None:
     assert len(engine.score([prompts[0], prompts[2]], [probe])) == 2
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"head": np.array([0, 1])}, "head has shape"),
-        ({"head": np.array([0, 4, 0])}, r"head .*\[0, 4\)"),
-        ({"site": Site.RESIDUAL_STREAM}, "direction has shape"),
-    ],
-    ids=str,
-)
-def test_probes_of_another_geometry_are_refused(changed: dict[str, Any], named: str) -> None:
+def test_probes_of_another_geometry_are_refused() -> None:
     engine = tiny.shared_engine("llama")
-    with pytest.raises(EngineError, match=named):
-        engine.score(tiny.prompts([4]), [replace(tiny.probes(engine.identity.geometry), **changed)])
+    for changed, named in (
+        ({"head": np.array([0, 1])}, "head has shape"), ({"head": np.array([0, 4, 0])}, r"head .*\[0, 4\)"),
+        ({"site": Site.RESIDUAL_STREAM}, "direction has shape"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=named):
+            engine.score(tiny.prompts([4]), [replace(tiny.probes(engine.identity.geometry), **changed)])
 
 
 def test_no_probes_means_no_trajectories_but_still_first_tokens_and_counts_real_tokens() -> None:
@@ -229,23 +211,14 @@ def test_a_limited_number_of_probe_stacks_is_cached() -> None:
     assert (id(probes[1]),) not in engine._stacks
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gives_float32_logits_near_the_full_ones(dtype: torch.dtype) -> None:
-    half = tiny.TransformersEngine(tiny.model("llama").to(dtype), tiny.tokenizer())
+def test_half_precision_gives_float32_logits_near_the_full_ones() -> None:
     full = tiny.shared_engine("llama")
-    assert half.identity.dtype == str(dtype).removeprefix("torch.")
     probe, prompts = tiny.probes(full.identity.geometry), tiny.prompts([12, 5])
-    for a, b in zip(half.score(prompts, [probe], first_token=True), full.score(prompts, [probe]), strict=True):
-        assert np.abs(a.trajectories[0] - b.trajectories[0]).max() < 0.1
-        assert np.abs(a.trajectories[0] - b.trajectories[0]).max() > 0
-
-
-def test_a_closed_engine_raises() -> None:
-    engine = tiny.engine("llama")
-    engine.close()
-    engine.close()
-    with pytest.raises(EngineError, match="closed"):
-        engine.score(tiny.prompts([4]), [])
+    for dtype in (torch.bfloat16, torch.float16):
+        half = tiny.TransformersEngine(tiny.model("llama").to(dtype), tiny.tokenizer())
+        assert half.identity.dtype == str(dtype).removeprefix("torch.")
+        for a, b in zip(half.score(prompts, [probe], first_token=True), full.score(prompts, [probe]), strict=True):
+            assert 0 < np.abs(a.trajectories[0] - b.trajectories[0]).max() < 0.1
 
 
 # Micro-batches
@@ -258,35 +231,13 @@ def test_every_prompt_is_in_one_batch_within_budget(lengths: list[int], budget: 
     for group in groups:
         assert len(group) == 1 or len(group) * max(lengths[index] for index in group) <= budget
         assert not equal or len({lengths[index] for index in group}) == 1
-
-
-def test_batches_are_as_full_as_the_budget_allows() -> None:
-    assert micro_batches([4, 4, 4, 4], 16) == [[0, 1, 2, 3]]
-    assert micro_batches([4, 4, 4, 5], 16) == [[0, 1, 2], [3]]
-    assert micro_batches([9, 2], 1) == [[1], [0]]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_keeps_ids_finds_the_onset_and_is_masked_where_attention_could_see_it(side: str) -> None:
-    prompts = [[1, 2, 3], [4], [5, 6]]
-    batch = pad(prompts, [2, 0, 1], side, 9, CPU)
-    assert batch.index == (2, 0, 1)
-    for row, index in enumerate(batch.index):
-        start, length = batch.starts[row], batch.lengths[row]
-        assert batch.input_ids[row, start : start + length].tolist() == prompts[index]
-        assert batch.input_ids[row, batch.onsets[row]] == prompts[index][-1]
-        assert (batch.input_ids[row] == 9).sum() == 3 - length
-    masks = None if side == "right" else [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
-    assert (None if batch.attention_mask is None else batch.attention_mask.tolist()) == masks
-    if batch.position_ids is not None:
-        assert batch.position_ids.tolist() == [[0, 0, 1], [0, 1, 2], [0, 0, 0]]
-    assert pad([[1, 2], [3, 4]], [0, 1], side, 0, CPU).attention_mask is None
+    assert micro_batches([4, 4, 4, 5], 16) == [[0, 1, 2], [3]]  # as full as the budget allows
 
 
 # The fixed beginning of chats
 
 TEMPLATE = "<s>system: be brief\n{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}<|assistant|>"
-NOT_SHARED = (*tiny.SLIDING_FAMILIES, "phi3_longrope")  # windows; positions that depend on the longest prompt
+NOT_SHARED = ("gemma2", "mistral")  # windows
 CONTENTS = ["a", "what is it?", "b" * 30, "ä"]
 
 
@@ -300,7 +251,7 @@ def chats(made: TransformersEngine) -> list[list[int]]:
     return [*found, made.tokenize("no chat"), list(made._prefix.tokens) or found[0][:9]]
 
 
-@pytest.mark.parametrize("family", tiny.ALL)
+@pytest.mark.parametrize("family", KINDS)
 def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
     ours, plain = chatting(family), chatting(family)
     plain._prefix = Prefix(())
@@ -312,9 +263,9 @@ def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
         assert found.first_token is not None
         assert expected.first_token is not None
         assert found.first_token.token == expected.first_token.token
+    rows, whole = (engine.extract(prompts, list(Site)).activations for engine in (ours, plain))
     for site in Site:
-        rows, whole = (engine.extract(prompts, [site]).activations[site] for engine in (ours, plain))
-        np.testing.assert_allclose(rows, whole, atol=1e-5)
+        np.testing.assert_allclose(rows[site], whole[site], atol=1e-5)
     assert (ours.counters.forward_tokens < plain.counters.forward_tokens) is bool(ours._prefix.tokens)
     assert (ours._prefix.tokens == ()) is (family in NOT_SHARED)
     for prompt, continuation in zip(prompts, ours.begin(prompts, [probe]), strict=True):
@@ -329,19 +280,13 @@ def test_the_beginning_is_run_once() -> None:
     prompts = chats(made)[: len(CONTENTS)]
     for _ in range(3):
         before = made.counters.forward_tokens
-        found = made.score(prompts, [probe])
+        made.score(prompts, [probe])
         assert made.counters.forward_tokens - before == sum(len(prompt) - len(prefix) for prompt in prompts)
-    assert [result.prompt_tokens for result in found] == [len(prompt) for prompt in prompts]
+    for template in (None, "{% for m in messages %}{{ m.content }}{% endfor %}"):  # no fixed beginning
+        assert TransformersEngine(tiny.model("llama"), tiny.tokenizer(template=template))._prefix.tokens == ()
 
 
-@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
-def test_without_a_fixed_beginning_nothing_is_kept(template: str | None) -> None:
-    made = TransformersEngine(tiny.model("llama"), tiny.tokenizer(template=template))
-    assert made._prefix.tokens == chat_prefix(made.render_chat) == ()
-
-
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(("family", "tokens"), [("llama", 4), ("mistral", 1)])
 def test_traces_of_chats_and_texts_together_are_each_its_own(family: str, tokens: int) -> None:
     made = chatting(family)
     prompts = [*chats(made), made.tokenize("no chat, and longer than the shorter ones of the chats")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -68,34 +67,26 @@ def test_noise_does_not_decide_where_little_is_to_be_gained_and_threads_that_do_
     assert Counter(run(timings, counts, HALVES_OF_ONE_CORE, 500, 0.005))[1] >= (1 - 2 / PATIENCE) * 500
 
 
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("first_token", [True, False], ids=["whole", "ends at the last readout"])
-def test_each_pass_has_its_threads_and_the_process_keeps_its_own(first_token: bool) -> None:
-    engine = TransformersEngine.load(EngineOptions(model=str(MODEL_DIR)))
+def test_each_pass_has_its_threads_and_the_process_keeps_its_own() -> None:
+    engine, own = TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))), torch.get_num_threads()
     assert engine.torch_model is not None
-    model = engine.torch_model.model
+    model, between, inside = engine.torch_model.model, list[int](), list[int]()
     prompt = engine.tokenize("What is the capital of France?")
     probes = [tiny.probes(engine.identity.geometry, Site.ATTENTION_HEAD, 1)]
     before = engine.score([prompt], probes)[0]
-    between: list[int] = []
-    inside: list[int] = []
-    model.register_forward_pre_hook(lambda *_: between.append(torch.get_num_threads()))
-    adaptive = AdaptiveThreads(model, 2)
-    model.register_forward_pre_hook(lambda *_: inside.append(torch.get_num_threads()))
-    for _ in range(12):
-        after = engine.score([prompt], probes, first_token=first_token)[0]
+    torch.set_num_threads(3)
+    try:
+        model.register_forward_pre_hook(lambda *_: between.append(torch.get_num_threads()))
+        adaptive = AdaptiveThreads(model, 2)
+        model.register_forward_pre_hook(lambda *_: inside.append(torch.get_num_threads()))
+        for first_token in [True, False] * 6:  # a whole pass, and one that ends at the last readout
+            after = engine.score([prompt], probes, first_token=first_token)[0]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(own)
     assert inside[:2] == [2, 1]  # it begins with all, and tries fewer at once
     assert set(inside) == {1, 2}
     assert set(between) == {3}
-    assert torch.get_num_threads() == 3
     (timings,) = adaptive._sizes.values()
     assert all(timings._seconds)
     np.testing.assert_allclose(after.trajectories[0], before.trajectories[0], rtol=0, atol=1e-5)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -31,6 +30,7 @@ from tests.engines import tiny
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.matching import matching_draft, with_context
 from tests.probes_store.factory import write_bundle
+from tests.running import until
 
 vllm_or_skip()
 
@@ -82,27 +82,23 @@ def updates(engine: VllmEngine, stream: AsyncGenerator[Update, None], count: int
     return list(wait(engine, take()))
 
 
-def idle(engine: VllmEngine) -> bool:
-    """Whether no request runs in our client, nor in vLLM a short time later."""
-    for _ in range(100):
-        running = [
-            sample.value
-            for metric in REGISTRY.collect()
-            for sample in metric.samples
-            if sample.name in ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        ]
-        assert running, "vLLM's metrics have other names"
-        if engine.counters.open_continuations == 0 and not any(running):
-            return True
-        time.sleep(0.05)
-    return False
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest, engine: VllmEngine) -> Iterator[None]:
+    """After each test no request runs in our client, nor in vLLM a short time later, and every slot can be leased."""
+    yield
+    if "killed" in request.node.name or "without_a_traceback" in request.node.name:
+        return
 
+    def running() -> list[float]:
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name in names]
+        assert samples, "vLLM's metrics have other names"
+        return [sample.value for sample in samples]
 
-def all_slots_are_free(engine: VllmEngine) -> bool:
-    """Whether every slot can be leased by new probes."""
+    until(lambda: engine.counters.open_continuations == 0 and not any(running()), 20)
     geometry = engine.identity.geometry
     [result] = engine.score(PROMPTS[:1], [tiny.probes(geometry, site, seed) for seed in (20, 21) for site in Site])
-    return len(result.trajectories) == 4
+    assert len(result.trajectories) == 4
 
 
 def test_the_identity_equals_the_references(engine: Engine, reference: TransformersEngine) -> None:
@@ -124,7 +120,6 @@ def test_scores_are_the_references(engine: VllmEngine, reference: TransformersEn
         assert ours.first_token.entropy == pytest.approx(theirs.first_token.entropy, abs=2e-5)
     assert engine.score([], probes) == []
     assert engine.score(PROMPTS[:1], probes)[0].first_token is None
-    assert idle(engine)
 
 
 def test_activations_are_the_references(engine: VllmEngine, reference: TransformersEngine) -> None:
@@ -151,12 +146,13 @@ def test_generated_and_streamed_answers_are_the_same_and_the_references(
 ) -> None:
     sampling = Sampling(max_tokens=9)
     generated = engine.generate(PROMPTS[1:4], sampling)
-    assert [answer.token_ids for answer in generated] == [
-        answer.token_ids for answer in reference.generate(PROMPTS[1:4], sampling)
-    ]
+    expected_answers = reference.generate(PROMPTS[1:4], sampling)
+    assert [answer.token_ids for answer in generated] == [answer.token_ids for answer in expected_answers]
     for prompt, expected in zip(PROMPTS[1:4], generated, strict=True):
         found = updates(engine, engine.answer(prompt, probes[:1], sampling=sampling))
         assert found[0].prefill is not None
+        assert 0 <= found[0].cached_tokens < len(prompt)  # a block has 128 tokens, as many as the context
+        assert (found[0].queue_s >= 0.0, found[0].prefill_s > 0.0) == (True, True)
         assert all(update.prefill is None for update in found[1:])
         assert found[-1].completion == expected
         assert all(update.completion is None for update in found[:-1])
@@ -164,7 +160,10 @@ def test_generated_and_streamed_answers_are_the_same_and_the_references(
         assert sum(update.tokens for update in found) == len(expected.token_ids)
     [answer] = engine.generate([PROMPTS[-1]], Sampling(max_tokens=50))  # it begins where the context ends
     assert (len(answer.token_ids), answer.finish_reason) == (CONTEXT - len(PROMPTS[-1]), "length")
-    assert idle(engine)
+    *_, last = updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90, until=0.0)))
+    assert last.completion is not None  # it ends at its time as one of full length
+    assert last.completion.finish_reason == "length"
+    assert 1 < len(last.completion.token_ids) < 90
 
 
 def test_a_closed_gate_ends_a_request_at_its_onset_and_an_open_one_changes_nothing(
@@ -180,7 +179,6 @@ def test_a_closed_gate_ends_a_request_at_its_onset_and_an_open_one_changes_nothi
     gate = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
     found = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=sampling, gate=gate))
     assert found[-1].completion == engine.generate([PROMPTS[1]], sampling)[0]
-    assert idle(engine)
 
 
 def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
@@ -206,16 +204,6 @@ def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
     judged = scorer.score_or_continue(prompts, Sampling(), replace(GATE, threshold=0.0, withhold_no_fact=True))
     assert all(report.completion is None for report in judged)
     assert engine.counters.decode_steps == before
-    assert idle(engine)
-
-
-def test_an_answer_ends_at_its_time_as_one_of_full_length(engine: VllmEngine, probes: list[Probes]) -> None:
-    *_, last = updates(engine, engine.answer(PROMPTS[1], probes, sampling=Sampling(max_tokens=90, until=0.0)))
-    assert last.completion is not None
-    assert last.completion.finish_reason == "length"
-    assert 1 < len(last.completion.token_ids) < 90
-    assert idle(engine)
-    assert all_slots_are_free(engine)
 
 
 def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: list[Probes]) -> None:
@@ -229,8 +217,6 @@ def test_a_consumer_that_leaves_ends_the_request(engine: VllmEngine, probes: lis
                     pass
 
     wait(engine, given_up())
-    assert idle(engine)
-    assert all_slots_are_free(engine)
 
 
 def test_more_bundles_than_slots_are_refused_until_one_is_free(engine: VllmEngine, probes: list[Probes]) -> None:
@@ -241,16 +227,6 @@ def test_more_bundles_than_slots_are_refused_until_one_is_free(engine: VllmEngin
     [onset] = engine.score(PROMPTS[1:2], [third])  # replaces one that is not in use
     [back] = engine.score(PROMPTS[1:2], [probes[0], probes[2]])
     assert not np.array_equal(onset.trajectories[0], back.trajectories[0])
-    assert idle(engine)
-
-
-def test_updates_report_cached_tokens_and_times(engine: VllmEngine, probes: list[Probes]) -> None:
-    """Nothing is cached here: a block has 128 tokens, vLLM's default, as many as the context."""
-    for _ in range(2):
-        [update] = updates(engine, engine.answer(PROMPTS[3], probes[:1]))
-        assert 0 <= update.cached_tokens < len(PROMPTS[3])
-        assert update.queue_s >= 0.0
-        assert update.prefill_s > 0.0
 
 
 def test_impossible_requests_are_refused_before_anything_runs(engine: VllmEngine) -> None:
@@ -271,8 +247,6 @@ def test_impossible_requests_are_refused_before_anything_runs(engine: VllmEngine
     with pytest.raises(EngineError, match="another model"):
         engine.score(PROMPTS[:1], [tiny.probes(tiny.shared_engine("llama").identity.geometry)])
     assert engine.counters.prefills == before
-    assert idle(engine)
-    assert all_slots_are_free(engine)
 
 
 def test_a_killed_worker_raises(engine: VllmEngine, probes: list[Probes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -41,7 +42,7 @@ def reader(sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False) 
 
 
 def forward(made: Reader, seed: int = 0, layers: int = 2) -> torch.Tensor:
-    """A forward pass with random activations; what it reads, [layers + 1, n, columns]."""
+    """A forward pass with random activations; what it reads, [layers, n, columns]."""
     generator = torch.Generator().manual_seed(seed)
     for readout in made.sites.values():
         for _ in range(layers):
@@ -75,7 +76,7 @@ def onsets_of(parts: list[Part]) -> list[OnsetRow]:
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6), st.booleans()), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests=REQUESTS, budget=st.integers(1, 24), preemptions=st.integers(0, 4), chance=st.randoms())
 def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
     requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random
@@ -176,8 +177,7 @@ def test_each_request_gets_its_own_rows_numbers_and_the_steps_first_logits() -> 
     payloads, expected = made.payloads(), summarise(logits)
     for number, row in enumerate(onsets):
         payload = Payload.decode(payloads[row.request].numpy(), made.plan, row.directive)
-        np.testing.assert_array_equal(payload.trajectories, read[:-1, number].T.numpy())
-        np.testing.assert_allclose(payload.depth_means, read[:-1, number].mean(0).numpy(), rtol=1e-6, atol=1e-7)
+        np.testing.assert_array_equal(payload.trajectories, read[:, number].T.numpy())
         if row.directive.first_token:
             assert payload.first_token is not None
             assert payload.first_token.token == int(logits[number + 1].argmax())
@@ -259,7 +259,7 @@ def test_activations_are_returned_to_requests_that_ask() -> None:
         np.testing.assert_array_equal(payload.activations[site], kept[site][:, 1].numpy())
 
 
-def test_a_later_stage_adds_its_layers_and_its_part_of_the_mean() -> None:
+def test_a_later_stage_adds_its_layers() -> None:
     first, last = reader(), reader()
     read = []
     for number, made in enumerate((first, last)):
@@ -269,9 +269,7 @@ def test_a_later_stage_adds_its_layers_and_its_part_of_the_mean() -> None:
     whole = last.after(passed_on)
     assert passed_on is not None
     assert whole is not None
-    assert whole.shape == (2 + 2 + 1, 2, 4)
-    assert torch.equal(whole[:-1], torch.cat([read[0][:-1], read[1][:-1]]))
-    assert torch.equal(whole[-1], read[0][-1] + read[1][-1])
+    assert torch.equal(whole, torch.cat(read))
 
 
 def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,13 +366,13 @@ WEIGHTS = [(1.5, 0.0, 0.0), (1.0, 0.7, -0.4), (0.0, 0.0, 1.0)]
 
 
 @pytest.mark.parametrize("slot", range(4))
-@pytest.mark.parametrize("weight", [(*weight, 0.0, 0.0, 0.0) for weight in WEIGHTS])
-@pytest.mark.parametrize("intercept", [-1.0, 0.3])
-def test_a_gate_closes_at_and_above_its_threshold(slot: int, weight: tuple[float, ...], intercept: float) -> None:
+def test_a_gate_closes_at_and_above_its_threshold(slot: int) -> None:
     """The risk is computed from exactly the numbers in the payload."""
-    _, _, exact = gated(EngineGate(weight, intercept, 2.0), slot=slot)
-    assert gated(EngineGate(weight, intercept, exact - 1e-4), slot=slot)[:2] == (True, END)
-    assert gated(EngineGate(weight, intercept, exact + 1e-4), slot=slot)[:2] == (False, 2)
+    for weights, intercept in product(WEIGHTS, (-1.0, 0.3)):
+        weight = (*weights, 0.0, 0.0, 0.0)
+        _, _, exact = gated(EngineGate(weight, intercept, 2.0), slot=slot)
+        assert gated(EngineGate(weight, intercept, exact - 1e-4), slot=slot)[:2] == (True, END)
+        assert gated(EngineGate(weight, intercept, exact + 1e-4), slot=slot)[:2] == (False, 2)
 
 
 @pytest.mark.parametrize("intercept", [-50.0, 0.0, 50.0])

@@ -100,9 +100,6 @@ async def test_a_slot_that_another_server_took_is_written_again() -> None:
     [column] = await slots.hold([FIRST])
     assert written.count == 2
     assert slots.digests([column]) != before
-
-
-async def test_concurrent_requests_get_their_own_probes() -> None:
     slots, written = made(slots=3)
 
     async def use(probe: Probes) -> None:
@@ -113,6 +110,9 @@ async def test_concurrent_requests_get_their_own_probes() -> None:
 
     await asyncio.gather(*(use(probe) for probe in (FIRST, SECOND, THIRD) * 20))
     assert written.count == 3
+    with pytest.raises(EngineError, match="context probes.*'slots' of the key 'hallutracer'"):
+        await slots.hold(Loaded(3).probes)
+    assert await slots.hold(Loaded(2).probes) == [0, 1, 2]
 
 
 async def test_unknown_sites_and_geometries_are_refused() -> None:
@@ -157,10 +157,3 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
         arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
         read_by_default(arguments)
         assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": room}
-
-
-async def test_a_plan_with_too_few_slots_names_the_cure() -> None:
-    slots, _ = made(slots=3)
-    with pytest.raises(EngineError, match="context probes.*'slots' of the key 'hallutracer'"):
-        await slots.hold(Loaded(3).probes)
-    assert await slots.hold(Loaded(2).probes) == [0, 1, 2]

