@@ -44,10 +44,9 @@ COMMON = ("--config", "--print-config")  # said on the command line or, the firs
 class Common:
     """What every command takes."""
 
-    config: Annotated[
-        Path | None,
-        option("TOML file of options: one table per command; keys above the tables are shared.", everyday=True),
-    ] = None
+    config: Annotated[Path | None, option(
+        "TOML file of options: one table per command; keys above the tables are shared.",
+        everyday=True)] = None  # fmt: skip
     print_config: Annotated[
         bool, option("Print the effective options as TOML, each with its source, and exit."),
         Parameter(negative="", show_env_var=False),

@@ -29,11 +29,9 @@ SOON = timedelta(days=14)
 class KeyChoices:
     """The fields of a new key."""
 
-    scope: Annotated[
-        tuple[Literal["score", "observe", "admin"], ...],
-        option("Routes that it opens, repeatable.  score: questions, answers and feedback.  observe: metrics.  admin: "
-               "what changes the service.  score and observe also list models and bundles.  Default: score."),
-    ] = ()  # fmt: skip
+    scope: Annotated[tuple[Literal["score", "observe", "admin"], ...], option(
+        "Routes that it opens, repeatable.  score: questions, answers and feedback.  observe: metrics.  admin: what "
+        "changes the service.  score and observe also list models and bundles.  Default: score.")] = ()  # fmt: skip
     may: Annotated[tuple[Right, ...], option("What its requests may loosen, as --callers-may; repeatable.")] = ()
     allow_policy: Annotated[
         tuple[str, ...], option("Policy that its requests may be judged by, repeatable.  Default: all.")
