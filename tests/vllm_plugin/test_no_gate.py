@@ -252,7 +252,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("name", "program", "ends"),
     [
-        ("offline.py", OFFLINE, 2),
+        pytest.param("offline.py", OFFLINE, 2, marks=pytest.mark.long),
         pytest.param("default_worker.py", REPLICA, 1, marks=pytest.mark.long),
         pytest.param("late.py", LATE, 1, marks=pytest.mark.long),
     ],
