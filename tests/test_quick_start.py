@@ -27,6 +27,7 @@ from service.engines.places import PACKAGED
 from service.engines.transformers.engine import TransformersEngine
 from service.library.engine import SHIPPED, SMOLLM2
 from tests import command_line
+from tests.otlp import Collector, collector
 from tests.running import until
 from tests.serve_process import MAY_CHOOSE, ServeProcess
 
@@ -97,6 +98,7 @@ class Shop:
     first: str  # digest
     second: str
     process: ServeProcess = field(init=False)
+    collector: Collector = field(init=False)
 
     def post(self, **body: Any) -> Any:
         return httpx.post(f"{self.process.url}/score", json=body, timeout=60).json()
@@ -106,10 +108,10 @@ class Shop:
 
 
 @contextmanager
-def opened(folder: Path, move: Callable[[Store, int], None], *arguments: str) -> Iterator[Shop]:
+def opened(folder: Path, move: Callable[[Store, int], None], *arguments: str, **more: str) -> Iterator[Shop]:
     """``move`` is called while the model loads, after the bundles were read."""
     store, digests = two_versions(folder)
-    shop, more = Shop(store, *digests), {"HALLUTRACER_STORE": str(folder)} | MAY_CHOOSE
+    shop, more = Shop(store, *digests), more | {"HALLUTRACER_STORE": str(folder)} | MAY_CHOOSE
     with ServeProcess(*arguments, "--threads=1", on_listening=lambda pid: move(store, pid), **more) as shop.process:
         yield shop
 
@@ -120,9 +122,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         store.set_alias(NAME, "production", 2)
         os.kill(process, signal.SIGHUP)
 
-    bundles = [f"--bundle={name}" for name in ("demo", "demo-fused", PRODUCTION)]
-    with opened(tmp_path_factory.mktemp("store"), move, *bundles) as shop:
-        yield shop
+    options = [f"--bundle={name}" for name in ("demo", "demo-fused", PRODUCTION)]
+    with collector() as sink:
+        options.append(f"--otlp-traces-endpoint={sink.endpoint}")
+        with opened(tmp_path_factory.mktemp("store"), move, *options, OTEL_BSP_SCHEDULE_DELAY="600000") as shop:
+            shop.collector = sink
+            yield shop
 
 
 def test_a_moved_alias_takes_effect_at_a_hangup_even_one_while_loading(served: Shop) -> None:
@@ -180,10 +185,11 @@ def test_streams_and_answers_equal_the_engines_own_greedy_ones(served: Shop) -> 
 
 
 def test_ctrl_c_ends_it_cleanly(served: Shop) -> None:
-    """The last test with this service: it ends it."""
+    """The last test with this service: it ends it, and sends the spans that are left."""
     served.process.process.send_signal(signal.SIGINT)
     assert served.process.process.wait(60) in (0, 130, -signal.SIGINT)
     assert "Traceback" not in served.process.log()
+    assert "POST /score" in {span.name for span in served.collector.spans}
 
 
 def test_a_watched_alias_brings_a_canary_and_takes_it_back(tmp_path: Path) -> None:
@@ -205,7 +211,7 @@ def test_a_watched_alias_brings_a_canary_and_takes_it_back(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not PACKAGED[SMOLLM2].is_installed, reason=f"needs {PACKAGED[SMOLLM2].install}")
-def test_smollm2s_bundles_verify_pass_a_known_fact_and_withhold_a_confabulated_one(
+def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loaded once, for all commands; it is the default model, as in ``make run``."""
@@ -220,20 +226,19 @@ def test_smollm2s_bundles_verify_pass_a_known_fact_and_withhold_a_confabulated_o
     monkeypatch.setattr(TransformersEngine, "load", once)
     monkeypatch.setattr(TransformersEngine, "close", lambda _: None)
     monkeypatch.setattr(loading, "folder_fingerprint", functools.cache(loading.folder_fingerprint))
-    asked = ("score", "Which city is the capital of Yemen?", "Do you know the capital of American Samoa?", "--json",
-             "--generate", "16")  # fmt: skip
+    known_fact, confabulated = "Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"
 
-    def score(*options: str) -> Any:
-        return json.loads(hallutracer(tmp_path, *asked, *options, HALLUTRACER_MODEL=""))
+    def score(*arguments: str) -> Any:
+        options = ("--json", "--generate", "12", *arguments)
+        return json.loads(hallutracer(tmp_path, "score", *options, HALLUTRACER_MODEL=""))
 
-    for bundle in SHIPPED[SMOLLM2]:
-        verified = hallutracer(tmp_path, "bundle", "verify", bundle, HALLUTRACER_MODEL="")
-        assert f"golden prompts gave the recorded risks on {Path(PACKAGED[SMOLLM2].file).stem}" in verified
-        known, confabulated = score("--bundle", bundle)["data"]
-        assert known["risk"] < known["threshold"] <= confabulated["risk"]
+    for bundle in SHIPPED[SMOLLM2]:  # each replays its golden prompts, as ``bundle verify`` does
+        known, withheld = score(known_fact, confabulated, "--bundle", bundle)["data"]
+        assert known["risk"] < known["threshold"] <= withheld["risk"]
         assert "Sana'a" in known["completion"]["text"]
-        assert "completion" not in confabulated
-    answer = score("--threshold", "1")
+        assert "completion" not in withheld
+    answer = score(confabulated, "--threshold", "1")
     assert answer["bundle"]["name"] == SHIPPED[SMOLLM2][0]
-    assert answer["data"][1]["completion"]["text"].strip()
-    assert "Pago" not in answer["data"][1]["completion"]["text"]  # the model would have confabulated
+    text = answer["data"][0]["completion"]["text"]
+    assert text.strip()
+    assert "Pago" not in text  # the model would have confabulated
