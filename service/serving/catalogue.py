@@ -129,17 +129,9 @@ class Catalogue:
     feedback: Feedback | None = None
     limits: DriftLimits = field(default_factory=DriftLimits)
     loaded: Loaded = field(default_factory=Loaded)
+    scorers: Sequence[Scorer] = ()  # the first is the default
+    rollout: Rollout = Rollout()
     monitors: Mapping[str, Monitor] = field(default_factory=dict)  # by "name:version"
-
-    @property
-    def scorers(self) -> Sequence[Scorer]:
-        """Return the loaded scorers; the first is the default."""
-        return self.loaded.scorers
-
-    @property
-    def rollout(self) -> Rollout:
-        """Return canary and shadows."""
-        return self.loaded.rollout
 
     def checked(self, found: Scorers, left_out: Mapping[str, str]) -> Loaded:
         """Return what can be served of ``found``; slow.  Where aliases cannot be read, those that were known stay."""
@@ -172,7 +164,8 @@ class Catalogue:
 
     def serve(self, loaded: Loaded) -> None:
         """Have ``loaded`` judge every request from now on."""
-        self.loaded, scorers = loaded, loaded.scorers
+        self.loaded, self.rollout = loaded, loaded.rollout
+        self.scorers = scorers = loaded.scorers
         monitors = {}
         for scorer in scorers:
             manifest = scorer.bundle.manifest

@@ -116,9 +116,13 @@ class Judgement:
     streams: bool = False
     request_violations: tuple[str, ...] = ()  # of what a guarantee assumes, by the request
     monitor: Monitor | None = None  # of the bundle, as it was when the request came
-    bundle_violations: tuple[str, ...] = ()  # that the monitor had found when the prompts were judged
+    bundle_violations: tuple[str, ...] | None = None  # that the monitor had found when the prompts were judged
     retrieval: Retrieval | None = None  # where the request names an earlier one
     unscored: Mapping[int, int] = field(default_factory=dict)  # index of a prompt that failed -> its ``submitted_ns``
+
+    def __post_init__(self) -> None:
+        if self.bundle_violations is None:
+            object.__setattr__(self, "bundle_violations", () if self.monitor is None else self.monitor.reasons)
 
     @classmethod
     def of(cls, scorer: Scorer, policy: Policy, reports: Sequence[RiskReport], request_id: str = "") -> Judgement:
@@ -154,7 +158,7 @@ class Judgement:
     @property
     def guarantee(self) -> GuaranteeStatus | None:
         """Return the bundle's guarantee as it stands for this request; None where it has none."""
-        violations = (*self.request_violations, *self.bundle_violations)
+        violations = (*self.request_violations, *(self.bundle_violations or ()))
         return guarantee_status(self.scorer.bundle.manifest, self.policy, self.scorer.engine.identity.dtype, violations)
 
 

@@ -17,7 +17,6 @@ from service.audit.auditor import Auditor, recorded
 from service.audit.events import SERVICE, Who
 from service.engines.base import Engine
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.judging.drift import DriftLimits
 from service.policies.policy import Policies, built_in
 from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
@@ -119,10 +118,10 @@ class Lifecycle:
     metrics: Metrics
     catalogue: Catalogue
     load: Load
-    load_again: LoadAgain | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why; written by whoever loads
-    on_broken: Callable[[], None] = lambda: None  # the engine broke: only a new process helps
-    audit: Auditor | None = None
+    load_again: LoadAgain | None
+    left_out: Mapping[str, str]
+    on_broken: Callable[[], None]  # the engine broke: only a new process helps
+    audit: Auditor | None
     stopping: bool = False
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
     reload_error: str | None = None  # why the newest reload changed nothing
@@ -198,13 +197,12 @@ class Lifecycle:
         self.stopping = True
 
     def stop(self) -> None:
-        """Refuse new work, end what still runs, wait until the engine is idle, free the model."""
-        self.leave()
+        """End what still runs, wait until the engine is idle, free the model; after ``leave``."""
         if self._dispatcher is not None:
             self._dispatcher.close()
         if self.catalogue.scorers:
             self.catalogue.scorers[0].engine.close()
-        self.catalogue.loaded = Loaded()
+        self.catalogue.scorers, self.catalogue.loaded = (), Loaded()
 
     def check_not_full(self, caller: str) -> None:
         """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
@@ -264,50 +262,39 @@ def in_own_thread(load: Callable[[], T]) -> Future[T]:
     return done
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Service:
-    """Complete when it is constructed; ``Service.of`` makes the parts."""
+    """Complete when it is constructed; ``load`` begins with ``lifecycle.start``."""
 
-    settings: ServiceSettings
-    metrics: Metrics
-    catalogue: Catalogue
-    access: Access
-    lifecycle: Lifecycle
-    tokenizing: Tokenizing
-    sampled: Sampled
-    retrievals: Retrievals = field(default_factory=Retrievals)
+    load: Load = field(kw_only=False)
+    load_again: LoadAgain | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why; written by whoever loads
+    aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}
+    settings: ServiceSettings = field(default_factory=ServiceSettings)
+    policies: Policies = field(default_factory=lambda: Policies(built_in()))
+    plan: RolloutPlan = field(default_factory=RolloutPlan)
+    keys: KeyRing = field(default_factory=KeyRing)
+    metrics: Metrics = field(default_factory=Metrics)
     feedback: Feedback | None = None  # None: nothing is stored, and no label taken
     audit: Auditor | None = None  # None: nothing is written
     tracing: Tracing | None = None  # None: no traces
+    on_broken: Callable[[], None] = lambda: None
+    retrievals: Retrievals = field(default_factory=Retrievals)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @classmethod
-    def of(
-        cls, load: Load, *, load_again: LoadAgain | None = None, left_out: Mapping[str, str] | None = None,
-        aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}, settings: ServiceSettings | None = None,
-        policies: Policies | None = None, plan: RolloutPlan | None = None, limits: DriftLimits | None = None,
-        keys: KeyRing | None = None, metrics: Metrics | None = None, feedback: Feedback | None = None,
-        audit: Auditor | None = None, tracing: Tracing | None = None, on_broken: Callable[[], None] = lambda: None,
-    ) -> Service:  # fmt: skip
-        """Return a service that ``load`` has not begun to load; ``lifecycle.start`` does.
-
-        ``left_out`` are the references that loading leaves out, and why: ``load`` and ``load_again`` write it.
-        """
-        settings, metrics = settings or ServiceSettings(), metrics or Metrics()
-        catalogue = Catalogue(
-            settings=settings, metrics=metrics, policies=policies or Policies(built_in()), plan=plan or RolloutPlan(),
-            aliases_of=aliases_of, feedback=feedback, limits=limits or DriftLimits(),
+    def __post_init__(self) -> None:
+        settings, metrics = self.settings, self.metrics
+        self.catalogue = Catalogue(
+            settings=settings, metrics=metrics, policies=self.policies, plan=self.plan, aliases_of=self.aliases_of,
+            feedback=self.feedback,
         )  # fmt: skip
-        lifecycle = Lifecycle(
-            settings=settings, metrics=metrics, catalogue=catalogue, load=load, load_again=load_again,
-            left_out={} if left_out is None else left_out, on_broken=on_broken, audit=audit,
+        self.lifecycle = Lifecycle(
+            settings=settings, metrics=metrics, catalogue=self.catalogue, load=self.load, load_again=self.load_again,
+            left_out=self.left_out, on_broken=self.on_broken, audit=self.audit,
         )  # fmt: skip
-        return cls(
-            settings=settings, metrics=metrics, catalogue=catalogue, lifecycle=lifecycle,
-            access=Access(settings, keys or KeyRing(), metrics, audit),
-            tokenizing=Tokenizing(settings.max_queue),  # as many requests may be tokenized as prompts may wait
-            sampled=Sampled(settings.threshold), feedback=feedback, audit=audit, tracing=tracing,
-        )  # fmt: skip
+        self.access = Access(settings, self.keys, metrics, self.audit)
+        self.tokenizing = Tokenizing(settings.max_queue)  # as many requests may be tokenized as prompts may wait
+        self.sampled = Sampled(settings.threshold)
 
     @property
     def ready(self) -> Catalogue:

@@ -107,7 +107,6 @@ async def _judged(
         return Judgement(
             scorer=scorer, policy=policy, prompts=(prompt,), request_id=request_id, route=canonical(note.route),
             who=note.who, request_violations=note.violations, monitor=monitor,
-            bundle_violations=() if monitor is None else monitor.reasons,
         )  # fmt: skip
 
     try:

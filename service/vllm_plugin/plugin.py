@@ -64,7 +64,7 @@ class HalluTracerPlugin:
         audit = None
         if options.audit_log is not None:
             audit = Auditor(options.audit_log, required=options.audit_required, count=metrics.audit_lines)
-        self.service = service = Service.of(
+        self.service = service = Service(
             self._load, aliases_of=options.store.aliases, settings=options.settings, policies=options.policies,
             metrics=metrics, audit=audit,
         )  # fmt: skip

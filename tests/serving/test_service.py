@@ -46,7 +46,7 @@ ENGINES: dict[str, tuple[Callable[[], Engine], Callable[[Path], list[Bundle]]]] 
 @asynccontextmanager
 async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
     settings = ServiceSettings(max_queue=4096, callers_may=("policy",))
-    state = Service.of(lambda: {bundle.reference: Scorer(make(), bundle)}, settings=settings)
+    state = Service(lambda: {bundle.reference: Scorer(make(), bundle)}, settings=settings)
     await state.lifecycle.start()
     assert state.lifecycle.failure is None
     transport = httpx.ASGITransport(app=create_app(state))
