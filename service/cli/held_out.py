@@ -61,7 +61,7 @@ def held_out(
 def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> Tried:
     from service.engines.bridge import gather_all, wait_for
     from service.judging.evaluation import coverage, sample_of
-    from service.serving.sampled import TOGETHER, ask
+    from service.serving.service import TOGETHER, ask
 
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
     if (sample := sample_of(bundle)) is None:
@@ -89,7 +89,7 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
     from concurrent.futures import ThreadPoolExecutor
 
     from service.judging.evaluation import Tenth
-    from service.serving.sampled import TOGETHER
+    from service.serving.service import TOGETHER
 
     if len(bundles.bundle) > 1:
         raise UsageError("--bundle", "name one")

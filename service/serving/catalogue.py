@@ -22,8 +22,8 @@ from service.policies.guard import OBSERVE, Action, Policy
 from service.policies.policy import Policies
 from service.scoring import Scorer
 from service.serving.feedback import Feedback
+from service.serving.judgement import Monitor
 from service.serving.metrics import Metrics
-from service.serving.monitor import Monitor
 from service.settings import DEFAULT_MESSAGE, DEFAULT_SHARE, ServiceSettings
 
 log = logging.getLogger("hallutracer")

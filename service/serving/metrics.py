@@ -37,8 +37,7 @@ from service.judging.drift import Drift
 from service.judging.guarantee import SHAPES, Shape
 from service.policies.guard import Decision
 from service.scoring import RiskReport, ShadowRisk
-from service.serving.judgement import AnswerEnd, Judgement
-from service.serving.monitor import CAUSES, Cause
+from service.serving.judgement import CAUSES, AnswerEnd, Cause, Judgement
 
 Outcome = Literal["answered", "failed", "given_up"]  # of a prompt that was sent to an upstream
 ShadowVerdict = Literal["agrees", "stricter", "looser", "failed"]

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from service.audit.events import JudgedEvent, decision
 from service.policies.guard import Decision
-from service.serving.judgement import AnswerEnd, Judgement
-from service.serving.monitor import digest_of
+from service.serving.judgement import AnswerEnd, Judgement, digest_of
 from service.serving.request_log import RequestRecord
 from service.serving.service import Service
 

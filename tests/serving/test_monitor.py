@@ -26,7 +26,7 @@ from service.policies.guard import Action, Policy
 from service.policies.policy import Policies
 from service.scoring import Scorer
 from service.serving.feedback import Feedback
-from service.serving.monitor import Monitor, digest_of
+from service.serving.judgement import Monitor, digest_of
 from tests.engine_kinds import KINDS
 from tests.matching import matching_draft
 from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle
@@ -46,7 +46,7 @@ Labelled = Callable[[float], AbstractContextManager[App]]
 def told(monkeypatch: Patch) -> list[Monitor]:
     """What monitors report; their reference: risks spread evenly, 5 % of the rows outside."""
     reference = Reference(EVEN, np.arange(1, 10) / 10, 0.05)
-    monkeypatch.setattr("service.serving.monitor.reference_of", lambda bundle: reference)
+    monkeypatch.setattr("service.serving.judgement.reference_of", lambda bundle: reference)
     return []
 
 
@@ -146,7 +146,7 @@ def test_few_different_prompts_are_compared_as_the_few_they_are(told: list[Monit
 def test_a_digest_tells_prompts_apart_and_nothing_else() -> None:
     assert digest_of([1, 2, 3]) == digest_of((1, 2, 3))
     assert len({digest_of(ids) for ids in ([1, 2, 3], [1, 2], [3, 2, 1], [258], [])}) == 5
-    spec = importlib.util.find_spec("service.serving.monitor")
+    spec = importlib.util.find_spec("service.serving.judgement")
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(again := importlib.util.module_from_spec(spec))
