@@ -27,7 +27,7 @@ from service.policies.policy import Policies, built_in
 from service.scoring import RiskReport, Scorer
 from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
-from service.serving.dispatcher import Dispatcher
+from service.serving.dispatcher import ENDS, Dispatcher
 from service.serving.feedback import Feedback
 from service.serving.judgement import Retrievals
 from service.serving.metrics import Metrics
@@ -261,7 +261,7 @@ class Lifecycle:
     def check_not_full(self, caller: str) -> None:
         """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
         if self._dispatcher is not None and self._dispatcher.alive:
-            self._dispatcher.check_not_full(caller)
+            self._dispatcher.check_space(caller)
 
     @property
     def is_ready(self) -> bool:
@@ -289,7 +289,7 @@ class Lifecycle:
 
     def _check_loaded(self) -> Dispatcher:
         if self.stopping:
-            raise NotReady("the service is shutting down")
+            raise NotReady(ENDS)
         if self.failure is not None:
             what = "loading failed" if self._dispatcher is None else "the engine broke, restart the service"
             raise NotReady(f"{what}: {self.failure}")

@@ -273,15 +273,15 @@ async def test_a_deadline_that_passes_while_decoding_ends_the_answer(bench: Benc
 async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
     held = await bench.hold()
     kept = bench.request("a", "b")
-    bench.dispatcher.check_not_full("")
+    bench.dispatcher.check_space("")
     with pytest.raises(Overloaded, match="3 of at most 4"):
         bench.request("c", "d")
     last = bench.request("e")
     assert bench.last == (4, 0)
     with pytest.raises(Overloaded):
-        bench.dispatcher.check_not_full("")
+        bench.dispatcher.check_space("")
     last.cancel()
-    bench.dispatcher.check_not_full("")  # a cancelled request holds no place
+    bench.dispatcher.check_space("")  # a cancelled request holds no place
     last = bench.request("f")
     bench.holding.release.set()
     for handle in (held, kept, last):
