@@ -237,9 +237,8 @@ def sign(
     key_file: Annotated[Path | None, option("Private key, PEM, elliptic curve.  Default: sigstore.")] = None,
     key_password: Annotated[str, option("Of the private key; prefer the environment variable.", secret=True)] = "",
     certificate: Annotated[Path | None, option("Certificate of the key, PEM.")] = None,
-    chain: Annotated[
-        tuple[str, ...], option("Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")
-    ] = (),
+    chain: Annotated[tuple[str, ...], option(
+        "Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")] = (),  # fmt: skip
     store: StoreOptions = StoreOptions(),
     common: Common = Common(),
 ) -> None:
@@ -333,9 +332,8 @@ def pull(
     ],
     /,
     *,
-    digest: Annotated[
-        str | None, option("sha256:...: what the bundle must have, as its publisher or your own review names it.")
-    ] = None,
+    digest: Annotated[str | None, option(
+        "sha256:...: what the bundle must have, as its publisher or your own review names it.")] = None,  # fmt: skip
     take_over: Annotated[
         bool,
         option("Also where a name that you have, or that comes with the package, would mean the pulled bundle from now "

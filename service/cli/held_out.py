@@ -28,9 +28,8 @@ class TryOptions:
     """What is asked, and whom."""
 
     show: Annotated[int, option("So many of the bundle's questions.", limits=Range(1))] = SHOWN
-    url: Annotated[
-        str | None, option("Ask this running service instead of loading the model here."), Parameter(metavar="URL")
-    ] = None
+    url: Annotated[str | None, option(
+        "Ask this running service instead of loading the model here."), Parameter(metavar="URL")] = None  # fmt: skip
     service_key: Annotated[str | None, option("Key for that service.", secret=True)] = None
     as_json: Json = False
 
