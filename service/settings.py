@@ -62,14 +62,12 @@ class Range:
 
 def option(
     help: str, *names: str, limits: Range | None = None, secret: bool = False, metavar: str | None = None,
-    group: Group | str | None = None,
-    everyday: bool = False,
+    group: Group | str | None = None, everyday: bool = False,
 ) -> Parameter:  # fmt: skip
     """Declare an option: its help, its name where the field's own will not do (then older names), and its limits.
 
-    A secret is masked wherever options are printed, and an empty variable for one is an error.  ``everyday``: shown
-    also where a command with many options shows the few that most people use.  ``group``: where it stands in
-    the help, if not in its class's section.
+    A secret is masked wherever options are printed.  ``everyday``: shown also where a command with many options shows
+    the few that most people use.  ``group``: where it stands in the help, if not in its class's section.
     """
     shown: dict[str, Any] = {"show": True} if everyday else {}  # None would be a value, and win over the command's own
     shown |= {} if group is None else {"group": group}

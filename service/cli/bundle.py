@@ -237,8 +237,9 @@ def sign(
     key_file: Annotated[Path | None, option("Private key, PEM, elliptic curve.  Default: sigstore.")] = None,
     key_password: Annotated[str, option("Of the private key; prefer the environment variable.", secret=True)] = "",
     certificate: Annotated[Path | None, option("Certificate of the key, PEM.")] = None,
-    chain: Annotated[tuple[str, ...], option(
-        "Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")] = (),  # fmt: skip
+    chain: Annotated[
+        tuple[str, ...], option("Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")
+    ] = (),  # fmt: skip
     store: StoreOptions = StoreOptions(),
     common: Common = Common(),
 ) -> None:

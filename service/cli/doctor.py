@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 def doctor(
     *,
-    load: Annotated[bool, option(
-        "Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")] = False,  # fmt: skip
+    load: Annotated[
+        bool, option("Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")
+    ] = False,  # fmt: skip
     as_json: Json = False,
     engine: EngineChoice = EngineChoice(),
     bundles: BundleOptions = BundleOptions(),

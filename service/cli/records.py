@@ -106,8 +106,9 @@ def _end(text: str) -> datetime | None:
 
 def verify(
     *files: Annotated[Path, Parameter(help="The log; of a rotated one all files, oldest first.", show_env_var=False)],
-    seen: Annotated[str | None, option(
-        "Digest that this command, or the service's log, once gave as the last line's.")] = None,  # fmt: skip
+    seen: Annotated[
+        str | None, option("Digest that this command, or the service's log, once gave as the last line's.")
+    ] = None,  # fmt: skip
     as_json: Json = False,
     common: Common = Common(),
 ) -> None:

@@ -191,8 +191,7 @@ class Catalogue:
         )
 
     def _report(self, monitor: Monitor) -> None:
-        scorer = monitor.scorer
-        model, reference = scorer.engine.identity.model, scorer.bundle.reference
+        model, reference = monitor.scorer.engine.identity.model, monitor.scorer.bundle.reference
         self.metrics.watched(model, reference, monitor.drift, monitor.violations)
 
     async def replay_golden(self) -> None:
@@ -212,10 +211,7 @@ class Catalogue:
         return [{"bundle": bundle.reference, "digest": bundle.manifest.digest, "role": role} for bundle, role in roles]
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
-        """Return the loaded scorer that a request names; the first one where it names none.
-
-        An alias means what it meant when its bundle was loaded.  Raises NotFound.
-        """
+        """Return the loaded scorer that a request names, else the first.  Raises NotFound."""
         names = (self.scorers[0].engine.identity.model, *self.settings.model_names)
         if model is not None and not {model, "*"} & {*names}:
             listed = ", ".join(map(repr, names))
@@ -273,8 +269,8 @@ class Catalogue:
 def untemplated(scorer: Scorer, policy: Policy) -> Policy:
     """Return the policy of a prompt that went through no chat template.
 
-    Where training's prompts went through one, such a prompt is easily unlike all of them, and its risk says nothing: a
-    policy that withholds then withholds what lies outside training, unless it says ``withhold_outside = false``.
+    Where training's did, its risk says little: a policy that withholds then withholds what is outside training, unless
+    it says ``withhold_outside = false``.
     """
     asks = policy.withhold_outside is None and policy.action.withholds
     return replace(policy, withhold_outside=True) if asks and scorer.prompt_format == "chat" else policy

@@ -303,7 +303,7 @@ class Metrics:
                 self._all["drift"].labels(model_name, bundle, name).set(value)
 
     def reloaded(self, done: bool) -> None:
-        """Count one more reload: the bundles were loaded again, or were not and stay."""
+        """Count one more reload of the bundles."""
         self.count("reloads_total", "done" if done else "failed")
         self.gauge("last_reload_successful", int(done))
 

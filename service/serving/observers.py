@@ -30,8 +30,7 @@ def ended(
 ) -> None:
     """Tell ``ENDED``, once, when nothing more will be sent.  ``answers``: one for each of the judged prompts.
 
-    ``judgement`` has the prompts that were scored where the request failed before all were.  ``record`` is the
-    request's log line; None where somebody else writes one.
+    ``record`` is the request's log line; None where somebody else writes one.
     """
     for observer in ENDED:
         observer(service, judgement, answers, record)

@@ -67,7 +67,8 @@ class Bench:
             await closing
             await until(lambda: self.script.counters.open_continuations == 0)
             assert self.last == (0, 0)
-            assert self.dispatcher._queue.is_empty
+            queue = self.dispatcher._queue
+            assert not any((queue._prompts, *queue._tokens.values()))
             assert not self.dispatcher._tasks
             await asyncio.to_thread(self.engine.close)
 
