@@ -13,19 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import harness as stats
-from benchmarks.harness import (
-    Check,
-    Metrics,
-    Outcome,
-    closed_loop,
-    open_loop,
-    percentile,
-    poisson_arrivals,
-    score_requests,
-    slope,
-    statuses,
-    summarise,
-)
+from benchmarks.harness import Check, Metrics, Outcome, percentile, poisson_arrivals, slope, statuses, summarise
 from benchmarks.service_load import better
 from benchmarks.service_soak import Soak, memory_checks, metric_checks
 
@@ -179,13 +167,13 @@ def test_loops_send_everything_and_report_what_came_back() -> None:
         return plain(b"{}", "429 Too Many Requests", "retry-after: 7\r\n") if b"[11]" in body else plain(b"{}")
 
     async def use(address: tuple[str, int]) -> None:
-        requests = score_requests([[10], [11], [12]])
-        closed = await closed_loop(address, iter(requests * 10), clients=4)
+        requests = stats.score_requests([[10], [11], [12]])
+        closed = await stats.closed_loop(address, iter(requests * 10), clients=4)
         assert statuses(closed) == {"200": 20, "429": 10}
         assert {one.retry_after for one in closed if one.status == 429} == {"7"}
-        assert len(await closed_loop(address, cycle(requests), 4, lambda sent, elapsed: sent < 9)) == 9
+        assert len(await stats.closed_loop(address, cycle(requests), 4, lambda sent, elapsed: sent < 9)) == 9
         arrivals = [0.0, 0.01, 0.02, 0.02, 0.03, 0.05]
-        opened = await open_loop(address, cycle(requests), arrivals)
+        opened = await stats.open_loop(address, cycle(requests), arrivals)
         assert [one.intended for one in opened] == arrivals
         assert all(one.intended <= one.sent <= one.done for one in opened)
         assert statuses(opened) == {"200": 4, "429": 2}
@@ -193,5 +181,5 @@ def test_loops_send_everything_and_report_what_came_back() -> None:
     serve(answer, use)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        (one,) = asyncio.run(closed_loop(free.getsockname(), iter(score_requests([[1]])), clients=1))
+        (one,) = asyncio.run(stats.closed_loop(free.getsockname(), iter(stats.score_requests([[1]])), clients=1))
     assert (one.status, one.error) == (0, "ConnectionRefusedError")
