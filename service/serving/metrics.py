@@ -194,9 +194,7 @@ class Comparison:
 class Metrics:
     """One process's counters.  Thread-safe; each instance has a registry of its own.
 
-    Raises:
-        HalluTracerError: ``PROMETHEUS_MULTIPROC_DIR`` is not a writable folder, or was set or unset after
-            ``prometheus_client`` had been imported.
+    Raises HalluTracerError where ``PROMETHEUS_MULTIPROC_DIR`` is no writable folder, or was changed since the import.
     """
 
     def __init__(self) -> None:
@@ -396,13 +394,11 @@ def _shared_folder() -> Path | None:
         )
     if name is None:
         return None
-    cure = f"create an empty, writable folder before the service starts, or unset {FOLDER_VARIABLE}"
-    if not name:
-        raise HalluTracerError(f"{FOLDER_VARIABLE} is empty: {cure}")
     try:
-        with tempfile.TemporaryFile(dir=name):
+        with tempfile.TemporaryFile(dir=name or os.devnull):  # an empty name would mean this folder
             return Path(name)
     except OSError as error:
+        cure = f"create an empty, writable folder before the service starts, or unset {FOLDER_VARIABLE}"
         raise HalluTracerError(f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); {cure}") from None
 
 
