@@ -22,7 +22,7 @@ from tqdm import tqdm
 from service.engines.base import UNKNOWN
 from service.judging.drift import DriftLimits, LabelTest
 from service.judging.uncertainty import Uncertain
-from service.serving.monitor import Monitor
+from service.serving.judgement import Monitor
 from service.trainer.presentation import markdown_table
 
 Floats = NDArray[np.float64]

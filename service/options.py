@@ -8,11 +8,9 @@ The configuration file is TOML: a table for each command, and keys above the tab
     port = 9000
     api_key_file = "keys.txt"
 
-An unknown key, a value of another type and a value out of range are errors wherever they stand: a typo must not leave a
-service with a default that nobody chose.
-
-Of cyclopts' own configurations ``Env`` gives names and help.  Its values and ``Toml`` are not used: ``Env`` takes an
-empty variable for a value and reads older names, ``Toml`` has no shared keys and converts ``port = "9"``.
+An unknown key, a value of another type and a value out of range are errors wherever they stand.  Of cyclopts' own
+configurations ``Env`` gives names and help alone: it takes an empty variable for a value, and ``Toml`` has no shared
+keys and converts ``port = "9"``.
 """
 
 from __future__ import annotations
@@ -44,10 +42,9 @@ COMMON = ("--config", "--print-config")  # said on the command line or, the firs
 class Common:
     """What every command takes."""
 
-    config: Annotated[
-        Path | None,
-        option("TOML file of options: one table per command; keys above the tables are shared.", everyday=True),
-    ] = None
+    config: Annotated[Path | None, option(
+        "TOML file of options: one table per command; keys above the tables are shared.",
+        everyday=True)] = None  # fmt: skip
     print_config: Annotated[
         bool, option("Print the effective options as TOML, each with its source, and exit."),
         Parameter(negative="", show_env_var=False),
@@ -140,12 +137,8 @@ class Sources(Env):
 
 
 def parse(cls: type[T], environment: Mapping[str, str] | None = None) -> tuple[T, tuple[str, ...]]:
-    """Return the options of a dataclass from the environment alone, and warnings about unknown variables.
-
-    For processes whose command line is not ours.  Raises HalluTracerError naming the variable at fault.
-    """
-    sources = Sources(environment)
-    app = App(config=[sources], result_action="return_value")
+    """Return the options of a dataclass from the environment alone, and warnings; raises HalluTracerError."""
+    app = App(config=[sources := Sources(environment)], result_action="return_value")
     app.default(cls)
     try:
         options = app([], exit_on_error=False, print_error=False)
@@ -155,7 +148,7 @@ def parse(cls: type[T], environment: Mapping[str, str] | None = None) -> tuple[T
 
 
 def options_of(arguments: Iterable[Argument]) -> Iterator[Argument]:
-    """Yield the arguments that are options: neither positional nor a dataclass of options."""
+    """Return the arguments that are options: neither positional nor a dataclass of options."""
     return (a for a in arguments if a.parse and a.index is None and not a.children and a.name.startswith("--"))
 
 
@@ -181,7 +174,6 @@ def commands_of(app: App, path: Command = ()) -> Iterator[tuple[Command, Argumen
 
 
 def _toml(value: Any) -> str:
-    """Return a value as TOML has it."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):

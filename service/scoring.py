@@ -20,16 +20,7 @@ from probes_store.bundle import Bundle, check_golden
 from probes_store.manifest import SIGNALS, check_identity
 from probes_store.records import least_reaching
 from service.engines import base
-from service.engines.base import (
-    Completion,
-    Engine,
-    EngineGate,
-    PrefillResult,
-    PromptContext,
-    Sampling,
-    TokenIds,
-    Update,
-)
+from service.engines.base import Completion, Engine, EngineGate, PrefillResult, Sampling, TokenIds, Update
 from service.engines.bridge import gather_all, wait_for
 from service.engines.checks import check_sampling
 from service.errors import NonFiniteReadout
@@ -53,21 +44,17 @@ class ShadowRisk:
 
 @dataclass(frozen=True)
 class RiskReport:
-    """One prompt's result.
-
-    ``trajectory`` [m] holds the truth logits whose mean is ``depth_mean``; ``logits`` [(1 + A) m] also those of the A
-    context probes.
-    """
+    """One prompt's result."""
 
     risk: float
     depth_mean: float
-    trajectory: NDArray[np.float64]
-    logits: NDArray[np.float64]
+    trajectory: NDArray[np.float64]  # [m], the truth logits whose mean is ``depth_mean``
+    logits: NDArray[np.float64]  # [(1 + A) m], with those of the A context probes
     verdict: Verdict
     prompt_tokens: int
     uncertain: Uncertain
     signals: tuple[float, ...] = ()  # what the classifier read, in the manifest's order
-    context: PromptContext = base.UNKNOWN
+    context: base.PromptContext = base.UNKNOWN
     completion: Completion | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
@@ -137,19 +124,15 @@ class Scorer:
     ) -> AsyncGenerator[tuple[RiskReport, Update], None]:  # fmt: skip
         """Yield one prompt's report with each of the engine's updates; the last report has the completion, if any.
 
-        ``turn`` is its place in the order of service, as ``Engine.answer`` takes it; ``shadows`` read the same forward.
-
-        Where the decision is not to continue, one update without text is all.  Closing the generator ends the request
-        in the engine.  Raises what ``Engine.answer`` and ``judge`` raise.
+        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward.  Where the decision is not to
+        continue, one update without text is all.  Closing the generator ends the request in the engine.  Raises what
+        ``Engine.answer`` and ``judge`` raise.
         """
         updates = self.engine.answer(
-            prompt,
-            [probes for scorer in (self, *shadows) for probes in scorer.probes],
-            first_token=any(scorer.needs_first_token for scorer in (self, *shadows)),
-            sampling=sampling,
-            turn=turn,
+            prompt, [probes for scorer in (self, *shadows) for probes in scorer.probes],
+            first_token=any(scorer.needs_first_token for scorer in (self, *shadows)), sampling=sampling, turn=turn,
             gate=None if sampling is None else self.gate(policy),
-        )
+        )  # fmt: skip
         report: RiskReport | None = None
         async with aclosing(updates):
             async for update in updates:

@@ -62,14 +62,12 @@ class Range:
 
 def option(
     help: str, *names: str, limits: Range | None = None, secret: bool = False, metavar: str | None = None,
-    group: Group | str | None = None,
-    everyday: bool = False,
+    group: Group | str | None = None, everyday: bool = False,
 ) -> Parameter:  # fmt: skip
     """Declare an option: its help, its name where the field's own will not do (then older names), and its limits.
 
-    A secret is masked wherever options are printed, and an empty variable for one is an error.  ``everyday``: shown
-    also where a command with many options shows the few that most people use.  ``group``: where it stands in
-    the help, if not in its class's section.
+    A secret is masked wherever options are printed.  ``everyday``: shown also where a command with many options shows
+    the few that most people use.  ``group``: where it stands in the help, if not in its class's section.
     """
     shown: dict[str, Any] = {"show": True} if everyday else {}  # None would be a value, and win over the command's own
     shown |= {} if group is None else {"group": group}
@@ -113,9 +111,8 @@ KeysFile = Annotated[Path | None, option(
 AuditLogFile = Annotated[Path | None, option(
     "Append who did what, and what was decided, to this file: JSON lines, never a prompt.  'hallutracer audit "
     "verify' reads it.  Default: none.")]  # fmt: skip
-AuditRequired = Annotated[
-    bool, option("Answer 503 where a decision cannot be written to --audit-log, instead of counting it as missed.")
-]
+AuditRequired = Annotated[bool, option(
+    "Answer 503 where a decision cannot be written to --audit-log, instead of counting it as missed.")]  # fmt: skip
 
 BundleNames = Annotated[tuple[str, ...], option(
     "Bundle that reads the model, as name, name@alias or name:version, with @sha256:DIGEST to pin it; repeatable to "
@@ -129,16 +126,14 @@ StoreCache = Annotated[Path | None, option(
 RequireSignature = Annotated[str | None, option(
     "Load only bundles of the store that are signed ('hallutracer bundle sign') by this public key or under these "
     "certificates, a PEM file, or by sigstore:IDENTITY@ISSUER.", metavar="FILE|IDENTITY")]  # fmt: skip
-AllowOpenStore = Annotated[
-    bool, option("Read bundles from a folder that anyone on this machine can write to."), Parameter(negative="")
-]
+AllowOpenStore = Annotated[bool, option(
+    "Read bundles from a folder that anyone on this machine can write to."), Parameter(negative="")]  # fmt: skip
 PoliciesFile = Annotated[Path | None, option(
     "TOML file of named policies: [name] action = observe|annotate|abstain|block|retrieve|fallback, threshold, "
     "message.", everyday=True)]  # fmt: skip
 AbstainMessage = Annotated[str, option("What an abstaining policy says instead of an answer.")]
-MessageInContent = Annotated[
-    bool, option("Say the abstain message as the answer's text, too, for clients that show nothing else.")
-]
+MessageInContent = Annotated[bool, option(
+    "Say the abstain message as the answer's text, too, for clients that show nothing else.")]  # fmt: skip
 
 
 @section("Service", 30)
@@ -156,16 +151,14 @@ class ServiceSettings:
     stall_s: Annotated[float, option(
         "Not ready while prompts wait and the engine has given nothing for so long.",
         limits=Range(positive=True))] = 20.0  # a forward pass over a long prompt gives nothing meanwhile  # fmt: skip
-    drain_s: Annotated[
-        float, option("How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))
-    ] = 30.0
+    drain_s: Annotated[float, option(
+        "How long running requests may take to finish after SIGTERM or Ctrl-C.", limits=Range(0))] = 30.0  # fmt: skip
     max_prompts: Annotated[int, option("Prompts in one request.", limits=Range(1, 4096))] = 256
     max_new_tokens: Annotated[int, option(
         "Upper limit of a request's generate.max_tokens.",
         "max-completion-tokens", "max-new-tokens", limits=AT_LEAST_1)] = 1024  # fmt: skip
-    max_kv_tokens: Annotated[
-        int, option("Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)
-    ] = KV_TOKENS
+    max_kv_tokens: Annotated[int, option(
+        "Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)] = KV_TOKENS  # fmt: skip
     max_connections: Annotated[int, option(
         "Open connections; a further one takes the place of the one that idles longest.",
         limits=Range(LEAST_CONNECTIONS))] = 4096  # fmt: skip

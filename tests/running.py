@@ -54,7 +54,7 @@ class App:
         self.bundles = [matching_bundle(self.engine, tmp_path, name, seed) for seed, name in enumerate(names)]
         self.bundles += [make(self.engine, tmp_path) for make in add]
         metrics, named_policies = Metrics(), built_in() | policies
-        self.state = Service.of(
+        self.state = Service(
             lambda: {bundle.reference: Scorer(self.served, bundle) for bundle in self.bundles},
             aliases_of=aliases_of, policies=Policies(named_policies), keys=KeyRing(keys, keys_file, named_policies),
             settings=ServiceSettings(callers_may=tuple(callers_may), **{"policy": "gate"} | settings),

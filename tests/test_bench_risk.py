@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from benchmarks import adversaries, forms
-from benchmarks.adversaries import QUERIES, SEARCH, WAYS, by_way, freed, search, withheld
-from benchmarks.forms import ALL, applying, plan, prompts, report, targets, worth, worths
+from benchmarks.adversaries import QUERIES, freed, search
+from benchmarks.forms import plan, targets, worth, worths
 from benchmarks.running_service import Answers, Ask, Body, Job, Line, post, together
 from service.data.forms import chosen
 from service.data.run_folder import AppendLog
@@ -110,42 +110,6 @@ def test_each_target_names_the_forms_that_miss_it() -> None:
     assert [check.passed for check in few] == [True, None, None]  # no lone question, ten answered
 
 
-def test_the_examples_are_the_middle_ones_of_lone_questions() -> None:
-    def line(name: str, risk: float, verdict: str, form: str = "lone") -> Line:
-        return row(form, verdict, risk, name, id=name, flagged=risk >= 0.5)
-
-    right = [line(f"r{number}", number / 10, "factual") for number in range(10)]
-    wrong = [line(f"w{number}", number / 10, "hallucinated") for number in range(10)]
-    other = [line("x", 0.2, "factual", "polite"), line("y", 0.2, "empty")]
-    table = forms.examples([*wrong, *other, *right]).splitlines()
-    assert [row.split(" | ")[1:4] for row in table[2:]] == [["5", "r2", "0.200"], ["5", "w7", "0.700"]]
-    assert forms.examples(right).splitlines()[3].split(" | ")[1:4] == ["0", "-", "-"]
-
-
-def test_the_report_has_both_conventions_and_what_is_missing() -> None:
-    lines = [
-        *form_rows("lone", 2, 2, 0.75, 0.25),
-        row("lone", "abstained", 0.9, "z"),
-        {"form": "context_4k", "group": "g", "refused": "prompt_too_long"},
-    ]
-    text = report(lines, ["lone", "context_4k", "turn_own"])
-    assert "| `lone` | 4 | 1 | 0.500 |" in text
-    assert "| `lone` | 5 | 0 | 0.600 |" in text
-    assert text.count(f"| {ALL} |") == 2
-    assert "1 requests were refused: context_4k (prompt_too_long)." in text
-    assert "No question fits turn_own:" in text
-
-
-def test_the_same_questions_are_asked_in_every_form() -> None:
-    jobs = plan(ROWS, chosen(["lone", "greeting"]), 5, 0)
-    assert len(jobs) == len({job.id for job in jobs}) == 10
-    by_form = [{job.id.partition("+")[0] for job in jobs if job.known["form"] == name} for name in ("lone", "greeting")]
-    assert by_form[0] == by_form[1]
-    assert jobs == plan(ROWS, chosen(["lone", "greeting"]), 5, 0)
-    assert jobs != plan(ROWS, chosen(["lone", "greeting"]), 5, 1)
-    assert all(job.body["policy"] == "observe" and job.body["generate"]["max_tokens"] == 24 for job in jobs)
-
-
 def test_a_killed_run_goes_on_and_a_whole_record_starts_nothing(tmp_path: Path) -> None:
     path, jobs = tmp_path / "record.jsonl", plan(ROWS, chosen(["lone"]), 10, 0)
 
@@ -213,26 +177,8 @@ def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> No
                 post(client, {}, {"prompt": name})
 
 
-def test_prompts_by_file(tmp_path: Path) -> None:
-    path = tmp_path / "chats.txt"
-    path.write_text("Hello!\n\n  Write a poem.\n")
-    asked = prompts(path)
-    assert [job.body["messages"][0]["content"] for job in asked] == ["Hello!", "Write a poem."]
-    assert {job.body["policy"] for job in asked} == {"gate"}
-    lines = [scored(0.8, file="chats"), scored(0.2, file="chats", applies=False, outside=True)]
-    assert "| chats | 2 | 1 | 1 | 0.500 | 1 |" in applying(lines)
-    assert "| old | 1 | 1 | - | 0.800 | 0 |" in applying([scored(0.8, file="old")])
-
-
 def words(body: Body) -> str:
     return str(body["messages"][-1]["content"])
-
-
-def test_withheld_questions_in_order_until_there_are_enough(log: AppendLog) -> None:
-    fake = Fake(lambda body: scored(0.9 if int(words(body).split()[-1][:-1]) % 2 else 0.1))
-    found = withheld(Answers(fake.start, log), ROWS, 2, "gate", 1)
-    assert [(one["id"], risk) for one, risk in found] == [("q1", 0.9), ("q3", 0.9)]
-    assert fake.asked == 4
 
 
 def searched(risk_of: Callable[[str], float]) -> list[Line]:
@@ -265,20 +211,3 @@ def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
     ])  # fmt: skip
     assert (found.tried, found.free, found.right, found.wrong, found.outside) == (4, 3, 1, 1, 1)
     assert found.share.startswith("0.75 [")
-
-
-def test_the_table_of_ways_before_and_now() -> None:
-    now = by_way([way("...", "a", 0.9), way("junk", "a", 0.9), way(SEARCH, "a", 0.9), way("alone", "a", 0.9)])
-    before = by_way([way("...", "a", 0.4, "factual"), way("...", "b", 0.9)])
-    assert list(now) == ["...", "junk", "any of these", SEARCH]
-    lines = adversaries.shown(now, before).splitlines()
-    assert lines[0].startswith("| way | tried, before | freed, before |")
-    assert lines[2].startswith("| ... | 2 | 0.50 [")
-    assert "| junk | - | - | - | - | - | - | 1 | 0.00 [" in adversaries.shown(now, before)
-    assert adversaries.shown(now).splitlines()[2].startswith("| ... | 1 | 0.00 [")
-
-
-def test_every_way_asks_the_question_as_messages() -> None:
-    for made in (make("What is it?") for make in WAYS.values()):
-        assert any("What is it?" in message["content"] for message in made)
-        assert all(set(message) == {"role", "content"} for message in made)

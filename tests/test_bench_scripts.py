@@ -14,11 +14,8 @@ import numpy as np
 import pytest
 
 from benchmarks import capacity
-from benchmarks.chaos import whole_answers
-from benchmarks.fleet import TOLERANCE, Range, Witness, kept, questions, recorded, replay, two_versions
+from benchmarks.fleet import TOLERANCE, Range, Witness, questions, replay, two_versions
 from benchmarks.rollout_soak import Events, grown, judge
-from service.audit.auditor import JudgedEvent, Who, decision
-from service.audit.file import AuditFile
 from tests.deploy.prometheus_server import binary
 from tests.local_server import answer, listening
 from tests.serve_process import ROOT
@@ -70,39 +67,6 @@ def test_the_truth_passes_and_each_lie_is_found(witness: Witness, published: tup
     assert not replay(witness, digests, store).passed
 
 
-def test_a_lost_label_and_a_changed_one_are_found() -> None:
-    found = Witness(("127.0.0.1", 1), CONTENTS, acknowledged={("a", 0): "factual", ("b", 0): "unclear"})
-    assert kept(found, lambda: {("a", 0): "factual", ("b", 0): "unclear", ("c", 0): "factual"}).passed
-    assert not kept(found, lambda: {("a", 0): "factual"}).passed
-    assert not kept(found, lambda: {("a", 0): "factual", ("b", 0): "factual"}).passed
-    assert not kept(Witness(("127.0.0.1", 1), CONTENTS), dict).passed  # nothing was tried
-
-
-def test_an_answer_without_its_line_and_a_broken_chain_are_found(tmp_path: Path) -> None:
-    log = tmp_path / "audit.jsonl"
-    file = AuditFile(log)
-    for id, risk in (("a", 0.5), ("b", 0.25), ("c", 0.75)):
-        judged = [JudgedEvent(0, risk, "continue", flagged=False)]
-        file.append([decision(Who(), request_id=id, route="/score", model="m", bundle="one:1", digest="sha256:a",
-                              policy="observe", threshold=0.5, prompts=judged)])  # fmt: skip
-    file.close()
-    told = {"a": ("sha256:a", 0.5), "b": ("sha256:a", 0.25)}
-
-    def found(**others: tuple[str, float]) -> bool | None:
-        return recorded(Witness(("127.0.0.1", 1), CONTENTS, told=told | others), log).passed
-
-    assert found()
-    assert not found(d=("sha256:a", 0.5))  # no line
-    assert not found(c=("sha256:a", 0.5))  # another risk
-    assert not found(c=("sha256:b", 0.75))  # another bundle
-    assert not recorded(Witness(("127.0.0.1", 1), CONTENTS), log).passed  # nothing was told
-    lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(lines[0] + lines[1])
-    assert not found()  # a cut at the end
-    log.write_bytes(lines[0] + lines[1].replace(b"continue", b"abstain") + lines[2])
-    assert not found()
-
-
 def test_whatever_is_no_whole_answer_counts_as_failed() -> None:
     turn = iter(range(100))
     whole = json.dumps({"id": "risk-1", "bundle": {"digest": "sha256:a"}, "data": [{"risk": 0.5}]}).encode()
@@ -127,33 +91,6 @@ def test_whatever_is_no_whole_answer_counts_as_failed() -> None:
     assert asked.answered == 3 - streams
     assert not asked.failed().passed
     assert asked.failed(allowed=6).passed
-
-
-def test_only_streams_may_break_where_a_replica_is_killed() -> None:
-    asked = Witness(("127.0.0.1", 1), CONTENTS, sent=9, answered=8, streams_failed=1)
-    asked.failures["stream, cut"] = 1
-    assert whole_answers(asked).passed
-    asked.failures["status 502"] = 1
-    assert not whole_answers(asked).passed
-
-
-def test_no_more_requests_are_under_way_than_was_said() -> None:
-    under_way, most = [0], [0]
-
-    class Slow(Witness):
-        async def _ask(self, due: float) -> None:
-            under_way[0] += 1
-            most[0] = max(most[0], under_way[0])
-            self.sent += 1
-            if self.sent >= 40:
-                self.stopped.set()
-            await asyncio.sleep(0.01)
-            under_way[0] -= 1
-
-    asked = Slow(("127.0.0.1", 1), CONTENTS)
-    asyncio.run(asked.open_loop(1e6, most=4))
-    assert most == [4]
-    assert asked.held_back > 0
 
 
 def test_growth_is_judged_by_life() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Awaitable, Callable
 from itertools import cycle
@@ -14,24 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import harness as stats
-from benchmarks.harness import (
-    MIXES,
-    Check,
-    Metrics,
-    Outcome,
-    Pool,
-    closed_loop,
-    make_prompts,
-    make_texts,
-    open_loop,
-    percentile,
-    poisson_arrivals,
-    post,
-    score_requests,
-    slope,
-    statuses,
-    summarise,
-)
+from benchmarks.harness import Check, Metrics, Outcome, percentile, poisson_arrivals, slope, statuses, summarise
 from benchmarks.service_load import better
 from benchmarks.service_soak import Soak, memory_checks, metric_checks
 
@@ -138,17 +120,6 @@ def test_a_soak_in_which_nobody_notices_a_hang_up_falls_short() -> None:
     assert [verdict(closed) for closed in (0, 1, 3, 4)] == [False, True, True, False]
 
 
-def test_prompts_have_the_lengths_of_their_mix_and_are_sent_as_what_they_are() -> None:
-    lengths = {mix: {len(prompt) for prompt in make_prompts(3_000, mix, 0)} for mix in MIXES}
-    assert lengths == {"mixed 32-96": set(range(32, 97)), "fixed 64": {64}}
-    assert make_prompts(3, "fixed 64", 1) == make_prompts(3, "fixed 64", 1) != make_prompts(3, "fixed 64", 2)
-    texts = make_texts(200, 1)
-    assert (texts, len(set(texts))) == (make_texts(200, 1), 200)
-    assert {text.count("?") for text in texts} == set(range(4, 14))
-    bodies = [json.loads(request.partition(b"\r\n\r\n")[2]) for request in score_requests([texts[0], [10, 11]])]
-    assert bodies == [{"prompt": texts[0]}, {"input_ids": [10, 11]}]
-
-
 def test_metrics_are_added_up_by_label() -> None:
     metrics = Metrics(
         '# HELP x_total what, "quoted" {braces}\n# TYPE x_total counter\n'
@@ -191,37 +162,18 @@ def plain(body: bytes, status: str = "200 OK", more: str = "") -> list[bytes]:
     return [f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode(), body]
 
 
-def test_client_reads_plain_and_chunked_answers_in_any_pieces_and_a_hang_up_is_one_failure() -> None:
-    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n3;x=y\r\n, w\r\n0\r\n\r\n"
-    written = {b"bad": [], b"chunks": [chunked[i : i + 1] for i in range(len(chunked))]}
-
-    async def use(address: tuple[str, int]) -> None:
-        pool = Pool(*address)
-        for body, expected in ((b"abc", b"cba"), (b"chunks", b"hello, w"), (b"", b""), (b"xy", b"yx")):
-            reply = await pool.exchange(post("/", body), 5)
-            assert (reply.status, reply.body) == (200, expected)
-        assert pool.opened == 1  # kept alive
-        with pytest.raises(ConnectionError):
-            await pool.exchange(post("/", b"bad"), 5)
-        assert (await pool.exchange(post("/", b"x"), 5)).body == b"x"
-        assert pool.opened == 2
-        pool.close()
-
-    serve(lambda body: written.get(body, plain(body[::-1])), use)
-
-
 def test_loops_send_everything_and_report_what_came_back() -> None:
     def answer(body: bytes) -> list[bytes]:
         return plain(b"{}", "429 Too Many Requests", "retry-after: 7\r\n") if b"[11]" in body else plain(b"{}")
 
     async def use(address: tuple[str, int]) -> None:
-        requests = score_requests([[10], [11], [12]])
-        closed = await closed_loop(address, iter(requests * 10), clients=4)
+        requests = stats.score_requests([[10], [11], [12]])
+        closed = await stats.closed_loop(address, iter(requests * 10), clients=4)
         assert statuses(closed) == {"200": 20, "429": 10}
         assert {one.retry_after for one in closed if one.status == 429} == {"7"}
-        assert len(await closed_loop(address, cycle(requests), 4, lambda sent, elapsed: sent < 9)) == 9
+        assert len(await stats.closed_loop(address, cycle(requests), 4, lambda sent, elapsed: sent < 9)) == 9
         arrivals = [0.0, 0.01, 0.02, 0.02, 0.03, 0.05]
-        opened = await open_loop(address, cycle(requests), arrivals)
+        opened = await stats.open_loop(address, cycle(requests), arrivals)
         assert [one.intended for one in opened] == arrivals
         assert all(one.intended <= one.sent <= one.done for one in opened)
         assert statuses(opened) == {"200": 4, "429": 2}
@@ -229,5 +181,5 @@ def test_loops_send_everything_and_report_what_came_back() -> None:
     serve(answer, use)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        (one,) = asyncio.run(closed_loop(free.getsockname(), iter(score_requests([[1]])), clients=1))
+        (one,) = asyncio.run(stats.closed_loop(free.getsockname(), iter(stats.score_requests([[1]])), clients=1))
     assert (one.status, one.error) == (0, "ConnectionRefusedError")

@@ -319,7 +319,7 @@ class EventStream(StreamingResponse):
         except TimeoutError:
             record.code = DeadlineExceeded.code  # the server closes the connection of an unfinished response
         finally:
-            if record.code is None and not handle.finished:
+            if record.code is None and not handle.done.is_set():
                 record.code = ClientGone.code
             handle.cancel()
             self._reply.end()

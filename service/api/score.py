@@ -198,7 +198,6 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
             streams=asked.stream,
             request_violations=(*asked.violations, *guarantee.decoding_violations(asked.sampling), *shapes),
             monitor=monitor,
-            bundle_violations=() if monitor is None else monitor.reasons,
             retrieval=retrieval,
         )
 

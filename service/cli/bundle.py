@@ -239,7 +239,7 @@ def sign(
     certificate: Annotated[Path | None, option("Certificate of the key, PEM.")] = None,
     chain: Annotated[
         tuple[str, ...], option("Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")
-    ] = (),
+    ] = (),  # fmt: skip
     store: StoreOptions = StoreOptions(),
     common: Common = Common(),
 ) -> None:
@@ -333,9 +333,8 @@ def pull(
     ],
     /,
     *,
-    digest: Annotated[
-        str | None, option("sha256:...: what the bundle must have, as its publisher or your own review names it.")
-    ] = None,
+    digest: Annotated[str | None, option(
+        "sha256:...: what the bundle must have, as its publisher or your own review names it.")] = None,  # fmt: skip
     take_over: Annotated[
         bool,
         option("Also where a name that you have, or that comes with the package, would mean the pulled bundle from now "

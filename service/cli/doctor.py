@@ -35,7 +35,7 @@ def doctor(
     *,
     load: Annotated[
         bool, option("Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")
-    ] = False,
+    ] = False,  # fmt: skip
     as_json: Json = False,
     engine: EngineChoice = EngineChoice(),
     bundles: BundleOptions = BundleOptions(),

@@ -28,9 +28,8 @@ class TryOptions:
     """What is asked, and whom."""
 
     show: Annotated[int, option("So many of the bundle's questions.", limits=Range(1))] = SHOWN
-    url: Annotated[
-        str | None, option("Ask this running service instead of loading the model here."), Parameter(metavar="URL")
-    ] = None
+    url: Annotated[str | None, option(
+        "Ask this running service instead of loading the model here."), Parameter(metavar="URL")] = None  # fmt: skip
     service_key: Annotated[str | None, option("Key for that service.", secret=True)] = None
     as_json: Json = False
 
@@ -61,7 +60,7 @@ def held_out(
 def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> Tried:
     from service.engines.bridge import gather_all, wait_for
     from service.judging.evaluation import coverage, sample_of
-    from service.serving.sampled import TOGETHER, ask
+    from service.serving.service import TOGETHER, ask
 
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
     if (sample := sample_of(bundle)) is None:
@@ -89,7 +88,7 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
     from concurrent.futures import ThreadPoolExecutor
 
     from service.judging.evaluation import Tenth
-    from service.serving.sampled import TOGETHER
+    from service.serving.service import TOGETHER
 
     if len(bundles.bundle) > 1:
         raise UsageError("--bundle", "name one")

@@ -47,9 +47,8 @@ class ScoreOptions:
         int, option("Answer with up to N tokens where the decision allows.", limits=Range(0)), Parameter(metavar="N")
     ] = 0
     trajectory: Annotated[bool, option("Add the truth logits to JSON output."), Parameter(negative="")] = False
-    plot: Annotated[
-        Path | None, option("Draw the trajectories of up to six prompts into this PNG."), Parameter(metavar="FILE")
-    ] = None
+    plot: Annotated[Path | None, option(
+        "Draw the trajectories of up to six prompts into this PNG."), Parameter(metavar="FILE")] = None  # fmt: skip
     as_json: Json = False
 
     @property

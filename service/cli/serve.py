@@ -98,7 +98,7 @@ def serve(
     if kept is not None:
         answers = Feedback(kept, metrics, prompts=feedback.feedback_prompts, days=feedback.feedback_days,
                            share=feedback.feedback_share)  # fmt: skip
-    service = Service.of(
+    service = Service(
         load,
         load_again=lambda on: running.load_again(left_out, on, store, names, set(plan.references) - set(own)),
         left_out=left_out, aliases_of=store.aliases, settings=settings, policies=policies, plan=plan, keys=keys,

@@ -27,13 +27,11 @@ PYTHON = Parameter(parse=False)
 ROWS = option("JSONL rows: prompt or messages, label or answers; id and group if any.  evaluate: also NAME=FOLDER for "
               "a public set you downloaded ('hallutracer data list'), and repeatable.")  # fmt: skip
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
-GeneratedLabels = Annotated[
-    TrainingLabels | None,
-    option("given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
-           "compares with 'answers'.  sample (train only): it also answers --samples times at --temperature, and the "
-           "share of right answers is what the probes are fitted on.  Default of guarantee: as the bundle's own rows "
-           "were labelled."),
-]  # fmt: skip
+GeneratedLabels = Annotated[TrainingLabels | None, option(
+    "given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
+    "compares with 'answers'.  sample (train only): it also answers --samples times at --temperature, and the share "
+    "of right answers is what the probes are fitted on.  Default of guarantee: as the bundle's own rows were "
+    "labelled.")]  # fmt: skip
 Samples = Annotated[int, option(
     "Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
     limits=Range(2))]  # fmt: skip

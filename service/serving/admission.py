@@ -27,7 +27,7 @@ LEAST_MEASUREMENTS = 4  # the first one has the engine's warm-up in it: alone it
 
 
 class Deadline:
-    """How long a request may take, from its arrival to its last token: ``seconds`` from now, on the monotonic clock."""
+    """How long a request may take, from its arrival to its last token: ``seconds`` from now."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self._at = seconds, time.monotonic() + seconds
@@ -56,10 +56,7 @@ class Deadline:
 
 
 class Tokenizing:
-    """Text to token ids: short texts on the event loop, others in two lanes, so that none waits for a long one.
-
-    Both lanes are bounded, because waiting requests hold their text.  Used on the event loop only.
-    """
+    """Text to token ids: short texts on the event loop, others in two bounded lanes: none waits for a long one."""
 
     def __init__(self, max_pending: int) -> None:
         """``max_pending`` requests may wait for the fast lane."""
@@ -108,16 +105,8 @@ class FairShare:
         """Return the number of all callers' prompts."""
         return self._prompts.total()
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether nothing waits, and no token is counted for it."""
-        return not (self._prompts or self._tokens[True] or self._tokens[False])
-
     def most_waiting(self, caller: str) -> int:
-        """Return how many prompts may wait, those of the others included, after ``caller`` has added its own.
-
-        The last places are for callers that have nothing in the queue.
-        """
+        """Return how many prompts of all callers may wait; the last places are for those with nothing in the queue."""
         own = self._prompts[caller]
         left = self._max_waiting - (self.waiting - own)
         return self._max_waiting - (left // RESERVE if own else 0)
@@ -175,10 +164,7 @@ def check_space(
 
 
 class Speed:
-    """Prompt tokens a second under load: an idle engine's small batches say nothing about its capacity.
-
-    Measured from one call of ``note`` to another, so that the time spent on decoding is included.
-    """
+    """Prompt tokens a second under load, from one call of ``note`` to another: decoding's time is included."""
 
     def __init__(self, min_span_s: float = 0.0) -> None:
         """A measurement spans at least ``min_span_s`` seconds, because prompts leave an engine in bursts."""

@@ -22,8 +22,8 @@ from service.policies.guard import OBSERVE, Action, Policy
 from service.policies.policy import Policies
 from service.scoring import Scorer
 from service.serving.feedback import Feedback
+from service.serving.judgement import Monitor
 from service.serving.metrics import Metrics
-from service.serving.monitor import Monitor
 from service.settings import DEFAULT_MESSAGE, DEFAULT_SHARE, ServiceSettings
 
 log = logging.getLogger("hallutracer")
@@ -129,17 +129,9 @@ class Catalogue:
     feedback: Feedback | None = None
     limits: DriftLimits = field(default_factory=DriftLimits)
     loaded: Loaded = field(default_factory=Loaded)
+    scorers: Sequence[Scorer] = ()  # the first is the default
+    rollout: Rollout = Rollout()
     monitors: Mapping[str, Monitor] = field(default_factory=dict)  # by "name:version"
-
-    @property
-    def scorers(self) -> Sequence[Scorer]:
-        """Return the loaded scorers; the first is the default."""
-        return self.loaded.scorers
-
-    @property
-    def rollout(self) -> Rollout:
-        """Return canary and shadows."""
-        return self.loaded.rollout
 
     def checked(self, found: Scorers, left_out: Mapping[str, str]) -> Loaded:
         """Return what can be served of ``found``; slow.  Where aliases cannot be read, those that were known stay."""
@@ -172,7 +164,8 @@ class Catalogue:
 
     def serve(self, loaded: Loaded) -> None:
         """Have ``loaded`` judge every request from now on."""
-        self.loaded, scorers = loaded, loaded.scorers
+        self.loaded, self.rollout = loaded, loaded.rollout
+        self.scorers = scorers = loaded.scorers
         monitors = {}
         for scorer in scorers:
             manifest = scorer.bundle.manifest
@@ -198,8 +191,7 @@ class Catalogue:
         )
 
     def _report(self, monitor: Monitor) -> None:
-        scorer = monitor.scorer
-        model, reference = scorer.engine.identity.model, scorer.bundle.reference
+        model, reference = monitor.scorer.engine.identity.model, monitor.scorer.bundle.reference
         self.metrics.watched(model, reference, monitor.drift, monitor.violations)
 
     async def replay_golden(self) -> None:
@@ -219,10 +211,7 @@ class Catalogue:
         return [{"bundle": bundle.reference, "digest": bundle.manifest.digest, "role": role} for bundle, role in roles]
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
-        """Return the loaded scorer that a request names; the first one where it names none.
-
-        An alias means what it meant when its bundle was loaded.  Raises NotFound.
-        """
+        """Return the loaded scorer that a request names, else the first.  Raises NotFound."""
         names = (self.scorers[0].engine.identity.model, *self.settings.model_names)
         if model is not None and not {model, "*"} & {*names}:
             listed = ", ".join(map(repr, names))
@@ -280,8 +269,8 @@ class Catalogue:
 def untemplated(scorer: Scorer, policy: Policy) -> Policy:
     """Return the policy of a prompt that went through no chat template.
 
-    Where training's prompts went through one, such a prompt is easily unlike all of them, and its risk says nothing: a
-    policy that withholds then withholds what lies outside training, unless it says ``withhold_outside = false``.
+    Where training's did, its risk says little: a policy that withholds then withholds what is outside training, unless
+    it says ``withhold_outside = false``.
     """
     asks = policy.withhold_outside is None and policy.action.withholds
     return replace(policy, withhold_outside=True) if asks and scorer.prompt_format == "chat" else policy

@@ -28,6 +28,7 @@ MAX_FAILURES = 32  # prompts in a row that fail through no fault of theirs, befo
 SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement spans several
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
+ENDS = "the service is shutting down"
 
 
 @dataclass(eq=False, slots=True)
@@ -76,15 +77,10 @@ class RequestHandle:
         self.text: asyncio.Queue[str | None] = asyncio.Queue()  # of a streaming request; None: no more
         self._error: BaseException | None = None
 
-    @property
-    def finished(self) -> bool:
-        """Return whether nothing more will come."""
-        return self.done.is_set()
-
     def start(self, prompts: Sequence[TokenIds]) -> None:
         """Have the prompts scored, as many as were admitted; nothing happens once the request has ended."""
         assert len(prompts) == self.prompts
-        if not self.finished:
+        if not self.done.is_set():
             self.jobs = [Job(token_ids) for token_ids in prompts]
             self.dispatcher._start(self)
 
@@ -124,7 +120,7 @@ class RequestHandle:
 
     def cancel(self, reason: BaseException | None = None) -> None:
         """End the work; callers that wait get ``reason``.  Does nothing to a request that has ended."""
-        if not self.finished:
+        if not self.done.is_set():
             self.end(reason)
             self.dispatcher._cancelled(self)
 
@@ -155,9 +151,8 @@ class Dispatcher:
     ) -> None:  # fmt: skip
         """Call on the event loop that admits requests.
 
-        ``max_queue`` prompts may wait for their risk; ``stall_s`` seconds without anything from the engine although
-        prompts wait make it ``stalled``.  ``on_broken`` is called once if the dispatcher ends by itself: a bug, or an
-        engine that is gone or fails on every prompt.
+        ``max_queue`` prompts may wait; ``stall_s`` seconds without anything from the engine although prompts wait make
+        it ``stalled``.  ``on_broken`` is called once if the engine is gone or fails on every prompt.
         """
         self._engine, self._metrics, self._stall_s = engine, metrics, stall_s
         self._on_broken, self._clock = on_broken, clock
@@ -180,9 +175,14 @@ class Dispatcher:
         """Return whether requests are admitted."""
         return not self._closing
 
-    def check_not_full(self, caller: str) -> None:
-        """Raise Overloaded where not even one more prompt may wait: cheap enough to call before a body is read."""
-        self._check_space(caller, 1, math.inf, continues=True)
+    def check_space(self, caller: str, prompts: int = 1, seconds: float = math.inf, *, continues: bool = True) -> None:
+        """Raise Overloaded where so many more prompts may not wait; one: cheap enough to call before a body is read."""
+        answers = continues or not self._engine.scores_overtake_answers
+        check_space(
+            prompts, waiting=self._queue.waiting, max_waiting=self._queue.most_waiting(caller),
+            ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
+            tokens_per_second=self._speed.value,
+        )  # fmt: skip
 
     def admit(
         self, prompts: int, scorer: Scorer, policy: Policy, *, caller: str = "", sampling: Sampling | None = None,
@@ -194,8 +194,8 @@ class Dispatcher:
         comes piece by piece.  Raises Overloaded, or NotReady after ``close``.
         """
         if self._closing:
-            raise _shutting_down()
-        self._check_space(caller, prompts, deadline.left, continues=sampling is not None)
+            raise NotReady(ENDS)
+        self.check_space(caller, prompts, deadline.left, continues=sampling is not None)
         request = RequestHandle(self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows)
         self._requests.add(request)
         self._queue.add(caller, prompts)
@@ -212,14 +212,6 @@ class Dispatcher:
         late = (await asyncio.wait(self._tasks, timeout=CLOSING_S))[1] if self._tasks else ()
         if late:
             log.warning("the engine still held %d requests %g s after they were ended", len(late), CLOSING_S)
-
-    def _check_space(self, caller: str, prompts: int, seconds: float, *, continues: bool) -> None:
-        answers = continues or not self._engine.scores_overtake_answers
-        check_space(
-            prompts, waiting=self._queue.waiting, max_waiting=self._queue.most_waiting(caller),
-            ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
-            tokens_per_second=self._speed.value,
-        )  # fmt: skip
 
     def _start(self, request: RequestHandle) -> None:
         self._scorer = request.scorer
@@ -250,13 +242,13 @@ class Dispatcher:
                     if request.streams and update.piece:
                         request.text.put_nowait(update.piece)
         except asyncio.CancelledError:
-            if not request.finished:  # ended by the engine and not by us
+            if not request.done.is_set():  # ended by the engine and not by us
                 self._fail(request, unfinished())
             raise
         except Exception as error:
             self._fail(request, error)
             return
-        if request.finished:
+        if request.done.is_set():
             return
         if job.result().completion is not None:
             job.decode_s = self._clock() - scored_at
@@ -355,11 +347,7 @@ class Dispatcher:
         if self._trial is not None:
             self._trial.cancel()
         for request in list(self._requests):
-            request.cancel(_shutting_down())
+            request.cancel(NotReady(ENDS))
 
     def _report_queue(self) -> None:
         self._metrics.queue(self._queue.waiting, self._decoding)
-
-
-def _shutting_down() -> NotReady:
-    return NotReady("the service is shutting down")

@@ -17,7 +17,7 @@ from service.access.callers import Caller
 from service.data.rows import mark_of
 from service.feedback.databases import Location
 from service.feedback.rows import Answer, Given, Label, Stored, Tally, tally_of
-from service.feedback.writer import Fate, Writer
+from service.feedback.writer import Writer
 from service.judging.guarantee import outside_as_calibrated
 from service.policies.guard import Decision
 from service.serving.judgement import PREFIX, Judgement, StoredPrompt
@@ -42,13 +42,11 @@ class Feedback:
         Raises FeedbackUnavailable where the database cannot be opened.
         """
         self.days, self._where, self._prompts, self._share, self._metrics = days, where, prompts, share, metrics
+        self._count = lambda fate, number: metrics.count("feedback_answers_total", fate, by=number)
         self._writer = Writer(where, days=days, count=self._count)
 
-    def _count(self, fate: Fate, number: int) -> None:
-        self._metrics.count("feedback_answers_total", fate, by=number)
-
     def stored(self, content: Content) -> StoredPrompt:
-        """Return what is stored of a prompt; slow for a long one, so it is called where prompts are tokenized."""
+        """Return what is stored of a prompt; slow for a long one."""
         return StoredPrompt(mark_of(content), json.dumps(dict(content)) if self._prompts else None)
 
     def record(self, judgement: Judgement) -> None:
@@ -67,7 +65,7 @@ class Feedback:
             report, verdict = one.report, one.report.verdict
             assert one.stored is not None
             given = report.decision is Decision.CONTINUE and not verdict.flagged
-            row = Answer(
+            rows.append(Answer(
                 uid=uuid.uuid4().hex, request_id=judgement.request_id, index=one.index, caller=judgement.caller.name,
                 time=now, route=judgement.route, model=judgement.model, bundle=judgement.bundle,
                 digest=manifest.digest, probes=manifest.files[PROBES].sha256, policy=policy.name,
@@ -75,8 +73,7 @@ class Feedback:
                 signals=dict(zip(manifest.signals, report.signals, strict=True)),
                 mark=one.stored.mark, prompt=one.stored.prompt,
                 drawn=guaranteed and report.context.applies and given and _CHANCE.random() < self._share,
-            )  # fmt: skip
-            rows.append(row)
+            ))  # fmt: skip
         return rows
 
     async def label(self, caller: Caller, named: str, index: int, label: Label, comment: str | None) -> Stored | None:

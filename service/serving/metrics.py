@@ -37,8 +37,7 @@ from service.judging.drift import Drift
 from service.judging.guarantee import SHAPES, Shape
 from service.policies.guard import Decision
 from service.scoring import RiskReport, ShadowRisk
-from service.serving.judgement import AnswerEnd, Judgement
-from service.serving.monitor import CAUSES, Cause
+from service.serving.judgement import CAUSES, AnswerEnd, Cause, Judgement
 
 Outcome = Literal["answered", "failed", "given_up"]  # of a prompt that was sent to an upstream
 ShadowVerdict = Literal["agrees", "stricter", "looser", "failed"]
@@ -195,9 +194,7 @@ class Comparison:
 class Metrics:
     """One process's counters.  Thread-safe; each instance has a registry of its own.
 
-    Raises:
-        HalluTracerError: ``PROMETHEUS_MULTIPROC_DIR`` is not a writable folder, or was set or unset after
-            ``prometheus_client`` had been imported.
+    Raises HalluTracerError where ``PROMETHEUS_MULTIPROC_DIR`` is no writable folder, or was changed since the import.
     """
 
     def __init__(self) -> None:
@@ -304,7 +301,7 @@ class Metrics:
                 self._all["drift"].labels(model_name, bundle, name).set(value)
 
     def reloaded(self, done: bool) -> None:
-        """Count one more reload: the bundles were loaded again, or were not and stay."""
+        """Count one more reload of the bundles."""
         self.count("reloads_total", "done" if done else "failed")
         self.gauge("last_reload_successful", int(done))
 
@@ -397,13 +394,11 @@ def _shared_folder() -> Path | None:
         )
     if name is None:
         return None
-    cure = f"create an empty, writable folder before the service starts, or unset {FOLDER_VARIABLE}"
-    if not name:
-        raise HalluTracerError(f"{FOLDER_VARIABLE} is empty: {cure}")
     try:
-        with tempfile.TemporaryFile(dir=name):
+        with tempfile.TemporaryFile(dir=name or os.devnull):  # an empty name would mean this folder
             return Path(name)
     except OSError as error:
+        cure = f"create an empty, writable folder before the service starts, or unset {FOLDER_VARIABLE}"
         raise HalluTracerError(f"{FOLDER_VARIABLE}={name}: cannot write there ({error.strerror}); {cure}") from None
 
 

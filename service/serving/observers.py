@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from service.audit.auditor import JudgedEvent, decision
 from service.policies.guard import Decision
-from service.serving.judgement import AnswerEnd, Judgement
-from service.serving.monitor import digest_of
+from service.serving.judgement import AnswerEnd, Judgement, digest_of
 from service.serving.request_log import RequestRecord
 from service.serving.service import Service
 
@@ -31,8 +30,7 @@ def ended(
 ) -> None:
     """Tell ``ENDED``, once, when nothing more will be sent.  ``answers``: one for each of the judged prompts.
 
-    ``judgement`` has the prompts that were scored where the request failed before all were.  ``record`` is the
-    request's log line; None where somebody else writes one.
+    ``record`` is the request's log line; None where somebody else writes one.
     """
     for observer in ENDED:
         observer(service, judgement, answers, record)

@@ -4,31 +4,84 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from service.access.callers import OWNERS, Caller, Key, on_loopback
 from service.access.keys import KeyRing
 from service.audit.auditor import SERVICE, Auditor, Who, recorded
-from service.engines.base import Engine
+from service.data.judges import make_judge
+from service.data.labels import verdict_on
+from service.data.options import JudgeOptions
+from service.engines.base import Engine, Sampling
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.judging.drift import DriftLimits
+from service.judging.evaluation import Sample, SampleQuestion
+from service.policies.guard import OBSERVE
 from service.policies.policy import Policies, built_in
+from service.scoring import RiskReport, Scorer
 from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
-from service.serving.dispatcher import Dispatcher
+from service.serving.dispatcher import ENDS, Dispatcher
 from service.serving.feedback import Feedback
 from service.serving.judgement import Retrievals
 from service.serving.metrics import Metrics
-from service.serving.sampled import Sampled
 from service.settings import ServiceSettings
 
 if TYPE_CHECKING:
-    from service.serving.tracing import Tracing  # else OpenTelemetry would be imported for all
+    from service.serving.tracing import Tracing
+
+TOGETHER = 8  # questions; more would crowd out traffic
+Verdict = Literal["right", "wrong", "abstained"]
+VERDICTS: dict[str, Verdict] = {
+    "factual": "right", "hallucinated": "wrong", "abstained": "abstained", "empty": "abstained"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question of the sample, answered and judged as in training."""
+
+    question: SampleQuestion
+    report: RiskReport
+    verdict: Verdict
+    answer: str  # what the model said
+
+
+async def ask(scorer: Scorer, sample: Sample, number: int, threshold: float | None = None) -> Answered:
+    """Score and answer question ``number``, whatever the risk.  Raises what ``Scorer.run`` raises.
+
+    ``threshold``: that of the service, where it has one of its own.
+    """
+    question, sampling = sample.questions[number], Sampling(max_tokens=sample.max_tokens)
+    report = await scorer.last_report(scorer.render(question.prompt), OBSERVE.at(threshold), sampling)
+    assert report.completion is not None
+    text = report.completion.text
+    judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
+    verdict = verdict_on(text, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern))
+    return Answered(question, report, VERDICTS[verdict], text.strip())
+
+
+@dataclass
+class Sampled:
+    """The answers of the running service, by the bundle's digest and the question's number."""
+
+    threshold: float | None = None  # the service's own
+    answers: dict[tuple[str, int], Answered] = field(default_factory=dict)
+    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOGETHER))
+
+    async def answer(self, scorer: Scorer, sample: Sample, number: int) -> Answered:
+        """Return what ``ask`` gives, or gave before."""
+        key = scorer.bundle.manifest.digest, number
+        async with self._turn:
+            if key not in self.answers:
+                self.answers[key] = await ask(scorer, sample, number, self.threshold)
+        return self.answers[key]
+
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
@@ -118,10 +171,10 @@ class Lifecycle:
     metrics: Metrics
     catalogue: Catalogue
     load: Load
-    load_again: LoadAgain | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why; written by whoever loads
-    on_broken: Callable[[], None] = lambda: None  # the engine broke: only a new process helps
-    audit: Auditor | None = None
+    load_again: LoadAgain | None
+    left_out: Mapping[str, str]
+    on_broken: Callable[[], None]  # the engine broke: only a new process helps
+    audit: Auditor | None
     stopping: bool = False
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
     reload_error: str | None = None  # why the newest reload changed nothing
@@ -197,18 +250,17 @@ class Lifecycle:
         self.stopping = True
 
     def stop(self) -> None:
-        """Refuse new work, end what still runs, wait until the engine is idle, free the model."""
-        self.leave()
+        """End what still runs, wait until the engine is idle, free the model; after ``leave``."""
         if self._dispatcher is not None:
             self._dispatcher.close()
         if self.catalogue.scorers:
             self.catalogue.scorers[0].engine.close()
-        self.catalogue.loaded = Loaded()
+        self.catalogue.scorers, self.catalogue.loaded = (), Loaded()
 
     def check_not_full(self, caller: str) -> None:
         """Raise Overloaded where not even one more prompt may wait; whatever else is wrong is said elsewhere."""
         if self._dispatcher is not None and self._dispatcher.alive:
-            self._dispatcher.check_not_full(caller)
+            self._dispatcher.check_space(caller)
 
     @property
     def is_ready(self) -> bool:
@@ -236,7 +288,7 @@ class Lifecycle:
 
     def _check_loaded(self) -> Dispatcher:
         if self.stopping:
-            raise NotReady("the service is shutting down")
+            raise NotReady(ENDS)
         if self.failure is not None:
             what = "loading failed" if self._dispatcher is None else "the engine broke, restart the service"
             raise NotReady(f"{what}: {self.failure}")
@@ -263,50 +315,39 @@ def in_own_thread(load: Callable[[], T]) -> Future[T]:
     return done
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Service:
-    """Complete when it is constructed; ``Service.of`` makes the parts."""
+    """Complete when it is constructed; ``load`` begins with ``lifecycle.start``."""
 
-    settings: ServiceSettings
-    metrics: Metrics
-    catalogue: Catalogue
-    access: Access
-    lifecycle: Lifecycle
-    tokenizing: Tokenizing
-    sampled: Sampled
-    retrievals: Retrievals = field(default_factory=Retrievals)
+    load: Load = field(kw_only=False)
+    load_again: LoadAgain | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)  # reference -> why; written by whoever loads
+    aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}
+    settings: ServiceSettings = field(default_factory=ServiceSettings)
+    policies: Policies = field(default_factory=lambda: Policies(built_in()))
+    plan: RolloutPlan = field(default_factory=RolloutPlan)
+    keys: KeyRing = field(default_factory=KeyRing)
+    metrics: Metrics = field(default_factory=Metrics)
     feedback: Feedback | None = None  # None: nothing is stored, and no label taken
     audit: Auditor | None = None  # None: nothing is written
     tracing: Tracing | None = None  # None: no traces
+    on_broken: Callable[[], None] = lambda: None
+    retrievals: Retrievals = field(default_factory=Retrievals)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @classmethod
-    def of(
-        cls, load: Load, *, load_again: LoadAgain | None = None, left_out: Mapping[str, str] | None = None,
-        aliases_of: Callable[[str], Mapping[str, int]] = lambda name: {}, settings: ServiceSettings | None = None,
-        policies: Policies | None = None, plan: RolloutPlan | None = None, limits: DriftLimits | None = None,
-        keys: KeyRing | None = None, metrics: Metrics | None = None, feedback: Feedback | None = None,
-        audit: Auditor | None = None, tracing: Tracing | None = None, on_broken: Callable[[], None] = lambda: None,
-    ) -> Service:  # fmt: skip
-        """Return a service that ``load`` has not begun to load; ``lifecycle.start`` does.
-
-        ``left_out`` are the references that loading leaves out, and why: ``load`` and ``load_again`` write it.
-        """
-        settings, metrics = settings or ServiceSettings(), metrics or Metrics()
-        catalogue = Catalogue(
-            settings=settings, metrics=metrics, policies=policies or Policies(built_in()), plan=plan or RolloutPlan(),
-            aliases_of=aliases_of, feedback=feedback, limits=limits or DriftLimits(),
+    def __post_init__(self) -> None:
+        settings, metrics = self.settings, self.metrics
+        self.catalogue = Catalogue(
+            settings=settings, metrics=metrics, policies=self.policies, plan=self.plan, aliases_of=self.aliases_of,
+            feedback=self.feedback,
         )  # fmt: skip
-        lifecycle = Lifecycle(
-            settings=settings, metrics=metrics, catalogue=catalogue, load=load, load_again=load_again,
-            left_out={} if left_out is None else left_out, on_broken=on_broken, audit=audit,
+        self.lifecycle = Lifecycle(
+            settings=settings, metrics=metrics, catalogue=self.catalogue, load=self.load, load_again=self.load_again,
+            left_out=self.left_out, on_broken=self.on_broken, audit=self.audit,
         )  # fmt: skip
-        return cls(
-            settings=settings, metrics=metrics, catalogue=catalogue, lifecycle=lifecycle,
-            access=Access(settings, keys or KeyRing(), metrics, audit),
-            tokenizing=Tokenizing(settings.max_queue),  # as many requests may be tokenized as prompts may wait
-            sampled=Sampled(settings.threshold), feedback=feedback, audit=audit, tracing=tracing,
-        )  # fmt: skip
+        self.access = Access(settings, self.keys, metrics, self.audit)
+        self.tokenizing = Tokenizing(settings.max_queue)  # as many requests may be tokenized as prompts may wait
+        self.sampled = Sampled(settings.threshold)
 
     @property
     def ready(self) -> Catalogue:

@@ -81,12 +81,9 @@ def _faults_raised() -> Iterator[None]:
     logger.addHandler(catcher)
     before, logger.propagate = logger.propagate, False
     try:
-        yield
-        said = [
-            # What cannot be read as a header may be a key.
-            str(one.msg).replace("%s", "...") if one.name == "opentelemetry.util.re" else one.getMessage()
-            for one in catcher.buffer
-        ]
+        yield  # what cannot be read as a header may be a key
+        said = [str(one.msg).replace("%s", "...") if one.name == "opentelemetry.util.re" else one.getMessage()
+                for one in catcher.buffer]  # fmt: skip
     except (ValueError, OSError, RuntimeError) as error:
         said = [str(error)]
     finally:
@@ -149,19 +146,15 @@ class RequestTrace:
                     decoding[f"gen_ai.request.{name}"] = value
             decoding["gen_ai.request.stream"] = judgement.streams
         bundle: Attributes = {
-            "hallutracer.bundle.name": manifest.name,
-            "hallutracer.bundle.version": manifest.version,
-            "hallutracer.bundle.digest": manifest.digest,
-            "hallutracer.policy": judgement.policy.name,
+            f"hallutracer.bundle.{one}": getattr(manifest, one) for one in ("name", "version", "digest")
         }
-        attributes = _operation(operation, "hallutracer", model) | decoding | bundle
-        attributes |= {
+        bundle["hallutracer.policy"] = judgement.policy.name
+        attributes = _operation(operation, "hallutracer", model) | decoding | bundle | {
             "gen_ai.usage.input_tokens": sum(report.prompt_tokens for report in judgement.reports),
             "gen_ai.usage.cache_read.input_tokens": sum(report.cached_tokens for report in judgement.reports),
             "gen_ai.usage.output_tokens": sum(answer.tokens for answer in answers),
-            "gen_ai.response.model": model,
-            "hallutracer.prompts": len(rows),
-        }
+            "gen_ai.response.model": model, "hallutracer.prompts": len(rows),
+        }  # fmt: skip
         started, name = min(ns for _, ns, _, _ in rows), f"{operation} {model}"
         span = self._tracer.start_span(name, self._context, SpanKind.INTERNAL, attributes, start_time=started)
         below = set_span_in_context(span, Context())

@@ -27,11 +27,9 @@ from service.errors import DataError, RequestError, TrainingError
 from service.fitting.nested_cv import rounded
 from service.fitting.recalibration import (
     FOLDS,
-    ChosenMap,
     LabelledRisks,
     MapFit,
     PriorShiftTest,
-    ShareEstimate,
     Traffic,
     choose_map,
     estimate_share,

@@ -1,10 +1,8 @@
 """Ends every vLLM engine that would answer without the gate its environment asks for; plain ``vllm serve`` gets one.
 
-vLLM loads ``check`` as a general plugin, in each process, before it makes an engine's configuration, an engine or a
-worker.  Which program that is does not matter.  A configuration can say that a gate is in front of its engine (GATED);
-HalluTracer's own engine (``engines.vllm.launch``) says so, and vLLM's own server, to which our plugin adds the gate.
-Every engine has an executor, and without that word it gets none.
-
+vLLM loads ``check`` as a general plugin, in each process of any program, before it makes an engine's configuration,
+an engine or a worker.  A configuration can say that a gate is in front of its engine (GATED): HalluTracer's own engine
+does, and vLLM's own server, to which our plugin adds the gate.  Without that word an engine gets no executor.
 An engine's process learns here, too, to end with its parent.
 """
 
@@ -102,9 +100,9 @@ def in_server(frame: FrameType | None) -> bool:
 
 
 def name_plugins(environment: MutableMapping[str, str]) -> None:
-    """Have vLLM load the guard: it takes plugins with routes only by name, and then leaves out all that are not named.
+    """Have vLLM load the guard, by naming all plugins, where the operator has named none.
 
-    So everything that it would have loaded is named.  Does nothing where the operator has named plugins.
+    It takes those with routes only by name, and then leaves out all that are not named.
     """
     if "VLLM_PLUGINS" not in environment:
         others = {plugin.name for group in GROUPS for plugin in entry_points(group=f"vllm.{group}_plugins")}

@@ -107,7 +107,6 @@ async def _judged(
         return Judgement(
             scorer=scorer, policy=policy, prompts=(prompt,), request_id=request_id, route=canonical(note.route),
             who=note.who, request_violations=note.violations, monitor=monitor,
-            bundle_violations=() if monitor is None else monitor.reasons,
         )  # fmt: skip
 
     try:
@@ -155,7 +154,7 @@ async def _prepare(engine: VllmEngine, scorer: Scorer, policy: Policy, parameter
 
 
 def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
-    """Take our arguments out of ``vllm_xargs``; a directive that a caller wrote is dropped.
+    """Take our arguments out of ``vllm_xargs``, and a directive that a caller wrote.
 
     Raises VLLMValidationError for an argument that looks like ours and would have no effect.
     """
@@ -218,18 +217,12 @@ def _violations(parameters: Any) -> tuple[str, ...]:
 
 
 def _withheld(output: Any, choices: int, end_token: int | None) -> Any:
-    """Return the same output without any token of the answer, for each of a request's choices.
-
-    It holds an end token without text, because vLLM's streams skip an output that has no token at all.
-    """
+    """Return the output with an end token instead of each choice's answer: vLLM's streams skip one without a token."""
     from vllm.logprobs import Logprob
 
     token, first = end_token or 0, output.outputs[0]
     logprobs = None if first.logprobs is None else [{token: Logprob(0.0, 1, "")}]  # nothing of the first token's
-    empty = replace(
-        first, text="", token_ids=[token], logprobs=logprobs, cumulative_logprob=None, finish_reason="stop",
-        stop_reason=None,
-    )  # fmt: skip
-    output.outputs = [replace(empty, index=index) for index in range(choices)]
-    output.finished = True
+    empty = replace(first, text="", token_ids=[token], logprobs=logprobs, cumulative_logprob=None,
+                    finish_reason="stop", stop_reason=None)  # fmt: skip
+    output.outputs, output.finished = [replace(empty, index=index) for index in range(choices)], True
     return output

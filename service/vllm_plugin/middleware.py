@@ -1,10 +1,8 @@
 """The note of one OpenAI request's risks, and the middleware that writes it into the response.  Plain ASGI.
 
 ``generation`` fills the note; a context variable connects the two across vLLM's own serving code.  It is written as
-``hallutracer`` beside ``choices``, in JSON and in streams.
-
-A withheld answer's choice has no text, no counted token, the finish reason ``content_filter`` and, in chats, the
-policy's message as its ``refusal``: OpenAI's clients know both.
+``hallutracer`` beside ``choices``.  A withheld answer's choice has no text, no counted token, the finish reason
+``content_filter`` and, in chats, the policy's message as its ``refusal``: OpenAI's clients know both.
 """
 
 from __future__ import annotations
@@ -82,10 +80,7 @@ class Note:
         return None if verdict is None or verdict.decision is Decision.CONTINUE else verdict
 
     def body(self) -> dict[str, Any] | None:
-        """Return what the response says, as ``data`` of ``/v1/risk/score`` with what applies to all; None: nothing yet.
-
-        The request's violations are those of all its prompts.
-        """
+        """Return what the response says, with the violations of all its prompts; None: nothing yet."""
         if self.unread is not None:
             return {"error": self.unread}
         judged = [judgement for judgement in self.judgements if judgement is not None]
@@ -95,7 +90,7 @@ class Note:
         return risk_note(replace(judged[-1], request_violations=self.violations), risks)
 
     def headers(self) -> dict[str, str]:
-        """Return those of ``/v1/risk/score``: where there is one prompt."""
+        """Return those of ``/v1/risk/score``, where there is one prompt."""
         if len(self.judgements) != 1 or (judgement := self.judgements[0]) is None:
             return {}
         return risk_headers(judgement.scorer, judgement.reports)
@@ -119,13 +114,11 @@ class RiskNotes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http" or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
+            return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in STREAMS_FIRST and self._refuses():
             error = {"message": NO_PLACE, "type": "BadRequestError", "code": 400}
-            await JSONResponse({"error": error}, 400)(scope, receive, send)
-            return
+            return await JSONResponse({"error": error}, 400)(scope, receive, send)
         address = scope["client"][0] if scope.get("client") else None
         note = Note(carries=path in PATHS, who=Who(address=address), route=path)
         token, special = CURRENT.set(note), self._special_tokens()
@@ -149,18 +142,21 @@ class RiskNotes:
 
 
 def _read(note: Note, body: bytes, special_tokens: Sequence[str]) -> None:
-    """Note what vLLM loses: arguments of ours outside ``vllm_xargs`` and of a beam search, special tokens that a chat
-    spells out, and how the request has its messages rendered.
-    """
+    """Note what vLLM loses, such as arguments of ours outside ``vllm_xargs`` and special tokens that a chat spells."""
     content = _parsed(body) or {}
     texts = [text for name in RENDERED for text in _strings(content.get(name))]
     note.forges = next((token for token in special_tokens if any(token in text for text in texts)), None)
     note.misplaced = tuple(name for name in content if OURS.match(name))
     chats = "messages" in content and note.route != PATHS[0]
     note.templated = chats and not ("prompt" in content and note.route == PATHS[3])  # which may read either
-    note.moves, note.answered = (tuple(_moves(content)), _answered(content["messages"])) if chats else ((), ())
+    messages = content["messages"] if chats and isinstance(content["messages"], list) else None
+    batch = [] if messages is None else messages if messages and isinstance(messages[0], list) else [messages]
+    turns = [chat if isinstance(chat, list) else [] for chat in batch]  # of each chat
+    ends = [chat[-1] for chat in turns if chat and isinstance(chat[-1], dict)]
+    note.moves = tuple(_moves(content)) if chats else ()
+    note.answered = next(filter(None, (chat_violations([end]) for end in ends)), ())
     # Where its prompts are made of something else than its messages, their shape says nothing.
-    note.shapes = _shapes(content["messages"]) if note.templated and not note.moves else ()
+    note.shapes = tuple(map(shape_of, turns)) if note.templated and not note.moves else ()
     try:
         note.beams = _FLAG.validate_python(content.get("use_beam_search"))  # as vLLM reads a flag; it refuses others
     except ValidationError:
@@ -192,15 +188,14 @@ class _ResponseWriter:
             body: bytes | None = None
             if self._streams:
                 *events, self._held = self._held.split(b"\n\n")
-                body = b"".join(self._event(event) + b"\n\n" for event in events) + (b"" if more else self._held)
+                told = [b"data: " + self._annotated_body(event[6:]) if event.startswith(b"data: ") else event
+                        for event in events]  # fmt: skip
+                body = b"".join(event + b"\n\n" for event in told) + (b"" if more else self._held)
             elif not more:
                 body = self._annotated_body(self._held)
             if body or not more:
                 await self._begin(None if self._streams else len(body or b""))
                 await self._send({**message, "body": body, "more_body": more})
-
-    def _event(self, event: bytes) -> bytes:
-        return b"data: " + self._annotated_body(event[6:]) if event.startswith(b"data: ") else event
 
     def _annotated_body(self, body: bytes) -> bytes:
         """Return the body with each prompt's item, once: in the only body, or in the first chunk after its prefill."""
@@ -211,7 +206,13 @@ class _ResponseWriter:
             verdict = note.withheld(int(choice.get("index", 0)) // note.choices)
             if verdict is not None and choice.get("finish_reason") is not None:
                 choice["finish_reason"] = WITHHELD
-                self._tell(choice, verdict.message)
+                if verdict.message is None:
+                    continue
+                chat = choice.get("message") or choice.get("delta")
+                if chat is not None:
+                    chat["refusal"] = verdict.message  # a text completion has none
+                if self._message_in_content:
+                    (choice if chat is None else chat)["text" if chat is None else "content"] = verdict.message
         self._uncount(content)
         found = note.body()
         if found is not None and content["choices"]:
@@ -221,16 +222,6 @@ class _ResponseWriter:
             if found.get("data", True):
                 content["hallutracer"] = found
         return json.dumps(content, ensure_ascii=False).encode()
-
-    def _tell(self, choice: dict[str, Any], message: str | None) -> None:
-        """Put the policy's message into a withheld choice: OpenAI's ``refusal``; a text completion has none."""
-        if message is None:
-            return
-        chat = choice.get("message") or choice.get("delta")
-        if chat is not None:
-            chat["refusal"] = message
-        if self._message_in_content:
-            (choice if chat is None else chat)["text" if chat is None else "content"] = message
 
     def _uncount(self, content: dict[str, Any]) -> None:
         """Take the end token that stands for a withheld answer out of the usage."""
@@ -264,25 +255,8 @@ def _moves(content: dict[str, Any]) -> Iterator[str]:
         yield "kv_transfer_params.prompt_token_ids"  # taken instead of the messages
 
 
-def _chats(messages: Any) -> list[Any]:
-    """Return a chat's messages as the only one of a batch, or those of a batch."""
-    if not isinstance(messages, list):
-        return []
-    return messages if messages and isinstance(messages[0], list) else [messages]
-
-
-def _answered(messages: Any) -> tuple[str, ...]:
-    """Return ``chat_violations`` of a chat's messages, or of any of a batch's."""
-    ends = [chat[-1] for chat in _chats(messages) if isinstance(chat, list) and chat and isinstance(chat[-1], dict)]
-    return next(filter(None, (chat_violations([end]) for end in ends)), ())
-
-
-def _shapes(messages: Any) -> tuple[Shape, ...]:
-    return tuple(shape_of(chat if isinstance(chat, list) else []) for chat in _chats(messages))
-
-
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value."""
+    """Yield every text in a JSON value, however deep."""
     pending = [value]
     while pending:
         one = pending.pop()

@@ -60,23 +60,18 @@ class HalluTracerPlugin:
 
         ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its ``/metrics``.
         """
-        options, metrics = self._options, Metrics()
-        audit = None
+        options, settings, metrics, audit = self._options, self._options.settings, Metrics(), None
         if options.audit_log is not None:
             audit = Auditor(options.audit_log, required=options.audit_required, count=metrics.audit_lines)
-        self.service = service = Service.of(
-            self._load, aliases_of=options.store.aliases, settings=options.settings, policies=options.policies,
-            metrics=metrics, audit=audit,
-        )  # fmt: skip
+        self.service = service = Service(self._load, aliases_of=options.store.aliases, settings=settings,
+                                         policies=options.policies, metrics=metrics, audit=audit)  # fmt: skip
         own = create_app(service)
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))
         app.add_middleware(
-            RiskNotes,
-            refuses=lambda: not observes(service, {}),
+            RiskNotes, refuses=lambda: not observes(service, {}), message_in_content=settings.message_in_content,
             special_tokens=lambda: self._engine.special_tokens if service.lifecycle.is_ready else (),
-            message_in_content=options.settings.message_in_content,
-        )
+        )  # fmt: skip
         REGISTRY.register(metrics.collector)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

@@ -114,7 +114,7 @@ def test_no_request_gets_a_token(tmp_path: Path) -> None:
 def test_no_request_gets_a_token_of_the_demo_model() -> None:
     engine = Scheduled(TransformersEngine.load(EngineOptions(model=str(MODEL_DIR))))
     store = Store(Path("/nonexistent"), fallbacks=[SHIPPED])
-    state = Service.of(
+    state = Service(
         lambda: {name: Scorer(engine, store.load(name)) for name in ("demo", "demo-fused")},
         settings=ServiceSettings(policy="gate", threshold=0.0),
     )

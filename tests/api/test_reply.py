@@ -19,8 +19,7 @@ from service.judging.drift import DriftLimits
 from service.judging.guarantee import TOKEN_IDS, decoding_violations, guarantee_status, outside_as_calibrated
 from service.policies.guard import GATE, OBSERVE, Action, Policy
 from service.serving.feedback import Feedback
-from service.serving.judgement import Judgement
-from service.serving.monitor import Monitor, digest_of
+from service.serving.judgement import Judgement, Monitor, digest_of
 from service.vllm_plugin.middleware import Note
 from tests.feedback.made import rows
 from tests.matching import contextual_bundle, matching_draft

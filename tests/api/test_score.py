@@ -499,13 +499,13 @@ def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, kind: str) -> None
 
 
 def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    early = TestClient(create_app(Service.of(lambda: {}))).post("/score", json={"prompt": "a"})  # without the lifespan
+    early = TestClient(create_app(Service(lambda: {}))).post("/score", json={"prompt": "a"})  # without the lifespan
     assert (early.status_code, early.headers["retry-after"]) == (503, "1")
 
     def broken() -> dict[str, Scorer]:
         raise RuntimeError("no such model")
 
-    state = Service.of(broken)
+    state = Service(broken)
     with TestClient(create_app(state)) as client:
         until(lambda: state.lifecycle.failure is not None)
         live, ready = client.get("/health/live"), client.get("/health/ready")

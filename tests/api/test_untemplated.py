@@ -45,7 +45,7 @@ def scorer() -> Scorer:
 def client(scorer: Scorer) -> Iterator[TestClient]:
     settings = ServiceSettings(policy="gate", callers_may=("policy",))
     policies = Policies(built_in() | {"open": OPEN})
-    state = Service.of(lambda: {"demo": scorer}, settings=settings, policies=policies)
+    state = Service(lambda: {"demo": scorer}, settings=settings, policies=policies)
     with TestClient(create_app(state)) as client:
         until(lambda: state.lifecycle.is_ready)
         yield client

@@ -179,7 +179,7 @@ class Watched:
     """``watch`` on a state that only counts: it reloads where it is told to, and fails where it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, problem: str | None = None) -> None:
-        self.reloads, self.problem, self.state = 0, problem, Service.of(dict)
+        self.reloads, self.problem, self.state = 0, problem, Service(dict)
         self.state.lifecycle.reload_error = problem
         self.state.lifecycle.load_again = lambda engine: {}
         self.state.catalogue.loaded = Loaded((SimpleNamespace(bundle=SimpleNamespace(reference="a:1")),), {})  # type: ignore[arg-type]

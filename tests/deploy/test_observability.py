@@ -19,8 +19,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.judging.drift import Drift
+from service.serving.judgement import CAUSES
 from service.serving.metrics import STATUS_OF, Metrics
-from service.serving.monitor import CAUSES
 from tests.deploy import packaging as p
 from tests.deploy.live_service import BUNDLES, Traffic, serving
 from tests.deploy.prometheus_server import OURS, REQUIRE, ROOT, Prometheus, binary, configuration, promtool, running

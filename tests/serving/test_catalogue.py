@@ -170,7 +170,7 @@ def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
         if aliases == 2:  # each alias is loaded by itself
             again = Scorer(app.served, next(one for one in app.bundles if one.manifest.name == "two"))
             rollout = replace(app.state.catalogue.rollout, shadows=(again,))
-            monkeypatch.setattr(type(app.state.catalogue), "rollout", property(lambda _: rollout))
+            app.state.catalogue.rollout = rollout
         names = [judge(app, prompt=text) for text in PROMPTS]
         assert set(names) == {"one", "two"}
         assert card(app, "two")["role"] == "canary"

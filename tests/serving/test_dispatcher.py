@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,8 @@ class Bench:
             await closing
             await until(lambda: self.script.counters.open_continuations == 0)
             assert self.last == (0, 0)
-            assert self.dispatcher._queue.is_empty
+            queue = self.dispatcher._queue
+            assert not any((queue._prompts, *queue._tokens.values()))
             assert not self.dispatcher._tasks
             await asyncio.to_thread(self.engine.close)
 
@@ -137,18 +137,11 @@ async def test_every_prompt_gets_its_own_risk_by_its_own_bundle(bench: Bench) ->
     assert sum(bench.batches) == 25
 
 
-async def test_answers_have_risk_text_and_times(bench: Bench, monkeypatch: Patch) -> None:
-    answer = bench.engine.answer
-
-    async def cached(*arguments: Any, **options: Any) -> AsyncGenerator[Update, None]:
-        async for update in answer(*arguments, **options):
-            yield replace(update, cached_tokens=3)
-
-    monkeypatch.setattr(bench.engine, "answer", cached)
+async def test_answers_have_risk_text_and_times(bench: Bench) -> None:
     handle = bench.request("a", "b", **ANSWER)
     reports = await handle.answers()
     assert [one.completion.text for one in reports if one.completion] == ["It is so."] * 2
-    assert [(one.cached_tokens, one.risk) for one in reports] == [(3, bench.report(text).risk) for text in "ab"]
+    assert [one.risk for one in reports] == [bench.report(text).risk for text in "ab"]
     for job in handle.jobs:
         assert job.tokens == len("It is so.")
         assert job.decode_s is not None
@@ -170,15 +163,10 @@ async def test_a_gated_prompt_gives_no_token(bench: Bench, policy: Policy, honou
 
 
 async def test_a_stream_has_the_risk_before_its_pieces(bench: Bench) -> None:
-    handle = bench.request("a", sampling=Sampling(max_tokens=5), policy=OBSERVE, streams=True)
-    (report,) = await handle.risks()
-    assert (report.risk, report.completion) == (bench.report("a").risk, None)
-    assert await text_of(handle) == list("It is")
-    (answer,) = await handle.answers()
-    assert answer.completion is not None
-    assert (answer.completion.text, answer.completion.finish_reason) == ("It is", "length")
     bench.script.answer = "é" * 20  # every other token has no text: it counts, and is no piece
     handle = bench.request("a", sampling=Sampling(max_tokens=40), policy=OBSERVE, streams=True)
+    (report,) = await handle.risks()
+    assert (report.risk, report.completion) == (bench.report("a").risk, None)
     assert await text_of(handle) == ["é"] * 20
     assert handle.jobs[0].tokens == 40
 
@@ -259,29 +247,19 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_forward(bench: Bench
     assert bench.script.counters.prefills == prefills + 2
 
 
-async def test_a_deadline_that_passes_while_decoding_ends_the_answer(bench: Bench) -> None:
-    bench.script.answer = "x" * 400
-    bench.script.sleep_s = 0.05
-    handle = bench.request("a", streams=True, seconds=3, **LONG)
-    await handle.risks()
-    with pytest.raises(DeadlineExceeded):
-        await text_of(handle)
-    await until(lambda: bench.script.counters.open_continuations == 0)
-
-
 @opened(max_queue=4)
 async def test_a_full_queue_refuses_and_takes_all_or_none(bench: Bench) -> None:
     held = await bench.hold()
     kept = bench.request("a", "b")
-    bench.dispatcher.check_not_full("")
+    bench.dispatcher.check_space("")
     with pytest.raises(Overloaded, match="3 of at most 4"):
         bench.request("c", "d")
     last = bench.request("e")
     assert bench.last == (4, 0)
     with pytest.raises(Overloaded):
-        bench.dispatcher.check_not_full("")
+        bench.dispatcher.check_space("")
     last.cancel()
-    bench.dispatcher.check_not_full("")  # a cancelled request holds no place
+    bench.dispatcher.check_space("")  # a cancelled request holds no place
     last = bench.request("f")
     bench.holding.release.set()
     for handle in (held, kept, last):
@@ -347,15 +325,6 @@ async def test_an_engine_that_stands_still_is_stalled_until_it_goes_on(bench: Be
         assert not await stalled()
 
 
-@opened(max_queue=1)
-async def test_answers_being_decoded_hold_no_place(bench: Bench) -> None:
-    bench.script.answer = "x" * 100
-    bench.script.sleep_s = 0.01
-    for name in "ab":
-        await bench.request(name, **LONG).risks()
-    assert bench.last == (0, 2)
-
-
 @opened(max_kv_tokens=700)
 async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench: Bench) -> None:
     bench.script.answer = "x" * 300
@@ -396,21 +365,6 @@ async def test_a_single_client_gives_no_measurement_of_speed(bench: Bench) -> No
     assert bench.dispatcher._speed.value is None
 
 
-async def test_closing_ends_everything_with_not_ready(bench: Bench) -> None:
-    bench.script.answer = "x" * 400
-    bench.script.sleep_s = 0.01
-    decoding = bench.request("a", **LONG)
-    await decoding.risks()
-    handles = [await bench.hold(), bench.request("waits", "and", "waits"), decoding]
-    await asyncio.to_thread(bench.dispatcher.close)
-    for handle in handles:
-        with pytest.raises(NotReady):
-            await handle.answers()
-    assert not bench.dispatcher.alive
-    with pytest.raises(NotReady):
-        bench.request("too late")
-
-
 async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
     monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 4)
     innocent = [(RequestError("not its fault"), 9), (NonFiniteReadout("a NaN"), 9), (RuntimeError("no memory"), 3)]
@@ -432,10 +386,7 @@ async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monk
 
 
 async def test_an_engine_whose_thread_fails_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
-    def broken(prompts: int, tokens: int) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(bench.engine, "on_prefill", broken)
+    monkeypatch.setattr(bench.engine, "on_prefill", lambda *_: 1 // 0)
     for handle in [bench.request("a"), bench.request("b", **ANSWER)]:
         with pytest.raises((EngineError, NotReady)):
             await handle.answers()
@@ -520,5 +471,5 @@ async def test_random_clients_leave_nothing_behind(bench: Bench) -> None:
 
     bench.script.answer = "x" * 30
     bench.script.sleep_s = 0.0002
-    assert set(await asyncio.gather(*(visit(n) for n in range(120)))) == {"left", "stayed"}
+    assert set(await asyncio.gather(*(visit(n) for n in range(80)))) == {"left", "stayed"}
     assert bench.last == (0, 0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import itertools
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from probes_store.bundle import Bundle, load_bundle
+from probes_store.bundle import Bundle
 from service import scoring
 from service.engines.base import UNKNOWN, Engine
 from service.engines.scheduler import Scheduled
@@ -28,7 +26,7 @@ from service.policies.guard import Action, Policy
 from service.policies.policy import Policies
 from service.scoring import Scorer
 from service.serving.feedback import Feedback
-from service.serving.monitor import Monitor, digest_of
+from service.serving.judgement import Monitor, digest_of
 from tests.engine_kinds import KINDS
 from tests.matching import matching_draft
 from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle
@@ -40,13 +38,15 @@ WINDOW = 1000
 LIMITS = DriftLimits(window=WINDOW, every=50, ks=0.2, psi=10.0, outside=0.05)
 EVEN = (np.arange(1000) + 0.5) / 1000
 NUMBERS = itertools.count()
+PROMPTS = [f"question {number}" for number in range(4000)]
+Labelled = Callable[[float], AbstractContextManager[App]]
 
 
 @pytest.fixture
 def told(monkeypatch: Patch) -> list[Monitor]:
     """What monitors report; their reference: risks spread evenly, 5 % of the rows outside."""
     reference = Reference(EVEN, np.arange(1, 10) / 10, 0.05)
-    monkeypatch.setattr("service.serving.monitor.reference_of", lambda bundle: reference)
+    monkeypatch.setattr("service.serving.judgement.reference_of", lambda bundle: reference)
     return []
 
 
@@ -117,7 +117,7 @@ def test_the_share_outside_is_held_against_the_bundles_own(told: list[Monitor]) 
 def test_a_prompt_that_comes_again_counts_once(told: list[Monitor]) -> None:
     watched = monitor(told)
     watched.observe(*reports(WINDOW))
-    watched.observe(*reports(10_000, top=1.0, named=[-1 - number % 20 for number in range(10_000)]))
+    watched.observe(*reports(2000, top=1.0, named=[-1 - number % 20 for number in range(2000)]))
     assert not watched.violations
     assert told[-1].drift is not None
     assert told[-1].drift.prompts == WINDOW
@@ -126,7 +126,7 @@ def test_a_prompt_that_comes_again_counts_once(told: list[Monitor]) -> None:
     drifted, names = reports(WINDOW, top=0.5)
     calm, _ = reports(20)
     for number, (report, name) in enumerate(zip(drifted, names, strict=True)):
-        watched.observe([report, *[calm[number % 20]] * 20], [name, *[b"%d" % (number % 20)] * 20])
+        watched.observe([report, *[calm[number % 20]] * 5], [name, *[b"%d" % (number % 20)] * 5])
     assert list(watched.violations) == ["drift"]
 
 
@@ -146,10 +146,11 @@ def test_few_different_prompts_are_compared_as_the_few_they_are(told: list[Monit
 def test_a_digest_tells_prompts_apart_and_nothing_else() -> None:
     assert digest_of([1, 2, 3]) == digest_of((1, 2, 3))
     assert len({digest_of(ids) for ids in ([1, 2, 3], [1, 2], [3, 2, 1], [258], [])}) == 5
-    code = "from service.serving.monitor import digest_of; print(digest_of([1, 2, 3]).hex())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert len(other) == 16
-    assert other != digest_of([1, 2, 3]).hex(), "the key is the process's own"
+    spec = importlib.util.find_spec("service.serving.judgement")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(again := importlib.util.module_from_spec(spec))
+    assert again.digest_of([1, 2, 3]) != digest_of([1, 2, 3]), "the key is the process's own"
 
 
 def test_labels_void_it_for_good_and_right_answers_never_do(told: list[Monitor]) -> None:
@@ -163,17 +164,16 @@ def test_labels_void_it_for_good_and_right_answers_never_do(told: list[Monitor])
     assert watched.violations["labels"].startswith(f"{wrong} of {5500 + wrong} answers that were drawn at random")
 
 
-PROMPTS = [f"question {number}" for number in range(4000)]
-
-
-def watched(engine: ScriptedEngine, folder: Path) -> Bundle:
+@pytest.fixture(scope="module")
+def promised(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Guaranteed, with a reference of trajectories so wide that nothing is outside, and its risks over ``PROMPTS``."""
+    engine, folder = ScriptedEngine(), tmp_path_factory.mktemp("promised")
     draft = matching_draft(engine, "watched", 0)
-    promise = dataclasses.replace(GUARANTEE, threshold=draft.manifest.threshold)
+    promise = replace(GUARANTEE, threshold=draft.manifest.threshold)
     layers = draft.golden.trajectory.shape[1]
-    draft.manifest = dataclasses.replace(draft.manifest, guarantee=promise, uncertainty=UNCERTAINTY)
+    draft.manifest = replace(draft.manifest, guarantee=promise, uncertainty=UNCERTAINTY)
     reference = {"reference_mean": np.zeros(layers, np.float32), "reference_whitening": np.eye(layers) * 1e-3}
-    draft.probes = dataclasses.replace(draft.probes, **{name: one.astype("f4") for name, one in reference.items()})
+    draft.probes = replace(draft.probes, **{name: one.astype("f4") for name, one in reference.items()})
     scorer = Scorer(Scheduled(engine), write_bundle(draft, folder / "first"))
     risks = [report.risk for report in scorer.score([scorer.render(prompt) for prompt in PROMPTS[2000:]])]
     kept = {"risk": " ".join(map(str, risks)), "hallucinated": " ".join("1" if risk > 0.5 else "0" for risk in risks)}
@@ -182,9 +182,9 @@ def watched(engine: ScriptedEngine, folder: Path) -> Bundle:
 
 
 @pytest.fixture
-def app(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[App]:
+def app(tmp_path: Path, promised: Bundle, request: pytest.FixtureRequest) -> Iterator[App]:
     """On one engine: what is watched are reports, whoever made them; a test may ask for the other kind."""
-    app = App(tmp_path, getattr(request, "param", KINDS[0]), names=(), add=[watched])
+    app = App(tmp_path, getattr(request, "param", KINDS[0]), names=(), add=[lambda *_: promised])
     app.state.catalogue.limits = DriftLimits(window=200, every=50)
     with app.started() as app:
         yield app
@@ -216,17 +216,13 @@ def shifted(app: App, away: float) -> None:
     engine.activations = lambda prompt, site: own(engine, prompt, site) + flat  # type: ignore[method-assign]
 
 
-def test_traffic_like_training_voids_nothing_nor_does_one_client_that_repeats_itself(app: App) -> None:
-    for start in range(0, 1000, 200):
+def test_traffic_like_training_voids_nothing(app: App) -> None:
+    for start in range(0, 600, 200):
         found = ask(app, PROMPTS[start : start + 200])
     assert found["guarantee"]["void"] == card(app)["void"] == []
     assert card(app)["drift"]["prompts"] == 200
     assert card(app)["drift"]["ks"] < app.state.catalogue.limits.ks
     assert voids(app) == {"drift": 0, "outside": 0, "labels": 0, "golden": 0}
-    for _ in range(10):
-        found = ask(app, PROMPTS[:3] * 60)
-    assert found["guarantee"]["void"] == card(app)["void"] == []
-    assert card(app)["drift"]["prompts"] == 200
 
 
 @pytest.mark.parametrize(
@@ -264,19 +260,15 @@ def test_prompts_outside_training_are_told(app: App, monkeypatch: Patch) -> None
 
 
 @pytest.fixture
-def promised(tmp_path: Path) -> Path:
-    return watched(ScriptedEngine(), tmp_path / "made").path
+def labelled(tmp_path: Path, promised: Bundle) -> Labelled:
+    """Makes a service that keeps feedback, each time in the same database, and draws a share of its answers."""
+    where = location(str(tmp_path / "feedback.db"))
 
+    def made(share: float) -> AbstractContextManager[App]:
+        return App(tmp_path, names=(), add=[lambda *_: promised],
+                   feedback=lambda metrics: Feedback(where, metrics, share=share)).started()  # fmt: skip
 
-@contextmanager
-def labelled(bundle: Path, share: float) -> Iterator[App]:
-    """A service that keeps feedback beside ``bundle`` and draws ``share`` of its answers."""
-    folder = bundle.parent
-    where = location(str(folder / "feedback.db"))
-    made = App(folder, names=(), add=[lambda engine, _: load_bundle(bundle)],
-               feedback=lambda metrics: Feedback(where, metrics, share=share))  # fmt: skip
-    with made.started() as app:
-        yield app
+    return made
 
 
 def complain(app: App, prompts: Sequence[str], **said: Any) -> list[dict[str, Any]]:
@@ -291,8 +283,8 @@ def complain(app: App, prompts: Sequence[str], **said: Any) -> list[dict[str, An
     return found
 
 
-def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(promised: Path) -> None:
-    with labelled(promised, 1.0) as app:
+def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(labelled: Labelled) -> None:
+    with labelled(1.0) as app:
         found = complain(app, PROMPTS[:60])
         assert 10 < len(found) < 60, "withheld answers do not count"
         assert all(one["drawn"] for one in found)
@@ -300,12 +292,12 @@ def test_labels_that_break_the_guarantee_are_told_and_known_to_the_next_process(
         (reason,) = ask(app, ["a"])["guarantee"]["void"]
         assert reason.startswith(f"labels: {len(found)} of {len(found)} answers that were drawn at random are wrong")
         assert voids(app)["labels"] == 1
-    with labelled(promised, 1.0) as app:
+    with labelled(1.0) as app:
         assert card(app)["void"] == [reason]
 
 
-def test_complaints_about_answers_that_were_not_drawn_void_nothing(promised: Path) -> None:
-    with labelled(promised, 0.0) as app:
+def test_complaints_about_answers_that_were_not_drawn_void_nothing(labelled: Labelled) -> None:
+    with labelled(0.0) as app:
         found = complain(app, PROMPTS[:60])
         assert not any(one["drawn"] for one in found)
         assert all(one["counts"] for one in found), "a recalibration learns from them"
@@ -313,23 +305,23 @@ def test_complaints_about_answers_that_were_not_drawn_void_nothing(promised: Pat
         assert card(app).get("labels") is None or card(app)["labels"]["drawn"] == 0
 
 
-def test_repeats_are_one_label_and_an_answer_without_a_label_is_taken_for_right(promised: Path) -> None:
-    with labelled(promised, 1.0) as app:
+def test_repeats_are_one_label_and_an_answer_without_a_label_is_taken_for_right(labelled: Labelled) -> None:
+    with labelled(1.0) as app:
         [answered] = [one for one in ask(app, PROMPTS[:20])["data"] if one["decision"] == "continue"][:1]
         complain(app, [PROMPTS[answered["index"]]] * 60)
         assert card(app)["labels"]["wrong"] == card(app)["labels"]["labelled"] == 1
         assert card(app)["void"] == []
-        for start in range(20, 2000, 40):
+        for start in range(20, 1220, 40):
             ask(app, PROMPTS[start + 1 : start + 40])
             complain(app, [PROMPTS[start]])
         labels = card(app)["labels"]
-        assert labels["wrong"] == labels["labelled"] > 10, "all that have a label are wrong"
+        assert labels["wrong"] == labels["labelled"] > 5, "all that have a label are wrong"
         assert labels["drawn"] > 20 * labels["wrong"]
         assert card(app)["void"] == []
 
 
-def test_answers_that_the_guarantee_is_not_about_are_not_drawn(promised: Path) -> None:
-    with labelled(promised, 1.0) as app:
+def test_answers_that_the_guarantee_is_not_about_are_not_drawn(labelled: Labelled) -> None:
+    with labelled(1.0) as app:
         named = app.state.catalogue.policies.named
         outside = Policy("outside", Action.ABSTAIN, withhold_outside=True)
         app.state.catalogue.policies = Policies({**named, "outside": outside})

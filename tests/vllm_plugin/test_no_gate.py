@@ -216,22 +216,6 @@ if __name__ == "__main__":
         print("REFUSED", refused)
     print("ANSWERED", LLM(**{SAME}).generate("x"))
 """
-REPLICA = f"""\
-import asyncio
-
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.v1.engine.async_llm import AsyncLLM
-
-
-async def main():
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{SAME}))
-    async for output in engine.generate("x", SamplingParams(), "1"):
-        print("ANSWERED", output)
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
 # The plugin has done nothing in this process when the engine starts; the engine's process loads it again.
 LATE = f"""\
 import os
@@ -249,19 +233,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "program", "ends"),
-    [
-        ("offline.py", OFFLINE, 2),
-        pytest.param("default_worker.py", REPLICA, 1, marks=pytest.mark.long),
-        pytest.param("late.py", LATE, 1, marks=pytest.mark.long),
-    ],
-)
-def test_a_program_with_an_engine_and_no_gate_ends_with_the_reason(
-    tmp_path: Path, name: str, program: str, ends: int
-) -> None:
-    script = tmp_path / name
-    script.write_text(program)
+@pytest.mark.long
+@pytest.mark.parametrize(("program", "ends"), [(OFFLINE, 2), (LATE, 1)], ids=["offline", "late"])
+def test_a_program_with_an_engine_and_no_gate_ends_with_the_reason(tmp_path: Path, program: str, ends: int) -> None:
+    (script := tmp_path / "program.py").write_text(program)
     variables = os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     ran = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, timeout=240)
     said = ran.stdout + ran.stderr
