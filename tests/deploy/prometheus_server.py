@@ -70,14 +70,6 @@ class Prometheus:
         found = self.get("query", query=expression, time=at)["result"]
         return {str(series["metric"]): float(series["value"][1]) for series in found}
 
-    def query_range(self, expression: str, start: float, end: float, step: float) -> dict[str, list[float]]:
-        """Labels as text -> values."""
-        found = self.get("query_range", query=expression, start=start, end=end, step=step)["result"]
-        return {str(series["metric"]): [float(value) for _, value in series["values"]] for series in found}
-
-    def rules(self) -> list[dict[str, Any]]:
-        return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
-
 
 @contextmanager
 def running(config: Path, storage: Path) -> Iterator[Prometheus]:
