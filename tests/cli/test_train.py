@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 
 from probes_store.store import Store
 from service.demo.questions import questions
+from service.feedback.databases import location
+from service.serving.feedback import Feedback
 from service.trainer.cards import guaranteed_card
 from tests.command_line import run
 from tests.fitting.planted import write_rows
 from tests.probes_store.factory import guaranteed as draft
-from tests.running import until
+from tests.running import running, until
 from tests.serve_process import serve
 
 Capture = pytest.CaptureFixture[str]
@@ -59,11 +62,9 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
 @pytest.mark.parametrize(
     ("verb", "more", "said"),
     [
-        ("guarantee", ["--judge", "openai"], "--judge-url"), ("recalibrate", ["--judge", "openai"], "--judge-url"),
-        ("guarantee", ["--prompt-format", "text"], "that of the bundle's training rows"),
+        ("guarantee", ["--judge", "openai"], "--judge-url"), ("recalibrate", ["--threshold-rule", "youden"], "keep"),
         ("recalibrate", ["--prompt-format", "text"], "that of the bundle's training rows"),
-        ("guarantee", ["--labels", "sample"], "greedy answers"), ("recalibrate", ["--threshold-rule", "loose"], "keep"),
-        ("recalibrate", ["--threshold-rule", "youden"], "keep"), ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
+        ("guarantee", ["--labels", "sample"], "greedy answers"), ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
     ],
 )  # fmt: skip
 def test_what_is_refused(
@@ -128,14 +129,14 @@ def test_a_password_is_not_printed(capsys: Capture, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: Capture) -> None:
-    """A real service, which keeps the prompts; the labels of what the command lists are on its card."""
-    place = f"--feedback-db={tmp_path / 'feedback.db'}"
-    options = ("--feedback-prompts", "--feedback-days=1", "--feedback-share=1")
-    with serve("--policy=observe", place, *options) as service:
-        body = {"prompt": ["What is the capital of France?", "What is the capital of Italy?"], "threshold": None}
+    """A service that keeps the prompts; the labels of what the command lists are on its card."""
+    path = tmp_path / "feedback.db"
+    place, where = f"--feedback-db={path}", location(str(path))
+    kept = partial(Feedback, where, prompts=True, days=1.0, share=1.0)
+    with running(tmp_path, policy="observe", threshold=1.0, feedback=kept) as service:
+        body = {"prompt": ["What is the capital of France?", "What is the capital of Italy?"]}
         answer = httpx.post(f"{service.url}/score", json=body, timeout=60).json()
-        given = [one["index"] for one in answer["data"] if not one["flagged"]]
-        assert given
+        given = [one["index"] for one in answer["data"]]
 
         def listed() -> list[dict[str, Any]]:
             assert run("feedback", place) == 0

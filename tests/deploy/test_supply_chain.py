@@ -100,9 +100,9 @@ def test_the_list_of_licences_is_of_what_is_pinned() -> None:
 
 
 def test_the_makefile_makes_them() -> None:
-    for target, said in {"sbom": "sbom.py", "audit": "pip-audit --strict", "pins": "--generate-hashes"}.items():
-        done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert said in done.stdout
+    command = ["make", "--dry-run", "sbom", "audit", "pins"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [said for said in ("sbom.py", "pip-audit --strict", "--generate-hashes") if said not in done.stdout] == []
 
 
 def left_out() -> set[str]:
