@@ -128,8 +128,8 @@ def prepare(fault: str, folder: Path) -> None:
 FAULTS = [  # what is wrong, options, findings: check, status, word
     ("", "--bundle nothing --host 0.0.0.0 --audit-required --policy support --threads 4096 --replay-s 0 "
          "--max-connections 999999999",
-     "bundle fail Train and publish it there|keys fail --api-key-file|audit fail give --audit-log|policies fail support|"
-     "cpu warn --threads|files warn --max-connections|drift warn --replay-s 600"),
+     "bundle fail Train and publish it there|keys fail --api-key-file|audit fail give --audit-log|"
+     "policies fail support|cpu warn --threads|files warn --max-connections|drift warn --replay-s 600"),
     ("", "--bundle smollm2", "identity fail trained on other weights"),
     ("", "--bundle demo --bundle smollm2 --bundle nothing --canary demo@canary --host 0.0.0.0 --allow-anonymous "
          "--audit-log =audit", "identity warn left out|bundle warn left out|keys warn whoever reaches|"

@@ -39,20 +39,18 @@ def test_one_prompt_and_several() -> None:
     with pytest.raises(ValueError, match="2 prompts"):
         _ = several.risk
 
-
-@pytest.mark.parametrize("decision", ["abstain", "block", "something of a later version"])
-def test_whatever_is_not_continue_is_gated(decision: str) -> None:
-    result = answered(bodies.result(bodies.row(0.9, decision, message="I am not sure.")), generate=hc.Generate())
-    assert result.gated
-    with pytest.raises(hc.Withheld, match=r"risk 0\.900") as caught:
-        _ = result.text
-    assert caught.value.risk.message == "I am not sure."
-
-
-def test_a_guarantee_is_read() -> None:
     void = {"alpha": 0.1, "delta": 0.05, "holds": False, "void": ["policy: 'observe' withholds nothing"]}
     expected = hc.Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
     assert answered(bodies.result(guarantee=void)).guarantee == expected
+
+
+def test_whatever_is_not_continue_is_gated() -> None:
+    for decision in ("abstain", "block", "something of a later version"):
+        result = answered(bodies.result(bodies.row(0.9, decision, message="I am not sure.")), generate=hc.Generate())
+        assert result.gated
+        with pytest.raises(hc.Withheld, match=r"risk 0\.900") as caught:
+            _ = result.text
+        assert caught.value.risk.message == "I am not sure."
 
 
 MISSING = object()
