@@ -87,9 +87,8 @@ def show(
 
 def compare(
     *references: Annotated[str, Parameter(help="name, name@alias or name:version; two or more", show_env_var=False)],
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Put bundles side by side: what they read, their figures, what keeps these from being compared.
 
     Of two, also every field of the manifest that differs, and how far the probes point elsewhere.
@@ -117,14 +116,10 @@ def compare(
 
 
 def verify(
-    reference: Reference,
-    /,
-    *,
+    reference: Reference, /, *,
     files_only: Annotated[bool, option("Check the files, load no model."), Parameter(negative="")] = False,
-    store: StoreOptions = StoreOptions(),
-    engine: EngineChoice = EngineChoice(),
-    common: Common = Common(),
-) -> None:
+    store: StoreOptions = StoreOptions(), engine: EngineChoice = EngineChoice(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Check every byte, then replay the golden prompts on the model (default: that of a shipped bundle)."""
     from probes_store.store import SHIPPED
 
@@ -143,23 +138,17 @@ def verify(
 
 
 def alias(
-    name: Name,
-    alias: Annotated[str, Parameter(help="production, canary, ...", show_env_var=False)],
-    version: Annotated[int, Parameter(help="Version.", show_env_var=False, validator=Range(1))],
-    /,
-    *,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
+    name: Name, alias: Annotated[str, Parameter(help="production, canary, ...", show_env_var=False)],
+    version: Annotated[int, Parameter(help="Version.", show_env_var=False, validator=Range(1))], /, *,
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Point an alias at a version: the only thing about a published bundle that may change."""
     open_store(store).set_alias(name, alias, version)
     print_line(f"{name}@{alias} -> {name}:{version}")
 
 
 def promote(
-    candidate: Candidate,
-    /,
-    *,
+    candidate: Candidate, /, *,
     service: Annotated[
         str | None, option("Address of a service that reads the candidate as a shadow: it tells whether it may serve.")
     ] = None,
@@ -175,8 +164,7 @@ def promote(
                limits=Range(0, 1)),
     ] = 0.5,
     ungated: Annotated[bool, option("Promote without asking a service."), Parameter(negative="")] = False,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
 ) -> None:  # fmt: skip
     """Point production at a version, and previous at the one that served.
 
@@ -231,18 +219,15 @@ def rollback(name: Name, /, *, store: StoreOptions = StoreOptions(), common: Com
 
 
 def sign(
-    reference: Reference,
-    /,
-    *,
+    reference: Reference, /, *,
     key_file: Annotated[Path | None, option("Private key, PEM, elliptic curve.  Default: sigstore.")] = None,
     key_password: Annotated[str, option("Of the private key; prefer the environment variable.", secret=True)] = "",
     certificate: Annotated[Path | None, option("Certificate of the key, PEM.")] = None,
     chain: Annotated[
         tuple[str, ...], option("Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")
     ] = (),
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Sign a bundle of your store in the format of OpenSSF model signing: model.sig, beside its files.
 
     Without a key, with sigstore: the identity that this machine has (in CI) or that you log in as.
@@ -267,14 +252,10 @@ def sign(
 
 def push(
     reference: Reference,
-    to: Annotated[str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)],
-    /,
-    *,
+    to: Annotated[str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)], /, *,
     private: Annotated[bool, option("The repository is, or becomes, a private one."), Parameter(negative="")] = False,
-    dry_run: DryRun = False,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
+    dry_run: DryRun = False, store: StoreOptions = StoreOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Publish a bundle on the Hugging Face hub, one commit and one tag for each version, or in the store at a URL.
 
     The version and the signature stay as they are.
@@ -331,8 +312,7 @@ def pull(
         Parameter(help="hf://OWNER/NAME or hf://OWNER/NAME@REVISION, or the URL of a store, / and NAME, NAME@ALIAS or "
                   "NAME:VERSION", show_env_var=False),
     ],
-    /,
-    *,
+    /, *,
     digest: Annotated[
         str | None, option("sha256:...: what the bundle must have, as its publisher or your own review names it.")
     ] = None,
@@ -342,8 +322,7 @@ def pull(
                "on."),
         Parameter(negative=""),
     ] = False,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
 ) -> None:  # fmt: skip
     """Fetch a bundle from the Hugging Face hub or from the store at a URL, under its own name and version.
 

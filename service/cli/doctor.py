@@ -36,16 +36,11 @@ def doctor(
     load: Annotated[
         bool, option("Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")
     ] = False,
-    as_json: Json = False,
-    engine: EngineChoice = EngineChoice(),
-    bundles: BundleOptions = BundleOptions(),
-    settings: ServiceSettings = ServiceSettings(),
-    access: AccessOptions = AccessOptions(),
-    rollout: RolloutOptions = RolloutOptions(),
-    feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(),
-    common: Common = Common(),
-) -> None:
+    as_json: Json = False, engine: EngineChoice = EngineChoice(), bundles: BundleOptions = BundleOptions(),
+    settings: ServiceSettings = ServiceSettings(), access: AccessOptions = AccessOptions(),
+    rollout: RolloutOptions = RolloutOptions(), feedback: FeedbackOptions = FeedbackOptions(),
+    traces: TraceOptions = TraceOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Check that `hallutracer serve` with the same options would serve; one line for each check: ok, warn or fail.
 
     Looks at packages, model, bundles and whether they belong together, canary and shadows, whether drift would be seen,

@@ -36,12 +36,9 @@ class TryOptions:
 
 
 def held_out(
-    *,
-    options: TryOptions = TryOptions(),
-    bundles: BundleOptions = BundleOptions(),
-    engine: EngineChoice = EngineChoice(),
-    common: Common = Common(),
-) -> None:
+    *, options: TryOptions = TryOptions(), bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(), common: Common = Common(),
+) -> None:  # fmt: skip
     """See what the risk is worth: held-out questions of the bundle, answered by the model and sorted by risk.
 
     The questions were drawn before any risk was known, and no fit saw them; misses are printed like hits.  Below them,

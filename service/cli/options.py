@@ -23,11 +23,9 @@ Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(ne
 Out = Annotated[
     Path | None, option("Folder for the results; finished steps are kept.  Default: one named after the command.")
 ]
-FeedbackDatabase = Annotated[
-    str,
-    option("Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file (SQLite) or "
-           "postgresql://USER@HOST/DATABASE.  Without it serve keeps nothing.", metavar=DATABASE),
-]  # fmt: skip
+FeedbackDatabase = Annotated[str, option(
+    "Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file (SQLite) or "
+    "postgresql://USER@HOST/DATABASE.  Without it serve keeps nothing.", metavar=DATABASE)]  # fmt: skip
 DryRun = Annotated[bool, DRY_RUN]
 Reference = Annotated[
     str, Parameter(help="name, name@alias or name:version; @sha256:DIGEST behind it pins", show_env_var=False)
@@ -62,11 +60,9 @@ def check_place(model: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelChoice:
-    model: Annotated[
-        str | None,
-        option("Model folder, GGUF file, hub name, smollm2 or demo.  Default: smollm2 where its package is installed, "
-               "else demo.", everyday=True),
-    ] = None  # fmt: skip
+    model: Annotated[str | None, option(
+        "Model folder, GGUF file, hub name, smollm2 or demo.  Default: smollm2 where its package is installed, else "
+        "demo.", everyday=True)] = None  # fmt: skip
 
 
 @section("Model and engine", 10)
@@ -78,11 +74,9 @@ class EngineChoice(Engine, _ModelChoice):
     pipeline_parallel_size: Annotated[
         int, option("vllm: stages that the layers are spread over.", limits=AT_LEAST_1)
     ] = 1
-    engine_arg: Annotated[
-        tuple[str, ...],
-        option("NAME=VALUE, repeatable: any other argument of the engine, such as max_model_len=8192 or "
-               "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers."),
-    ] = ()  # fmt: skip
+    engine_arg: Annotated[tuple[str, ...], option(
+        "NAME=VALUE, repeatable: any other argument of the engine, such as max_model_len=8192 or "
+        "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers.")] = ()  # fmt: skip
 
     def options_for(self, bundles: Sequence[str] = ()) -> EngineOptions:
         """Return what the engine takes; without a model, the one that these shipped bundles belong to.

@@ -29,11 +29,9 @@ SOON = timedelta(days=14)
 class KeyChoices:
     """The fields of a new key."""
 
-    scope: Annotated[
-        tuple[Literal["score", "observe", "admin"], ...],
-        option("Routes that it opens, repeatable.  score: questions, answers and feedback.  observe: metrics.  admin: "
-               "what changes the service.  score and observe also list models and bundles.  Default: score."),
-    ] = ()  # fmt: skip
+    scope: Annotated[tuple[Literal["score", "observe", "admin"], ...], option(
+        "Routes that it opens, repeatable.  score: questions, answers and feedback.  observe: metrics.  admin: what "
+        "changes the service.  score and observe also list models and bundles.  Default: score.")] = ()  # fmt: skip
     may: Annotated[tuple[Right, ...], option("What its requests may loosen, as --callers-may; repeatable.")] = ()
     allow_policy: Annotated[
         tuple[str, ...], option("Policy that its requests may be judged by, repeatable.  Default: all.")
@@ -113,9 +111,8 @@ def verify(
     seen: Annotated[
         str | None, option("Digest that this command, or the service's log, once gave as the last line's.")
     ] = None,
-    as_json: Json = False,
-    common: Common = Common(),
-) -> None:
+    as_json: Json = False, common: Common = Common(),
+) -> None:  # fmt: skip
     """Follow the chain of digests through an audit log; exit status 1 where a line was changed, removed or put in.
 
     Which line is the last one is read from the head file beside the log (.NAME.head).  Whoever can change both can

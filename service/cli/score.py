@@ -65,11 +65,9 @@ class ScoreOptions:
 
 def score(
     *prompts: Annotated[str, Parameter(help="One question or more.  Leave them out with --input.", show_env_var=False)],
-    options: ScoreOptions = ScoreOptions(),
-    bundles: BundleOptions = BundleOptions(),
-    engine: EngineChoice = EngineChoice(),
-    common: Common = Common(),
-) -> None:
+    options: ScoreOptions = ScoreOptions(), bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Score questions, or a JSONL file of them, before anything is decoded.
 
     JSON is that of POST /score: with --json the whole document, in JSONL each row with the fields of its risk.

@@ -21,16 +21,11 @@ log = logging.getLogger("hallutracer")
 
 
 def serve(
-    *,
-    engine: EngineChoice = EngineChoice(),
-    bundles: BundleOptions = BundleOptions(),
-    settings: ServiceSettings = ServiceSettings(),
-    access: AccessOptions = AccessOptions(),
-    rollout: RolloutOptions = RolloutOptions(),
-    feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(),
-    common: Common = Common(),
-) -> None:
+    *, engine: EngineChoice = EngineChoice(), bundles: BundleOptions = BundleOptions(),
+    settings: ServiceSettings = ServiceSettings(), access: AccessOptions = AccessOptions(),
+    rollout: RolloutOptions = RolloutOptions(), feedback: FeedbackOptions = FeedbackOptions(),
+    traces: TraceOptions = TraceOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Serve POST /score: a risk for each prompt before its first answer token.
 
     Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the recorded risks.

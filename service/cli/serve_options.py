@@ -38,16 +38,12 @@ class AccessOptions:
 
     policies: settings.PoliciesFile = None
     abstain_message: settings.AbstainMessage = DEFAULT_MESSAGE
-    api_key: Annotated[
-        tuple[str, ...],
-        option("Bearer key, repeatable; guards every route but health and metrics.  Default, on loopback: none.",
-               secret=True),
-    ] = ()  # fmt: skip
-    api_key_file: Annotated[
-        Path | None,
-        option("File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle,feedback].  The name "
-               "stands in the log; may: see --callers-may."),
-    ] = None  # fmt: skip
+    api_key: Annotated[tuple[str, ...], option(
+        "Bearer key, repeatable; guards every route but health and metrics.  Default, on loopback: none.",
+        secret=True)] = ()  # fmt: skip
+    api_key_file: Annotated[Path | None, option(
+        "File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle,feedback].  The name stands "
+        "in the log; may: see --callers-may.")] = None  # fmt: skip
     keys: settings.KeysFile = None
     allow_anonymous: Annotated[
         bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
@@ -71,26 +67,18 @@ class RolloutOptions:
     canary: Annotated[
         str | None, option("Bundle that judges --canary-share of the requests that name none, such as NAME@canary.")
     ] = None
-    canary_share: Annotated[
-        float,
-        option("Share of the canary; requests of one x-session-id, or of one first question, stay together.",
-               limits=Range(0, 1)),
-    ] = DEFAULT_SHARE  # fmt: skip
-    shadow: Annotated[
-        tuple[str, ...],
-        option("Bundle that reads every prompt on the same forward and decides nothing, repeatable; /metrics and "
-               "/v1/bundles tell how far it disagrees."),
-    ] = ()  # fmt: skip
-    watch_s: Annotated[
-        float,
-        option("Look every so many seconds whether an alias has moved, and reload where one has; 0: at a SIGHUP and "
-               "POST /v1/admin/reload only.", limits=Range(0)),
-    ] = 0.0  # fmt: skip
-    replay_s: Annotated[
-        float,
-        option("Replay the golden prompts so often while serving, and be not ready while they are off; 0: never.",
-               limits=Range(0)),
-    ] = 600.0  # fmt: skip
+    canary_share: Annotated[float, option(
+        "Share of the canary; requests of one x-session-id, or of one first question, stay together.",
+        limits=Range(0, 1))] = DEFAULT_SHARE  # fmt: skip
+    shadow: Annotated[tuple[str, ...], option(
+        "Bundle that reads every prompt on the same forward and decides nothing, repeatable; /metrics and "
+        "/v1/bundles tell how far it disagrees.")] = ()  # fmt: skip
+    watch_s: Annotated[float, option(
+        "Look every so many seconds whether an alias has moved, and reload where one has; 0: at a SIGHUP and POST "
+        "/v1/admin/reload only.", limits=Range(0))] = 0.0  # fmt: skip
+    replay_s: Annotated[float, option(
+        "Replay the golden prompts so often while serving, and be not ready while they are off; 0: never.",
+        limits=Range(0))] = 600.0  # fmt: skip
 
     @property
     def plan(self) -> RolloutPlan:
@@ -107,16 +95,12 @@ class FeedbackOptions:
 
     feedback_db: FeedbackDatabase = ""
     feedback_prompts: Annotated[bool, option("Keep the prompts too; needs --feedback-days.")] = False
-    feedback_days: Annotated[
-        float | None,
-        option("Delete an answer's row, prompt and labels after so many days.  Default: never.",
-               limits=Range(positive=True)),
-    ] = None  # fmt: skip
-    feedback_share: Annotated[
-        float,
-        option("Share of the unflagged answers that is drawn at random; a guarantee is held against labels of these "
-               "alone, which 'hallutracer feedback' lists.", limits=Range(0, 1)),
-    ] = DEFAULT_DRAWN  # fmt: skip
+    feedback_days: Annotated[float | None, option(
+        "Delete an answer's row, prompt and labels after so many days.  Default: never.",
+        limits=Range(positive=True))] = None  # fmt: skip
+    feedback_share: Annotated[float, option(
+        "Share of the unflagged answers that is drawn at random; a guarantee is held against labels of these alone, "
+        "which 'hallutracer feedback' lists.", limits=Range(0, 1))] = DEFAULT_DRAWN  # fmt: skip
 
     def location(self) -> Location | None:
         """Return where feedback is kept; None: nowhere.  Raises UsageError."""
@@ -141,11 +125,9 @@ class FeedbackOptions:
 class TraceOptions:
     """Whether requests are traced, and where to."""
 
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        option("Send OpenTelemetry traces there over OTLP/HTTP, such as http://localhost:4318/v1/traces; service name, "
-               "headers and sampler are OTEL_* variables.  Default: no traces."),
-    ] = None  # fmt: skip
+    otlp_traces_endpoint: Annotated[str | None, option(
+        "Send OpenTelemetry traces there over OTLP/HTTP, such as http://localhost:4318/v1/traces; service name, "
+        "headers and sampler are OTEL_* variables.  Default: no traces.")] = None  # fmt: skip
 
     def opened(self) -> Tracing | None:
         """Return the exporter; None: no traces.  Raises UsageError.  Whether a collector listens is not asked."""

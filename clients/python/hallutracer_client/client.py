@@ -40,17 +40,10 @@ class BaseClient(Generic[Transport]):
     _ways: Ways
 
     def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8765",
-        *,
-        api_key: str | None = None,
-        timeout: float = 30.0,
-        max_retries: int = 2,
-        transport: Transport | None = None,
-        sleep: Callable[[float], Any] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
+        self, base_url: str = "http://127.0.0.1:8765", *, api_key: str | None = None, timeout: float = 30.0,
+        max_retries: int = 2, transport: Transport | None = None, sleep: Callable[[float], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random,
+    ) -> None:  # fmt: skip
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
         if max_retries < 0:

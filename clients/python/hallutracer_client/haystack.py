@@ -32,14 +32,9 @@ class RiskGate:
     """
 
     def __init__(
-        self,
-        url: str = "http://127.0.0.1:8765",
-        api_key: Secret | None = None,
-        policy: str | None = None,
-        threshold: float | None = None,
-        bundle: str | None = None,
-        timeout: float = 30.0,
-    ) -> None:
+        self, url: str = "http://127.0.0.1:8765", api_key: Secret | None = None, policy: str | None = None,
+        threshold: float | None = None, bundle: str | None = None, timeout: float = 30.0,
+    ) -> None:  # fmt: skip
         self._given = {"url": url, "policy": policy, "threshold": threshold, "bundle": bundle, "timeout": timeout}
         self._api_key = api_key
         key = None if api_key is None else api_key.resolve_value()
