@@ -53,11 +53,6 @@ class ScoreOptions:
     as_json: Json = False
 
     @property
-    def include(self) -> list[Include]:
-        """Return what is added, as a request to the service names it."""
-        return ["trajectory"] if self.trajectory else []
-
-    @property
     def policy(self) -> Policy:
         """Return the gate, at the given threshold."""
         return built_in()["gate"].at(self.threshold)
@@ -112,13 +107,17 @@ def score(
         from service.api.reply import score_response
         from service.serving.judgement import Judgement
 
-        document = score_response(Judgement.of(scorer, options.policy, reports, uuid.uuid4().hex), options.include)
+        document = score_response(Judgement.of(scorer, options.policy, reports, uuid.uuid4().hex), _added(options))
         _write([document.model_dump_json(exclude_none=True)], output)
         return
     for prompt, report in zip(prompts, reports, strict=True):
         if len(prompts) > 1:
             print_line(prompt)
         draw_report(bundle, report)
+
+
+def _added(options: ScoreOptions) -> list[Include]:
+    return ["trajectory"] if options.trajectory else []
 
 
 def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) -> list[RiskReport]:
@@ -178,7 +177,7 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
             with progress(f"scoring prompts {start + 1} to {start + len(batch)} of {len(rows)}"):
                 reports = _reports(scorer, prompts[start : start + BATCH], options)
             for index, ((_, row), report) in enumerate(zip(batch, reports, strict=True), start):
-                risk = risk_out(index, report, options.include).model_dump(exclude_none=True)
+                risk = risk_out(index, report, _added(options)).model_dump(exclude_none=True)
                 yield json.dumps(row | risk | bundle, ensure_ascii=False)
             bar.update(len(batch))
 
