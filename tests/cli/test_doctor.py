@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -265,23 +266,8 @@ def test_missing_and_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wanted <0.1 -> pip install 'torch<0.1'" in found[1].line()
     assert "pip install 'no-such-package>=2'" in found[2].cure
 
-
-def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: str) -> list[str]:
-        raise machine.PackageNotFoundError
-
-    monkeypatch.setattr(machine, "requires", absent)
-    assert "pip install --editable ." in lines(machine.check_packages())
-
-
-def gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str, torch: str = "2.13.0+cpu") -> None:
-    """An nvidia-smi that lists these, and a torch of this version."""
-    program = folder / "nvidia-smi"
-    rows = "".join(f"echo '{name}, 80000 MiB, 570.1'\n" for name in names)
-    program.write_text(f"#!/bin/sh\n{rows or 'exit 9'}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-    monkeypatch.setattr(machine, "version", lambda _: torch)
+    monkeypatch.setattr(machine, "requires", Mock(side_effect=machine.PackageNotFoundError))
+    assert "pip install --editable ." in lines(machine.check_packages())  # a checkout that is not installed
 
 
 @pytest.mark.parametrize(
@@ -298,7 +284,11 @@ def test_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], torch: str, device: str, ranks: int,
     status: str,
 ) -> None:  # fmt: skip
-    gpus(tmp_path, monkeypatch, *names, torch=torch)
+    rows = "".join(f"echo '{name}, 80000 MiB, 570.1'\n" for name in names)
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{rows or 'exit 9'}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(machine, "version", lambda _: torch)
     [finding] = machine.check_gpu(device, ranks)
     assert finding.status == status, finding
 
@@ -326,17 +316,10 @@ def test_a_limit_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("joblib.cpu_count", lambda: 1)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "8 threads on 1 CPUs: they would wait for each other -> --threads 1" in lines(machine.check_cpu(8))
-    assert lines(machine.check_cpu(1)).startswith("ok")
     assert lines(machine.check_cpu(None)).startswith("ok")
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert "4 threads on 1 CPUs" in lines(machine.check_cpu(None))
     assert lines(machine.check_cpu(1)).startswith("ok")
-
-
-def test_memory_and_clock_are_this_machines() -> None:
-    free = machine.memory_free()
-    assert free is None or 1 << 20 < free < 1 << 50
-    assert machine._unsynchronised() in (True, False)
 
 
 def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,12 +329,6 @@ def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     found = lines(machine.check_engine("vllm", 2))
-    assert "libnuma1" in found
-    assert "g++" in found
-    assert "--shm-size" in found
-
-
-def test_postgresql_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lines(machine.check_extras(False)) == ""
+    assert [word for word in ("libnuma1", "g++", "--shm-size") if word not in found] == []
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "hallutracer[postgres]" in lines(machine.check_extras(True))

@@ -7,6 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -20,7 +21,6 @@ from tests.command_line import run
 from tests.fitting.planted import write_rows
 from tests.probes_store.factory import guaranteed as draft
 from tests.running import running, until
-from tests.serve_process import serve
 
 Capture = pytest.CaptureFixture[str]
 
@@ -120,6 +120,14 @@ def test_the_demo_models_own_rows_at_another_share(tmp_path: Path, files: dict[s
     verified(tmp_path / "store", capsys)
 
 
+def test_a_bundle_is_recalibrated_by_what_users_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How: tests/trainer/test_feedback.py."""
+    monkeypatch.setattr("service.trainer.feedback.recalibrate_by_feedback", by_feedback := Mock(return_value=None))
+    assert run("recalibrate", "--bundle", "demo", "--feedback", "f.db") == 0
+    [(bundle, options, _)] = [call.args for call in by_feedback.call_args_list]
+    assert (bundle.reference, options.feedback) == ("demo:1", "f.db")
+
+
 def test_a_password_is_not_printed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, verb in (("FEEDBACK_DB", "serve"), ("FEEDBACK", "recalibrate")):
         monkeypatch.setenv(f"HALLUTRACER_{variable}", "postgresql://u:geheim@h/d")
@@ -148,38 +156,3 @@ def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: C
         said = {"id": found[0]["id"], "index": found[0]["index"], "label": "factual"}
         assert httpx.post(f"{service.url}/v1/feedback", json=said, timeout=60).json()["drawn"] is True
         assert listed() == found[1:]
-
-
-@pytest.mark.long
-def test_users_say_what_was_wrong_and_the_next_version_knows(
-    tmp_path: Path, files: dict[str, str], capsys: Capture
-) -> None:
-    """Real answers, judged by their accepted answers; of the right ones every sixth is labelled."""
-    database, store = tmp_path / "feedback.db", tmp_path / "store"
-    rows = [row for row in questions("dev") if row["kind"] == "city_country"][:400]
-    said = []
-    with serve("--policy=observe", f"--feedback-db={database}", HALLUTRACER_STORE=str(store)) as service:
-        for start in range(0, len(rows), 60):
-            asked = rows[start : start + 60]
-            body = {"prompt": [row["prompt"] for row in asked], "generate": {"max_tokens": 24}}
-            answer = httpx.post(f"{service.url}/score", json=body, timeout=300).json()
-            for row, found in zip(asked, answer["data"], strict=True):
-                text = found["completion"]["text"].lower()
-                right = any(one.lower() in text for one in row["answers"])
-                said.append((right, {"id": answer["id"], "index": found["index"]}))
-        kept = [one for one in said if not one[0]] + [one for one in said if one[0]][::6]
-        for right, place in kept:
-            label = {"label": "factual" if right else "hallucinated"}
-            httpx.post(f"{service.url}/v1/feedback", json=place | label, timeout=60).raise_for_status()
-    asks = ["recalibrate", "--bundle", "demo", "--new-name", "mine", "--feedback", str(database), "--store", str(store)]
-    assert run(*asks, *own(files), "--dry-run") == 0
-    assert f"{len(kept)} of them labelled" in capsys.readouterr().err
-    assert run(*asks, *own(files)) == 0
-    assert "mine:1  sha256:" in capsys.readouterr().out
-    bundle = Store(store).load("mine")
-    (record,) = bundle.evaluation()["recalibrations"]
-    assert record["feedback"]["answers"] == len(rows)
-    assert record["candidates"][record["chosen"]]["gain"]["low"] > 0
-    assert "### Who was labelled" in bundle.card()
-    assert rows[0]["prompt"] not in json.dumps(record)
-    verified(store, capsys)

@@ -53,11 +53,6 @@ def edited(text: str, edits: Sequence[Edit], path: Path) -> Path:
     return path
 
 
-def check(path: Path) -> subprocess.CompletedProcess[str]:
-    """nginx's own reading of a configuration."""
-    return subprocess.run([binary("nginx"), "-t", "-c", path], capture_output=True, text=True, check=False)
-
-
 @dataclass(frozen=True)
 class Balancer:
     """A running nginx: its address and its log."""

@@ -22,9 +22,6 @@ from tests.local_server import answer
 from tests.running import Running, running, until
 
 NOT_READY = b'{"error":{"code":"not_ready"}}'
-REPEATS: b.Edit = ("proxy_next_upstream error timeout http_503;", "proxy_next_upstream error timeout non_idempotent;")
-
-
 Behaviour = Callable[[BaseHTTPRequestHandler], None]
 
 
@@ -56,13 +53,6 @@ def group(folder: Path, *behaviours: Behaviour, edits: tuple[b.Edit, ...] = (), 
 
 
 # --- the file ---
-
-
-def test_nginx_takes_the_configuration_and_sees_a_fault(tmp_path: Path) -> None:
-    for edits, said in (((), ""), ((("least_conn;", "least_con;"),), "least_con")):
-        done = b.check(b.configuration(tmp_path, (b.FIRST, b.SECOND), b.free_port(), *edits))
-        assert (done.returncode == 0) is not bool(said), done.stderr
-        assert said in done.stderr
 
 
 def test_its_limits_are_the_services_own() -> None:
@@ -188,7 +178,6 @@ def slow(handler: BaseHTTPRequestHandler) -> None:
     ("behaviours", "route", "edits", "status", "reached"),
     [
         pytest.param([breaking] * 2, CHAT_ROUTE, [], 502, {1}, id="a POST whose connection broke is not repeated"),
-        pytest.param([breaking] * 2, CHAT_ROUTE, [REPEATS], 502, set(range(2, 9)), id="under another rule it would be"),
         pytest.param([slow] * 2, CHAT_ROUTE, [("proxy_read_timeout 60s", "proxy_read_timeout 300ms")], 504, {1},
                      id="one that takes too long is not repeated"),
         *(pytest.param([breaking] * 5, route, [], 502, {4}, id=f"{route} is asked of four and of no fifth")
