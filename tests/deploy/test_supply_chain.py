@@ -146,8 +146,9 @@ def test_where_make_installs_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for name in ("VLLM", "TORCH_INDEX", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         monkeypatch.delenv(name, raising=False)
-    for system, machine, more, wanted in (("Linux", "x86_64", (), True), ("Linux", "x86_64", ("VLLM=",), False),
-                                          ("Linux", "x86_64", ("TORCH_INDEX=",), False), ("Linux", "aarch64", (), False),
+    linux, intel = "Linux", "x86_64"
+    for system, machine, more, wanted in ((linux, intel, (), True), (linux, intel, ("VLLM=",), False),
+                                          (linux, intel, ("TORCH_INDEX=",), False), (linux, "aarch64", (), False),
                                           ("Darwin", "arm64", (), False)):  # fmt: skip
         (tmp_path / "uname").write_text(f'#!/bin/sh\ncase "$1" in -s) echo {system};; -m) echo {machine};; esac\n')
         (tmp_path / "uname").chmod(0o755)

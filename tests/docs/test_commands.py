@@ -163,12 +163,6 @@ def test_an_unknown_mark_is_noticed(tmp_path: Path) -> None:
     page.write_text("<!-- run: slowly -->\n```sh\ntrue\n```\n")
     with pytest.raises(ValueError, match="unknown mark"):
         blocks(page)
-    page.write_text(
-        "<!-- run: long, with A=1 B=x -->\n```sh\n```\n\n<!-- run: on smollm2 -->\n```sh\n```\n\n```sh\n```\n"
-    )
+    page.write_text("<!-- run: long, with A=1 B=x -->\n```sh\n```\n\n<!-- run: on smollm2 -->\n```sh\n```\n")
     found = [(block.long, block.variables, block.model, block.runs) for block in blocks(page)]
-    assert found == [
-        (True, {"A": "1", "B": "x"}, "demo", True),
-        (False, {}, "smollm2", True),
-        (False, {}, "demo", True),
-    ]
+    assert found == [(True, {"A": "1", "B": "x"}, "demo", True), (False, {}, "smollm2", True)]
