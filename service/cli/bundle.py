@@ -53,16 +53,13 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
     manifest = summary.manifest
     guarantee = manifest.guarantee if manifest else None
     return {
-        "bundle": summary.reference,
-        "aliases": list(summary.aliases),
-        "model": manifest.model.name if manifest else None,
-        "readout": manifest.readout.site if manifest else None,
+        "bundle": summary.reference, "aliases": list(summary.aliases),
+        "model": manifest.model.name if manifest else None, "readout": manifest.readout.site if manifest else None,
         "signals": list(manifest.signals) if manifest else [],
         "guarantee": f"alpha {guarantee.alpha:g}, delta {guarantee.delta:g}" if guarantee else None,
-        "digest": manifest.digest if manifest else None,
-        "problem": str(summary.error) if summary.error else None,
+        "digest": manifest.digest if manifest else None, "problem": str(summary.error) if summary.error else None,
         "path": str(summary.path) if summary.path else None,
-    }
+    }  # fmt: skip
 
 
 def show(

@@ -69,26 +69,19 @@ def doctor(
         yield from machine.check_disk(model.folders(store, where.path if where and not where.is_postgres else None))
 
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-        ("packages", machine.check_packages),
-        ("engine", lambda: machine.check_engine(engine.engine, ranks)),
+        ("packages", machine.check_packages), ("engine", lambda: machine.check_engine(engine.engine, ranks)),
         ("options", lambda: (warn("options", text, "correct or unset it") for text in common.warnings)),
-        ("gpu", lambda: machine.check_gpu(engine.device, ranks)),
-        ("cpu", lambda: machine.check_cpu(engine.threads)),
-        ("store", lambda: model.check_store(store)),
-        ("bundle", bundle_checks),
+        ("gpu", lambda: machine.check_gpu(engine.device, ranks)), ("cpu", lambda: machine.check_cpu(engine.threads)),
+        ("store", lambda: model.check_store(store)), ("bundle", bundle_checks),
         ("model", lambda: model.check_model(engine.options_for(list(loaded)), loaded, load)),
-        ("rollout", rollout_checks),
-        ("keys", lambda: _keys(settings, access)),
-        ("policies", lambda: _policies(settings, access)),
-        ("audit", lambda: _audit(access)),
-        ("port", lambda: _port(settings)),
-        ("feedback", lambda: _feedback(feedback)),
-        ("traces", lambda: _traces(traces)),
-        ("disk", folders),
+        ("rollout", rollout_checks), ("keys", lambda: _keys(settings, access)),
+        ("policies", lambda: _policies(settings, access)), ("audit", lambda: _audit(access)),
+        ("port", lambda: _port(settings)), ("feedback", lambda: _feedback(feedback)),
+        ("traces", lambda: _traces(traces)), ("disk", folders),
         ("files", lambda: machine.check_files(settings.max_connections)),
         ("clock", lambda: machine.check_clock(max((one.manifest.created for one in loaded.values()), default=None))),
         ("load", lambda: _loads(engine, loaded) if load and worst(kept) != "fail" else ()),
-    ]
+    ]  # fmt: skip
     for finding in run(checks):
         kept.append(finding)
         if not as_json:

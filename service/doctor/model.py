@@ -148,11 +148,9 @@ def folders(store: Store, feedback: Path | None) -> dict[str, Path]:
     from service.engines.gguf import cache_folder
 
     found = {
-        "bundles": store.root.absolute(),
-        "downloaded models": Path(constants.HF_HUB_CACHE).absolute(),
-        "unpacked models": cache_folder().absolute(),
-        TEMPORARY: Path(tempfile.gettempdir()),
-    }
+        "bundles": store.root.absolute(), "downloaded models": Path(constants.HF_HUB_CACHE).absolute(),
+        "unpacked models": cache_folder().absolute(), TEMPORARY: Path(tempfile.gettempdir()),
+    }  # fmt: skip
     return found | ({} if feedback is None else {"feedback": feedback.absolute().parent})
 
 

@@ -106,11 +106,9 @@ def test_flag_variable_and_key_give_the_same_value(tmp_path: Path) -> None:
         file.write_text(keys)
         table.write_text(f"[{'.'.join(command.split())}]\n{keys}")
         results = [
-            parsed(*base, *given).values(),
-            parsed(*base, **variables).values(),
-            parsed(*base, "--config", str(file)).values(),
-            parsed(*base, HALLUTRACER_CONFIG=str(table)).values(),
-        ]
+            parsed(*base, *given).values(), parsed(*base, **variables).values(),
+            parsed(*base, "--config", str(file)).values(), parsed(*base, HALLUTRACER_CONFIG=str(table)).values(),
+        ]  # fmt: skip
         for argument in options:
             values = [found[key_of(argument)] for found in results]
             assert values == [values[0]] * 4, f"{command} {argument.name}"

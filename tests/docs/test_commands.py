@@ -62,12 +62,9 @@ class Sandbox:
             (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
             (programs / name).chmod(0o755)
         self.environment = inherited() | {
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": PATHS,
-            "HOME": str(folder),
-            "HALLUTRACER_THREADS": "1",
-            "HALLUTRACER_CACHE": str(cache_folder()),
-        }
+            "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": PATHS, "HOME": str(folder),
+            "HALLUTRACER_THREADS": "1", "HALLUTRACER_CACHE": str(cache_folder()),
+        }  # fmt: skip
 
     def run(self, block: Block) -> str:
         """What the block prints.  Fails the test where a command fails."""
