@@ -129,7 +129,6 @@ def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) ->
 
 
 def _read_rows(path: Path) -> Rows:
-    """Read and check every line before the model is loaded."""
     problems: list[str] = []
     rows = []
     for line, row in objects(path, problems):
@@ -146,10 +145,7 @@ def _read_rows(path: Path) -> Rows:
 
 
 def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
-    """Return the token ids of all prompts, before the first is scored.
-
-    Raises DataError: what the model cannot take, by line.
-    """
+    """Return the token ids of all prompts, before the first is scored.  Raises DataError, by line."""
     prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
     for line, row in rows:
         try:
@@ -164,7 +160,6 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
 
 
 def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: ScoreOptions) -> Iterator[str]:
-    """Yield each row with the fields of its risk, and the bundle."""
     from service.api.reply import bundle_ref, guarantee_out, risk_out
     from service.serving.judgement import Judgement
 

@@ -72,7 +72,6 @@ def _about(name: str, error: BundleError) -> str:
 
 
 def _left_out(check: str, name: str, error: BundleError) -> Finding:
-    """One that the service starts without."""
     return warn(check, f"{name} is left out: {str(error).removeprefix(f'{name}: ')}", "mend it, or do not name it")
 
 
