@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import uuid
@@ -25,7 +24,6 @@ from tests.matching import matching_draft
 from tests.probes_store.hub_stand_in import TOKEN, Hub, hub_stand_in
 from tests.probes_store.keys import key_pair
 from tests.probes_store.reseal import edit_manifest
-from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server, use
 from tests.running import Running, running
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import inherited
@@ -168,24 +166,9 @@ def test_without_a_service_it_is_said_out_loud_and_what_keeps_the_version_is_nam
 # stores by URL
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    kept = {name: os.environ.get(name) for name in (*VARIABLES, "AWS_ENDPOINT_URL")}
-    with s3_server() as address:
-        use(address)
-        yield address
-    for name, value in kept.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
-
-
-@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.long)])
-def url(request: pytest.FixtureRequest) -> str:
-    """The empty place of a store."""
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-        return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+@pytest.fixture
+def url() -> str:
+    """The empty place of a store; on a real S3 server: tests/probes_store/test_remote.py."""
     return f"memory://{uuid.uuid4().hex}"
 
 

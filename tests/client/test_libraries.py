@@ -111,18 +111,6 @@ def test_a_quick_start_names_what_it_changed() -> None:
         assert "Changed: " in (QUICKSTARTS / script).read_text().splitlines()[0], script
 
 
-def test_a_script_or_test_that_fails_is_seen(tmp_path: Path) -> None:
-    for folder, text in (("scripts", "print('began')\nraise SystemExit('no')\n"),
-                         ("tests", "def test_bad():\n    assert not 'so'\n")):  # fmt: skip
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "bad.py").write_text(text)
-    command = [sys.executable, RUN, tmp_path / "scripts", tmp_path / "tests", "http://nowhere"]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    out, error = found["http://nowhere"]["bad.py"]
-    assert (out, "SystemExit: no" in error) == ("began\n", True)
-    assert (found["tests"][1], "assert not 'so'" in found["tests"][0]) == (1, True)
-
-
 def test_an_adapter_without_its_library_says_which_extra() -> None:
     """This environment has none of the three."""
     for framework in ("langchain", "llamaindex", "haystack"):

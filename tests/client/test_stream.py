@@ -15,7 +15,7 @@ import pytest
 import hallutracer_client as hc
 from hallutracer_client.stream import BaseAnswer, EventReader
 from tests.client import bodies
-from tests.client.conftest import MakeClient, Time
+from tests.client.conftest import BlockingClient, MakeClient, Time
 from tests.local_server import answer, listening
 
 # Lines of one event are joined; comments are none; U+2028 ends no line.
@@ -98,15 +98,14 @@ def test_leaving_early_closes_the_connection_and_leaves_no_completion(make_clien
     assert (pieces, answer.completion, body.closed) == ([" It"], None, True)
 
 
-def test_a_stream_is_read_inside_its_block(make_client: MakeClient) -> None:
-    client = make_client(answering(WHOLE))
+def test_a_stream_is_read_inside_its_block() -> None:
+    client = BlockingClient("sync", answering(WHOLE))
     for take in (0, 1):
         answer, _ = client.stream(prompt="a", take=take)
         with pytest.raises(RuntimeError, match="inside its 'with'"):
-            client.rest(answer)
+            list(answer)
     ended, _ = client.stream(prompt="a")
-    assert client.rest(ended) == []
-    assert ended.completion is not None
+    assert (list(ended), ended.completion is None) == ([], False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from service.judging.drift import Drift
 from service.serving.metrics import STATUS_OF, Metrics
 from service.serving.monitor import CAUSES
 from tests.deploy import packaging as p
-from tests.deploy.prometheus_server import OURS, REQUIRE, ROOT, binary, configuration, promtool, running
+from tests.deploy.prometheus_server import OURS, ROOT, binary, configuration, promtool, running
 from tests.deploy.test_helm import rendered
 from tests.deploy.test_packaging import MANIFESTS
 from tests.running import running as service_running
@@ -213,25 +212,6 @@ def test_the_error_share_counts_every_code_that_is_ours() -> None:
     [rule] = [rule for rule in rules("record") if rule["record"] == "hallutracer:server_errors:ratio_rate5m"]
     [listed] = re.findall(r'hallutracer_errors_total\{code=~"([a-z_|]+)"\}', rule["expr"])
     assert listed.split("|") == sorted(code for code, status in STATUS_OF.items() if status >= 500)
-
-
-# --- where the tools come from ---
-
-
-def test_tools_are_found_on_the_path_first_and_their_absence_is_an_error_where_they_are_required(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = ("prometheus", "promtool", "nginx", "helm", "initdb", "postgres", "chromium")
-    for name in named:
-        (tmp_path / name).touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert binary("promtool") == str(tmp_path / "promtool")
-    done = subprocess.run([ROOT / "deploy" / "tools.sh"], capture_output=True, text=True, check=True)
-    assert ("are on PATH" in done.stdout, [name for name in named if name not in done.stdout]) == (True, [])
-    for required, kind in (("1", pytest.fail.Exception), ("0", pytest.skip.Exception)):
-        monkeypatch.setenv(REQUIRE, required)
-        with pytest.raises(kind, match=r"deploy/tools\.sh"):
-            binary("no-such-tool")
 
 
 # --- everything together ---
