@@ -18,6 +18,7 @@ import pytest
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
 from service.settings import ServiceSettings
 from tests.deploy import balancer as b
+from tests.deploy.prometheus_server import free_port
 from tests.local_server import answer
 from tests.running import Running, running, until
 
@@ -199,7 +200,7 @@ def test_how_often_a_post_is_sent(
 def test_a_score_is_answered_all_the_same(tmp_path: Path, behaviours: list[Behaviour | None], asked: bool) -> None:
     with ExitStack() as stack:
         replicas = [stack.enter_context(b.replica(one)) for one in behaviours if one]
-        away = [f"127.0.0.1:{b.free_port()}"] * (len(behaviours) - len(replicas))
+        away = [f"127.0.0.1:{free_port()}"] * (len(behaviours) - len(replicas))
         nginx = stack.enter_context(b.balancing(tmp_path, [*away, *(one.address for one in replicas)]))
         assert [post(nginx.url).status_code for _ in range(6)] == [200] * 6
         assert 1 <= len(replicas[0].began) <= 6
