@@ -64,7 +64,7 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
 
 def show(
     reference: Reference, /, *, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()
-) -> None:
+) -> None:  # fmt: skip
     """Print a bundle's model card, or its manifest with --json.
 
     In a terminal the card is laid out to be read; elsewhere it is the Markdown file as it is.
@@ -146,20 +146,15 @@ def alias(
 
 def promote(
     candidate: Candidate, /, *,
-    service: Annotated[
-        str | None, option("Address of a service that reads the candidate as a shadow: it tells whether it may serve.")
-    ] = None,
+    service: Annotated[str | None, option(
+        "Address of a service that reads the candidate as a shadow: it tells whether it may serve.")] = None,
     service_key: Annotated[str | None, option("Key for that service.", secret=True)] = None,
     least_prompts: Annotated[int, option("Prompts that it must have read as a shadow.", limits=Range(1))] = 500,
-    most_disagreement: Annotated[
-        float,
-        option("Share of prompts that it may flag otherwise: upper end of the 95 % interval.", limits=Range(0, 1)),
-    ] = 0.05,
-    most_drift: Annotated[
-        float,
-        option("How far its golden prompts may be off on that service, as a share of what the replay tolerates.",
-               limits=Range(0, 1)),
-    ] = 0.5,
+    most_disagreement: Annotated[float, option(
+        "Share of prompts that it may flag otherwise: upper end of the 95 % interval.", limits=Range(0, 1))] = 0.05,
+    most_drift: Annotated[float, option(
+        "How far its golden prompts may be off on that service, as a share of what the replay tolerates.",
+        limits=Range(0, 1))] = 0.5,
     ungated: Annotated[bool, option("Promote without asking a service."), Parameter(negative="")] = False,
     store: StoreOptions = StoreOptions(), common: Common = Common(),
 ) -> None:  # fmt: skip
@@ -220,9 +215,8 @@ def sign(
     key_file: Annotated[Path | None, option("Private key, PEM, elliptic curve.  Default: sigstore.")] = None,
     key_password: Annotated[str, option("Of the private key; prefer the environment variable.", secret=True)] = "",
     certificate: Annotated[Path | None, option("Certificate of the key, PEM.")] = None,
-    chain: Annotated[
-        tuple[str, ...], option("Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")
-    ] = (),
+    chain: Annotated[tuple[str, ...], option(
+        "Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")] = (),
     store: StoreOptions = StoreOptions(), common: Common = Common(),
 ) -> None:  # fmt: skip
     """Sign a bundle of your store in the format of OpenSSF model signing: model.sig, beside its files.
@@ -310,15 +304,11 @@ def pull(
                   "NAME:VERSION", show_env_var=False),
     ],
     /, *,
-    digest: Annotated[
-        str | None, option("sha256:...: what the bundle must have, as its publisher or your own review names it.")
-    ] = None,
-    take_over: Annotated[
-        bool,
-        option("Also where a name that you have, or that comes with the package, would mean the pulled bundle from now "
-               "on."),
-        Parameter(negative=""),
-    ] = False,
+    digest: Annotated[str | None, option(
+        "sha256:...: what the bundle must have, as its publisher or your own review names it.")] = None,
+    take_over: Annotated[bool, option(
+        "Also where a name that you have, or that comes with the package, would mean the pulled bundle from now on."
+        ), Parameter(negative="")] = False,
     store: StoreOptions = StoreOptions(), common: Common = Common(),
 ) -> None:  # fmt: skip
     """Fetch a bundle from the Hugging Face hub or from the store at a URL, under its own name and version.

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 def doctor(
     *,
-    load: Annotated[
-        bool, option("Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")
-    ] = False,
+    load: Annotated[bool, option(
+        "Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")] = False,
     as_json: Json = False, engine: EngineChoice = EngineChoice(), bundles: BundleOptions = BundleOptions(),
     settings: ServiceSettings = ServiceSettings(), access: AccessOptions = AccessOptions(),
     rollout: RolloutOptions = RolloutOptions(), feedback: FeedbackOptions = FeedbackOptions(),

@@ -28,9 +28,8 @@ class TryOptions:
     """What is asked, and whom."""
 
     show: Annotated[int, option("So many of the bundle's questions.", limits=Range(1))] = SHOWN
-    url: Annotated[
-        str | None, option("Ask this running service instead of loading the model here."), Parameter(metavar="URL")
-    ] = None
+    url: Annotated[str | None, option(
+        "Ask this running service instead of loading the model here."), Parameter(metavar="URL")] = None  # fmt: skip
     service_key: Annotated[str | None, option("Key for that service.", secret=True)] = None
     as_json: Json = False
 
@@ -135,16 +134,12 @@ def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common:
 
 def questions(
     *,
-    split: Annotated[
-        Literal["train", "dev", "test"],
-        option("No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: "
-               "only ever reported."),
-    ],
-    passages: Annotated[
-        tuple[Passage, ...],
-        option("In front of each question, repeatable, a row for each: right states the fact among two others; "
-               "unrelated and contradicting are the controls; none."),
-    ] = ("none",),
+    split: Annotated[Literal["train", "dev", "test"], option(
+        "No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: only "
+        "ever reported.")],
+    passages: Annotated[tuple[Passage, ...], option(
+        "In front of each question, repeatable, a row for each: right states the fact among two others; unrelated "
+        "and contradicting are the controls; none.")] = ("none",),
     common: Common = Common(),
 ) -> None:  # fmt: skip
     """Print questions as JSONL: id, prompt, answers, group, kind, passage, exposures, template, in_refusals.

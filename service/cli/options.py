@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 Output = Annotated[Path | None, option("File that the results are written to, as JSON.  Default: standard output.")]
 Json = Annotated[bool, option("Print JSON, for programs.", "json"), Parameter(negative="")]
-Out = Annotated[
-    Path | None, option("Folder for the results; finished steps are kept.  Default: one named after the command.")
-]
+Out = Annotated[Path | None, option(
+    "Folder for the results; finished steps are kept.  Default: one named after the command.")]  # fmt: skip
 FeedbackDatabase = Annotated[str, option(
     "Where each prompt's risk is kept with the labels that POST /v1/feedback takes: a file (SQLite) or "
     "postgresql://USER@HOST/DATABASE.  Without it serve keeps nothing.", metavar=DATABASE)]  # fmt: skip
@@ -71,9 +70,8 @@ class EngineChoice(Engine, _ModelChoice):
     """Which model is loaded, by which engine, and how."""
 
     tensor_parallel_size: Annotated[int, option("vllm: ranks that split each layer.", limits=AT_LEAST_1)] = 1
-    pipeline_parallel_size: Annotated[
-        int, option("vllm: stages that the layers are spread over.", limits=AT_LEAST_1)
-    ] = 1
+    pipeline_parallel_size: Annotated[int, option(
+        "vllm: stages that the layers are spread over.", limits=AT_LEAST_1)] = 1  # fmt: skip
     engine_arg: Annotated[tuple[str, ...], option(
         "NAME=VALUE, repeatable: any other argument of the engine, such as max_model_len=8192 or "
         "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers.")] = ()  # fmt: skip

@@ -33,12 +33,10 @@ class KeyChoices:
         "Routes that it opens, repeatable.  score: questions, answers and feedback.  observe: metrics.  admin: what "
         "changes the service.  score and observe also list models and bundles.  Default: score.")] = ()  # fmt: skip
     may: Annotated[tuple[Right, ...], option("What its requests may loosen, as --callers-may; repeatable.")] = ()
-    allow_policy: Annotated[
-        tuple[str, ...], option("Policy that its requests may be judged by, repeatable.  Default: all.")
-    ] = ()
-    expires: Annotated[
-        str, option("When it ends: days (90d), a date (2027-02-21, its first second in UTC) or never.")
-    ] = "365d"
+    allow_policy: Annotated[tuple[str, ...], option(
+        "Policy that its requests may be judged by, repeatable.  Default: all.")] = ()  # fmt: skip
+    expires: Annotated[str, option(
+        "When it ends: days (90d), a date (2027-02-21, its first second in UTC) or never.")] = "365d"  # fmt: skip
 
 
 def make(name: Name, /, *, choices: KeyChoices = KeyChoices(), common: Common = Common()) -> None:
@@ -108,9 +106,8 @@ def _end(text: str) -> datetime | None:
 
 def verify(
     *files: Annotated[Path, Parameter(help="The log; of a rotated one all files, oldest first.", show_env_var=False)],
-    seen: Annotated[
-        str | None, option("Digest that this command, or the service's log, once gave as the last line's.")
-    ] = None,
+    seen: Annotated[str | None, option(
+        "Digest that this command, or the service's log, once gave as the last line's.")] = None,
     as_json: Json = False, common: Common = Common(),
 ) -> None:  # fmt: skip
     """Follow the chain of digests through an audit log; exit status 1 where a line was changed, removed or put in.

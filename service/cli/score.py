@@ -37,19 +37,17 @@ BATCH = 256  # rows between two updates of output and progress bar; the engine c
 class ScoreOptions:
     """What is scored, and what is reported of it."""
 
-    input: Annotated[
-        Path | None, option("JSONL with 'prompt' or 'messages' in each row; - reads standard input."),
-        Parameter(allow_leading_hyphen=True),
-    ] = None  # fmt: skip
+    input: Annotated[Path | None, option(
+        "JSONL with 'prompt' or 'messages' in each row; - reads standard input."
+        ), Parameter(allow_leading_hyphen=True)] = None  # fmt: skip
     output: Output = None
     threshold: Threshold = None
     generate: Annotated[
         int, option("Answer with up to N tokens where the decision allows.", limits=Range(0)), Parameter(metavar="N")
     ] = 0
     trajectory: Annotated[bool, option("Add the truth logits to JSON output."), Parameter(negative="")] = False
-    plot: Annotated[
-        Path | None, option("Draw the trajectories of up to six prompts into this PNG."), Parameter(metavar="FILE")
-    ] = None
+    plot: Annotated[Path | None, option(
+        "Draw the trajectories of up to six prompts into this PNG."), Parameter(metavar="FILE")] = None  # fmt: skip
     as_json: Json = False
 
     @property

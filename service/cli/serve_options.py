@@ -46,9 +46,8 @@ class AccessOptions:
         "File of bearer keys, one per line: KEY [name=NAME] [may=policy,threshold,bundle,feedback].  The name stands "
         "in the log; may: see --callers-may.")] = None  # fmt: skip
     keys: settings.KeysFile = None
-    allow_anonymous: Annotated[
-        bool, option("Listen beyond loopback without keys: whoever reaches the port may use the service.")
-    ] = False
+    allow_anonymous: Annotated[bool, option(
+        "Listen beyond loopback without keys: whoever reaches the port may use the service.")] = False  # fmt: skip
     audit_log: settings.AuditLogFile = None
     audit_required: settings.AuditRequired = False
 
@@ -88,9 +87,8 @@ class AccessOptions:
 class RolloutOptions:
     """A new version of the probes beside the one that serves."""
 
-    canary: Annotated[
-        str | None, option("Bundle that judges --canary-share of the requests that name none, such as NAME@canary.")
-    ] = None
+    canary: Annotated[str | None, option(
+        "Bundle that judges --canary-share of the requests that name none, such as NAME@canary.")] = None  # fmt: skip
     canary_share: Annotated[float, option(
         "Share of the canary; requests of one x-session-id, or of one first question, stay together.",
         limits=Range(0, 1))] = DEFAULT_SHARE  # fmt: skip
