@@ -246,7 +246,10 @@ def shown(book: Any) -> list[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(one, id=one.stem, marks=[pytest.mark.long] * one.stem.startswith("train")) for one in NOTEBOOKS],
+)
 def test_a_notebook_runs_and_shows_what_is_committed(path: Path, tmp_path: Path, kernel: Any) -> None:
     import nbformat
 
