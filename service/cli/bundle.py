@@ -53,21 +53,18 @@ def _described(summary: BundleSummary) -> dict[str, Any]:
     manifest = summary.manifest
     guarantee = manifest.guarantee if manifest else None
     return {
-        "bundle": summary.reference,
-        "aliases": list(summary.aliases),
-        "model": manifest.model.name if manifest else None,
-        "readout": manifest.readout.site if manifest else None,
+        "bundle": summary.reference, "aliases": list(summary.aliases),
+        "model": manifest.model.name if manifest else None, "readout": manifest.readout.site if manifest else None,
         "signals": list(manifest.signals) if manifest else [],
         "guarantee": f"alpha {guarantee.alpha:g}, delta {guarantee.delta:g}" if guarantee else None,
-        "digest": manifest.digest if manifest else None,
-        "problem": str(summary.error) if summary.error else None,
+        "digest": manifest.digest if manifest else None, "problem": str(summary.error) if summary.error else None,
         "path": str(summary.path) if summary.path else None,
-    }
+    }  # fmt: skip
 
 
 def show(
     reference: Reference, /, *, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()
-) -> None:
+) -> None:  # fmt: skip
     """Print a bundle's model card, or its manifest with --json.
 
     In a terminal the card is laid out to be read; elsewhere it is the Markdown file as it is.
@@ -87,9 +84,8 @@ def show(
 
 def compare(
     *references: Annotated[str, Parameter(help="name, name@alias or name:version; two or more", show_env_var=False)],
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Put bundles side by side: what they read, their figures, what keeps these from being compared.
 
     Of two, also every field of the manifest that differs, and how far the probes point elsewhere.
@@ -117,14 +113,10 @@ def compare(
 
 
 def verify(
-    reference: Reference,
-    /,
-    *,
+    reference: Reference, /, *,
     files_only: Annotated[bool, option("Check the files, load no model."), Parameter(negative="")] = False,
-    store: StoreOptions = StoreOptions(),
-    engine: EngineChoice = EngineChoice(),
-    common: Common = Common(),
-) -> None:
+    store: StoreOptions = StoreOptions(), engine: EngineChoice = EngineChoice(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Check every byte, then replay the golden prompts on the model (default: that of a shipped bundle)."""
     from probes_store.store import SHIPPED
 
@@ -143,40 +135,28 @@ def verify(
 
 
 def alias(
-    name: Name,
-    alias: Annotated[str, Parameter(help="production, canary, ...", show_env_var=False)],
-    version: Annotated[int, Parameter(help="Version.", show_env_var=False, validator=Range(1))],
-    /,
-    *,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
+    name: Name, alias: Annotated[str, Parameter(help="production, canary, ...", show_env_var=False)],
+    version: Annotated[int, Parameter(help="Version.", show_env_var=False, validator=Range(1))], /, *,
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Point an alias at a version: the only thing about a published bundle that may change."""
     open_store(store).set_alias(name, alias, version)
     print_line(f"{name}@{alias} -> {name}:{version}")
 
 
 def promote(
-    candidate: Candidate,
-    /,
-    *,
-    service: Annotated[
-        str | None, option("Address of a service that reads the candidate as a shadow: it tells whether it may serve.")
-    ] = None,
+    candidate: Candidate, /, *,
+    service: Annotated[str | None, option(
+        "Address of a service that reads the candidate as a shadow: it tells whether it may serve.")] = None,
     service_key: Annotated[str | None, option("Key for that service.", secret=True)] = None,
     least_prompts: Annotated[int, option("Prompts that it must have read as a shadow.", limits=Range(1))] = 500,
-    most_disagreement: Annotated[
-        float,
-        option("Share of prompts that it may flag otherwise: upper end of the 95 % interval.", limits=Range(0, 1)),
-    ] = 0.05,
-    most_drift: Annotated[
-        float,
-        option("How far its golden prompts may be off on that service, as a share of what the replay tolerates.",
-               limits=Range(0, 1)),
-    ] = 0.5,
+    most_disagreement: Annotated[float, option(
+        "Share of prompts that it may flag otherwise: upper end of the 95 % interval.", limits=Range(0, 1))] = 0.05,
+    most_drift: Annotated[float, option(
+        "How far its golden prompts may be off on that service, as a share of what the replay tolerates.",
+        limits=Range(0, 1))] = 0.5,
     ungated: Annotated[bool, option("Promote without asking a service."), Parameter(negative="")] = False,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
 ) -> None:  # fmt: skip
     """Point production at a version, and previous at the one that served.
 
@@ -231,18 +211,14 @@ def rollback(name: Name, /, *, store: StoreOptions = StoreOptions(), common: Com
 
 
 def sign(
-    reference: Reference,
-    /,
-    *,
+    reference: Reference, /, *,
     key_file: Annotated[Path | None, option("Private key, PEM, elliptic curve.  Default: sigstore.")] = None,
     key_password: Annotated[str, option("Of the private key; prefer the environment variable.", secret=True)] = "",
     certificate: Annotated[Path | None, option("Certificate of the key, PEM.")] = None,
-    chain: Annotated[
-        tuple[str, ...], option("Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")
-    ] = (),  # fmt: skip
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
+    chain: Annotated[tuple[str, ...], option(
+        "Certificate of the certificate's issuer, then of that one's, and so on, repeatable.")] = (),
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Sign a bundle of your store in the format of OpenSSF model signing: model.sig, beside its files.
 
     Without a key, with sigstore: the identity that this machine has (in CI) or that you log in as.
@@ -267,14 +243,10 @@ def sign(
 
 def push(
     reference: Reference,
-    to: Annotated[str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)],
-    /,
-    *,
+    to: Annotated[str, Parameter(help="hf://OWNER/NAME, or the URL of a store", show_env_var=False)], /, *,
     private: Annotated[bool, option("The repository is, or becomes, a private one."), Parameter(negative="")] = False,
-    dry_run: DryRun = False,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
-) -> None:
+    dry_run: DryRun = False, store: StoreOptions = StoreOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Publish a bundle on the Hugging Face hub, one commit and one tag for each version, or in the store at a URL.
 
     The version and the signature stay as they are.
@@ -331,18 +303,13 @@ def pull(
         Parameter(help="hf://OWNER/NAME or hf://OWNER/NAME@REVISION, or the URL of a store, / and NAME, NAME@ALIAS or "
                   "NAME:VERSION", show_env_var=False),
     ],
-    /,
-    *,
+    /, *,
     digest: Annotated[str | None, option(
-        "sha256:...: what the bundle must have, as its publisher or your own review names it.")] = None,  # fmt: skip
-    take_over: Annotated[
-        bool,
-        option("Also where a name that you have, or that comes with the package, would mean the pulled bundle from now "
-               "on."),
-        Parameter(negative=""),
-    ] = False,
-    store: StoreOptions = StoreOptions(),
-    common: Common = Common(),
+        "sha256:...: what the bundle must have, as its publisher or your own review names it.")] = None,
+    take_over: Annotated[bool, option(
+        "Also where a name that you have, or that comes with the package, would mean the pulled bundle from now on."
+        ), Parameter(negative="")] = False,
+    store: StoreOptions = StoreOptions(), common: Common = Common(),
 ) -> None:  # fmt: skip
     """Fetch a bundle from the Hugging Face hub or from the store at a URL, under its own name and version.
 

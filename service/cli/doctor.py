@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
-from service.access.callers import on_loopback
 from service.audit.file import AuditFile
 from service.cli.loading import LeaveOut, bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json
@@ -24,7 +23,6 @@ from service.doctor import machine, model
 from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
 from service.options import Common
-from service.policies.policy import load_policies
 from service.settings import ServiceSettings, option
 
 if TYPE_CHECKING:
@@ -33,19 +31,13 @@ if TYPE_CHECKING:
 
 def doctor(
     *,
-    load: Annotated[
-        bool, option("Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")
-    ] = False,  # fmt: skip
-    as_json: Json = False,
-    engine: EngineChoice = EngineChoice(),
-    bundles: BundleOptions = BundleOptions(),
-    settings: ServiceSettings = ServiceSettings(),
-    access: AccessOptions = AccessOptions(),
-    rollout: RolloutOptions = RolloutOptions(),
-    feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(),
-    common: Common = Common(),
-) -> None:
+    load: Annotated[bool, option(
+        "Load the model, too, and replay the bundles' golden prompts."), Parameter(negative="")] = False,
+    as_json: Json = False, engine: EngineChoice = EngineChoice(), bundles: BundleOptions = BundleOptions(),
+    settings: ServiceSettings = ServiceSettings(), access: AccessOptions = AccessOptions(),
+    rollout: RolloutOptions = RolloutOptions(), feedback: FeedbackOptions = FeedbackOptions(),
+    traces: TraceOptions = TraceOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Check that `hallutracer serve` with the same options would serve; one line for each check: ok, warn or fail.
 
     Looks at packages, model, bundles and whether they belong together, canary and shadows, whether drift would be seen,
@@ -76,26 +68,19 @@ def doctor(
         yield from machine.check_disk(model.folders(store, where.path if where and not where.is_postgres else None))
 
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-        ("packages", machine.check_packages),
-        ("engine", lambda: machine.check_engine(engine.engine, ranks)),
+        ("packages", machine.check_packages), ("engine", lambda: machine.check_engine(engine.engine, ranks)),
         ("options", lambda: (warn("options", text, "correct or unset it") for text in common.warnings)),
-        ("gpu", lambda: machine.check_gpu(engine.device, ranks)),
-        ("cpu", lambda: machine.check_cpu(engine.threads)),
-        ("store", lambda: model.check_store(store)),
-        ("bundle", bundle_checks),
+        ("gpu", lambda: machine.check_gpu(engine.device, ranks)), ("cpu", lambda: machine.check_cpu(engine.threads)),
+        ("store", lambda: model.check_store(store)), ("bundle", bundle_checks),
         ("model", lambda: model.check_model(engine.options_for(list(loaded)), loaded, load)),
-        ("rollout", rollout_checks),
-        ("keys", lambda: _keys(settings, access)),
-        ("policies", lambda: _policies(settings, access)),
-        ("audit", lambda: _audit(access)),
-        ("port", lambda: _port(settings)),
-        ("feedback", lambda: _feedback(feedback)),
-        ("traces", lambda: _traces(traces)),
-        ("disk", folders),
+        ("rollout", rollout_checks), ("keys", lambda: _keys(settings, access)),
+        ("policies", lambda: _policies(settings, access)), ("audit", lambda: _audit(access)),
+        ("port", lambda: _port(settings)), ("feedback", lambda: _feedback(feedback)),
+        ("traces", lambda: _traces(traces)), ("disk", folders),
         ("files", lambda: machine.check_files(settings.max_connections)),
         ("clock", lambda: machine.check_clock(max((one.manifest.created for one in loaded.values()), default=None))),
         ("load", lambda: _loads(engine, loaded) if load and worst(kept) != "fail" else ()),
-    ]
+    ]  # fmt: skip
     for finding in run(checks):
         kept.append(finding)
         if not as_json:
@@ -112,7 +97,8 @@ def doctor(
 def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
     from service.access.keys import read_keys
 
-    ring, give = access.ring(), "give --keys or --api-key-file"
+    ring = access.ring()
+    everybody = access.check_open(settings.host, settings.protect_metrics, ring)
     if ring.closed:
         yield ok("keys", f"{len(ring.names)}: {', '.join(sorted(ring.names))}")
         for key in () if access.keys is None else read_keys(access.keys):
@@ -120,22 +106,17 @@ def _keys(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]
                 state = "expired" if key.revoked is None else "revoked"
                 cure = f"who uses it still needs another: hallutracer keys make NAME >> {access.keys}"
                 yield warn("keys", f"{key.name} is {state}", cure)
-    elif on_loopback(settings.host):
-        yield ok("keys", "none; only this machine reaches the port")
-    elif access.allow_anonymous:
-        yield warn("keys", f"whoever reaches {settings.host} may use the service", give)
+    elif everybody:
+        yield warn("keys", f"whoever reaches {settings.host} may use the service", "give --keys or --api-key-file")
     else:
-        yield fail("keys", f"whoever reaches {settings.host} could use the service", f"{give}, or --allow-anonymous")
-    if settings.protect_metrics and not ring.closed:
-        yield fail("keys", "--protect-metrics without a key", give)
+        yield ok("keys", "none; only this machine reaches the port")
 
 
 def _audit(access: AccessOptions) -> Iterator[Finding]:
-    path = access.audit_log
-    if path is None:
-        if access.audit_required:
-            yield fail("audit", "--audit-required without a log", "give --audit-log")
-    elif path.exists():
+    access.check_audit()
+    if (path := access.audit_log) is None:
+        return
+    if path.exists():
         AuditFile(path).close()  # writes nothing
         yield ok("audit", f"{path} is gone on with")
     elif os.access(folder := path.absolute().parent, os.W_OK | os.X_OK):
@@ -145,10 +126,7 @@ def _audit(access: AccessOptions) -> Iterator[Finding]:
 
 
 def _policies(settings: ServiceSettings, access: AccessOptions) -> Iterator[Finding]:
-    policies = load_policies(access.policies, access.abstain_message, settings.policy)
-    names = access.ring(policies.named).names
-    for rule in policies.rules:
-        rule.check_key(names)
+    policies, _ = access.rules(settings.policy)
     yield ok("policies", f"{', '.join(policies.named)}; {settings.policy} where a request names none")
 
 

@@ -35,12 +35,9 @@ class TryOptions:
 
 
 def held_out(
-    *,
-    options: TryOptions = TryOptions(),
-    bundles: BundleOptions = BundleOptions(),
-    engine: EngineChoice = EngineChoice(),
-    common: Common = Common(),
-) -> None:
+    *, options: TryOptions = TryOptions(), bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(), common: Common = Common(),
+) -> None:  # fmt: skip
     """See what the risk is worth: held-out questions of the bundle, answered by the model and sorted by risk.
 
     The questions were drawn before any risk was known, and no fit saw them; misses are printed like hits.  Below them,
@@ -137,16 +134,12 @@ def info(*, as_json: Json = False, store: StoreOptions = StoreOptions(), common:
 
 def questions(
     *,
-    split: Annotated[
-        Literal["train", "dev", "test"],
-        option("No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: "
-               "only ever reported."),
-    ],
-    passages: Annotated[
-        tuple[Passage, ...],
-        option("In front of each question, repeatable, a row for each: right states the fact among two others; "
-               "unrelated and contradicting are the controls; none."),
-    ] = ("none",),
+    split: Annotated[Literal["train", "dev", "test"], option(
+        "No entity is in two of them.  train: the bundles' training rows.  dev: chose recipe and seed.  test: only "
+        "ever reported.")],
+    passages: Annotated[tuple[Passage, ...], option(
+        "In front of each question, repeatable, a row for each: right states the fact among two others; unrelated "
+        "and contradicting are the controls; none.")] = ("none",),
     common: Common = Common(),
 ) -> None:  # fmt: skip
     """Print questions as JSONL: id, prompt, answers, group, kind, passage, exposures, template, in_refusals.

@@ -59,8 +59,7 @@ def load_engine(choice: EngineChoice, *, bundles: Sequence[Bundle] = (), **more:
 
 
 def _import_engine() -> None:
-    """Import the embedded engine without scikit-learn and scipy, which transformers loads for what no command has."""
-    from transformers import utils
+    from transformers import utils  # which loads scikit-learn and scipy for what no command has
 
     own = {name: getattr(utils, name) for name in ("is_sklearn_available", "is_scipy_available")}
     try:
@@ -116,10 +115,7 @@ def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut 
 
 @contextmanager
 def running_service(url: str, key: str | None) -> Iterator[Callable[[str], Any]]:
-    """Yield a function that GETs the JSON document at a path of a running service.
-
-    Raises HalluTracerError, with the service's own words where it refuses, and for what is in no such document.
-    """
+    """Yield a function that GETs the JSON at a path of a running service.  Raises HalluTracerError, with its words."""
     import httpx
 
     def get(path: str) -> Any:

@@ -66,16 +66,10 @@ def installed() -> dict[str, Any]:
 def make_app(sources: Sources, *, whole_help: bool = True) -> App:
     """Return the command line, with ``sources`` for what it leaves open; ``whole_help``: with all options."""
     app = App(
-        name="hallutracer",
-        help=HELP,
-        help_format="plaintext",
-        help_flags=HELP_FLAGS,
-        default_parameter=None if whole_help else Parameter(show_env_var=False),
-        version=f"hallutracer {__version__}",
-        version_flags=("--version",),
-        config=[sources],
-        result_action="return_value",
-    )
+        name="hallutracer", help=HELP, help_format="plaintext", help_flags=HELP_FLAGS,
+        default_parameter=None if whole_help else Parameter(show_env_var=False), version=f"hallutracer {__version__}",
+        version_flags=("--version",), config=[sources], result_action="return_value",
+    )  # fmt: skip
     for name, entry in installed().items():
         if isinstance(entry, tuple):
             title, commands = entry

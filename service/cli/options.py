@@ -77,10 +77,7 @@ class EngineChoice(Engine, _ModelChoice):
         "gpu_memory_utilization=0.8 with vllm, attn_implementation=eager with transformers.")] = ()  # fmt: skip
 
     def options_for(self, bundles: Sequence[str] = ()) -> EngineOptions:
-        """Return what the engine takes; without a model, the one that these shipped bundles belong to.
-
-        Raises UsageError.
-        """
+        """Return what the engine takes; without a model, that of these shipped bundles.  Raises UsageError."""
         check_place(self.model)
         extra: dict[str, str] = {}
         for argument in self.engine_arg:

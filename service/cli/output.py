@@ -170,11 +170,17 @@ class Tried:
 def draw_sorted(tried: Tried, console: Console | None = None) -> None:
     """Print the table of questions, the tenths as bars, and the two numbers that matter."""
     from rich.console import Console
+    from rich.text import Text
 
     console = console or Console(highlight=False)
     console.print(_table(tried, console.width))
     if tried.tenths:
-        console.print("", *tenth_lines(tried.tenths), sep="\n")
+        lines = [Text("right answers among the training questions, in tenths by risk (risks by folds that never saw "
+                      "them)")]  # fmt: skip
+        for one in tried.tenths:
+            bar = ("\u2588" * round(BAR * one.right), "green")
+            lines.append(Text.assemble(f"{one.low:.2f} to {one.high:.2f}  ", bar, f" {one.right:.0%}"))
+        console.print("", *lines, sep="\n")
     lower, upper = tried.halves
     console.print(
         f"\n{tried.model}, asked {len(tried.seen)} questions that {tried.bundle} was not fitted on: right in "
@@ -201,17 +207,6 @@ def _table(tried: Tried, width: int) -> Table:
         right = Text(mark if one.verdict == "right" else f"{mark} {one.accepted[0]}", style=style)
         table.add_row(f"{one.risk:.2f}", *(Text(" ".join(text.split())) for text in (one.prompt, one.answer)), right)
     return table
-
-
-def tenth_lines(tenths: Sequence[Tenth]) -> list[Text]:
-    """Draw a bar for each tenth: the share of right answers."""
-    from rich.text import Text
-
-    lines = [Text("right answers among the training questions, in tenths by risk (risks by folds that never saw them)")]
-    for one in tenths:
-        bar = ("\u2588" * round(BAR * one.right), "green")
-        lines.append(Text.assemble(f"{one.low:.2f} to {one.high:.2f}  ", bar, f" {one.right:.0%}"))
-    return lines
 
 
 # a model card

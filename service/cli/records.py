@@ -106,12 +106,10 @@ def _end(text: str) -> datetime | None:
 
 def verify(
     *files: Annotated[Path, Parameter(help="The log; of a rotated one all files, oldest first.", show_env_var=False)],
-    seen: Annotated[
-        str | None, option("Digest that this command, or the service's log, once gave as the last line's.")
-    ] = None,  # fmt: skip
-    as_json: Json = False,
-    common: Common = Common(),
-) -> None:
+    seen: Annotated[str | None, option(
+        "Digest that this command, or the service's log, once gave as the last line's.")] = None,
+    as_json: Json = False, common: Common = Common(),
+) -> None:  # fmt: skip
     """Follow the chain of digests through an audit log; exit status 1 where a line was changed, removed or put in.
 
     Which line is the last one is read from the head file beside the log (.NAME.head).  Whoever can change both can

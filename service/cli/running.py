@@ -41,10 +41,7 @@ _tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps none aliv
 
 
 def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None]) -> uvicorn.Server:
-    """Return uvicorn around the app, with every log line as JSON on stderr.
-
-    ``leave``: refuse work, the server will stop.
-    """
+    """Return uvicorn around the app, with every log line as JSON on stderr; ``leave``: refuse work, it will stop."""
     import uvicorn
 
     from service.api.connections import LeavingServer, connections
@@ -223,10 +220,7 @@ def replay(service: Service, seconds: float) -> None:
 def load_again(
     left_out: dict[str, str], engine: Engine, store: Store, names: Sequence[str], may: Collection[str]
 ) -> dict[str, Scorer]:
-    """Return what the references mean now, on the running engine; ``may`` be left out, as far as the store answers.
-
-    ``left_out`` then has the reasons of those that were.
-    """
+    """Return what the references mean now; ``may`` be left out where the store answers, and ``left_out`` says why."""
     again = LeaveOut(may, must_answer=True)
     scorers = load_scorers(engine, load_bundles(store.answering(), names, again), log.info, again)
     left_out.clear()

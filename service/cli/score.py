@@ -37,10 +37,9 @@ BATCH = 256  # rows between two updates of output and progress bar; the engine c
 class ScoreOptions:
     """What is scored, and what is reported of it."""
 
-    input: Annotated[
-        Path | None, option("JSONL with 'prompt' or 'messages' in each row; - reads standard input."),
-        Parameter(allow_leading_hyphen=True),
-    ] = None  # fmt: skip
+    input: Annotated[Path | None, option(
+        "JSONL with 'prompt' or 'messages' in each row; - reads standard input."
+        ), Parameter(allow_leading_hyphen=True)] = None  # fmt: skip
     output: Output = None
     threshold: Threshold = None
     generate: Annotated[
@@ -52,11 +51,6 @@ class ScoreOptions:
     as_json: Json = False
 
     @property
-    def include(self) -> list[Include]:
-        """Return what is added, as a request to the service names it."""
-        return ["trajectory"] if self.trajectory else []
-
-    @property
     def policy(self) -> Policy:
         """Return the gate, at the given threshold."""
         return built_in()["gate"].at(self.threshold)
@@ -64,11 +58,9 @@ class ScoreOptions:
 
 def score(
     *prompts: Annotated[str, Parameter(help="One question or more.  Leave them out with --input.", show_env_var=False)],
-    options: ScoreOptions = ScoreOptions(),
-    bundles: BundleOptions = BundleOptions(),
-    engine: EngineChoice = EngineChoice(),
-    common: Common = Common(),
-) -> None:
+    options: ScoreOptions = ScoreOptions(), bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Score questions, or a JSONL file of them, before anything is decoded.
 
     JSON is that of POST /score: with --json the whole document, in JSONL each row with the fields of its risk.
@@ -113,13 +105,17 @@ def score(
         from service.api.reply import score_response
         from service.serving.judgement import Judgement
 
-        document = score_response(Judgement.of(scorer, options.policy, reports, uuid.uuid4().hex), options.include)
+        document = score_response(Judgement.of(scorer, options.policy, reports, uuid.uuid4().hex), _added(options))
         _write([document.model_dump_json(exclude_none=True)], output)
         return
     for prompt, report in zip(prompts, reports, strict=True):
         if len(prompts) > 1:
             print_line(prompt)
         draw_report(bundle, report)
+
+
+def _added(options: ScoreOptions) -> list[Include]:
+    return ["trajectory"] if options.trajectory else []
 
 
 def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) -> list[RiskReport]:
@@ -131,7 +127,6 @@ def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) ->
 
 
 def _read_rows(path: Path) -> Rows:
-    """Read and check every line before the model is loaded."""
     problems: list[str] = []
     rows = []
     for line, row in objects(path, problems):
@@ -148,10 +143,7 @@ def _read_rows(path: Path) -> Rows:
 
 
 def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
-    """Return the token ids of all prompts, before the first is scored.
-
-    Raises DataError: what the model cannot take, by line.
-    """
+    """Return the token ids of all prompts, before the first is scored.  Raises DataError, by line."""
     prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
     for line, row in rows:
         try:
@@ -166,7 +158,6 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
 
 
 def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: ScoreOptions) -> Iterator[str]:
-    """Yield each row with the fields of its risk, and the bundle."""
     from service.api.reply import bundle_ref, guarantee_out, risk_out
     from service.serving.judgement import Judgement
 
@@ -179,7 +170,7 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
             with progress(f"scoring prompts {start + 1} to {start + len(batch)} of {len(rows)}"):
                 reports = _reports(scorer, prompts[start : start + BATCH], options)
             for index, ((_, row), report) in enumerate(zip(batch, reports, strict=True), start):
-                risk = risk_out(index, report, options.include).model_dump(exclude_none=True)
+                risk = risk_out(index, report, _added(options)).model_dump(exclude_none=True)
                 yield json.dumps(row | risk | bundle, ensure_ascii=False)
             bar.update(len(batch))
 

@@ -7,30 +7,23 @@ import logging
 import signal
 from dataclasses import replace
 
-from service.access.callers import on_loopback
 from service.cli import running
 from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
-from service.cli.options import BundleOptions, EngineChoice, UsageError
+from service.cli.options import BundleOptions, EngineChoice
 from service.cli.output import print_line
 from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
 from service.options import Common
-from service.policies.policy import load_policies
 from service.settings import ServiceSettings
 
 log = logging.getLogger("hallutracer")
 
 
 def serve(
-    *,
-    engine: EngineChoice = EngineChoice(),
-    bundles: BundleOptions = BundleOptions(),
-    settings: ServiceSettings = ServiceSettings(),
-    access: AccessOptions = AccessOptions(),
-    rollout: RolloutOptions = RolloutOptions(),
-    feedback: FeedbackOptions = FeedbackOptions(),
-    traces: TraceOptions = TraceOptions(),
-    common: Common = Common(),
-) -> None:
+    *, engine: EngineChoice = EngineChoice(), bundles: BundleOptions = BundleOptions(),
+    settings: ServiceSettings = ServiceSettings(), access: AccessOptions = AccessOptions(),
+    rollout: RolloutOptions = RolloutOptions(), feedback: FeedbackOptions = FeedbackOptions(),
+    traces: TraceOptions = TraceOptions(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Serve POST /score: a risk for each prompt before its first answer token.
 
     Listens at once, is ready once the model is loaded and every bundle's golden prompts gave the recorded risks.
@@ -52,19 +45,10 @@ def serve(
     at_start = LeaveOut(names[1:])
     seen = running.stamps(store, names) if rollout.watch_s else {}
     opened = load_bundles(store, names, at_start)
-    policies = load_policies(access.policies, access.abstain_message, settings.policy)
-    keys = access.ring(policies.named)
+    policies, keys = access.rules(settings.policy)
     settings = replace(settings, allowed_hosts=running.known_hosts(settings, keyed=keys.closed))
-    open_to_all = not (keys.closed or on_loopback(settings.host))
-    if open_to_all and not access.allow_anonymous:
-        said = f"whoever reaches {settings.host} could use this service; give --keys, or --allow-anonymous"
-        raise UsageError("--host", said)
-    if settings.protect_metrics and not keys.closed:
-        raise UsageError("--protect-metrics", "needs --keys, --api-key or --api-key-file")
-    for rule in policies.rules:
-        rule.check_key(keys.names)
-    if access.audit_required and access.audit_log is None:
-        raise UsageError("--audit-required", "needs --audit-log")
+    open_to_all = access.check_open(settings.host, settings.protect_metrics, keys)
+    access.check_audit()
     kept = feedback.location()
     tracing = traces.opened()
     loading = engine.options_for()

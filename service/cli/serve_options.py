@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, get_args
 from urllib.parse import urlsplit
 
 from service import settings
-from service.access.callers import ApiKey, Right, is_placeholder
+from service.access.callers import ApiKey, Right, is_placeholder, on_loopback
 from service.cli.options import FeedbackDatabase, UsageError
 from service.errors import HalluTracerError
+from service.policies.policy import Policies, load_policies
 from service.settings import DEFAULT_DRAWN, DEFAULT_MESSAGE, DEFAULT_SHARE, Range, option, section
 
 if TYPE_CHECKING:
@@ -56,6 +57,29 @@ class AccessOptions:
 
         plain = load_keys(self.api_key, self.api_key_file)
         return KeyRing([key.hashed() for key in plain], self.keys, policies)
+
+    def rules(self, policy: str | None) -> tuple[Policies, KeyRing]:
+        """Return the policies, of which ``policy`` is the default, and all keys.  Raises what is wrong with a file."""
+        policies = load_policies(self.policies, self.abstain_message, policy)
+        keys = self.ring(policies.named)
+        for rule in policies.rules:
+            rule.check_key(keys.names)
+        return policies, keys
+
+    def check_open(self, host: str, protect_metrics: bool, keys: KeyRing) -> bool:
+        """Return whether everybody may use the service.  Raises UsageError where nobody said that it is meant."""
+        everybody = not (keys.closed or on_loopback(host))
+        if everybody and not self.allow_anonymous:
+            said = f"whoever reaches {host} could use the service; give --keys, --api-key-file or --allow-anonymous"
+            raise UsageError("--host", said)
+        if protect_metrics and not keys.closed:
+            raise UsageError("--protect-metrics", "needs --keys, --api-key or --api-key-file")
+        return everybody
+
+    def check_audit(self) -> None:
+        """Raise UsageError for an audit log that must be written, and is none."""
+        if self.audit_required and self.audit_log is None:
+            raise UsageError("--audit-required", "give --audit-log, too")
 
 
 @section("Rollout", 36)

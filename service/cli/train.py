@@ -27,12 +27,9 @@ Options = TypeVar("Options", bound=NewRowsOptions)
 
 
 def train(
-    *,
-    options: TrainOptions,
-    engine: EngineChoice = EngineChoice(),
-    store: StoreOptions = StoreOptions(),
+    *, options: TrainOptions, engine: EngineChoice = EngineChoice(), store: StoreOptions = StoreOptions(),
     common: Common = Common(),
-) -> None:
+) -> None:  # fmt: skip
     """Train a probe bundle on your own model and publish it.
 
     Reads every row first (all problems at once, by line), extracts activations through the serving engine into
@@ -63,12 +60,9 @@ def train(
 
 
 def guarantee(
-    *,
-    options: GuaranteeOptions = GuaranteeOptions(),
-    bundles: BundleOptions = BundleOptions(),
-    engine: EngineChoice = EngineChoice(),
-    common: Common = Common(),
-) -> None:
+    *, options: GuaranteeOptions = GuaranteeOptions(), bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Give a bundle a threshold with a guarantee, and publish it as the bundle's next version.
 
     With confidence 1 - delta, at most a share alpha of the question groups that are then answered, counted equally
@@ -88,12 +82,9 @@ def guarantee(
 
 
 def recalibrate(
-    *,
-    options: RecalibrateOptions = RecalibrateOptions(),
-    bundles: BundleOptions = BundleOptions(),
-    engine: EngineChoice = EngineChoice(),
-    common: Common = Common(),
-) -> None:
+    *, options: RecalibrateOptions = RecalibrateOptions(), bundles: BundleOptions = BundleOptions(),
+    engine: EngineChoice = EngineChoice(), common: Common = Common(),
+) -> None:  # fmt: skip
     """Recalibrate a bundle's risk for the base rate of your traffic, and publish it as the bundle's next version.
 
     A risk is a probability at the training rows' share of hallucinations.  Candidates are the risk as it is, prior

@@ -72,7 +72,6 @@ def _about(name: str, error: BundleError) -> str:
 
 
 def _left_out(check: str, name: str, error: BundleError) -> Finding:
-    """One that the service starts without."""
     return warn(check, f"{name} is left out: {str(error).removeprefix(f'{name}: ')}", "mend it, or do not name it")
 
 
@@ -148,11 +147,9 @@ def folders(store: Store, feedback: Path | None) -> dict[str, Path]:
     from service.engines.places import cache_folder
 
     found = {
-        "bundles": store.root.absolute(),
-        "downloaded models": Path(constants.HF_HUB_CACHE).absolute(),
-        "unpacked models": cache_folder().absolute(),
-        TEMPORARY: Path(tempfile.gettempdir()),
-    }
+        "bundles": store.root.absolute(), "downloaded models": Path(constants.HF_HUB_CACHE).absolute(),
+        "unpacked models": cache_folder().absolute(), TEMPORARY: Path(tempfile.gettempdir()),
+    }  # fmt: skip
     return found | ({} if feedback is None else {"feedback": feedback.absolute().parent})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import uuid
@@ -25,7 +24,6 @@ from tests.matching import matching_draft
 from tests.probes_store.hub_stand_in import TOKEN, Hub, hub_stand_in
 from tests.probes_store.keys import key_pair
 from tests.probes_store.reseal import edit_manifest
-from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server, use
 from tests.running import Running, running
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import inherited
@@ -168,24 +166,9 @@ def test_without_a_service_it_is_said_out_loud_and_what_keeps_the_version_is_nam
 # stores by URL
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    kept = {name: os.environ.get(name) for name in (*VARIABLES, "AWS_ENDPOINT_URL")}
-    with s3_server() as address:
-        use(address)
-        yield address
-    for name, value in kept.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
-
-
-@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.long)])
-def url(request: pytest.FixtureRequest) -> str:
-    """The empty place of a store."""
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-        return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+@pytest.fixture
+def url() -> str:
+    """The empty place of a store; on a real S3 server: tests/probes_store/test_remote.py."""
     return f"memory://{uuid.uuid4().hex}"
 
 
@@ -229,15 +212,12 @@ def test_promoted_rolled_back_and_compared_with_the_signature_that_is_required(
     refused(command("promote", "my-demo:2", "--ungated", *required), 1, "a signature is required here")
     assert there.aliases("my-demo") == {"production": 1}
     fine(command("sign", "my-demo:2", *key))
-    digest = there.load("my-demo:2").manifest.digest
     wrong = command("promote", f"my-demo:2@sha256:{'0' * 64}", "--ungated", *required)
     refused(wrong, 1, "not the bundle that the reference pins")
-    fine(command("promote", f"my-demo:2@{digest}", "--ungated", *required))
-    assert there.aliases("my-demo") == {"production": 2, "previous": 1}
+    fine(command("promote", "my-demo:2", "--ungated", *required))
     different = fine(command("compare", "my-demo@previous", "my-demo@production", *required))
     assert "| classifier.intercept | 0.1 | 0.2 |" in different
     assert "0 of 8 layers read another head" in different
-    assert "classifier." not in fine(command("compare", "my-demo:1", "my-demo@previous", *required), "the same bundle")
     fine(command("rollback", "my-demo", *required))
     assert there.aliases("my-demo") == {"production": 1, "previous": 2}
     assert Objects(url).children("my-demo", "aliases") == ["1.json", "2.json", "3.json"]  # one step for each command
@@ -283,23 +263,18 @@ def run(hub: Hub, folder: Path) -> Run:
     return command
 
 
-def test_a_bundle_is_pushed_to_the_hub_pulled_and_serves(run: Run, hub: Hub, folder: Path) -> None:
+def test_a_bundle_is_pushed_to_the_hub_and_pulled(run: Run, hub: Hub, folder: Path) -> None:
+    """What the hub refuses, and its cache: tests/probes_store/test_hub.py."""
     own, other = ("--store", str(folder / "own")), ("--store", str(folder / "other"))
     words = "would create the private repository, commit 5 files"
     fine(run("push", "my-demo", "hf://me/my-demo", "--dry-run", "--private", *own), words)
     assert hub.repositories == {}
     first, url, pull = fine(run("push", "my-demo", "hf://me/my-demo", "--private", *own)).splitlines()
     assert first.startswith("my-demo:1: to a private repository: create the private repository, commit 5 files (")
-    assert first.endswith(", tag v1")
-    assert url == f"{hub.url}/me/my-demo/tree/v1"
-    fine(run("push", "my-demo", "hf://me/my-demo", *own), "my-demo:1: the hub has it already, nothing was done")
+    assert (first.endswith(", tag v1"), url) == (True, f"{hub.url}/me/my-demo/tree/v1")
     assert pull.startswith("hallutracer bundle pull hf://me/my-demo@v1 --digest sha256:")
     hub.repositories["me/my-demo"].commits[hub.repositories["me/my-demo"].head]["evil\x1b[2J.py"] = b"1/0"
     pulled = run(*pull.split()[2:], *other)  # as the push printed it
     fine(pulled, "pulled from hf://me/my-demo@v1 at commit ", "not downloaded: 'evil\\x1b[2J.py'")
     assert hub.count("evil") == 0
     fine(hallutracer("bundle", "verify", "my-demo", *other), "golden prompts gave the recorded risks")
-    offline = run("pull", "hf://me/my-demo@v1", "--store", str(folder / "third"), HF_HUB_OFFLINE="1")
-    fine(offline, "HF_HUB_OFFLINE is set", "taken from the cache")
-    fine(run("pull", "hf://me/my-demo", *other), "my-demo:1: here already, the same as hf://me/my-demo at commit ")
-    refused(run("pull", "hf://me/nothing"), 1, "error: hf://me/nothing: no such repository")

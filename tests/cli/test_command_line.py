@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -101,29 +102,21 @@ def test_a_placeholder_or_a_rule_for_no_key_keeps_the_service_from_starting_wher
 
 
 def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("service.cli.bundle.open_store", interrupted)
+    monkeypatch.setattr("service.cli.bundle.open_store", Mock(side_effect=KeyboardInterrupt))
     one_line_says(("bundle", "show", "demo"), 130, "interrupted")
 
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (["{"], "line 1: invalid JSON"),
         (['{"prompt": "a"}', "[]"], "line 2: a JSON object is expected, found a list"),
-        (['{"prompt": "a", "messages": []}'], "line 1: has both"),
-        (["", '{"prompt": " "}'], "line 2: 'prompt' is empty"),
-        ([], "no rows"),
-        (['{"messages": ["x"]}'], "line 1: 'messages[0]' must be an object"),
+        (["", '{"prompt": " "}'], "line 2: 'prompt' is empty"), ([], "no rows"),
         (['{"messages": [{"role": "user"}]}'], "line 1: 'messages[0]' must be an object"),
         (["[" * 100_000], "line 1: invalid JSON"),
         (['{"prompt": "a", "note": "\\ud800"}'], "line 1: half of a surrogate pair"),
-        (['{"prompt": "a", "x": NaN}'], "line 1: invalid JSON: NaN is not JSON"),
         (["{}"] * 600 + ['{"prompt": 1}'], "line 1 and 599 more lines: "),  # a repeated problem is reported once
     ],
-)
+)  # fmt: skip
 def test_score_reports_lines(tmp_path: Path, lines: list[str], expected: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines))
@@ -142,12 +135,9 @@ def test_an_address_that_cannot_be_listened_on_is_said_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
-        ((), 1, "line 1"),
         (("--target", "wrong=0.2"), 2, '--target "wrong<=0.2"'),
         (("--forms", "mixture"), 2, "given labels belong to the prompts as they are"),
         (("--forms", "lone,chat", "--labels", "generate"), 2, "no form is called 'chat'"),
-        (("--forms", ",", "--labels", "generate"), 2, "forms is empty"),
-        (("--forms", "none"), 1, "line 1"),
         (("--forms", "turns,lone", "--labels", "sample"), 1, "line 1"),
     ],
 )
@@ -162,18 +152,14 @@ def test_train_reports_rows_forms_and_rules_before_a_model_is_loaded(
 
 
 def test_progress_is_reported_by_the_clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(progress, "FIRST_S", 0.01)
-    monkeypatch.setattr(progress, "EVERY_S", 0.01)
-    with progress.progress("loading x"):
-        time.sleep(0.1)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) >= 3
-    assert lines[0].startswith("loading x (")
-    assert lines[-1].startswith("loading x: done in ")
-    monkeypatch.setattr(progress, "FIRST_S", 60.0)
     with progress.progress("a short step"):
         pass
-    assert capsys.readouterr().err == ""
+    for name in ("FIRST_S", "EVERY_S"):
+        monkeypatch.setattr(progress, name, 0.01)
+    with progress.progress("loading x"):
+        time.sleep(0.1)
+    first, _, *_, last = capsys.readouterr().err.splitlines()
+    assert (first.startswith("loading x ("), last.startswith("loading x: done in ")) == (True, True)
 
 
 def score(*arguments: str) -> ScoreResponse:

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,6 +56,7 @@ def of(found: list[dict[str, str]], check: str, status: str) -> str:
 
 def test_a_sound_installation_passes_and_no_model_is_loaded(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.cli.doctor.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert doctor("--load", "--host", "0.0.0.0")[0] == 1  # nor is one where a check failed
     status, found = doctor("--device", "cpu")
     assert status == 0, found
     assert {finding["check"] for finding in found} == CHECKS
@@ -81,12 +83,6 @@ def test_load_replays_the_golden_prompts(doctor: Doctor) -> None:
     status, found = doctor("--load", "--threads", "1", "--device", "cpu")
     assert status == 0, found
     assert "golden prompts of demo:1, demo-fused:1 gave the recorded risks" in of(found, "load", "ok")
-
-
-def test_what_failed_is_not_loaded_either(doctor: Doctor) -> None:
-    status, found = doctor("--load", "--host", "0.0.0.0")
-    assert status == 1
-    assert not [finding for finding in found if finding["check"] == "load"]
 
 
 def prepare(fault: str, folder: Path) -> None:
@@ -130,61 +126,49 @@ def prepare(fault: str, folder: Path) -> None:
             (folder / name).chmod(0o666)
 
 
-FAULTS = [  # what is wrong, options, check, status, word
-    ("", "--bundle nothing", "bundle", "fail", "Train and publish it there"),
-    ("", "--bundle smollm2", "identity", "fail", "trained on other weights"),
-    ("", "--bundle demo --bundle smollm2", "identity", "warn", "left out"),
-    ("", "--bundle demo --bundle nothing", "bundle", "warn", "left out"),
-    ("", "--model /no/such/model --bundle demo", "bundle", "fail", "no folder or GGUF file"),
-    ("", "--model unheard-of", "bundle", "fail", "--bundle"),
-    ("model model.safetensors", "--model =model --bundle demo", "model", "fail", "has no weights"),
-    ("model", "--model =model --bundle demo", "identity", "fail", "another tokenizer"),
-    ("damaged", "", "store", "warn", "mine:1"), ("damaged", "--bundle mine", "bundle", "fail", "the file was changed"),
-    ("writable_by_all", "", "store", "warn", "chmod o-w"), ("", "--host 0.0.0.0", "keys", "fail", "--api-key-file"),
-    ("", "--host 0.0.0.0 --allow-anonymous", "keys", "warn", "whoever reaches"),
-    ("", "--protect-metrics", "keys", "fail", "--api-key-file"),
-    ("", "--api-key short", "keys", "fail", "16 characters"),
-    ("", "--api-key REPLACE-ME-app-one", "keys", "fail", "placeholder"),
-    ("file keys kkkkkkkkkkkkkkkkkkkk", "--api-key-file =keys", "keys", "fail", "chmod o-w"),
-    ("keys", "--keys =keys --protect-metrics --host 0.0.0.0", "keys", "ok", "2: app, old"),
-    ("keys", "--keys =keys", "keys", "warn", "old is revoked"),
-    ("keys scope = ['x']", "--keys =keys", "keys", "fail", "unknown field 'scope'"),
-    ("keys policies = ['no']", "--keys =keys", "policies", "fail", "no policy 'no' is known here"),
-    ("", "--audit-required", "audit", "fail", "give --audit-log"),
-    ("", "--audit-log =audit", "audit", "ok", "will be made"),
-    ("file audit", "--audit-log =audit", "audit", "fail", "chmod 600"),
-    ("", "--audit-log /no/such/folder/audit.jsonl", "audit", "fail", "make it"),
-    ("file p.toml [support]\nacton = 'abstain'", "--policies =p.toml", "policies", "fail", "unknown field 'acton'"),
-    ("", "--policy support", "policies", "fail", "support"), ("", "--threads 4096", "cpu", "warn", "--threads"),
+FAULTS = [  # what is wrong, options, findings: check, status, word
+    ("", "--bundle nothing --host 0.0.0.0 --audit-required --policy support --threads 4096 --replay-s 0 "
+         "--max-connections 999999999",
+     "bundle fail Train and publish it there|keys fail --api-key-file|audit fail give --audit-log|"
+     "policies fail support|cpu warn --threads|files warn --max-connections|drift warn --replay-s 600"),
+    ("", "--bundle smollm2", "identity fail trained on other weights"),
+    ("", "--bundle demo --bundle smollm2 --bundle nothing --canary demo@canary --host 0.0.0.0 --allow-anonymous "
+         "--audit-log =audit", "identity warn left out|bundle warn left out|keys warn whoever reaches|"
+     "bundle warn demo@canary is left out: bundle demo has no alias|audit ok will be made"),
+    ("", "--model /no/such/model --bundle demo", "bundle fail no folder or GGUF file"),
+    ("", "--model unheard-of --api-key REPLACE-ME-app-one", "bundle fail --bundle|keys fail placeholder"),
+    ("model model.safetensors", "--model =model --bundle demo", "model fail has no weights"),
+    ("model", "--model =model --bundle demo", "identity fail another tokenizer"),
+    ("damaged", "--bundle mine", "store warn mine:1|bundle fail the file was changed"),
+    ("writable_by_all", "--protect-metrics --audit-log /no/such/folder/audit.jsonl",
+     "store warn chmod o-w|keys fail --api-key-file|audit fail make it"),
+    ("file keys kkkkkkkkkkkkkkkkkkkk", "--api-key-file =keys", "keys fail chmod o-w"),
+    ("keys", "--keys =keys --protect-metrics --host 0.0.0.0", "keys ok 2: app, old|keys warn old is revoked"),
+    ("keys scope = ['x']", "--keys =keys", "keys fail unknown field 'scope'"),
+    ("keys policies = ['no']", "--keys =keys", "policies fail no policy 'no' is known here"),
+    ("file audit", "--audit-log =audit", "audit fail chmod 600"),
+    ("file p.toml [support]\nacton = 'abstain'", "--policies =p.toml", "policies fail unknown field 'acton'"),
     (f"file f.db {'this is not SQLite, although it is long enough to be looked at ' * 20}", "--feedback-db =f.db",
-     "feedback", "fail", "f.db"),
-    ("", "--max-connections 999999999", "files", "warn", "--max-connections"),
-    ("", "--canary demo@canary", "bundle", "warn", "demo@canary is left out: bundle demo has no alias"),
-    ("", "--canary demo:1", "rollout", "warn", "which judges already"),
-    ("versions", "--canary demo@canary", "rollout", "warn", "which judges already"),  # another number, the same probes
-    ("", "--shadow smollm2", "identity", "warn", "trained on other weights"),
-    ("", "--shadow demo-fused", "rollout", "ok", "demo:1 judges; demo-fused:1 watches; aliases"),
-    ("", "--canary demo-fused --watch-s 5", "rollout", "ok", "0.05 of the requests; aliases are"),
-    ("forgetful", "--canary demo-fused", "drift", "warn", "demo-fused:1 keeps none"),
-    ("", "--canary demo-fused --canary-share 0", "rollout", "warn", "raise --canary-share"),
-    ("", "--canary-share 0.5", "rollout", "warn", "give --canary"),
-    ("", "--replay-s 0", "drift", "warn", "--replay-s 600"),
-    ("versions lost", "--bundle demo", "store", "warn", "bundle alias demo canary 1"),
-    ("versions broken", "--bundle demo:1", "store", "warn", "set the aliases of this bundle again"),
+     "feedback fail f.db"),
+    ("versions", "--canary demo@canary", "rollout warn which judges already"),  # another number, the same probes
+    ("", "--shadow demo-fused", "rollout ok demo:1 judges; demo-fused:1 watches; aliases"),
+    ("forgetful", "--canary demo-fused --watch-s 5",
+     "rollout ok 0.05 of the requests; aliases are|drift warn demo-fused:1 keeps none"),
+    ("", "--canary demo-fused --canary-share 0", "rollout warn raise --canary-share"),
+    ("", "--canary-share 0.5", "rollout warn give --canary"),
+    ("versions lost", "--bundle demo", "store warn bundle alias demo canary 1"),
+    ("versions broken", "--bundle demo:1", "store warn set the aliases of this bundle again"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fault", "options", "check", "status", "said"), FAULTS)
-def test_a_fault_is_told_with_its_cure(
-    doctor: Doctor, tmp_path: Path, fault: str, options: str, check: str, status: str, said: str
-) -> None:
+@pytest.mark.parametrize(("fault", "options", "findings"), FAULTS)
+def test_a_fault_is_told_with_its_cure(doctor: Doctor, tmp_path: Path, fault: str, options: str, findings: str) -> None:
     prepare(fault, tmp_path)
     code, found = doctor(*options.replace(" =", f" {tmp_path}/").split())
-    assert said in of(found, check, status), found
-    assert code == (1 if status == "fail" else code)
+    for check, status, said in (one.split(" ", 2) for one in findings.split("|")):
+        assert said in of(found, check, status), found
+    assert code == (" fail " in findings)
     assert not any("please report" in finding["cure"] for finding in found), found
-    if status == "warn" and check in ("identity", "keys"):
-        assert code == 0
 
 
 def test_an_unsigned_bundle_is_named_once_and_no_audit_log_is_made(doctor: Doctor, tmp_path: Path) -> None:
@@ -282,40 +266,25 @@ def test_missing_and_unfit_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wanted <0.1 -> pip install 'torch<0.1'" in found[1].line()
     assert "pip install 'no-such-package>=2'" in found[2].cure
 
-
-def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: str) -> list[str]:
-        raise machine.PackageNotFoundError
-
-    monkeypatch.setattr(machine, "requires", absent)
-    assert "pip install --editable ." in lines(machine.check_packages())
-
-
-def gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str, torch: str = "2.13.0+cpu") -> None:
-    """An nvidia-smi that lists these, and a torch of this version."""
-    program = folder / "nvidia-smi"
-    rows = "".join(f"echo '{name}, 80000 MiB, 570.1'\n" for name in names)
-    program.write_text(f"#!/bin/sh\n{rows or 'exit 9'}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-    monkeypatch.setattr(machine, "version", lambda _: torch)
+    monkeypatch.setattr(machine, "requires", Mock(side_effect=machine.PackageNotFoundError))
+    assert "pip install --editable ." in lines(machine.check_packages())  # a checkout that is not installed
 
 
 @pytest.mark.parametrize(
-    ("names", "torch", "device", "ranks", "status"),
-    [
-        ((), "2.13.0+cpu", "auto", 1, "ok"), ((), "2.13.0+cpu", "cuda", 1, "fail"), ((), "2.13.0", "auto", 2, "fail"),
-        ((), "2.13.0+cpu", "auto", 2, "ok"), (("H200",), "2.13.0+cpu", "auto", 1, "warn"),
-        (("H200",), "2.13.0+cpu", "cuda", 1, "fail"), (("H200",), "2.13.0+cpu", "cpu", 1, "ok"),
-        (("H200",), "2.13.0", "auto", 1, "ok"), (("H200",), "2.13.0", "auto", 2, "fail"),
-        (("H200", "H200"), "2.13.0", "auto", 2, "ok"),
-    ],
+    ("gpus", "torch", "device", "ranks", "status"),
+    [(0, "2.13.0+cpu", "auto", 1, "ok"), (0, "2.13.0+cpu", "cuda", 1, "fail"), (0, "2.13.0", "auto", 2, "fail"),
+     (0, "2.13.0+cpu", "auto", 2, "ok"), (1, "2.13.0+cpu", "auto", 1, "warn"), (1, "2.13.0+cpu", "cuda", 1, "fail"),
+     (1, "2.13.0+cpu", "cpu", 1, "ok"), (1, "2.13.0", "auto", 1, "ok"), (1, "2.13.0", "auto", 2, "fail"),
+     (2, "2.13.0", "auto", 2, "ok")],
 )  # fmt: skip
 def test_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], torch: str, device: str, ranks: int,
-    status: str,
-) -> None:  # fmt: skip
-    gpus(tmp_path, monkeypatch, *names, torch=torch)
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, torch: str, device: str, ranks: int, status: str
+) -> None:
+    rows = gpus * "echo 'H200, 80000 MiB, 570.1'\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{rows or 'exit 9'}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(machine, "version", lambda _: torch)
     [finding] = machine.check_gpu(device, ranks)
     assert finding.status == status, finding
 
@@ -343,17 +312,10 @@ def test_a_limit_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("joblib.cpu_count", lambda: 1)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "8 threads on 1 CPUs: they would wait for each other -> --threads 1" in lines(machine.check_cpu(8))
-    assert lines(machine.check_cpu(1)).startswith("ok")
     assert lines(machine.check_cpu(None)).startswith("ok")
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert "4 threads on 1 CPUs" in lines(machine.check_cpu(None))
     assert lines(machine.check_cpu(1)).startswith("ok")
-
-
-def test_memory_and_clock_are_this_machines() -> None:
-    free = machine.memory_free()
-    assert free is None or 1 << 20 < free < 1 << 50
-    assert machine._unsynchronised() in (True, False)
 
 
 def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,12 +325,6 @@ def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     found = lines(machine.check_engine("vllm", 2))
-    assert "libnuma1" in found
-    assert "g++" in found
-    assert "--shm-size" in found
-
-
-def test_postgresql_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lines(machine.check_extras(False)) == ""
+    assert [word for word in ("libnuma1", "g++", "--shm-size") if word not in found] == []
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "hallutracer[postgres]" in lines(machine.check_extras(True))

@@ -16,24 +16,20 @@ from huggingface_hub import constants
 from probes_store.errors import BundleError, WrongModel
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_scorers
+from service.cli.loading import LeaveOut, bundle_names, load_bundles
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
 from service.engines import places
 from service.engines.base import EngineOptions
 from service.engines.places import PACKAGED, PackagedModel
-from service.engines.scheduler import Scheduled
 from service.engines.vllm.launch import STAGES, say, stages
 from service.errors import ModelLoadError
 from service.library.engine import DEMO, SMOLLM2, default_model, load_engine
 from service.library.engine import SHIPPED as OWN
 from service.progress import progress
-from service.readout import Geometry
 from tests.command_line import hallutracer
 from tests.local_server import answer, listening
-from tests.matching import matching_bundle
 from tests.running import until
-from tests.scripted_engine import ScriptedEngine
 
 ASKED: list[str] = []
 COMMIT = "a" * 40
@@ -53,20 +49,6 @@ def test_a_damaged_bundle_beside_others_is_left_out_and_the_default_never_is(
     for names, leave_out in ((["demo", "demo-fused"], None), (["demo-fused", "demo"], LeaveOut(["demo"]))):
         with pytest.raises(BundleError):
             load_bundles(store, names, leave_out)
-
-
-def test_a_bundle_of_another_model_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = ScriptedEngine()
-    own = matching_bundle(engine, tmp_path, "own", 1)
-    other = matching_bundle(
-        ScriptedEngine(Geometry(num_layers=3, num_heads=2, head_dim=8, hidden_size=16)), tmp_path, "other", 2
-    )
-    with caplog.at_level(logging.ERROR):
-        scorers = load_scorers(Scheduled(engine), {"own": own, "other": other}, lambda line: None, LeaveOut(["other"]))
-    assert list(scorers) == ["own"]
-    assert "other is left out" in caplog.text
-    with pytest.raises(BundleError):
-        load_scorers(Scheduled(engine), {"other": other, "own": own}, lambda line: None, LeaveOut(["own"]))
 
 
 @pytest.mark.parametrize("installed", [True, False])

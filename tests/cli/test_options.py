@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,11 +12,9 @@ import pytest
 from cyclopts import CycloptsError
 from cyclopts.argument import Argument
 
-from hallutracer_research.evaluation.options import EvaluateOptions
 from service.cli.main import main, make_app
 from service.options import COMMON, Sources, commands_of, key_of, one_line, options_of
 from service.settings import SECRET, ServiceSettings, env
-from service.trainer.options import TrainOptions
 
 APP = make_app(Sources({}))
 COMMANDS = {" ".join(path): arguments for path, arguments in commands_of(APP)}
@@ -109,11 +106,9 @@ def test_flag_variable_and_key_give_the_same_value(tmp_path: Path) -> None:
         file.write_text(keys)
         table.write_text(f"[{'.'.join(command.split())}]\n{keys}")
         results = [
-            parsed(*base, *given).values(),
-            parsed(*base, **variables).values(),
-            parsed(*base, "--config", str(file)).values(),
-            parsed(*base, HALLUTRACER_CONFIG=str(table)).values(),
-        ]
+            parsed(*base, *given).values(), parsed(*base, **variables).values(),
+            parsed(*base, "--config", str(file)).values(), parsed(*base, HALLUTRACER_CONFIG=str(table)).values(),
+        ]  # fmt: skip
         for argument in options:
             values = [found[key_of(argument)] for found in results]
             assert values == [values[0]] * 4, f"{command} {argument.name}"
@@ -241,11 +236,3 @@ def test_older_flags_still_work() -> None:
     assert parsed("serve", "--max-new-tokens", "9").values()["max_completion_tokens"] == 9
     assert parsed("diagnose", "x.npz", "--json", "out.json").values()["output"] == Path("out.json")
     assert parsed("demo", "build", "--seeds", "3").values()["model_seeds"] == 3
-
-
-@pytest.mark.parametrize(("command", "options"), [("train", TrainOptions), ("evaluate", EvaluateOptions)])
-def test_defaults_are_those_of_the_library(command: str, options: type) -> None:
-    declared = {key_of(argument): argument.field_info.default for argument in options_of(COMMANDS[command])}
-    for field in fields(options):
-        if declared.get(field.name) is not None and field.name not in ("data", "name", "seeds", "signals"):
-            assert declared[field.name] == field.default, field.name

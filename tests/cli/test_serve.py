@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
+import resource
 import secrets
 import subprocess
 import sys
@@ -18,15 +20,17 @@ import pytest
 
 from probes_store.store import SHIPPED, Store
 from service.access.callers import is_placeholder
+from service.api.connections import places
 from service.cli.held_out import SHOWN
 from service.cli.options import UsageError
-from service.cli.running import FALLBACK, example
+from service.cli.running import FALLBACK, example, first_line, greet
 from service.cli.serve_options import TraceOptions, load_keys
 from service.engines.bridge import wait_for
 from service.errors import HalluTracerError, NonFiniteReadout
 from service.judging.evaluation import sample_of
 from tests.command_line import hallutracer, one_line_says
-from tests.serve_process import PATHS, ROOT, ServeProcess, inherited, serve
+from tests.running import App
+from tests.serve_process import ROOT, ServeProcess, serve
 
 # keys
 
@@ -163,33 +167,32 @@ def test_without_the_option_nothing_is_opened_or_imported() -> None:
 # open files
 
 
-def limited(limit: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python under ``ulimit``, in a process of its own: a hard limit cannot be raised again."""
-    command = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", sys.executable, *arguments]
-    environment = inherited() | {"PYTHONPATH": PATHS}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
-
-
-def test_a_service_with_next_to_no_connections_does_not_start_and_doctor_says_so() -> None:
-    words = ("at least 144", "ulimit -n 1128")
-    for limit in (64, 143):
-        done = limited(f"-n {limit}", "-m", "service.cli", "serve", "--port", "0", "--max-connections", "1000")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert [word for word in (f"may open {limit} files", *words) if word not in done.stderr] == []
-    done = limited("-n 64", "-m", "service.cli", "doctor", "--port", "0", "--max-connections", "1000", "--json")
-    [found] = [check for check in json.loads(done.stdout)["checks"] if check["check"] == "files"]
-    assert (done.returncode, found["status"]) == (1, "fail")
-    assert [word for word in ("64 open files", *words) if word not in str(found)] == []
-
-
 @pytest.mark.parametrize(
-    ("limit", "connections", "soft"),
-    [("-Sn 64", 300, 428), ("-n 144", 16, 144), ("-n 200", 72, 200), ("-n 4000", 300, 4000)],
-)
-def test_the_soft_limit_is_raised_as_far_as_it_goes(limit: str, connections: int, soft: int) -> None:
-    code = "from service.api.connections import places; import resource; n = places(300); "
-    done = limited(limit, "-c", code + "print(n, resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
-    assert done.stdout.split() == [str(connections), str(soft)], done.stderr
+    ("limits", "connections", "raised"),
+    [((64, 10_000), 300, 428), ((64, resource.RLIM_INFINITY), 300, 428), ((144, 144), 16, None), ((64, 200), 72, 200),
+     ((4000, 4000), 300, None)],
+)  # fmt: skip
+def test_the_soft_limit_of_open_files_is_raised_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], connections: int, raised: int | None
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: told.append(wanted))
+    assert places(300) == connections
+    assert told == ([] if raised is None else [(raised, limits[1])])
+
+
+def test_a_service_with_next_to_no_connections_does_not_start_and_doctor_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (143, 143))
+    options = ("--port", "0", "--max-connections", "1000", "--store", str(tmp_path))
+    for word in ("may open 143 files", "at least 144", "ulimit -n 1128"):
+        one_line_says(("serve", *options), 1, word)
+    found = hallutracer("doctor", *options, "--json")
+    [files] = [check for check in json.loads(found.stdout)["checks"] if check["check"] == "files"]
+    assert (found.returncode, files["status"]) == (1, "fail")
+    assert [word for word in ("143 open files", "at least 144", "ulimit -n 1128") if word not in str(files)] == []
 
 
 # what it says once it is ready
@@ -230,17 +233,16 @@ def test_the_printed_request_runs_and_is_about_two_held_out_questions(observing:
     assert set(json.loads(printed(observing).split(" -d ")[1].strip("'"))["prompt"]) <= set(sample)
 
 
-def test_a_gate_says_what_its_own_machine_may_open_and_how_to_send_a_key(tmp_path: Path) -> None:
-    with serve(HALLUTRACER_STORE=str(tmp_path)) as process:
-        assert "--callers-may none" in process.said.splitlines()[0]
-        body = {"prompt": "Hm?", "threshold": 1.0}
-        for headers, status in (({}, 200), ({"x-forwarded-for": "10.0.0.1"}, 403)):
-            found = httpx.post(f"{process.url}/score", json=body, headers=headers, timeout=60)
-            assert found.status_code == status
-    with serve(HALLUTRACER_STORE=str(tmp_path), HALLUTRACER_API_KEY="s" * 32) as process:
-        assert process.said.startswith("listening on ")
-        assert '"policy"' not in printed(process)
-        assert ' -H "Authorization: Bearer $KEY"' in printed(process)
+@pytest.mark.parametrize("keys", [(), ("s" * 32,)])
+def test_a_gate_says_what_its_own_machine_may_open_and_how_to_send_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: tuple[str, ...]
+) -> None:
+    with App(tmp_path, names=["tiny"], api_keys=keys, callers_may=()).started() as app:
+        assert ("--callers-may none" in (first_line(app.state) or "")) is not bool(keys)
+        asyncio.run(greet(app.state, "http://guard.test"))
+    said = capsys.readouterr().out
+    assert ("curl" in said, '"policy"' in said) == (True, False)
+    assert (' -H "Authorization: Bearer $KEY"' in said) is bool(keys)
 
 
 def test_a_bundle_without_a_sample_gives_a_question_that_any_model_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

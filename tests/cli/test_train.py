@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from probes_store.store import Store
 from service.demo.questions import questions
+from service.feedback.databases import location
+from service.serving.feedback import Feedback
 from service.trainer.cards import guaranteed_card
 from tests.command_line import run
 from tests.fitting.planted import write_rows
 from tests.probes_store.factory import guaranteed as draft
-from tests.running import until
-from tests.serve_process import serve
+from tests.running import running, until
 
 Capture = pytest.CaptureFixture[str]
 
@@ -59,11 +62,9 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
 @pytest.mark.parametrize(
     ("verb", "more", "said"),
     [
-        ("guarantee", ["--judge", "openai"], "--judge-url"), ("recalibrate", ["--judge", "openai"], "--judge-url"),
-        ("guarantee", ["--prompt-format", "text"], "that of the bundle's training rows"),
+        ("guarantee", ["--judge", "openai"], "--judge-url"), ("recalibrate", ["--threshold-rule", "youden"], "keep"),
         ("recalibrate", ["--prompt-format", "text"], "that of the bundle's training rows"),
-        ("guarantee", ["--labels", "sample"], "greedy answers"), ("recalibrate", ["--threshold-rule", "loose"], "keep"),
-        ("recalibrate", ["--threshold-rule", "youden"], "keep"), ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
+        ("guarantee", ["--labels", "sample"], "greedy answers"), ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
     ],
 )  # fmt: skip
 def test_what_is_refused(
@@ -119,6 +120,14 @@ def test_the_demo_models_own_rows_at_another_share(tmp_path: Path, files: dict[s
     verified(tmp_path / "store", capsys)
 
 
+def test_a_bundle_is_recalibrated_by_what_users_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How: tests/trainer/test_feedback.py."""
+    monkeypatch.setattr("service.trainer.feedback.recalibrate_by_feedback", by_feedback := Mock(return_value=None))
+    assert run("recalibrate", "--bundle", "demo", "--feedback", "f.db") == 0
+    [(bundle, options, _)] = [call.args for call in by_feedback.call_args_list]
+    assert (bundle.reference, options.feedback) == ("demo:1", "f.db")
+
+
 def test_a_password_is_not_printed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, verb in (("FEEDBACK_DB", "serve"), ("FEEDBACK", "recalibrate")):
         monkeypatch.setenv(f"HALLUTRACER_{variable}", "postgresql://u:geheim@h/d")
@@ -128,14 +137,14 @@ def test_a_password_is_not_printed(capsys: Capture, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: Capture) -> None:
-    """A real service, which keeps the prompts; the labels of what the command lists are on its card."""
-    place = f"--feedback-db={tmp_path / 'feedback.db'}"
-    options = ("--feedback-prompts", "--feedback-days=1", "--feedback-share=1")
-    with serve("--policy=observe", place, *options) as service:
-        body = {"prompt": ["What is the capital of France?", "What is the capital of Italy?"], "threshold": None}
+    """A service that keeps the prompts; the labels of what the command lists are on its card."""
+    path = tmp_path / "feedback.db"
+    place, where = f"--feedback-db={path}", location(str(path))
+    kept = partial(Feedback, where, prompts=True, days=1.0, share=1.0)
+    with running(tmp_path, policy="observe", threshold=1.0, feedback=kept) as service:
+        body = {"prompt": ["What is the capital of France?", "What is the capital of Italy?"]}
         answer = httpx.post(f"{service.url}/score", json=body, timeout=60).json()
-        given = [one["index"] for one in answer["data"] if not one["flagged"]]
-        assert given
+        given = [one["index"] for one in answer["data"]]
 
         def listed() -> list[dict[str, Any]]:
             assert run("feedback", place) == 0
@@ -147,38 +156,3 @@ def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: C
         said = {"id": found[0]["id"], "index": found[0]["index"], "label": "factual"}
         assert httpx.post(f"{service.url}/v1/feedback", json=said, timeout=60).json()["drawn"] is True
         assert listed() == found[1:]
-
-
-@pytest.mark.long
-def test_users_say_what_was_wrong_and_the_next_version_knows(
-    tmp_path: Path, files: dict[str, str], capsys: Capture
-) -> None:
-    """Real answers, judged by their accepted answers; of the right ones every sixth is labelled."""
-    database, store = tmp_path / "feedback.db", tmp_path / "store"
-    rows = [row for row in questions("dev") if row["kind"] == "city_country"][:400]
-    said = []
-    with serve("--policy=observe", f"--feedback-db={database}", HALLUTRACER_STORE=str(store)) as service:
-        for start in range(0, len(rows), 60):
-            asked = rows[start : start + 60]
-            body = {"prompt": [row["prompt"] for row in asked], "generate": {"max_tokens": 24}}
-            answer = httpx.post(f"{service.url}/score", json=body, timeout=300).json()
-            for row, found in zip(asked, answer["data"], strict=True):
-                text = found["completion"]["text"].lower()
-                right = any(one.lower() in text for one in row["answers"])
-                said.append((right, {"id": answer["id"], "index": found["index"]}))
-        kept = [one for one in said if not one[0]] + [one for one in said if one[0]][::6]
-        for right, place in kept:
-            label = {"label": "factual" if right else "hallucinated"}
-            httpx.post(f"{service.url}/v1/feedback", json=place | label, timeout=60).raise_for_status()
-    asks = ["recalibrate", "--bundle", "demo", "--new-name", "mine", "--feedback", str(database), "--store", str(store)]
-    assert run(*asks, *own(files), "--dry-run") == 0
-    assert f"{len(kept)} of them labelled" in capsys.readouterr().err
-    assert run(*asks, *own(files)) == 0
-    assert "mine:1  sha256:" in capsys.readouterr().out
-    bundle = Store(store).load("mine")
-    (record,) = bundle.evaluation()["recalibrations"]
-    assert record["feedback"]["answers"] == len(rows)
-    assert record["candidates"][record["chosen"]]["gain"]["low"] > 0
-    assert "### Who was labelled" in bundle.card()
-    assert rows[0]["prompt"] not in json.dumps(record)
-    verified(store, capsys)

@@ -68,16 +68,6 @@ class BlockingClient:
 
         return self._loop.run_until_complete(read())
 
-    def rest(self, answer: Any) -> list[str]:
-        """Read on, outside the stream's block."""
-        if self.kind == "sync":
-            return list(answer)
-
-        async def read() -> list[str]:
-            return [piece async for piece in answer]
-
-        return self._loop.run_until_complete(read())
-
     def close(self) -> None:
         if self.kind == "sync":
             self.client.close()

@@ -2,8 +2,8 @@
 
     python run_scripts.py SCRIPTS TESTS URL [URL ..]
 
-For each address {script: [output, error]}; then "tests": [output, exit status], at the first address.  Both read
-HALLUTRACER_URL.  It runs in .venv-clients.  Without TESTS ("") it needs no pytest.
+For each address {script: [output, error]}; then "tests": [output, exit status] of the files in the folder TESTS, at the
+first address.  Both read HALLUTRACER_URL.  It runs in .venv-clients.  Without TESTS ("") it needs no pytest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def test(folder: str) -> tuple[str, int]:
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        status = pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, folder])
+        options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, "--noconftest"]
+        status = pytest.main([*options, *map(str, sorted(Path(folder).glob("*.py")))])
     return out.getvalue(), int(status)
 
 

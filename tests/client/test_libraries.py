@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.running import running
-from tests.serve_process import CLIENT, MAY_CHOOSE, ROOT, inherited, serve
+from tests.serve_process import CLIENT, MAY_CHOOSE, PATHS, ROOT, inherited, serve
 
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 QUICKSTARTS = ROOT / "clients" / "quickstarts"
@@ -39,7 +41,7 @@ def needed() -> Path:
 def in_their_environment(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Its Python, with our client on the path and without what these libraries look up on the internet."""
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
-    environment = inherited() | quiet | {"LANGSMITH_TRACING": "false", "PYTHONPATH": str(CLIENT)} | variables
+    environment = inherited() | quiet | {"LANGSMITH_TRACING": "false", "PYTHONPATH": PATHS} | variables
     return subprocess.run([PYTHON, *arguments], capture_output=True, text=True, timeout=300, env=environment)
 
 
@@ -56,13 +58,13 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield {"plain": plain.url, "text": text.url}
 
 
-RUN = ROOT / "tests" / "client" / "run_scripts.py"
+RUN, FRAMEWORKS = ROOT / "tests/client/run_scripts.py", ROOT / "tests/client/frameworks"
 
 
 @pytest.fixture(scope="module")
 def found(urls: dict[str, str]) -> dict[str, Any]:
     """Service -> {script: [what it prints, its error]}; "tests": what the adapters' print, exit status."""
-    done = in_their_environment(RUN, QUICKSTARTS, CLIENT / "tests", *urls.values())
+    done = in_their_environment(RUN, QUICKSTARTS, FRAMEWORKS, *urls.values())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     return {name: found[url] for name, url in urls.items()} | {"tests": found["tests"]}
@@ -109,19 +111,8 @@ def test_a_quick_start_names_what_it_changed() -> None:
         assert "Changed: " in (QUICKSTARTS / script).read_text().splitlines()[0], script
 
 
-def test_a_script_that_fails_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("print('began')\nraise SystemExit('no')\n")
-    (tmp_path / "test_bad.py").write_text("def test_bad():\n    assert not 'so'\n")
-    done = subprocess.run([sys.executable, RUN, tmp_path, tmp_path, "http://nowhere"], capture_output=True, check=True)
-    found = json.loads(done.stdout)
-    out, error = found["http://nowhere"]["bad.py"]
-    assert (out, "SystemExit: no" in error) == ("began\n", True)
-    assert (found["tests"][1], "assert not 'so'" in found["tests"][0]) == (1, True)
-
-
-@pytest.mark.parametrize("framework", ["langchain", "llamaindex", "haystack"])
-def test_an_adapter_without_its_library_says_which_extra(framework: str) -> None:
+def test_an_adapter_without_its_library_says_which_extra() -> None:
     """This environment has none of the three."""
-    code = f"import hallutracer_client.{framework}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=CLIENT, capture_output=True, text=True)
-    assert f"pip install 'hallutracer-client[{framework}]'" in done.stderr.splitlines()[-1]
+    for framework in ("langchain", "llamaindex", "haystack"):
+        with pytest.raises(ImportError, match=re.escape(f"pip install 'hallutracer-client[{framework}]'")):
+            importlib.import_module(f"hallutracer_client.{framework}")

@@ -39,20 +39,18 @@ def test_one_prompt_and_several() -> None:
     with pytest.raises(ValueError, match="2 prompts"):
         _ = several.risk
 
-
-@pytest.mark.parametrize("decision", ["abstain", "block", "something of a later version"])
-def test_whatever_is_not_continue_is_gated(decision: str) -> None:
-    result = answered(bodies.result(bodies.row(0.9, decision, message="I am not sure.")), generate=hc.Generate())
-    assert result.gated
-    with pytest.raises(hc.Withheld, match=r"risk 0\.900") as caught:
-        _ = result.text
-    assert caught.value.risk.message == "I am not sure."
-
-
-def test_a_guarantee_is_read() -> None:
     void = {"alpha": 0.1, "delta": 0.05, "holds": False, "void": ["policy: 'observe' withholds nothing"]}
     expected = hc.Guarantee(0.1, 0.05, False, ("policy: 'observe' withholds nothing",))
     assert answered(bodies.result(guarantee=void)).guarantee == expected
+
+
+def test_whatever_is_not_continue_is_gated() -> None:
+    for decision in ("abstain", "block", "something of a later version"):
+        result = answered(bodies.result(bodies.row(0.9, decision, message="I am not sure.")), generate=hc.Generate())
+        assert result.gated
+        with pytest.raises(hc.Withheld, match=r"risk 0\.900") as caught:
+            _ = result.text
+        assert caught.value.risk.message == "I am not sure."
 
 
 MISSING = object()
@@ -135,20 +133,3 @@ def test_neither_key_nor_prompt_is_ever_shown(make_client: MakeClient, handler: 
     assert source in shown  # the traceback is there, with names instead of values
     assert SECRET not in shown
     assert PROMPT not in shown
-
-
-def test_models_and_bundles(make_client: MakeClient) -> None:
-    bundle = {"id": "demo:3", "object": "bundle", "name": "demo", "version": 3, "digest": "sha256:00", "created": "x",
-              "model": "m", "site": "attention_head", "logit_scale": "unit_norm", "signals": ["depth_mean"],
-              "prompt_format": "chat", "threshold": 0.3, "default": True}  # fmt: skip
-    model = {"id": "m", "object": "model", "created": 1, "owned_by": "hallutracer", "architecture": "LlamaForCausalLM",
-             "revision": "local", "dtype": "float32", "max_model_len": 512, "bundles": ["demo:3"]}  # fmt: skip
-    lists: dict[str, dict[str, Any]] = {
-        "/v1/models": {"data": [model]},
-        "/v1/bundles": {"data": [bundle], "policies": ["gate", "observe"]},
-    }
-    client = make_client(lambda r: httpx.Response(200, json={"object": "list", **lists[r.url.path]}))
-    assert client.models().data[0].bundles == ("demo:3",)
-    listed = client.bundles()
-    assert listed.policies == ("gate", "observe")
-    assert (listed.data[0].reference, listed.data[0].default) == ("demo:3", True)

@@ -62,37 +62,33 @@ def test_these_are_tried_again(make_client: MakeClient, failure: Any) -> None:
      (lambda: httpx.Response(200, json={}), hc.UnexpectedAnswer)],
 )  # fmt: skip
 def test_these_are_not(make_client: MakeClient, failure: Any, kind: type[hc.ClientError]) -> None:
-    script = Script(failure, ok)
-    client = make_client(script)
+    client = make_client(script := Script(failure, ok))
     with pytest.raises(kind):
         client.score(prompt="a")
-    assert len(script.seen) == 1
-    assert client.time.slept == []
+    assert (len(script.seen), client.time.slept) == (1, [])
 
 
 def test_the_last_error_is_the_one_raised(make_client: MakeClient) -> None:
     script = Script(httpx.ConnectError("refused"), busy("3"))
-    client = make_client(script, max_retries=1)
     with pytest.raises(hc.Overloaded) as caught:
-        client.score(prompt="a")
-    assert caught.value.retry_after == 3.0
-    assert len(script.seen) == 2
+        make_client(script, max_retries=1).score(prompt="a")
+    assert (caught.value.retry_after, len(script.seen)) == (3.0, 2)
 
 
-@pytest.mark.parametrize("max_retries", [0, 1, 4])
-def test_at_most_max_retries(make_client: MakeClient, max_retries: int) -> None:
-    script = Script(httpx.ConnectError("refused"))
-    with pytest.raises(hc.TransportError, match="running"):
-        make_client(script, max_retries=max_retries).score(prompt="a")
-    assert len(script.seen) == max_retries + 1
+def test_at_most_max_retries(make_client: MakeClient) -> None:
+    for most in (0, 1, 4):
+        script = Script(httpx.ConnectError("refused"))
+        with pytest.raises(hc.TransportError, match="running"):
+            make_client(script, max_retries=most).score(prompt="a")
+        assert len(script.seen) == most + 1
 
 
-@pytest.mark.parametrize("after", ["Wed, 21 Oct 2026 07:28:00 GMT", "-3", "1e9", "", "\u0663"])
-def test_an_unreadable_retry_after_leaves_it_to_the_backoff(after: str) -> None:
+def test_an_unreadable_retry_after_leaves_it_to_the_backoff() -> None:
     asked = httpx.Request("GET", "http://guard.test")
-    error = refusal(httpx.Response(503, headers=[(b"retry-after", after.encode())], request=asked))
-    assert isinstance(error, hc.UnexpectedAnswer)
-    assert error.retry_after is None
+    for after in ("Wed, 21 Oct 2026 07:28:00 GMT", "-3", "1e9", "", "\u0663"):
+        error = refusal(httpx.Response(503, headers=[(b"retry-after", after.encode())], request=asked))
+        assert isinstance(error, hc.UnexpectedAnswer)
+        assert error.retry_after is None
 
 
 @pytest.mark.parametrize(("after", "timeout"), [("2", 2.0), ("61", 1000.0), ("999999999", 1e12)])
@@ -110,21 +106,18 @@ def test_retry_after_is_a_least_wait_and_one_that_is_too_long_fails_at_once(
 
 
 def test_the_timeout_bounds_all_attempts_together(make_client: MakeClient) -> None:
-    client = make_client()  # made below: the handler needs its clock
+    left: list[float] = []
 
     def slow(request: httpx.Request) -> httpx.Response:
         left.append(request.extensions["timeout"]["read"])
         client.time.now += 4.0
         raise httpx.ReadError("reset")
 
-    left: list[float] = []
     client = make_client(slow, timeout=10.0, max_retries=50)
     with pytest.raises(hc.TransportError):
         client.score(prompt="a")
     assert client.time.now - 1000.0 <= 12.5  # the third attempt may start inside the time and end outside
-    assert left[0] == 10.0
-    assert left == sorted(left, reverse=True)
-    assert len(left) == 3
+    assert (left[0], len(left), left) == (10.0, 3, sorted(left, reverse=True))
 
 
 def test_connecting_may_not_take_the_whole_time(make_client: MakeClient) -> None:
@@ -151,9 +144,7 @@ def test_a_stream_is_tried_again_only_before_it_began(make_client: MakeClient) -
 def test_readiness_is_asked_once(make_client: MakeClient) -> None:
     script = Script(lambda: bodies.error(503, "not_ready", "still loading"))
     ready = make_client(script).ready()
-    assert not ready
-    assert ready.reason == "still loading"
-    assert len(script.seen) == 1
+    assert (bool(ready), ready.reason, len(script.seen)) == (False, "still loading", 1)
     with pytest.raises(hc.UnexpectedAnswer):
         make_client(Script(httpx.Response(503, html="<h1>maintenance</h1>"))).ready()
 

@@ -15,7 +15,7 @@ import pytest
 import hallutracer_client as hc
 from hallutracer_client.stream import BaseAnswer, EventReader
 from tests.client import bodies
-from tests.client.conftest import MakeClient, Time
+from tests.client.conftest import BlockingClient, MakeClient, Time
 from tests.local_server import answer, listening
 
 # Lines of one event are joined; comments are none; U+2028 ends no line.
@@ -36,8 +36,6 @@ def test_any_cut_gives_the_same_events(newline: bytes) -> None:
         reader = EventReader()
         assert [data for piece in pieces for data in reader.feed(piece)] == EVENTS, pieces
 
-
-def test_a_line_feed_belongs_to_one_carriage_return_only() -> None:
     for pieces in ([b"data: a\r", b"\n", b"\n"], [b"data: a\r", b"", b"\n", b"\r\n"], [b"data: a\n", b"\n"]):
         reader = EventReader()
         assert [data for piece in pieces for data in reader.feed(piece)] == [b"a"]
@@ -89,32 +87,25 @@ def test_the_risk_is_there_before_the_text(make_client: MakeClient) -> None:
 
 def test_reading_a_withheld_answer_is_an_error(make_client: MakeClient) -> None:
     gated = bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))
-    answer, pieces = make_client(answering(gated)).stream(prompt="a", take=0)
-    assert answer.gated
-    assert answer.message == "I am not sure."
-    assert answer.completion is None
-    assert pieces == []
+    answer, _ = make_client(answering(gated)).stream(prompt="a", take=0)
+    assert (answer.gated, answer.message, answer.completion) == (True, "I am not sure.", None)
     with pytest.raises(hc.Withheld):
         make_client(answering(gated)).stream(prompt="a")
 
 
 def test_leaving_early_closes_the_connection_and_leaves_no_completion(make_client: MakeClient) -> None:
-    body = Chunks([WHOLE])
-    answer, pieces = make_client(answering(body)).stream(prompt="a", take=1)
-    assert pieces == [" It"]
-    assert answer.completion is None
-    assert body.closed
+    answer, pieces = make_client(answering(body := Chunks([WHOLE]))).stream(prompt="a", take=1)
+    assert (pieces, answer.completion, body.closed) == ([" It"], None, True)
 
 
-def test_a_stream_is_read_inside_its_block(make_client: MakeClient) -> None:
-    client = make_client(answering(WHOLE))
+def test_a_stream_is_read_inside_its_block() -> None:
+    client = BlockingClient("sync", answering(WHOLE))
     for take in (0, 1):
         answer, _ = client.stream(prompt="a", take=take)
         with pytest.raises(RuntimeError, match="inside its 'with'"):
-            client.rest(answer)
+            list(answer)
     ended, _ = client.stream(prompt="a")
-    assert client.rest(ended) == []
-    assert ended.completion is not None
+    assert (list(ended), ended.completion is None) == ([], False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,21 +13,13 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.deploy.prometheus_server import ROOT, binary
+from tests.deploy.prometheus_server import ROOT, binary, started
 from tests.local_server import listening
 
 CONFIGURATION = ROOT / "deploy" / "nginx" / "nginx.conf"
 FIRST, SECOND = "127.0.0.1:8765", "127.0.0.1:8766"
 LISTEN = "listen 127.0.0.1:8080;"
 Edit = tuple[str, str]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def configuration(folder: Path, replicas: Sequence[str], port: int, *edits: Edit) -> Path:
@@ -41,21 +32,11 @@ def configuration(folder: Path, replicas: Sequence[str], port: int, *edits: Edit
     own += [(f"{tries}4;", f"{tries}{2 * len(replicas)};")]
     own += [(LISTEN, f"listen 127.0.0.1:{port};"), ("access_log /dev/stdout", f"access_log {folder}/lines")]
     own += [("worker_processes auto", "worker_processes 1")]  # two cores run all of this
-    return edited(text, (*own, *edits), folder / "nginx.conf")
-
-
-def edited(text: str, edits: Sequence[Edit], path: Path) -> Path:
-    """``text`` with each old piece, which must stand there once, replaced by its new one, written to ``path``."""
-    for old, new in edits:
-        assert text.count(old) == 1, f"{path.name} should say {old} once"
+    for old, new in (*own, *edits):
+        assert text.count(old) == 1, f"nginx.conf should say {old} once"
         text = text.replace(old, new)
-    path.write_text(text)
+    (path := folder / "nginx.conf").write_text(text)
     return path
-
-
-def check(path: Path) -> subprocess.CompletedProcess[str]:
-    """nginx's own reading of a configuration."""
-    return subprocess.run([binary("nginx"), "-t", "-c", path], capture_output=True, text=True, check=False)
 
 
 @dataclass(frozen=True)
@@ -77,31 +58,18 @@ class Balancer:
 
 @contextmanager
 def balancing(folder: Path, replicas: Sequence[str], *edits: Edit) -> Iterator[Balancer]:
-    """nginx in front of the replicas on a free port; another where it was taken meanwhile."""
+    """nginx in front of the replicas on a free port."""
     nginx = binary("nginx")
-    for _ in range(5):
-        port = free_port()
-        path = configuration(folder, replicas, port, *edits)
-        with (folder / "errors").open("w") as errors:
-            process = subprocess.Popen([nginx, "-c", path, "-g", "daemon off;"], stderr=errors)
-        try:
-            if _listens(port, process):
-                yield Balancer(f"http://127.0.0.1:{port}", folder / "lines")
-                return
-            assert "already in use" in (folder / "errors").read_text(), (folder / "errors").read_text()
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-    pytest.fail("no free port for nginx in five attempts")
 
+    def command(port: int) -> list[str]:
+        return [nginx, "-c", str(configuration(folder, replicas, port, *edits)), "-g", "daemon off;"]
 
-def _listens(port: int, process: subprocess.Popen[bytes]) -> bool:
-    while process.poll() is None:
+    def listens(port: int) -> bool:
         with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                return True
-        time.sleep(0.02)
-    return False
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    with started(command, folder / "errors", listens) as port:
+        yield Balancer(f"http://127.0.0.1:{port}", folder / "lines")
 
 
 @dataclass(frozen=True)

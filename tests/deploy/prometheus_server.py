@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,48 +70,46 @@ class Prometheus:
         found = self.get("query", query=expression, time=at)["result"]
         return {str(series["metric"]): float(series["value"][1]) for series in found}
 
-    def query_range(self, expression: str, start: float, end: float, step: float) -> dict[str, list[float]]:
-        """Labels as text -> values."""
-        found = self.get("query_range", query=expression, start=start, end=end, step=step)["result"]
-        return {str(series["metric"]): [float(value) for _, value in series["values"]] for series in found}
 
-    def rules(self) -> list[dict[str, Any]]:
-        return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
+@contextmanager
+def started(command: Callable[[int], list[str]], log: Path, ready: Callable[[int], bool]) -> Iterator[int]:
+    """Start a server on a free port, which is given once it is ready; on another where it was taken meanwhile."""
+    for _ in range(5):
+        port = free_port()
+        with log.open("w") as out:
+            process = subprocess.Popen(command(port), stdout=out, stderr=out, env=os.environ | {"GOMAXPROCS": "1"})
+        try:
+            while process.poll() is None and not ready(port):
+                time.sleep(0.02)
+            if process.poll() is None:
+                yield port
+                return
+            assert "already in use" in log.read_text(), log.read_text()
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    pytest.fail("no free port in five attempts")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager
 def running(config: Path, storage: Path) -> Iterator[Prometheus]:
-    """Start the server on a free port; try another where it was taken meanwhile."""
-    for _ in range(5):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        log = storage.with_suffix(".log")
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                [
-                    binary("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={storage}",
-                    f"--web.listen-address=127.0.0.1:{port}", "--log.level=info",
-                ],
-                stdout=out, stderr=out, env=os.environ | {"GOMAXPROCS": "1"},
-            )  # fmt: skip
-        try:
-            if _ready(f"http://127.0.0.1:{port}", process):
-                yield Prometheus(f"http://127.0.0.1:{port}")
-                return
-            assert "address already in use" in log.read_text(), log.read_text()
-        finally:
-            process.terminate()
-            process.wait()
-    pytest.fail("no free port for Prometheus in five attempts")
+    """Start the server on a configuration."""
 
-
-def _ready(url: str, process: subprocess.Popen[bytes]) -> bool:
-    while process.poll() is None:
+    def ready(port: int) -> bool:
         try:
-            if httpx.get(f"{url}/-/ready", timeout=5).status_code == 200:
-                return True
+            return httpx.get(f"http://127.0.0.1:{port}/-/ready", timeout=5).status_code == 200
         except httpx.HTTPError:
-            pass
-        time.sleep(0.05)
-    return False
+            return False
+
+    options = (f"--config.file={config}", f"--storage.tsdb.path={storage}", "--log.level=info")
+    program = binary("prometheus")
+    with started(
+        lambda port: [program, *options, f"--web.listen-address=127.0.0.1:{port}"], storage.with_suffix(".log"), ready
+    ) as port:
+        yield Prometheus(f"http://127.0.0.1:{port}")

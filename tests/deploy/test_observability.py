@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
-import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,13 +18,12 @@ from service.judging.drift import Drift
 from service.serving.judgement import CAUSES
 from service.serving.metrics import STATUS_OF, Metrics
 from tests.deploy import packaging as p
-from tests.deploy.live_service import BUNDLES, Traffic, serving
-from tests.deploy.prometheus_server import OURS, REQUIRE, ROOT, Prometheus, binary, configuration, promtool, running
-from tests.deploy.test_helm import GPU, rendered
+from tests.deploy.prometheus_server import OURS, ROOT, binary, configuration, promtool, running
+from tests.deploy.test_helm import rendered
 from tests.deploy.test_packaging import MANIFESTS
+from tests.running import running as service_running
+from tests.running import until
 
-SECONDS = 6.0  # of traffic: longer than the four scrapes that a rate looks back on
-MODEL = "hallutracer-demo"
 RULES = sorted((OURS / "rules").glob("*.yml"))
 BOARDS = {path.stem: json.loads(path.read_text()) for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
 BOARD = pytest.mark.parametrize("name", sorted(BOARDS))
@@ -56,7 +51,6 @@ class Query(NamedTuple):
     dashboard: str
     panel: str
     expression: str
-    instant: bool
 
 
 def panels(board: Any) -> Iterator[Any]:
@@ -67,7 +61,7 @@ def panels(board: Any) -> Iterator[Any]:
 
 
 QUERIES = [
-    Query(name, panel["title"], target["expr"], target["instant"])
+    Query(name, panel["title"], target["expr"])
     for name in sorted(BOARDS) for panel in panels(BOARDS[name]) for target in panel.get("targets", [])
 ]  # fmt: skip
 
@@ -176,16 +170,11 @@ def test_a_dashboard_is_well_formed(name: str) -> None:
         assert {source["uid"] for source in sources} == {"${datasource}"}
         options = panel["options"].get("yAxis", {}) | panel["fieldConfig"]["defaults"]
         assert "unit" in options or panel["type"] in {"table", "heatmap"}, panel["title"]
-    folded = [panel["panels"] for panel in board["panels"] if panel.get("panels")]
-    assert folded
-    for group in (board["panels"], *folded):
-        taken: Counter[tuple[int, int]] = Counter()
-        for place in (panel["gridPos"] for panel in group):
-            assert place["w"] >= 3
-            assert 0 <= place["x"] <= place["x"] + place["w"] <= 24
-            taken.update((place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"]))
-        assert set(taken.values()) == {1}
-        assert len(taken) == 24 * (1 + max(y for _, y in taken) - min(y for _, y in taken))
+    for group in (board["panels"], *(panel["panels"] for panel in board["panels"] if panel.get("panels"))):
+        taken = [(at["x"] + x, at["y"] + y) for at in (panel["gridPos"] for panel in group)
+                 for x in range(at["w"]) for y in range(at["h"])]  # fmt: skip
+        rows = {y for _, y in taken}
+        assert sorted(taken) == [(x, y) for x in range(24) for y in range(min(rows), max(rows) + 1)]
 
 
 @BOARD
@@ -225,140 +214,26 @@ def test_the_error_share_counts_every_code_that_is_ours() -> None:
     assert listed.split("|") == sorted(code for code, status in STATUS_OF.items() if status >= 500)
 
 
-# --- where the tools come from ---
-
-
-def test_tools_are_found_on_the_path_first_and_their_absence_is_an_error_where_they_are_required(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("prometheus", "promtool", "nginx", "helm", "initdb", "postgres", "chromium"):
-        (tmp_path / name).touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert binary("promtool") == str(tmp_path / "promtool")
-    done = subprocess.run([ROOT / "deploy" / "tools.sh"], capture_output=True, text=True, check=True)
-    assert done.stdout == "prometheus, promtool, nginx, helm, initdb, postgres and chromium are on PATH\n"
-    for required, kind in (("1", pytest.fail.Exception), ("0", pytest.skip.Exception)):
-        monkeypatch.setenv(REQUIRE, required)
-        with pytest.raises(kind, match=r"deploy/tools\.sh"):
-            binary("no-such-tool")
-
-
 # --- everything together ---
 
 
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A Prometheus that has watched a service under traffic from ``began`` to ``ended``."""
-    folder = tmp_path_factory.mktemp("observed")
+def test_a_real_prometheus_scrapes_a_real_service_and_reads_every_rule_and_panel(tmp_path: Path) -> None:
     binary("prometheus")
-    with serving(folder / "store") as url:
-        config = configuration(folder / "prometheus", url.removeprefix("http://"))
-        with running(config, folder / "tsdb") as prometheus:
-            await_value(prometheus, 'up{job="hallutracer"}', 1)  # the zeros are scraped before the first request
-            traffic = Traffic(url)
-            began, ended = traffic.run(SECONDS)
-            await_value(prometheus, "sum(hallutracer_http_requests_total)", traffic.statuses.total())
-            # Then a rule's turn over the last scrape, which makes its shares exact.
-            refused = traffic.codes["overloaded"] / traffic.statuses.total()
-            await_value(prometheus, "hallutracer:http_overloaded:ratio_rate5m", refused)
-            yield SimpleNamespace(prometheus=prometheus, traffic=traffic, began=began, ended=ended)
-
-
-def await_value(prometheus: Prometheus, expression: str, expected: float) -> None:
-    found: list[float] = []
-    for _ in range(100):
-        found = list(prometheus.query(expression, time.time()).values())
-        if found == [pytest.approx(expected)]:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"{expression} is {found}, not {expected}")
-
-
-def test_prometheus_counts_what_the_client_saw(scene: Any) -> None:
-    seen = scene.traffic
-    assert seen.statuses[200]
-    assert {"invalid_json", "invalid_request", "prompt_too_long", "overloaded"} <= set(seen.codes)
-    now = time.time()
-    for metric, label, expected in (
-        ("http_requests_total", "status", {str(status): n for status, n in seen.statuses.items()}),
-        ("errors_total", "code", dict(seen.codes)),
-    ):
-        found = scene.prometheus.query(f"sum by ({label}) (hallutracer_{metric}) > 0", now)
-        assert found == {str({label: key}): float(n) for key, n in expected.items()}
-    found = scene.prometheus.query("sum by (bundle, decision) (hallutracer_prompts_total) > 0", now)
-    expected_prompts = {str({"bundle": b, "decision": d}): float(n) for (b, d), n in seen.decisions.items()}
-    assert found == expected_prompts
-    assert {decision for _, decision in seen.decisions} == {"continue", "abstain", "block"}
-
-
-def test_recorded_shares_are_those_that_the_client_saw(scene: Any) -> None:
-    seen, now = scene.traffic, time.time()
-    for name in BUNDLES:
-        bundle = f"{name}:1"
-        total = sum(n for (other, _), n in seen.decisions.items() if other == bundle)
-        gated = total - seen.decisions[bundle, "continue"]
-        for record, count in {"gated": gated, "flagged": seen.flagged[bundle]}.items():
-            found = scene.prometheus.query(f'hallutracer:{record}_share:rate5m{{bundle="{bundle}"}}', now)
-            assert list(found.values()) == [pytest.approx(count / total)]
-        assert 0 < gated < seen.flagged[bundle] < total  # where the policy observed, flagged prompts went on
-
-
-def test_every_rule_is_loaded_and_healthy(scene: Any) -> None:
-    loaded = scene.prometheus.rules()
-    assert {rule["name"] for rule in loaded} == {rule.get("record") or rule["alert"] for rule in rules("expr")}
-    assert {rule["name"]: rule.get("lastError") for rule in loaded if rule["health"] != "ok"} == {}
-
-
-def test_every_recording_rule_has_finite_values(scene: Any) -> None:
-    for record in (rule["record"] for rule in rules("record")):
-        found = scene.prometheus.query(record, scene.ended)
-        assert found, record
-        assert all(math.isfinite(value) for value in found.values()), record
-        assert not re.search("share|ratio", record) or all(0 <= value <= 1 for value in found.values()), record
-
-
-# In this traffic no failure is ours, nothing is sent on, reloaded or void, a gauge is what it happens to be, and the
-# shipped bundles cannot tell which prompts are unlike training, or ask for no fact.
-ZERO = re.compile(
-    "audit_unavailable|outside_training|upstream_requests|keys_stale|reloads_total|hallutracer_void|no_fact"
-)
-SAMPLED = {"hallutracer_queue_depth", "hallutracer_running_decodes", "hallutracer_requests_in_flight"}
-# No key is asked for, neither bundle has a guarantee, and no window of 1,000 prompts is full.
-EMPTY = re.compile("key_prompts|guarantee_info|hallutracer_drift")
-
-
-@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.dashboard}/{query.panel}")
-def test_every_panel_query_has_finite_values(scene: Any, query: Query) -> None:
-    """As Grafana would send it: scrapes every second, so that ``$__rate_interval`` is four of them."""
-    start, end = scene.began, scene.ended
-    values = {"job": "hallutracer", "namespace": ".*", "instance": ".*", "__rate_interval": "4s", "__interval": "1s",
-              "__range": f"{round(end - start)}s"}  # fmt: skip
-    for model_name, bundle in [(".*", ".*"), (MODEL, f"{BUNDLES[0]}:1")]:  # all, or one of each
-        filled = values | {"model_name": model_name, "bundle": bundle}
-        expression = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda f: filled[f[1] or f[2]], query.expression)  # noqa: B023
-        if query.instant:
-            found = {key: [value] for key, value in scene.prometheus.query(expression, end).items()}
-        else:
-            found = scene.prometheus.query_range(expression, start, end, 1.0)
-        assert bool(found) is not bool(EMPTY.search(expression)), expression
-        assert all(math.isfinite(value) for values in found.values() for value in values), expression
-        may_be_zero = EMPTY.search(expression) or ZERO.search(expression) or names(expression) <= SAMPLED
-        assert may_be_zero or any(value > 0 for values in found.values() for value in values), expression
-
-
-@BOARD
-def test_the_variables_offer_what_is_loaded(scene: Any, name: str) -> None:
-    offered = {}
-    for one in (one for one in BOARDS[name]["templating"]["list"] if one["type"] == "query"):
-        found = re.fullmatch(r"label_values\((.+), (\w+)\)", one["query"]["query"])
-        assert found
-        selector = re.sub(r"\$\w+", ".*", found[1])
-        offered[one["name"]] = scene.prometheus.get(f"label/{found[2]}/values", **{"match[]": selector})
-    [instance] = offered.pop("instance")
-    assert instance.startswith("127.0.0.1:")
-    assert (offered.pop("job"), offered.pop("namespace")) == (["hallutracer"], [])  # not in a cluster
-    every = {"model_name": [MODEL], "bundle": sorted(f"{name}:1" for name in BUNDLES)}
-    assert offered == (every if name == "risk" else {})
+    with service_running(tmp_path / "store", names=["tiny"], policy="observe") as service:
+        config = configuration(tmp_path / "prometheus", service.url.removeprefix("http://"))
+        with running(config, tmp_path / "tsdb") as prometheus:
+            assert service.post(prompt=["a", "b"], threshold=0.0).json()["data"][0]["flagged"]
+            counted = "sum(hallutracer_prompts_total{bundle='tiny:1'})"
+            until(lambda: prometheus.query(counted, time.time()) == {"{}": 2.0})
+            assert list(prometheus.query('up{job="hallutracer"}', time.time()).values()) == [1.0]
+            loaded = prometheus.get("rules")["groups"]
+            found = {rule["name"]: rule for group in loaded for rule in group["rules"]}
+            assert found.keys() == {rule.get("record") or rule["alert"] for rule in rules("expr")}
+            assert {name: rule.get("lastError") for name, rule in found.items() if rule.get("lastError")} == {}
+            values = {"__rate_interval": "4s", "__interval": "1s", "__range": "6s", "job": "hallutracer"}
+            for query in QUERIES:
+                filled = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda f: values.get(f[1] or f[2], ".*"), query.expression)
+                prometheus.query(filled, time.time())  # which fails for what Prometheus cannot read
 
 
 # --- deploy/prometheus/kubernetes.yml: its relabelling, run by promtool on the pods that the chart makes ---
@@ -380,69 +255,39 @@ def targets(pod: p.Document, phase: str = "Running") -> list[dict[str, Any]]:
     return found
 
 
-def discovered(folder: Path, found: list[dict[str, Any]], edit: tuple[str, str] = ("", "")) -> Path:
-    """Ours, the discovery replaced by what it would find: distributions build Prometheus without it."""
+def scraped(folder: Path, found: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The labels of the targets that our file leaves, the discovery replaced by what it would find.
+
+    Distributions build Prometheus without it; what Prometheus keeps to itself is left out.
+    """
     shutil.copytree(OURS / "rules", folder / "rules")
-    text = (OURS / "kubernetes.yml").read_text()
-    assert edit[0] in text
-    loaded = yaml.safe_load(text.replace(*edit))
+    loaded = configured("kubernetes.yml")
     [job] = loaded["scrape_configs"]
     [discovery] = job.pop("kubernetes_sd_configs")
     assert discovery == {"role": "pod", "namespaces": {"names": [NAMESPACE]}}
     job["static_configs"] = found
     path = folder / "kubernetes.yml"
     path.write_text(yaml.safe_dump(loaded))
-    return path
-
-
-def scraped(folder: Path, found: list[dict[str, Any]], edit: tuple[str, str] = ("", "")) -> list[dict[str, str]]:
-    """The labels of the targets that are left, without what Prometheus keeps to itself."""
-    done = promtool("check", "service-discovery", "--timeout=2s", discovered(folder, found, edit), "hallutracer")
+    done = promtool("check", "service-discovery", "--timeout=2s", path, "hallutracer")
     assert done.returncode == 0, done.stderr
     kept = [target["labels"] for target in json.loads(done.stdout) if target["labels"]]
     assert all(labels["__metrics_path__"] == "/metrics" for labels in kept)
     return [{name: value for name, value in labels.items() if not name.startswith("__")} for labels in kept]
 
 
-def test_promtool_accepts_all_but_the_discovery(tmp_path: Path) -> None:
-    done = promtool("check", "config", discovered(tmp_path, []))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("files", [(), (GPU,)])
-def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(
-    tmp_path: Path, files: tuple[Path, ...]
-) -> None:
-    [pod] = p.pods(list(rendered(*files)))
+def test_the_service_is_scraped_once_under_the_name_that_the_alerts_look_for(tmp_path: Path) -> None:
+    [pod] = p.pods(list(rendered()))
     expected = {"job": "hallutracer", "instance": "10.0.0.7:8765", "pod": "the-pod", "namespace": NAMESPACE}
     assert scraped(tmp_path, targets(pod)) == [expected]
     assert not any(note.startswith("prometheus.io/") for note in pod["metadata"].get("annotations", {}))
 
 
-def others() -> list[dict[str, Any]]:
-    """The pods that are not the service, and two of its own that have ended."""
+def test_no_other_pod_is_scraped_and_none_that_has_ended(tmp_path: Path) -> None:
     [service] = p.pods(list(rendered()))
     [[helper], [rag]] = [
         [item for item in p.documents(path) if item["kind"] in ("Pod", "Deployment")] for path in reversed(MANIFESTS)
     ]
     [rag] = p.pods([rag])
-    return targets(helper) + targets(rag) + targets(service, "Failed") + targets(service, "Succeeded")
-
-
-def test_no_other_pod_is_scraped(tmp_path: Path) -> None:
-    assert len(others()) >= 5
-    assert scraped(tmp_path, others()) == []
-
-
-@pytest.mark.parametrize(
-    ("edit", "whose"),
-    [(("regex: hallutracer;http", "regex: .*;http"), others), (("Succeeded|Failed", "Succeeded"), others),
-     (("drop", "keep"), others), (("hallutracer;http", "hallutracer;web"), None),
-     (("label_app_kubernetes_io_name", "label_app"), None)],
-)  # fmt: skip
-def test_a_looser_rule_would_scrape_others_and_a_tighter_one_miss_the_service(
-    tmp_path: Path, edit: tuple[str, str], whose: Any
-) -> None:
-    [pod] = p.pods(list(rendered()))
-    found = scraped(tmp_path, whose() if whose else targets(pod), edit)
-    assert bool(found) is bool(whose)
+    others = targets(helper) + targets(rag) + targets(service, "Failed") + targets(service, "Succeeded")
+    assert len(others) >= 5
+    assert scraped(tmp_path, others) == []

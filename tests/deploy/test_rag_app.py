@@ -93,14 +93,11 @@ def test_the_figures_come_out(guard: dict[str, str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12 questions of dev")
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
-    retrievals = {name: int(count) for name, count, *_ in rows}
-    answered = {name: float(share) for name, _, share, *_ in rows}
-    assert len(retrievals) == 8
-    assert retrievals["always, no guard"] == retrievals["always, guard"] == 12
-    assert retrievals["never, guard"] == 0
-    assert retrievals["where the first look withholds, guard"] == retrievals["as often, at random, guard"]
-    assert answered["never, no guard"] == answered["always, no guard"] == 1
-    assert answered["never, guard"] <= answered["where the first look withholds, guard"] <= 1
+    found = {name: (int(count), float(share)) for name, count, share, *_ in rows}
+    assert (len(found), found["always, no guard"], found["always, guard"][0]) == (8, (12, 1.0), 12)
+    assert (found["never, no guard"], found["never, guard"][0]) == ((0, 1.0), 0)
+    seldom = found["where the first look withholds, guard"]
+    assert (seldom[0], seldom[1] >= found["never, guard"][1]) == (found["as often, at random, guard"][0], True)
 
 
 def test_the_readmes_code_runs(guard: dict[str, str], example: Any) -> None:
@@ -193,34 +190,24 @@ def test_nothing_found_is_not_asked_again_and_what_does_not_fit_is_said(ask: Any
         assert ask(question, answers)[0].status_code == 422
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [bodies.error(429, "overloaded", "full"), bodies.error(503, "not_ready", "loading"),
-     bodies.error(401, "unauthorized", "no key"), httpx.Response(502, html="<p>bad gateway</p>"),
-     bodies.error(500, "engine_error", "broken")],
-)  # fmt: skip
-def test_what_the_guard_cannot_say_is_not_answered(ask: Any, refusal: httpx.Response) -> None:
-    first, _ = ask("capital?", [refusal])
-    second, asked = ask("capital?", [scored(0.9, None), refusal])
-    assert len(asked) == 2
-    for response in (first, second):
-        assert response.status_code == 503
-        assert set(response.json()) == {"detail"}
+def test_what_the_guard_cannot_say_is_not_answered(ask: Any) -> None:
+    for refusal in (bodies.error(429, "overloaded", "full"), bodies.error(503, "not_ready", "loading"),
+                    bodies.error(401, "unauthorized", "no key"), httpx.Response(502, html="<p>bad gateway</p>"),
+                    bodies.error(500, "engine_error", "broken")):  # fmt: skip
+        for before in ([], [scored(0.9, None)]):
+            response, asked = ask("capital?", [*before, refusal])
+            assert (response.status_code, set(response.json()), len(asked)) == (503, {"detail"}, len(before) + 1)
 
 
 def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = tmp_path / "empty"
-    empty.write_text("\n")
-    monkeypatch.setenv("HALLUTRACER_API_KEY_FILE", str(empty))
+    (file := tmp_path / "file").write_text("\n")
+    for name in ("HALLUTRACER_API_KEY_FILE", "RAG_PASSAGES"):
+        monkeypatch.setenv(name, str(file))
     with pytest.raises(ValueError, match="it needs a key"):
         example.client_from_environment()
-    monkeypatch.delenv("HALLUTRACER_API_KEY_FILE")
-    monkeypatch.setenv("RAG_PASSAGES", str(empty))
     with pytest.raises(ValueError, match="one passage a line"):
         example.passages_from_environment()
-    texts = tmp_path / "texts"
-    texts.write_text("one\n\n two \n")
-    monkeypatch.setenv("RAG_PASSAGES", str(texts))
+    file.write_text("one\n\n two \n")
     assert example.passages_from_environment() == ["one", "two"]
     monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", "answer anyway")
     with pytest.raises(ValueError, match="refuse or passages"), TestClient(example.app):

@@ -61,12 +61,9 @@ class Sandbox:
             (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
             (programs / name).chmod(0o755)
         self.environment = inherited() | {
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": PATHS,
-            "HOME": str(folder),
-            "HALLUTRACER_THREADS": "1",
-            "HALLUTRACER_CACHE": str(cache_folder()),
-        }
+            "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": PATHS, "HOME": str(folder),
+            "HALLUTRACER_THREADS": "1", "HALLUTRACER_CACHE": str(cache_folder()),
+        }  # fmt: skip
 
     def run(self, block: Block) -> str:
         """What the block prints.  Fails the test where a command fails."""
@@ -162,10 +159,6 @@ def test_an_unknown_mark_is_noticed(tmp_path: Path) -> None:
     page.write_text("<!-- run: slowly -->\n```sh\ntrue\n```\n")
     with pytest.raises(ValueError, match="unknown mark"):
         blocks(page)
-    page.write_text("<!-- run: long, with A=1 B=x -->\n```sh\ntrue\n```\n\n```sh\nfalse\n```\n")
-    first, second = blocks(page)
-    assert (first.long, first.variables, first.line) == (True, {"A": "1", "B": "x"}, 2)
-    assert second.runs
-    assert not second.long
-    page.write_text("<!-- run: on smollm2 -->\n```sh\ntrue\n```\n")
-    assert [(block.model, block.runs) for block in blocks(page)] == [("smollm2", True)]
+    page.write_text("<!-- run: long, with A=1 B=x -->\n```sh\n```\n\n<!-- run: on smollm2 -->\n```sh\n```\n")
+    found = [(block.long, block.variables, block.model, block.runs) for block in blocks(page)]
+    assert found == [(True, {"A": "1", "B": "x"}, "demo", True), (False, {}, "smollm2", True)]

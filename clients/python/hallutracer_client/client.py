@@ -40,17 +40,10 @@ class BaseClient(Generic[Transport]):
     _ways: Ways
 
     def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8765",
-        *,
-        api_key: str | None = None,
-        timeout: float = 30.0,
-        max_retries: int = 2,
-        transport: Transport | None = None,
-        sleep: Callable[[float], Any] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
+        self, base_url: str = "http://127.0.0.1:8765", *, api_key: str | None = None, timeout: float = 30.0,
+        max_retries: int = 2, transport: Transport | None = None, sleep: Callable[[float], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random,
+    ) -> None:  # fmt: skip
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout is a positive number of seconds, not {timeout}")
         if max_retries < 0:
@@ -114,7 +107,8 @@ class Client(BaseClient[httpx.BaseTransport]):
     ``timeout`` (seconds) limits a whole call, retries included: each attempt gets what is left of it to connect, send
     and read.  For a stream it limits the time to the first event (the risk), then each gap between events.
     ``max_retries`` applies to 429, 503 and broken connections (see ``wire``).  The environment is not read, neither
-    for the key nor for proxies or certificates: pass ``transport`` for those.
+    for the key nor for proxies or certificates: pass ``transport`` for those.  Calls raise ValueError and TypeError
+    before anything is sent, APIError, TransportError and UnexpectedAnswer.
     """
 
     _ways = Ways(httpx.Client, time.sleep, httpx.Response.read, httpx.Response.close)
@@ -130,18 +124,12 @@ class Client(BaseClient[httpx.BaseTransport]):
         self._http.close()
 
     def score(self, **options: Unpack[ScoreOptions]) -> ScoreResult:
-        """Return the risk of each prompt's answer, and with ``generate`` the answers that the gate does not withhold.
-
-        Raises ValueError, TypeError, APIError, TransportError, UnexpectedAnswer.
-        """
+        """Return the risk of each prompt's answer, and with ``generate`` the answers that are not withheld."""
         return now(self._get(wire.SCORE, ScoreResult, request_body(options)))
 
     @contextmanager
     def stream(self, **options: Unpack[ScoreOptions]) -> Iterator[Answer]:
-        """Give one prompt's risk, then its answer piece by piece.  Leaving the ``with`` early stops the decoding.
-
-        Raises ValueError, TypeError, APIError, TransportError, UnexpectedAnswer.
-        """
+        """Give one prompt's risk, then its answer piece by piece.  Leaving the ``with`` early stops the decoding."""
         answer = now(self._stream(Answer, options))
         try:
             yield answer
@@ -149,15 +137,15 @@ class Client(BaseClient[httpx.BaseTransport]):
             now(self._end(answer))
 
     def ready(self) -> Readiness:
-        """Return whether scores can be served now; never retried.  Raises as ``score`` does."""
+        """Return whether scores can be served now; never retried."""
         return now(self._ready())
 
     def models(self) -> ModelList:
-        """Return the loaded model.  Raises as ``score`` does."""
+        """Return the loaded model."""
         return now(self._get(wire.MODELS, ModelList))
 
     def bundles(self) -> BundleList:
-        """Return the loaded bundles.  Raises as ``score`` does."""
+        """Return the loaded bundles."""
         return now(self._get(wire.BUNDLES, BundleList))
 
 

@@ -50,15 +50,9 @@ class APIError(ClientError):
     """The service refused or failed.  ``status`` is None inside a stream (which began with 200)."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None,
-        code: str,
-        param: str | None = None,
-        request_id: str | None = None,
+        self, message: str, *, status: int | None, code: str, param: str | None = None, request_id: str | None = None,
         retry_after: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         at = "in the stream" if status is None else str(status)
         request = f" [request {request_id}]" if request_id else ""
         super().__init__(f"{at} {code}: {message}{request}")

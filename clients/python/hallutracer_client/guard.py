@@ -29,10 +29,7 @@ class Guard:
     def risk(
         self, *, messages: Sequence[Mapping[str, str]] | None = None, prompt: str | None = None, raises: bool = False
     ) -> Risk:
-        """Return the risk of the answer to a conversation, or to one question.
-
-        Raises ValueError, APIError, TransportError, UnexpectedAnswer; with ``raises`` also Withheld.
-        """
+        """Return the risk of the answer to a conversation, or to one question; with ``raises`` raise Withheld."""
         risk = self.client.score(
             messages=messages, prompt=prompt, policy=self.policy, threshold=self.threshold, bundle=self.bundle
         ).only
@@ -42,10 +39,7 @@ class Guard:
 
 
 def turn(role: str, content: object, roles: Mapping[str, str]) -> dict[str, str]:
-    """Return a message as the service reads it; ``roles`` maps a framework's to the service's.
-
-    Raises ValueError: the adapter cannot have it scored, so it does not pass.
-    """
+    """Return a message as the service reads it; ``roles``: theirs -> ours.  Raises ValueError: it may not pass."""
     if role not in roles:
         raise ValueError(f"a message of the role {role!r} cannot be scored; only {', '.join(sorted(roles))} can")
     if not isinstance(content, str):

@@ -32,14 +32,9 @@ class RiskGate:
     """
 
     def __init__(
-        self,
-        url: str = "http://127.0.0.1:8765",
-        api_key: Secret | None = None,
-        policy: str | None = None,
-        threshold: float | None = None,
-        bundle: str | None = None,
-        timeout: float = 30.0,
-    ) -> None:
+        self, url: str = "http://127.0.0.1:8765", api_key: Secret | None = None, policy: str | None = None,
+        threshold: float | None = None, bundle: str | None = None, timeout: float = 30.0,
+    ) -> None:  # fmt: skip
         self._given = {"url": url, "policy": policy, "threshold": threshold, "bundle": bundle, "timeout": timeout}
         self._api_key = api_key
         key = None if api_key is None else api_key.resolve_value()
@@ -47,10 +42,7 @@ class RiskGate:
 
     @component.output_types(messages=list[ChatMessage], replies=list[ChatMessage], risk=float)
     def run(self, messages: list[ChatMessage]) -> dict[str, Any]:
-        """Return ``risk``, and either ``messages`` as they came or ``replies`` with the policy's message.
-
-        Raises ValueError for what cannot be scored, ClientError.
-        """
+        """Return ``risk`` and ``messages``, or ``replies`` with the policy's message.  Raises ValueError."""
         # Nothing but plain text: not one text beside something else.
         texts = [one.text if len(one.texts) == len(one._content) == 1 else None for one in messages]
         turns = [turn(one.role.value, text, ROLES) for one, text in zip(messages, texts, strict=True)]

@@ -44,15 +44,9 @@ class GuardedLLM(LLM):
     _raises: bool = PrivateAttr()
 
     def __init__(
-        self,
-        llm: LLM,
-        client: Client,
-        *,
-        policy: str | None = None,
-        threshold: float | None = None,
-        bundle: str | None = None,
-        raises: bool = False,
-    ) -> None:
+        self, llm: LLM, client: Client, *, policy: str | None = None, threshold: float | None = None,
+        bundle: str | None = None, raises: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(callback_manager=llm.callback_manager, system_prompt=llm.system_prompt)
         self._llm, self._guard, self._raises = llm, Guard(client, policy, threshold, bundle), raises
 

@@ -47,14 +47,8 @@ class ScoreOptions(TypedDict, total=False):
 
 
 def request_body(options: ScoreOptions, *, stream: bool = False) -> bytes:
-    """Return the JSON body.
-
-    Raises:
-        TypeError: unknown argument, or wrong type.
-        ValueError: not exactly one of prompt, messages and input_ids; invalid Unicode; a NaN.
-    """
-    unknown = sorted(set(options) - set(ScoreOptions.__annotations__))
-    if unknown:
+    """Return the JSON body.  Raises TypeError; ValueError: invalid Unicode, a NaN, none or several kinds of prompt."""
+    if unknown := sorted(set(options) - set(ScoreOptions.__annotations__)):
         known = ", ".join(ScoreOptions.__annotations__)
         raise TypeError(f"unknown argument {unknown[0]!r}; expected one of {known}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}

@@ -117,11 +117,8 @@ class BaseAnswer(results.OfOneRisk):
         return data
 
     async def _begin(self) -> None:
-        """Check that the unread body is an event stream, and read the risk.
-
-        The request was sent with the time its attempt had left; from here on every gap may last the whole timeout.
-        httpcore reads this entry when it begins to read the body.
-        """
+        # The request was sent with the time its attempt had left; from here on every gap may last the whole timeout.
+        # httpcore reads this entry when it begins to read the body.
         if self._response.headers.get("content-type", "").partition(";")[0].strip() != "text/event-stream":
             raise wire.unexpected(self._response, "it is not an event stream")
         self._response.request.extensions["timeout"]["read"] = self._timeout_s

@@ -2,16 +2,17 @@
 
 import asyncio
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import httpx
 import pytest
 from litellm.exceptions import GuardrailRaisedException
 from litellm.proxy.guardrails.guardrail_hooks.generic_guardrail_api import GenericGuardrailAPI
+
+from tests.local_server import answer, listening
 
 URL = os.environ["HALLUTRACER_URL"]
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
@@ -27,12 +28,6 @@ def check(question: str, url: str = URL, input_type: Any = "request", more: Any 
         return await guardrail.apply_guardrail(inputs | (more or {}), {"metadata": {}}, input_type)
 
     return LOOP.run_until_complete(applied())
-
-
-def test_a_known_question_passes_and_an_unknown_one_is_blocked_with_the_policys_message() -> None:
-    assert check(KNOWN)["texts"] == [KNOWN]
-    with pytest.raises(GuardrailRaisedException, match="I am not sure"):
-        check(UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -53,43 +48,22 @@ def test_what_the_operator_lets_through() -> None:
     assert check(KNOWN, url=AWAY, **OPEN)["texts"] == [KNOWN]
 
 
-class Between(ThreadingHTTPServer):
-    """Passes requests on to the service, or answers with ``status`` itself."""
-
-    status: int | None = None
-
-
 @contextmanager
-def between() -> Iterator[tuple[Between, str]]:
-    """A server that can be stopped, and its address."""
+def between(status: int | None = None) -> Iterator[str]:
+    """The address of a server that can be stopped: passes requests on, or answers with ``status`` itself."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body, status = self.rfile.read(int(self.headers["Content-Length"])), server.status
-            if status is None:
-                headers = {"content-type": "application/json"}
-                found = httpx.post(URL + self.path, content=body, headers=headers, timeout=60)
-                status, body = found.status_code, found.content
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(body if server.status is None else b"{}")
+    def behave(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        if status is not None:
+            return answer(request, status, b"{}")
+        found = httpx.post(URL + request.path, content=body, headers={"content-type": "application/json"}, timeout=60)
+        return answer(request, found.status_code, found.content)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = Between(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield server, f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(behave) as address:
+        yield f"http://{address}"
 
 
 def test_it_was_there_and_is_stopped() -> None:
-    with between() as (_, url):
+    with between() as url:
         for options in ({}, OPEN):
             assert check(KNOWN, url=url, **options)["texts"] == [KNOWN]
             with pytest.raises(GuardrailRaisedException, match="I am not sure"):
@@ -104,13 +78,10 @@ def test_it_was_there_and_is_stopped() -> None:
 )
 def test_which_refusals_count_as_unreachable(status: int, opens: bool) -> None:
     """A revoked key, a used-up quota or a fault of the service never open it by ``unreachable_fallback``."""
-    with between() as (server, url):
-        server.status = status
-        with pytest.raises(Exception, match="Guardrail API failed"):
-            check(UNKNOWN, url=url)
-        if opens:
-            assert check(UNKNOWN, url=url, **OPEN)["texts"] == [UNKNOWN]
-        else:
-            with pytest.raises(Exception, match="Guardrail API failed"):
-                check(UNKNOWN, url=url, **OPEN)
-        assert check(UNKNOWN, url=url, fail_on_error=False)["texts"] == [UNKNOWN]
+    with between(status) as url:
+        for options, passes in (({}, False), (OPEN, opens), ({"fail_on_error": False}, True)):
+            if passes:
+                assert check(UNKNOWN, url=url, **options)["texts"] == [UNKNOWN]
+            else:
+                with pytest.raises(Exception, match="Guardrail API failed"):
+                    check(UNKNOWN, url=url, **options)
