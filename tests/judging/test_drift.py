@@ -11,16 +11,7 @@ from scipy.stats import ks_2samp
 from benchmarks import drift
 from probes_store.bundle import load_bundle
 from probes_store.store import SHIPPED
-from service.judging.drift import (
-    BINS,
-    MOST_ALIKE,
-    DriftLimits,
-    LabelTest,
-    Reference,
-    alike_of,
-    compare,
-    reference_of,
-)
+from service.judging.drift import BINS, MOST_ALIKE, DriftLimits, LabelTest, Reference, alike_of, compare, reference_of
 from tests.matching import matching_draft
 from tests.probes_store.factory import write_bundle
 from tests.probes_store.reseal import without_in_evaluation
