@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from service.access.routes import RELOAD_ROUTE
 from service.api.auth import Admin, TheService, knows_caller
-from service.api.catalogue import BundleList, bundle_list
+from service.api.catalogue import BundleList, bundles
 from service.api.reply import errors
 from service.api.request_schema import Strict
 from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
@@ -106,10 +106,7 @@ async def reload(service: TheService, who: Admin) -> BundleList:
         raise NotFound("this service cannot load its bundles again")
     keys, error = await service.reload(who)
     if keys is None and error is None:
-        return bundle_list(service)
-    bundles = f"not swapped, those that were loaded stay: {error}" if error is not None else "swapped"
-    message = f"keys: {keys or 'as their file says'}; bundles: {bundles}"
-    for kind in (NotReady, AuditUnavailable):  # what may be otherwise soon
-        if isinstance(error, kind):
-            raise kind(message)
-    raise ReloadFailed(message)
+        return await bundles(service)
+    swapped = "swapped" if error is None else f"not swapped, those that were loaded stay: {error}"
+    kind = next((one for one in (NotReady, AuditUnavailable) if isinstance(error, one)), ReloadFailed)
+    raise kind(f"keys: {keys or 'as their file says'}; bundles: {swapped}")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema, create_model
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -116,19 +116,11 @@ class ScoreResponse(Strict):
     usage: Usage
 
 
-class ErrorBody(BaseModel):
-    """The cause and the remedy."""
-
-    message: str
-    type: Literal["invalid_request_error", "server_error"]
-    param: str | None
-    code: str
-
-
-class ErrorResponse(BaseModel):
-    """The error envelope."""
-
-    error: ErrorBody
+_ERROR = create_model(
+    "ErrorBody", __doc__="The cause and the remedy.", message=str, type=Literal["invalid_request_error", "server_error"],
+    param=str | None, code=str,
+)  # fmt: skip
+_ERROR_RESPONSE = create_model("ErrorResponse", __doc__="The error envelope.", error=_ERROR)
 
 
 def events_schema(data: str) -> dict[str, Any]:
@@ -158,7 +150,7 @@ _RETRY = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "
 def errors(**descriptions: str) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI responses of the error envelope: ``errors(_404="no such bundle")``."""
     return {
-        int(status.removeprefix("_")): {"model": ErrorResponse, "description": description}
+        int(status.removeprefix("_")): {"model": _ERROR_RESPONSE, "description": description}
         | ({"headers": _RETRY} if status in ("_429", "_503") else {})
         for status, description in descriptions.items()
     }
@@ -236,22 +228,14 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
     """Return one prompt's place in ``data``."""
     verdict, known = report.verdict, report.uncertain
     return RiskOut(
-        index=index,
-        risk=report.risk,
-        depth_mean=report.depth_mean,
-        decision=verdict.decision.value,
-        flagged=verdict.flagged,
-        threshold=verdict.threshold,
-        interval=list(known.interval) if known.interval else None,
-        outside_training=known.outside,
-        distance=known.distance,
-        applies=report.context.said,
-        asks=report.context.asks,
-        message=verdict.message,
+        index=index, risk=report.risk, depth_mean=report.depth_mean, decision=verdict.decision.value,
+        flagged=verdict.flagged, threshold=verdict.threshold, message=verdict.message,
+        interval=list(known.interval) if known.interval else None, outside_training=known.outside,
+        distance=known.distance, applies=report.context.said, asks=report.context.asks,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
         completion=completion_out(report.completion),
-    )
+    )  # fmt: skip
 
 
 def risk_note(judgement: Judgement, risks: Sequence[RiskOut]) -> dict[str, Any]:
