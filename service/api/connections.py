@@ -85,8 +85,7 @@ class Connection(HttpToolsProtocol):
             oldest = next(iter(self.idle))
             if time.monotonic() - self.logged > LOG_SECONDS:
                 type(self).logged = time.monotonic()
-                who = "the one that asked for nothing longest" if oldest is not self else "a new one"
-                log.warning("%d connections are open: %s is closed, as others may be", self.most, who)
+                log.warning("%d connections are open: the one that idles longest is closed", self.most)
             oldest.transport.abort()
             # Its place is free now: asyncio tells of its end in a later turn.
             self.connections.discard(oldest)
@@ -186,23 +185,16 @@ class Connection(HttpToolsProtocol):
         if self._answers() and self.cycle.response_started:
             self.transport.abort()
             return
-        body = json.dumps(error_body(error.status, error.message, error.code)).encode()
-        head = (
-            f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            "connection: close\r\n\r\n"
-        )
+        body = json.dumps(error_body(error.status, error.message, error.code))
+        head = f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self._last = True
-        self.transport.write(head.encode() + body)
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         self.transport.close()
 
 
 def connections(most: int) -> type[Connection]:
-    """Return the protocol for one server with ``most`` connections, or as many as ``places``.
-
-    Raises HalluTracerError.
-    """
-    possible = places(most)
-    if possible < most:
+    """Return the protocol for one server with ``most`` connections, or as many as ``places``, and raise as that."""
+    if (possible := places(most)) < most:
         files = possible + SPARE_FILES
         log.warning("at most %d connections: this process may open %d files (ulimit -Hn)", possible, files)
 
@@ -222,9 +214,8 @@ def places(most: int) -> int:
     wanted, least = most + SPARE_FILES, LEAST_CONNECTIONS + SPARE_FILES
     if hard != resource.RLIM_INFINITY and hard < least:
         raise HalluTracerError(
-            f"this process may open {hard} files (ulimit -Hn), and a service needs at least {least}; raise the limit "
-            f"before it starts: ulimit -n {wanted} as root, LimitNOFILE={wanted} in a systemd unit, --ulimit "
-            f"nofile={wanted} for a container"
+            f"this process may open {hard} files (ulimit -Hn), and a service needs at least {least}; raise the limit: "
+            f"ulimit -n {wanted}, LimitNOFILE={wanted} in a systemd unit, --ulimit nofile={wanted} for a container"
         )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -252,7 +243,7 @@ class LeavingServer(uvicorn.Server):
         """Refuse, then close; a second Ctrl-C ends the refusing."""
         self._leave()
         if self.server_state.connections:
-            setattr(self.config.http_protocol_class, "leaving", True)  # noqa: B010  (a Connection: listening.py)
+            setattr(self.config.http_protocol_class, "leaving", True)  # noqa: B010  (a Connection)
             await self._refuse()
         await super().shutdown(sockets)
 

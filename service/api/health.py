@@ -35,11 +35,9 @@ NOT_READY = errors(_503="loading, loading failed, or shutting down; the message 
 
 @router.head("/health/live", include_in_schema=False)
 @router.get(
-    "/health/live",
-    summary="Is the process alive?",
-    response_model_exclude_none=True,
+    "/health/live", summary="Is the process alive?", response_model_exclude_none=True,
     responses=errors(_503="the process must be restarted"),
-)
+)  # fmt: skip
 async def live(service: TheService, request: Request) -> Status:
     """200 unless the process must be restarted."""
     with _reasons_for(service, request):
@@ -75,11 +73,9 @@ def _reasons_for(service: Service, request: Request) -> Iterator[None]:
 
 
 @router.get(
-    "/metrics",
-    summary="Prometheus metrics",
-    response_class=Response,
+    "/metrics", summary="Prometheus metrics", response_class=Response,
     responses=_TEXT | errors(_401="metrics are protected and no key was sent"),
-)
+)  # fmt: skip
 def metrics(service: TheService) -> Response:
     """Counters, histograms and gauges of this service."""
     service.metrics.ready(service.lifecycle.is_ready)

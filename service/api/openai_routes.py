@@ -21,7 +21,7 @@ from service.api import reply as wire
 from service.api.auth import TheService
 from service.api.forwarding import Forwarder
 from service.api.middleware import JsonRoute
-from service.api.request_schema import OPENAI_TEMPERATURE, Arguments, ChatRequest, Kind, TextRequest
+from service.api.request_schema import OPENAI_TEMPERATURE, TEXT_MAX_TOKENS, Arguments, ChatRequest, Kind, TextRequest
 from service.api.score import answer, requested, while_connected
 from service.engines.base import Sampling
 from service.errors import RequestError
@@ -54,7 +54,8 @@ _CHOICE: Any = create_model(
 _RISKS = "bundle, policy, guarantee and data as /v1/risk/score answers them"
 _ANSWER = create_model(
     "OpenAIResponse", __doc__="A whole answer.", id=str, object=Literal["chat.completion", "text_completion"],
-    created=int, model=str, choices=list[_CHOICE], usage=_USAGE, hallutracer=(dict[str, Any], Field(description=_RISKS)),
+    created=int, model=str, choices=list[_CHOICE], usage=_USAGE,
+    hallutracer=(dict[str, Any], Field(description=_RISKS)),
 )  # fmt: skip
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
@@ -71,7 +72,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 @router.post(CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES)
 async def chat(body: Annotated[ChatRequest, Body()], request: Request, service: TheService) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
-    return await _served("chat", CHAT_ROUTE, body, request, service, "messages", [body.conversation()])
+    conversation = [message.rendered() for message in body.messages]
+    return await _served("chat", CHAT_ROUTE, body, request, service, "messages", [conversation])
 
 
 @router.post(TEXT_ROUTE, summary="Text completion, as OpenAI's, with the risk", responses=RESPONSES)
@@ -87,7 +89,8 @@ async def _served(
     prompts: list[Any],
 ) -> Response:  # fmt: skip
     deadline, settings = Deadline(service.settings.deadline_s), service.settings
-    chosen, limit = body.vllm_xargs or Arguments(), body.limit(settings.max_new_tokens)
+    chosen, most = body.vllm_xargs or Arguments(), settings.max_new_tokens
+    limit = body.length or (most if to == "chat" else min(TEXT_MAX_TOKENS, most))
     asked = requested(
         request, service, route, kind, prompts, "messages" if to == "chat" else "prompt", model=body.model,
         bundle=chosen.hallutracer_bundle, policy=chosen.hallutracer_policy, threshold=chosen.hallutracer_threshold,
@@ -97,14 +100,14 @@ async def _served(
         raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
     if policy.action is Action.FALLBACK and (len(prompts) != 1 or kind == "input_ids"):
         raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
-    if limit > settings.max_new_tokens:
-        raise RequestError(f"at most {settings.max_new_tokens} answer tokens here, not {limit}", param="max_tokens")
+    if limit > most:
+        raise RequestError(f"at most {most} answer tokens here, not {limit}", param="max_tokens")
     asked = replace(
         asked,
         sampling=Sampling(
             limit, OPENAI_TEMPERATURE if body.temperature is None else body.temperature,
             1.0 if body.top_p is None else body.top_p, body.seed, body.stops(),
-            math.inf if body.names_length else deadline.nearly,
+            math.inf if body.length else deadline.nearly,
         ),
         deadline=deadline, stream=bool(body.stream), retrieval_of=chosen.hallutracer_retrieval_of,
     )  # fmt: skip

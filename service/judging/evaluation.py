@@ -116,9 +116,8 @@ def _own_gate(manifest: Manifest, evaluation: dict[str, Any]) -> CoverageGate | 
         moved = evaluation.get("recalibrations")
         found = moved[-1]["at_threshold"]["after"] if moved else evaluation["cross_validation"]["at_threshold"]
         answered, wrong = float(found["answered"]), float(found["wrong_among_answered"])
-        return CoverageGate(
-            manifest.threshold, answered, wrong if answered > 0 else None, float(found["right_withheld"])
-        )
+        among = wrong if answered > 0 else None
+        return CoverageGate(manifest.threshold, answered, among, float(found["right_withheld"]))
     except _UNREADABLE:
         return None
 

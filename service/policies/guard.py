@@ -43,12 +43,7 @@ class Action(StrEnum):
     ANNOTATE = "annotate", Decision.CONTINUE, 1, "Caution: this answer may be wrong (risk {risk})."
     ABSTAIN = "abstain", Decision.ABSTAIN, 3, ""
     BLOCK = "block", Decision.BLOCK, 3
-    RETRIEVE = (
-        "retrieve",
-        Decision.RETRIEVE,
-        3,
-        "I cannot tell this from memory. Fetch a passage about it and ask again.",
-    )
+    RETRIEVE = "retrieve", Decision.RETRIEVE, 3, _FETCH
     FALLBACK = "fallback", Decision.FALLBACK, 2  # an answer is given, from elsewhere
 
     @property
