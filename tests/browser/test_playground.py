@@ -483,8 +483,7 @@ def test_by_keyboard_alone(opened: Open) -> None:
         assert wanted <= reached, wanted - reached
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])
 def test_every_width_and_light(service: Running, opened: Open, width: int, scheme: str) -> None:
     with opened(width=width, scheme=scheme) as tab:
         page = ready(tab)
