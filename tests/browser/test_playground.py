@@ -126,12 +126,7 @@ def test_an_answer_that_may_continue(service: Running, page: Page) -> None:
     assert f"depth mean is {wanted['running_mean'][-1]:.3f}" in (
         page.get_attribute(".reading figure svg", "aria-label") or ""
     )
-
-
-def test_the_trajectory_stands_against_the_bundles_classes(service: Running, page: Page) -> None:
     means = service.bundles[0].probes.trajectory_mean
-    answered(page)
-    page.click(".reading .layers > summary")
     page.click(".reading .layers details summary")
     cells = [row.split("\t") for row in page.inner_text(".reading tbody").splitlines()]
     assert np.array(cells, float)[:, 3:] == pytest.approx(means[::-1].T, abs=6e-4)  # factual, hallucinated
