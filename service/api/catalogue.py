@@ -58,19 +58,16 @@ else:
     BundleUncertainty = _mirror(
         "BundleUncertainty", Uncertainty,
         says="What a bundle knows of its risks' uncertainty; the statement says what it means.",
-        interval=_mirror(
-            "BundleInterval", RefitInterval, "How wide an interval of the risk is: see the bundle format."
-        ) | None,
+        interval=_mirror("BundleInterval", RefitInterval, "How wide an interval of the risk is: see the bundle format.")
+        | None,
     )  # fmt: skip
     BundleApplicability = _mirror(
         "BundleApplicability", Applicability,
         says="Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means.",
-        questions_below=Annotated[
-            float, Field(description="share of the training questions that are taken for no question")
-        ],
-        others_above=Annotated[
-            float, Field(description="share of the other training prompts that are taken for questions")
-        ],
+        questions_below=Annotated[float, Field(
+            description="share of the training questions that are taken for no question")],
+        others_above=Annotated[float, Field(
+            description="share of the other training prompts that are taken for questions")],
     )  # fmt: skip
     DriftOut = _mirror("DriftOut", Drift)
     LabelsOut = _mirror(
@@ -242,10 +239,9 @@ async def models(service: TheService) -> ModelList:
 
 
 @router.get(
-    "/v1/models/{name:path}",
-    summary="The loaded model, by a name",
+    "/v1/models/{name:path}", summary="The loaded model, by a name",
     responses=RESPONSES | errors(_404="no such model is loaded"),
-)
+)  # fmt: skip
 async def model(name: str, service: TheService) -> ModelCard:
     """The loaded model, by one of its names."""
     service.ready.scorer(None, name)
@@ -284,10 +280,9 @@ def _time(seconds: float) -> str:
 
 
 @router.get(
-    "/v1/bundles/{bundle}",
-    summary="One bundle: what its thresholds and risks are worth",
+    "/v1/bundles/{bundle}", summary="One bundle: what its thresholds and risks are worth",
     responses=RESPONSES | errors(_404="no such bundle is loaded"),
-)
+)  # fmt: skip
 async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
     """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
     scorer = service.ready.scorer(bundle, None)
@@ -341,10 +336,9 @@ def _compared(found: Comparison) -> ComparedOut:
 
 
 @router.get(
-    "/v1/bundles/{bundle}/sample/{number}",
-    summary="A held-out question, answered and judged",
+    "/v1/bundles/{bundle}/sample/{number}", summary="A held-out question, answered and judged",
     responses=RESPONSES | errors(_404="no such bundle is loaded, or it carries no such question"),
-)
+)  # fmt: skip
 async def sample_answer(bundle: str, number: int, service: TheService) -> SampleAnswerOut:
     """One question of the bundle's sample: the risk before the answer, the answer, and whether it is right."""
     scorer = service.ready.scorer(bundle, None)

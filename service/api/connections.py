@@ -24,10 +24,10 @@ from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
 
 class OneWrite:
-    """``transport``, whose writes are joined until the turn ends; everything else is the transport's own.
+    """``transport``, whose writes are joined until the turn ends.
 
-    uvicorn writes an answer's head and its body one after the other.  A process that dies between the two leaves half
-    an answer, which a balancer cannot ask of another replica: it has passed the head on.
+    uvicorn writes an answer's head and its body one after the other: a process that dies between the two leaves half an
+    answer, which a balancer cannot ask of another replica.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -97,11 +97,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, unless the head or the trailers grow without end.
-
-        In parts that end where the bound is reached: one read brings up to 256 KiB, and a head must not be refused or
-        taken by how it was cut into packets.
-        """
+        """Parse, in parts that end where the bound of a head is reached, however it was cut into packets."""
         self._unset_keepalive_if_required()
         while data and not self._last and not self.transport.is_closing():
             if self._unread == HEAD_BYTES:
@@ -172,7 +168,6 @@ class Connection(HttpToolsProtocol):
         self.idle.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
     def _give_up(self) -> None:
         self._stop_waiting()
@@ -231,8 +226,8 @@ MOST_S = 7.0
 class LeavingServer(uvicorn.Server):
     """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
 
-    uvicorn closes its socket and its idle connections at once: a request that is on its way would meet a reset, and
-    whoever sent it must not send it again.  After ``leave`` the app answers 503, which a balancer takes elsewhere.
+    uvicorn closes its socket at once, and a request on its way would meet a reset.  After ``leave`` the app answers
+    503, which a balancer takes elsewhere.
     """
 
     def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:
@@ -249,11 +244,11 @@ class LeavingServer(uvicorn.Server):
 
     async def _refuse(self) -> None:
         """Until no request was answered for ``LEAVING_S``, at most ``MOST_S``."""
-        clock = asyncio.get_running_loop().time
+        clock, state = asyncio.get_running_loop().time, self.server_state
         start = last = now = clock()
-        answered = self.server_state.total_requests
+        answered = state.total_requests
         while now - last < LEAVING_S and now - start < MOST_S and not self.force_exit:
             await asyncio.sleep(0.05)
             now = clock()
-            if self.server_state.total_requests != answered:
-                answered, last = self.server_state.total_requests, now
+            if state.total_requests != answered:
+                answered, last = state.total_requests, now

@@ -179,7 +179,8 @@ def test_the_sample_that_the_trainer_writes_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *({"questions": [{"prompt": "a", "answers": ["a"], "kind": ""} | one]} for one in ({"answers": []}, {"answers": [1]}, {"prompt": 1})),
+        *({"questions": [{"prompt": "a", "answers": ["a"], "kind": ""} | one]} for one in (
+            {"answers": []}, {"answers": [1]}, {"prompt": 1})),
         *({"questions": one} for one in ([], None, [1])), {"judge": "openai"}, {"max_tokens": 0},
         {"max_tokens": "many"}, {"abstain_pattern": None}, {"abstain_pattern": "("},
     ],
