@@ -56,7 +56,7 @@ def new_key(name: str, fields: Mapping[str, Sequence[str] | datetime | None]) ->
 def read_keys(path: Path, policies: Collection[str] | None = None) -> tuple[Key, ...]:
     """Return all keys, revoked and expired ones too; ``policies``: those that a key may name.
 
-    Raises HalluTracerError naming the file, the key and the field at fault: what is not understood opens nothing.
+    Raises HalluTracerError naming file, key and field at fault: what is not understood opens nothing.
     """
     try:
         mode = path.stat().st_mode

@@ -64,13 +64,9 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         await asyncio.to_thread(service.stop)
 
     app = FastAPI(
-        title="HalluTracer",
-        version=__version__,
-        summary="The risk that an answer is a hallucination, before its first token.",
-        lifespan=lifespan,
-        docs_url=None,  # FastAPI's own pages load scripts from the internet
-        redoc_url=None,
-    )
+        title="HalluTracer", summary="The risk that an answer is a hallucination, before its first token.",
+        version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,  # FastAPI's pages load foreign scripts
+    )  # fmt: skip
     app.state.service, app.state.forwarder = service, Forwarder(service.metrics)
     settings, keys, found = service.settings, service.access.keys, pages(service.settings.playground)
     app.add_middleware(LoadShedder, service=service)
@@ -80,13 +76,11 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     if keys.closed:
         _declare_keys(app, settings.protect_metrics)
     if settings.cors_origins:
+        taken = ["authorization", "x-api-key", "content-type", "x-request-id"]
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "x-api-key", "content-type", "x-request-id"],
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=taken,
             expose_headers=EXPOSED_HEADERS,
-        )
+        )  # fmt: skip
     app.add_middleware(RequestFrame, service=service)
     error_handlers.install(app)
     for router in ROUTERS:

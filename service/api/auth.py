@@ -32,12 +32,12 @@ class BearerKeys:
 
     403 where the key does not open the route.  Without any keys all routes are open, except to other machines those
     that change the service.  Before all that 421 to who names neither an address nor one of ``hosts``; none: any name.
+    ``pages`` are paths of files that all may get.
     """
 
     def __init__(
         self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str], hosts: Collection[str]
     ) -> None:
-        """``pages`` are paths of files that all may get."""
         self.app, self._keys, self._pages = app, keys, frozenset(pages)
         self._open = HEALTH if protect_metrics else HEALTH | {METRICS}
         self._hosts = frozenset(host.lower() for host in hosts)
@@ -52,14 +52,12 @@ class BearerKeys:
         is_open = path in self._open or (path in self._pages and scope["method"] in ("GET", "HEAD"))
         try:
             if self._hosts and not _names_us(headers, self._hosts):
-                message = "this service does not answer to the name in the Host header; its operator can add it: "
-                raise WrongHost(f"{message}--allowed-host")
+                raise WrongHost("the Host header names another service; the operator can add it: --allowed-host")
             key = self._keys.find(secret) if (secret := _secret(headers)) else None
             if key is not None and not (is_open and (key.revoked is not None or key.expired())):
-                state = scope.setdefault("state", {})
-                state["key"] = key
-                if "record" in state:
-                    state["record"].caller = key.name
+                scope.setdefault("state", {})["key"] = key
+                if (record := scope["state"].get("record")) is not None:
+                    record.caller = key.name
             if not is_open:
                 check_scopes(HTTPConnection(scope), self._keys, scopes_of(path))
         except HalluTracerError as refusal:
@@ -84,8 +82,8 @@ def check_scopes(request: HTTPConnection, keys: KeyRing, wanted: Collection[KeyS
     if not keys.closed:
         if KeyScope.ADMIN in wanted and ("origin" in request.headers or not from_here(request)):
             raise MissingScope(
-                "while there are no keys, only programs on this machine may change the service; to do it from "
-                "elsewhere, make a key: hallutracer keys make NAME --scope admin"
+                "without keys only programs on this machine may change the service; elsewhere it takes a key: "
+                "hallutracer keys make NAME --scope admin"
             )
         return
     key = key_of(request)
@@ -111,7 +109,7 @@ def from_here(request: HTTPConnection) -> bool:
 
 
 def _names_us(headers: Headers, hosts: Collection[str]) -> bool:
-    """Return whether ``Host``, its port left out, is an IP address or one of ``hosts``.
+    """Return whether ``Host``, its port left out, is one of ``hosts`` or an IP address as browsers write it.
 
     A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then read what a service
     there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's.
@@ -119,18 +117,14 @@ def _names_us(headers: Headers, hosts: Collection[str]) -> bool:
     host = headers.get("host", "")
     name, _, port = host.rpartition(":")
     name = (name if name and port.isdigit() else host).lower()
-    return name in hosts or _is_address(name)
-
-
-def _is_address(name: str) -> bool:
-    """Return whether it is one as browsers write it in ``Host``: four decimal numbers, or IPv6 in brackets."""
+    if name in hosts:
+        return True
     try:
         if name.startswith("[") and name.endswith("]"):
             return ipaddress.IPv6Address(name[1:-1]).scope_id is None
-        ipaddress.IPv4Address(name)
+        return bool(ipaddress.IPv4Address(name).packed)
     except ValueError:
         return False
-    return True
 
 
 async def running_service(request: Request) -> Service:

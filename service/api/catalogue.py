@@ -58,19 +58,16 @@ else:
     BundleUncertainty = _mirror(
         "BundleUncertainty", Uncertainty,
         says="What a bundle knows of its risks' uncertainty; the statement says what it means.",
-        interval=_mirror(
-            "BundleInterval", RefitInterval, "How wide an interval of the risk is: see the bundle format."
-        ) | None,
+        interval=_mirror("BundleInterval", RefitInterval, "How wide an interval of the risk is: see the bundle format.")
+        | None,
     )  # fmt: skip
     BundleApplicability = _mirror(
         "BundleApplicability", Applicability,
         says="Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means.",
-        questions_below=Annotated[
-            float, Field(description="share of the training questions that are taken for no question")
-        ],
-        others_above=Annotated[
-            float, Field(description="share of the other training prompts that are taken for questions")
-        ],
+        questions_below=Annotated[float, Field(
+            description="share of the training questions that are taken for no question")],
+        others_above=Annotated[float, Field(
+            description="share of the other training prompts that are taken for questions")],
     )  # fmt: skip
     DriftOut = _mirror("DriftOut", Drift)
     LabelsOut = _mirror(
@@ -242,10 +239,9 @@ async def models(service: TheService) -> ModelList:
 
 
 @router.get(
-    "/v1/models/{name:path}",
-    summary="The loaded model, by a name",
+    "/v1/models/{name:path}", summary="The loaded model, by a name",
     responses=RESPONSES | errors(_404="no such model is loaded"),
-)
+)  # fmt: skip
 async def model(name: str, service: TheService) -> ModelCard:
     """The loaded model, by one of its names."""
     service.ready.scorer(None, name)
@@ -265,13 +261,8 @@ def _loaded_model(service: Service) -> ModelCard:
 @router.get("/v1/bundles", summary="Loaded bundles and policies", responses=RESPONSES)
 async def bundles(service: TheService) -> BundleList:
     """The loaded bundles, what each does, and the available policies."""
-    return bundle_list(service)
-
-
-def bundle_list(service: Service) -> BundleList:
-    """Return what is loaded, since when, and what is left out.  Raises NotReady."""
-    service.lifecycle.check_ready()
     default, loaded, lifecycle = service.settings.policy, service.catalogue.loaded, service.lifecycle
+    lifecycle.check_ready()
     return BundleList(
         data=[BundleCard(**_card(scorer, service)) for scorer in service.catalogue.scorers],
         policies=[default, *sorted(set(service.catalogue.policies.named) - {default})],
@@ -289,10 +280,9 @@ def _time(seconds: float) -> str:
 
 
 @router.get(
-    "/v1/bundles/{bundle}",
-    summary="One bundle: what its thresholds and risks are worth",
+    "/v1/bundles/{bundle}", summary="One bundle: what its thresholds and risks are worth",
     responses=RESPONSES | errors(_404="no such bundle is loaded"),
-)
+)  # fmt: skip
 async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
     """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
     scorer = service.ready.scorer(bundle, None)
@@ -308,39 +298,30 @@ async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
 
 @lru_cache(maxsize=32)  # reads a file; a bundle never changes
 def _evaluated(bundle: Bundle) -> dict[str, Any]:
-    return {
-        "coverage": evaluation.coverage(bundle),
-        "forms": evaluation.form_table(bundle),
-        "sample": evaluation.sample_of(bundle),
-    }
+    read = {"coverage": evaluation.coverage, "forms": evaluation.form_table, "sample": evaluation.sample_of}
+    return {name: one(bundle) for name, one in read.items()}
 
 
 def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
-    manifest, golden, catalogue = scorer.bundle.manifest, scorer.golden, service.catalogue
-    rollout, monitor = catalogue.rollout, catalogue.monitors.get(manifest.reference)
-    role = rollout.role(scorer, catalogue.scorers[0])
+    manifest, found, allowed = scorer.bundle.manifest, scorer.golden.found, scorer.golden.allowed
+    rollout, monitor = service.catalogue.rollout, service.catalogue.monitors.get(manifest.reference)
+    role = rollout.role(scorer, service.catalogue.scorers[0])
     alike = ("name", "version", "digest", "created", "logit_scale", "signals", "prompt_format", "threshold",
              "guarantee", "uncertainty", "guarantee_shapes")  # fmt: skip
     compared = service.metrics.compared.get(manifest.reference, Comparison())
     return {name: getattr(manifest, name) for name in alike} | {
-        "id": manifest.reference,
-        "model": manifest.model.name,
-        "site": manifest.readout.site,
+        "id": manifest.reference, "model": manifest.model.name, "site": manifest.readout.site,
         "applicability": None if manifest.context is None else manifest.context.applicability,
-        "default": role == "default",
-        "role": role,
+        "default": role == "default", "role": role,
         "share": {"default": 1.0 if rollout.canary is None else 1.0 - rollout.share, "canary": rollout.share}.get(role),
         "compared": _compared(compared) if rollout.shadowed(manifest.digest) else None,
-        "drift": None if monitor is None else monitor.drift,
-        "labels": None if monitor is None else monitor.labels,
+        "drift": monitor and monitor.drift, "labels": monitor and monitor.labels,
         "void": [] if monitor is None else monitor.reasons,
         "golden": GoldenOut(
-            risk=golden.found.risk,
-            risk_tolerance=golden.allowed.risk,
-            trajectory=golden.found.trajectory,
-            trajectory_tolerance=golden.allowed.trajectory,
+            risk=found.risk, risk_tolerance=allowed.risk,
+            trajectory=found.trajectory, trajectory_tolerance=allowed.trajectory,
         ),
-    }
+    }  # fmt: skip
 
 
 def _compared(found: Comparison) -> ComparedOut:
@@ -348,18 +329,16 @@ def _compared(found: Comparison) -> ComparedOut:
     prompts = sum(counts.values())
     given = prompts - counts["failed"]
     return ComparedOut(
-        prompts=prompts,
-        **{str(verdict): count for verdict, count in counts.items() if verdict != "agrees"},
+        prompts=prompts, **{str(verdict): count for verdict, count in counts.items() if verdict != "agrees"},
         disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
         mean_difference=found.difference / given if given else None,
-    )
+    )  # fmt: skip
 
 
 @router.get(
-    "/v1/bundles/{bundle}/sample/{number}",
-    summary="A held-out question, answered and judged",
+    "/v1/bundles/{bundle}/sample/{number}", summary="A held-out question, answered and judged",
     responses=RESPONSES | errors(_404="no such bundle is loaded, or it carries no such question"),
-)
+)  # fmt: skip
 async def sample_answer(bundle: str, number: int, service: TheService) -> SampleAnswerOut:
     """One question of the bundle's sample: the risk before the answer, the answer, and whether it is right."""
     scorer = service.ready.scorer(bundle, None)
@@ -370,14 +349,7 @@ async def sample_answer(bundle: str, number: int, service: TheService) -> Sample
     found = await service.sampled.answer(scorer, sample, number)
     question, report = found.question, found.report
     return SampleAnswerOut(
-        number=number,
-        prompt=question.prompt,
-        kind=question.kind,
-        risk=report.risk,
-        threshold=report.verdict.threshold,
-        flagged=report.verdict.flagged,
-        outside_training=report.uncertain.outside,
-        answer=found.answer,
-        verdict=found.verdict,
-        accepted=list(question.answers),
-    )
+        number=number, prompt=question.prompt, kind=question.kind, risk=report.risk, flagged=report.verdict.flagged,
+        threshold=report.verdict.threshold, outside_training=report.uncertain.outside, answer=found.answer,
+        verdict=found.verdict, accepted=list(question.answers),
+    )  # fmt: skip

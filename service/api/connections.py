@@ -24,10 +24,10 @@ from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
 
 class OneWrite:
-    """``transport``, whose writes are joined until the turn ends; everything else is the transport's own.
+    """``transport``, whose writes are joined until the turn ends.
 
-    uvicorn writes an answer's head and its body one after the other.  A process that dies between the two leaves half
-    an answer, which a balancer cannot ask of another replica: it has passed the head on.
+    uvicorn writes an answer's head and its body one after the other: a process that dies between the two leaves half an
+    answer, which a balancer cannot ask of another replica.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -85,8 +85,7 @@ class Connection(HttpToolsProtocol):
             oldest = next(iter(self.idle))
             if time.monotonic() - self.logged > LOG_SECONDS:
                 type(self).logged = time.monotonic()
-                who = "the one that asked for nothing longest" if oldest is not self else "a new one"
-                log.warning("%d connections are open: %s is closed, as others may be", self.most, who)
+                log.warning("%d connections are open: the one that idles longest is closed", self.most)
             oldest.transport.abort()
             # Its place is free now: asyncio tells of its end in a later turn.
             self.connections.discard(oldest)
@@ -98,11 +97,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, unless the head or the trailers grow without end.
-
-        In parts that end where the bound is reached: one read brings up to 256 KiB, and a head must not be refused or
-        taken by how it was cut into packets.
-        """
+        """Parse, in parts that end where the bound of a head is reached, however it was cut into packets."""
         self._unset_keepalive_if_required()
         while data and not self._last and not self.transport.is_closing():
             if self._unread == HEAD_BYTES:
@@ -173,7 +168,6 @@ class Connection(HttpToolsProtocol):
         self.idle.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
     def _give_up(self) -> None:
         self._stop_waiting()
@@ -186,23 +180,16 @@ class Connection(HttpToolsProtocol):
         if self._answers() and self.cycle.response_started:
             self.transport.abort()
             return
-        body = json.dumps(error_body(error.status, error.message, error.code)).encode()
-        head = (
-            f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            "connection: close\r\n\r\n"
-        )
+        body = json.dumps(error_body(error.status, error.message, error.code))
+        head = f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self._last = True
-        self.transport.write(head.encode() + body)
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         self.transport.close()
 
 
 def connections(most: int) -> type[Connection]:
-    """Return the protocol for one server with ``most`` connections, or as many as ``places``.
-
-    Raises HalluTracerError.
-    """
-    possible = places(most)
-    if possible < most:
+    """Return the protocol for one server with ``most`` connections, or as many as ``places``, and raise as that."""
+    if (possible := places(most)) < most:
         files = possible + SPARE_FILES
         log.warning("at most %d connections: this process may open %d files (ulimit -Hn)", possible, files)
 
@@ -222,9 +209,8 @@ def places(most: int) -> int:
     wanted, least = most + SPARE_FILES, LEAST_CONNECTIONS + SPARE_FILES
     if hard != resource.RLIM_INFINITY and hard < least:
         raise HalluTracerError(
-            f"this process may open {hard} files (ulimit -Hn), and a service needs at least {least}; raise the limit "
-            f"before it starts: ulimit -n {wanted} as root, LimitNOFILE={wanted} in a systemd unit, --ulimit "
-            f"nofile={wanted} for a container"
+            f"this process may open {hard} files (ulimit -Hn), and a service needs at least {least}; raise the limit: "
+            f"ulimit -n {wanted}, LimitNOFILE={wanted} in a systemd unit, --ulimit nofile={wanted} for a container"
         )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -240,8 +226,8 @@ MOST_S = 7.0
 class LeavingServer(uvicorn.Server):
     """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
 
-    uvicorn closes its socket and its idle connections at once: a request that is on its way would meet a reset, and
-    whoever sent it must not send it again.  After ``leave`` the app answers 503, which a balancer takes elsewhere.
+    uvicorn closes its socket at once, and a request on its way would meet a reset.  After ``leave`` the app answers
+    503, which a balancer takes elsewhere.
     """
 
     def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:
@@ -252,17 +238,17 @@ class LeavingServer(uvicorn.Server):
         """Refuse, then close; a second Ctrl-C ends the refusing."""
         self._leave()
         if self.server_state.connections:
-            setattr(self.config.http_protocol_class, "leaving", True)  # noqa: B010  (a Connection: listening.py)
+            setattr(self.config.http_protocol_class, "leaving", True)  # noqa: B010  (a Connection)
             await self._refuse()
         await super().shutdown(sockets)
 
     async def _refuse(self) -> None:
         """Until no request was answered for ``LEAVING_S``, at most ``MOST_S``."""
-        clock = asyncio.get_running_loop().time
+        clock, state = asyncio.get_running_loop().time, self.server_state
         start = last = now = clock()
-        answered = self.server_state.total_requests
+        answered = state.total_requests
         while now - last < LEAVING_S and now - start < MOST_S and not self.force_exit:
             await asyncio.sleep(0.05)
             now = clock()
-            if self.server_state.total_requests != answered:
-                answered, last = self.server_state.total_requests, now
+            if state.total_requests != answered:
+                answered, last = state.total_requests, now

@@ -89,9 +89,9 @@ def _in_words(route: str, error: Any) -> str:
     if route not in _REQUESTS or path[-1:] != [str(error["loc"][-1])]:
         return "no such field"
     name, (model, outer, inner) = path[-1], _REQUESTS[route]
-    for own in (name, f"hallutracer_{name}") if len(path) == 1 else ():
-        if own in inner.model_fields:
-            return f'no such field here: put it into {outer}, {{"{outer}": {{"{own}": ...}}}}'
+    own = next((one for one in (name, f"hallutracer_{name}") if one in inner.model_fields), None)
+    if own is not None and len(path) == 1:
+        return f'no such field here: put it into {outer}, {{"{outer}": {{"{own}": ...}}}}'
     if path[:-1] not in ([], [outer]):
         return "no such field"
     known = list((inner if path[:-1] else model).model_fields)

@@ -49,10 +49,8 @@ class FeedbackResponse(Strict):
     label: Label
     standing: Standing = Field(description="new; repeated: you said so before; changed: your earlier label is history")
     conflict: bool = Field(description="another caller says otherwise")
-    drawn: bool = Field(
-        description="the service drew this answer at random when it gave it: only such labels are held against a "
-        "guarantee"
-    )
+    drawn: bool = Field(description="the service drew this answer at random when it gave it: only such labels are "
+                        "held against a guarantee")  # fmt: skip
     counts: bool = Field(description="whether a recalibration would use this answer's label as things stand")
     reason: str | None = Field(description="why it does not count")
 

@@ -71,11 +71,9 @@ router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
 
 
 @router.post(
-    LITELLM_ROUTE,
-    summary="Guardrail of LiteLLM's proxy, before a call",
-    response_model=GuardrailResponse,
+    LITELLM_ROUTE, summary="Guardrail of LiteLLM's proxy, before a call", response_model=GuardrailResponse,
     responses=FAILURES,
-)
+)  # fmt: skip
 async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, service: TheService) -> Response:
     """LiteLLM's generic guardrail API, mode pre_call: BLOCKED where the policy withholds the answer."""
     if body.input_type != "request":
@@ -106,11 +104,9 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
 
 
 @router.post(
-    CLASSIFY_ROUTE,
-    summary="Risk as a classifier's label, for routers",
+    CLASSIFY_ROUTE, summary="Risk as a classifier's label, for routers", responses=FAILURES,
     response_model=list[LabelScore] | list[list[LabelScore]],
-    responses=FAILURES,
-)
+)  # fmt: skip
 async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, service: TheService) -> Response:
     """The risk of each text as the probability of a label, after text-embeddings-inference; the caller decides."""
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
@@ -133,9 +129,9 @@ def _conversation(body: GuardrailRequest) -> list[dict[str, str]] | None:
         if getattr(body, name):
             raise _CannotRead(f"the call has {name}, from which no risk can be read")
     if body.structured_messages is None:
-        if not body.texts:
-            raise EmptyPrompt("give 'texts' or 'structured_messages'", param="texts")
-        return None
+        if body.texts:
+            return None
+        raise EmptyPrompt("give 'texts' or 'structured_messages'", param="texts")
     try:
         messages = [ChatMessage.model_validate(message) for message in body.structured_messages]
     except ValidationError as error:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from service.access.routes import RELOAD_ROUTE
 from service.api.auth import Admin, TheService, knows_caller
-from service.api.catalogue import BundleList, bundle_list
+from service.api.catalogue import BundleList, bundles
 from service.api.reply import errors
 from service.api.request_schema import Strict
 from service.errors import AuditUnavailable, NotFound, NotReady, ReloadFailed
@@ -35,11 +35,9 @@ NOT_READY = errors(_503="loading, loading failed, or shutting down; the message 
 
 @router.head("/health/live", include_in_schema=False)
 @router.get(
-    "/health/live",
-    summary="Is the process alive?",
-    response_model_exclude_none=True,
+    "/health/live", summary="Is the process alive?", response_model_exclude_none=True,
     responses=errors(_503="the process must be restarted"),
-)
+)  # fmt: skip
 async def live(service: TheService, request: Request) -> Status:
     """200 unless the process must be restarted."""
     with _reasons_for(service, request):
@@ -75,11 +73,9 @@ def _reasons_for(service: Service, request: Request) -> Iterator[None]:
 
 
 @router.get(
-    "/metrics",
-    summary="Prometheus metrics",
-    response_class=Response,
+    "/metrics", summary="Prometheus metrics", response_class=Response,
     responses=_TEXT | errors(_401="metrics are protected and no key was sent"),
-)
+)  # fmt: skip
 def metrics(service: TheService) -> Response:
     """Counters, histograms and gauges of this service."""
     service.metrics.ready(service.lifecycle.is_ready)
@@ -106,10 +102,7 @@ async def reload(service: TheService, who: Admin) -> BundleList:
         raise NotFound("this service cannot load its bundles again")
     keys, error = await service.reload(who)
     if keys is None and error is None:
-        return bundle_list(service)
-    bundles = f"not swapped, those that were loaded stay: {error}" if error is not None else "swapped"
-    message = f"keys: {keys or 'as their file says'}; bundles: {bundles}"
-    for kind in (NotReady, AuditUnavailable):  # what may be otherwise soon
-        if isinstance(error, kind):
-            raise kind(message)
-    raise ReloadFailed(message)
+        return await bundles(service)
+    swapped = "swapped" if error is None else f"not swapped, those that were loaded stay: {error}"
+    kind = next((one for one in (NotReady, AuditUnavailable) if isinstance(error, one)), ReloadFailed)
+    raise kind(f"keys: {keys or 'as their file says'}; bundles: {swapped}")

@@ -52,11 +52,8 @@ class RequestFrame:
         started, headers = time.perf_counter(), Headers(scope=scope)
         metrics, tracing, settings = self._service.metrics, self._service.tracing, self._service.settings
         given = headers.get("x-request-id", "")
-        record = RequestRecord(
-            request_id=given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}",
-            method=scope["method"],
-            path=scope["path"][:256],
-        )
+        id = given if _ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+        record = RequestRecord(request_id=id, method=scope["method"], path=scope["path"][:256])
         if tracing is not None and not record.routine:
             record.trace = tracing.request(headers, record.method)
         scope.setdefault("state", {})["record"] = record
@@ -96,14 +93,14 @@ class RequestFrame:
             seconds = time.perf_counter() - started
             if record.status is None or body.cut_off:  # the client left before an answer
                 record.status, record.code = ClientGone.status, ClientGone.code
+            status, code = record.status, record.code
             record.total_ms = seconds * 1e3
             record.write()
             if scoring:
-                metrics.request_ended(record.status, record.code, seconds)
+                metrics.request_ended(status, code, seconds)
             if record.trace is not None:
                 route = getattr(scope.get("route"), "path", None)
-                judgement, answers = record.judgement, record.answers
-                record.trace.end(record.request_id, route, record.status, record.code, judgement, answers)
+                record.trace.end(record.request_id, route, status, code, record.judgement, record.answers)
 
 
 class _Body:
@@ -138,6 +135,11 @@ MAX_CONTAINERS = 8192  # lists and objects of one body; more than the prompts an
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also one that does not end: linear in any body
 
 
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return parse(await self.body())
+
+
 class JsonRoute(APIRoute):
     """A route whose body is read by ``parse``."""
 
@@ -149,11 +151,6 @@ class JsonRoute(APIRoute):
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return handle_json
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        return parse(await self.body())
 
 
 def parse(body: bytes) -> Any:
@@ -204,9 +201,10 @@ class LoadShedder:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        caller = caller_of(HTTPConnection(scope), self._service).name
         if scope["path"] in PROMPT_ROUTES:
             try:
-                self._service.lifecycle.check_not_full(caller_of(HTTPConnection(scope), self._service).name)
+                self._service.lifecycle.check_not_full(caller)
             except Overloaded as full:
                 await respond(full, scope, receive, send)
                 return
@@ -217,7 +215,6 @@ class LoadShedder:
         if told and size <= FREE:
             await self.app(scope, receive, send)
             return
-        caller = caller_of(HTTPConnection(scope), self._service).name
         memory, parts, taken = self._memory, bytearray(), 0
 
         def take(size: int) -> None:
@@ -230,10 +227,7 @@ class LoadShedder:
                 taken += more
 
         async def whole() -> Message:
-            """The body in one message: Starlette would keep its parts in a list and join them, which takes more.
-
-            Its memory is taken before it is read, or as it comes where it does not say how long it is.
-            """
+            """Take the body's memory before it is read, or as it comes; in one message, since Starlette joins parts."""
             nonlocal parts
             take(size)
             while (message := await receive())["type"] == "http.request":

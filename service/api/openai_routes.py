@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import Field, create_model
 
 from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.api import reply as wire
 from service.api.auth import TheService
 from service.api.forwarding import Forwarder
 from service.api.middleware import JsonRoute
-from service.api.request_schema import OPENAI_TEMPERATURE, Arguments, ChatRequest, Kind, TextRequest
+from service.api.request_schema import OPENAI_TEMPERATURE, TEXT_MAX_TOKENS, Arguments, ChatRequest, Kind, TextRequest
 from service.api.score import answer, requested, while_connected
 from service.engines.base import Sampling
 from service.errors import RequestError
@@ -36,73 +36,44 @@ Chunks = AsyncGenerator[dict[str, Any], None]
 WITHHELD = "content_filter"
 
 
-class TokenDetails(BaseModel):
-    """Of the prompt's tokens."""
-
-    cached_tokens: int
-
-
-class OpenAIUsage(BaseModel):
-    """Token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: TokenDetails
-
-
-class AnswerMessage(BaseModel):
-    """A chat's answer."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None = None
-    refusal: str | None = Field(None, description="the policy's message, where the answer is withheld")
-
-
-class Choice(BaseModel):
-    """The answer to one prompt: ``message`` of a chat, ``text`` of a text completion."""
-
-    index: int
-    message: AnswerMessage | None = None
-    text: str | None = None
-    finish_reason: Literal["stop", "length", "content_filter"]
-    logprobs: None = None
-
-
-class OpenAIResponse(BaseModel):
-    """A whole answer."""
-
-    id: str
-    object: Literal["chat.completion", "text_completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: OpenAIUsage
-    hallutracer: dict[str, Any] = Field(description="bundle, policy, guarantee and data as /v1/risk/score answers them")
-
+# What the document says of an answer, which is made by ``_served``.
+_DETAILS = create_model("TokenDetails", __doc__="Of the prompt's tokens.", cached_tokens=int)
+_USAGE = create_model(
+    "OpenAIUsage", __doc__="Token counts.", prompt_tokens=int, completion_tokens=int, total_tokens=int,
+    prompt_tokens_details=_DETAILS,
+)  # fmt: skip
+_MESSAGE: Any = create_model(
+    "AnswerMessage", __doc__="A chat's answer.", role=(Literal["assistant"], "assistant"), content=(str | None, None),
+    refusal=(str | None, Field(None, description="the policy's message, where the answer is withheld")),
+)  # fmt: skip
+_CHOICE: Any = create_model(
+    "Choice", __doc__="The answer to one prompt: ``message`` of a chat, ``text`` of a text completion.", index=int,
+    message=(_MESSAGE | None, None), text=(str | None, None),
+    finish_reason=Literal["stop", "length", "content_filter"], logprobs=(None, None),
+)  # fmt: skip
+_RISKS = "bundle, policy, guarantee and data as /v1/risk/score answers them"
+_ANSWER = create_model(
+    "OpenAIResponse", __doc__="A whole answer.", id=str, object=Literal["chat.completion", "text_completion"],
+    created=int, model=str, choices=list[_CHOICE], usage=_USAGE,
+    hallutracer=(dict[str, Any], Field(description=_RISKS)),
+)  # fmt: skip
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
-_ANSWERED: dict[int | str, dict[str, Any]] = {
+_EVENTS = "chat.completion.chunk or text_completion objects, the first with the risk, or an error"
+RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "model": OpenAIResponse,
+        "model": _ANSWER, "headers": wire.HEADERS,
         "description": "the answer, or with 'stream' its chunks; of a withheld answer its refusal",
-        "headers": wire.HEADERS,
-        "content": {
-            "text/event-stream": {
-                "schema": wire.events_schema(
-                    "chat.completion.chunk or text_completion objects, the first with the risk, or an error"
-                )
-            }
-        },
+        "content": {"text/event-stream": {"schema": wire.events_schema(_EVENTS)}},
     }
-}
-RESPONSES = _ANSWERED | wire.FAILURES
+} | wire.FAILURES  # fmt: skip
 
 
 @router.post(CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES)
 async def chat(body: Annotated[ChatRequest, Body()], request: Request, service: TheService) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
-    return await _served("chat", CHAT_ROUTE, body, request, service, "messages", [body.conversation()])
+    conversation = [message.rendered() for message in body.messages]
+    return await _served("chat", CHAT_ROUTE, body, request, service, "messages", [conversation])
 
 
 @router.post(TEXT_ROUTE, summary="Text completion, as OpenAI's, with the risk", responses=RESPONSES)
@@ -114,16 +85,12 @@ async def text(body: Annotated[TextRequest, Body()], request: Request, service: 
 
 
 async def _served(
-    to: Route,
-    route: str,
-    body: ChatRequest | TextRequest,
-    request: Request,
-    service: Service,
-    kind: Kind,
+    to: Route, route: str, body: ChatRequest | TextRequest, request: Request, service: Service, kind: Kind,
     prompts: list[Any],
-) -> Response:
+) -> Response:  # fmt: skip
     deadline, settings = Deadline(service.settings.deadline_s), service.settings
-    chosen, limit = body.vllm_xargs or Arguments(), body.limit(settings.max_new_tokens)
+    chosen, most = body.vllm_xargs or Arguments(), settings.max_new_tokens
+    limit = body.length or (most if to == "chat" else min(TEXT_MAX_TOKENS, most))
     asked = requested(
         request, service, route, kind, prompts, "messages" if to == "chat" else "prompt", model=body.model,
         bundle=chosen.hallutracer_bundle, policy=chosen.hallutracer_policy, threshold=chosen.hallutracer_threshold,
@@ -133,22 +100,17 @@ async def _served(
         raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
     if policy.action is Action.FALLBACK and (len(prompts) != 1 or kind == "input_ids"):
         raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
-    if limit > settings.max_new_tokens:
-        raise RequestError(f"at most {settings.max_new_tokens} answer tokens here, not {limit}", param="max_tokens")
+    if limit > most:
+        raise RequestError(f"at most {most} answer tokens here, not {limit}", param="max_tokens")
     asked = replace(
         asked,
         sampling=Sampling(
-            limit,
-            OPENAI_TEMPERATURE if body.temperature is None else body.temperature,
-            1.0 if body.top_p is None else body.top_p,
-            body.seed,
-            body.stops(),
-            math.inf if body.names_length else deadline.nearly,
+            limit, OPENAI_TEMPERATURE if body.temperature is None else body.temperature,
+            1.0 if body.top_p is None else body.top_p, body.seed, body.stops(),
+            math.inf if body.length else deadline.nearly,
         ),
-        deadline=deadline,
-        stream=bool(body.stream),
-        retrieval_of=chosen.hallutracer_retrieval_of,
-    )
+        deadline=deadline, stream=bool(body.stream), retrieval_of=chosen.hallutracer_retrieval_of,
+    )  # fmt: skip
     reply = await answer(request, service, asked)
     forwarder: Forwarder = request.app.state.forwarder
     # The policy that judged: with a passage, a fetching policy has become one that abstains.
@@ -216,19 +178,18 @@ def _finish_reason(report: RiskReport) -> str:
     return "stop" if report.completion.finish_reason == "stop" else "length"
 
 
+def _choice(to: Route, index: int, report: RiskReport, in_content: bool) -> dict[str, Any]:
+    said = _refusal(report, in_content)
+    if report.completion is not None:
+        said = {"content": _annotation(report) + report.completion.text, "refusal": None}
+    own = {"text": said["content"] or ""} if to == "text" else {"message": {"role": "assistant", **said}}
+    return {"index": index, **own, "finish_reason": _finish_reason(report), "logprobs": None}
+
+
 def _refusal(report: RiskReport, in_content: bool) -> dict[str, Any]:
     """Return what a withheld answer's message holds; many clients show its ``content`` and drop its ``refusal``."""
     message = report.verdict.message
     return {"content": message if in_content else None, "refusal": message}
-
-
-def _choice(to: Route, index: int, report: RiskReport, in_content: bool) -> dict[str, Any]:
-    if report.completion is None:
-        said = _refusal(report, in_content)
-    else:
-        said = {"content": _annotation(report) + report.completion.text, "refusal": None}
-    own = {"text": said["content"] or ""} if to == "text" else {"message": {"role": "assistant", **said}}
-    return {"index": index, **own, "finish_reason": _finish_reason(report), "logprobs": None}
 
 
 async def _chunks(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema, create_model
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -64,18 +64,14 @@ class RiskOut(Strict):
     decision: Annotated[str, WithJsonSchema({"type": "string", "enum": [*map(str, Decision)], "title": "Decision"})]
     flagged: bool = Field(description="the risk applies and reached the threshold, whatever the policy's action")
     threshold: float
-    interval: list[Risk] | None = Field(
-        None,
-        min_length=2,
-        max_length=2,
-        description="where 95 % of refits on other training rows would put the risk; not where the truth lies",
-    )
+    # fmt: off
+    interval: list[Risk] | None = Field(None, min_length=2, max_length=2, description="where 95 % of refits on other "
+        "training rows would put the risk; not where the truth lies")
     outside_training: bool | None = Field(None, description="the prompt lies outside what training saw")
     distance: float | None = Field(None, description="of the prompt's logits to training's; outside from 1 on")
-    applies: bool | None = Field(
-        None,
-        description="false: the prompt asks for no fact, so the risk says nothing of it; null: the bundle cannot tell",
-    )
+    applies: bool | None = Field(None, description="false: the prompt asks for no fact, so the risk says nothing of "
+        "it; null: the bundle cannot tell")
+    # fmt: on
     asks: Risk | None = Field(None, description="the probability that the prompt asks for a fact")
     message: str | None = Field(None, description="to show instead of an answer; before it, if that is given")
     trajectory: list[float] | None = Field(None, description="truth logit of each layer")
@@ -116,19 +112,12 @@ class ScoreResponse(Strict):
     usage: Usage
 
 
-class ErrorBody(BaseModel):
-    """The cause and the remedy."""
-
-    message: str
-    type: Literal["invalid_request_error", "server_error"]
-    param: str | None
-    code: str
-
-
-class ErrorResponse(BaseModel):
-    """The error envelope."""
-
-    error: ErrorBody
+_ERROR = create_model(
+    "ErrorBody", __doc__="The cause and the remedy.",
+    message=str, type=Literal["invalid_request_error", "server_error"],
+    param=str | None, code=str,
+)  # fmt: skip
+_ERROR_RESPONSE = create_model("ErrorResponse", __doc__="The error envelope.", error=_ERROR)
 
 
 def events_schema(data: str) -> dict[str, Any]:
@@ -152,14 +141,14 @@ HEADERS: dict[str, Any] = {
         "x-hallutracer-decision": "if there is one prompt",
     }.items()
 }
-_RETRY = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
+_RETRY = {"headers": {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}}
 
 
 def errors(**descriptions: str) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI responses of the error envelope: ``errors(_404="no such bundle")``."""
     return {
-        int(status.removeprefix("_")): {"model": ErrorResponse, "description": description}
-        | ({"headers": _RETRY} if status in ("_429", "_503") else {})
+        int(status.removeprefix("_")): {"model": _ERROR_RESPONSE, "description": description}
+        | (_RETRY if status in ("_429", "_503") else {})
         for status, description in descriptions.items()
     }
 
@@ -216,12 +205,12 @@ def score_response(judgement: Judgement, include: Collection[Include] = ()) -> S
 
 def retrieval_out(judgement: Judgement) -> RetrievalOut | None:
     """Return what the passage changed; None where the request names no earlier one."""
-    if judgement.retrieval is None:
+    if (named := judgement.retrieval) is None:
         return None
-    of, first = judgement.retrieval.of, judgement.retrieval.first
-    if first is None or first.digest != judgement.digest:
-        return RetrievalOut(of=of, known=False, drop=None)
-    return RetrievalOut(of=of, known=True, risk_before=first.risk, drop=first.risk - judgement.reports[0].risk)
+    if (first := named.first) is None or first.digest != judgement.digest:
+        return RetrievalOut(of=named.of, known=False)
+    drop = first.risk - judgement.reports[0].risk
+    return RetrievalOut(of=named.of, known=True, risk_before=first.risk, drop=drop)
 
 
 def usage(reports: Sequence[RiskReport]) -> Usage:
@@ -236,33 +225,24 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
     """Return one prompt's place in ``data``."""
     verdict, known = report.verdict, report.uncertain
     return RiskOut(
-        index=index,
-        risk=report.risk,
-        depth_mean=report.depth_mean,
-        decision=verdict.decision.value,
-        flagged=verdict.flagged,
-        threshold=verdict.threshold,
-        interval=list(known.interval) if known.interval else None,
-        outside_training=known.outside,
-        distance=known.distance,
-        applies=report.context.said,
-        asks=report.context.asks,
-        message=verdict.message,
+        index=index, risk=report.risk, depth_mean=report.depth_mean, decision=verdict.decision.value,
+        flagged=verdict.flagged, threshold=verdict.threshold, message=verdict.message,
+        interval=list(known.interval) if known.interval else None, outside_training=known.outside,
+        distance=known.distance, applies=report.context.said, asks=report.context.asks,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
         completion=completion_out(report.completion),
-    )
+    )  # fmt: skip
 
 
 def risk_note(judgement: Judgement, risks: Sequence[RiskOut]) -> dict[str, Any]:
     """Return ``hallutracer`` of the responses of OpenAI's routes: ``risks`` with what applies to them all."""
     guarantee = guarantee_out(judgement.guarantee)
     return {
-        "bundle": bundle_ref(judgement.scorer).model_dump(),
-        "policy": judgement.policy.name,
+        "bundle": bundle_ref(judgement.scorer).model_dump(), "policy": judgement.policy.name,
         **({} if guarantee is None else {"guarantee": guarantee.model_dump()}),
         "data": [risk.model_dump(exclude_none=True) for risk in risks],
-    }
+    }  # fmt: skip
 
 
 def bundle_ref(scorer: Scorer) -> BundleRef:

@@ -78,45 +78,30 @@ class ScoreRequest(RequestModel):
 
     model_config = ConfigDict(json_schema_extra=RULES)
 
-    prompt: StrictStr | Texts | None = Field(
-        None,
-        description="a question or a list of them, rendered as the bundle's training prompts were "
-        "(its prompt_format: one chat turn, or plain text)",
-    )
+    # fmt: off
+    prompt: StrictStr | Texts | None = Field(None, description="a question or a list of them, rendered as the bundle's "
+        "training prompts were (its prompt_format: one chat turn, or plain text)")
     messages: Annotated[list[Message], Field(fail_fast=True, max_length=1024)] | None = Field(
-        None, description="one conversation; goes through the chat template with its generation prompt"
-    )
+        None, description="one conversation; goes through the chat template with its generation prompt")
     input_ids: Ids | Batches | None = Field(None, description="token ids ending at the answer onset")
     model: StrictStr | None = Field(None, description="must be the loaded model")
-    bundle: StrictStr | None = Field(
-        None,
-        description="name, name@alias or name:version of a loaded bundle, with @sha256:DIGEST to pin it; under a "
-        "policy that withholds, another than the service's first needs --callers-may bundle",
-    )
-    threshold: Risk | None = Field(
-        None,
-        strict=True,
-        description="flag at or above this risk; default: the policy's, else the service's, else the bundle's.  Under "
-        "a policy that withholds, a higher one than the service's needs --callers-may threshold",
-    )
-    policy: StrictStr | None = Field(
-        None,
-        description="observe, gate, block or a policy of this service; default: the service's own.  Where that "
-        "withholds, observe needs --callers-may policy",
-    )
-    retrieval_of: StrictStr | None = Field(
-        None,
-        max_length=256,
-        description="id of the answer whose decision was retrieve: this is the same question with a passage",
-    )
+    bundle: StrictStr | None = Field(None, description="name, name@alias or name:version of a loaded bundle, with "
+        "@sha256:DIGEST to pin it; under a policy that withholds, another than the service's first needs --callers-may "
+        "bundle")
+    threshold: Risk | None = Field(None, strict=True, description="flag at or above this risk; default: the policy's, "
+        "else the service's, else the bundle's.  Under a policy that withholds, a higher one than the service's needs "
+        "--callers-may threshold")
+    policy: StrictStr | None = Field(None, description="observe, gate, block or a policy of this service; default: the "
+        "service's own.  Where that withholds, observe needs --callers-may policy")
+    retrieval_of: StrictStr | None = Field(None, max_length=256, description="id of the answer whose decision was "
+        "retrieve: this is the same question with a passage")
     include: list[Include] = Field(default_factory=list, max_length=2)
     generate: Generate | None = Field(None, description="also decode the answer, if the decision is continue")
     stream: StrictBool = Field(
-        False, description="server-sent events: the risk first, then the answer; needs 'generate' and one prompt"
-    )
+        False, description="server-sent events: the risk first, then the answer; needs 'generate' and one prompt")
     deadline_ms: StrictInt | None = Field(
-        None, ge=1, description="give up with 504 after this many milliseconds; default and maximum: the service's own"
-    )
+        None, ge=1, description="give up with 504 after this many milliseconds; default and maximum: the service's own")
+    # fmt: on
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreRequest:
@@ -244,18 +229,12 @@ class OpenAIRequest(RequestModel):
         """Drop what is ignored, and refuse what would change the answer."""
         if not isinstance(data, dict):
             return data
-        kept = {}
+        dropped = (NEUTRAL.keys() | IGNORED) - cls.model_fields.keys()
         for name, value in data.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name in NEUTRAL:
-                allowed = NEUTRAL[name]
-                if value is not None and value not in allowed:
-                    than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
-                    raise ValueError(f"{name!r} is not supported here{than}; leave it out")
-            elif name not in IGNORED:
-                kept[name] = value  # refused by its name
-        return kept
+            if name in dropped and value is not None and value not in (allowed := NEUTRAL.get(name, (value,))):
+                than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
+                raise ValueError(f"{name!r} is not supported here{than}; leave it out")
+        return {name: value for name, value in data.items() if name not in dropped}
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> OpenAIRequest:
@@ -266,11 +245,6 @@ class OpenAIRequest(RequestModel):
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def names_length(self) -> bool:
-        """Return whether it says how long an answer may be."""
-        return self.max_tokens is not None
 
     @property
     def with_usage(self) -> bool:
@@ -285,17 +259,9 @@ class ChatRequest(OpenAIRequest):
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
 
     @property
-    def names_length(self) -> bool:
-        """Return whether it says how long an answer may be."""
-        return self.max_completion_tokens is not None or super().names_length
-
-    def limit(self, most: int) -> int:
-        """Return how many answer tokens at most; ``most`` where the request names none."""
-        return self.max_completion_tokens or self.max_tokens or most
-
-    def conversation(self) -> list[dict[str, str]]:
-        """Return the messages for the chat template."""
-        return [message.rendered() for message in self.messages]
+    def length(self) -> int | None:
+        """Return how long an answer may be; None where the request does not say."""
+        return self.max_completion_tokens or self.max_tokens
 
 
 class TextRequest(OpenAIRequest):
@@ -303,9 +269,10 @@ class TextRequest(OpenAIRequest):
 
     prompt: StrictStr | Texts | Ids | Batches
 
-    def limit(self, most: int) -> int:
-        """Return how many answer tokens at most."""
-        return self.max_tokens or min(TEXT_MAX_TOKENS, most)
+    @property
+    def length(self) -> int | None:
+        """Return how long an answer may be; None where the request does not say."""
+        return self.max_tokens
 
     def prompts(self) -> list[Any]:
         """Return texts, or lists of token ids."""

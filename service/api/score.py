@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
@@ -115,8 +114,8 @@ def _beginning(kind: Kind, prompt: Any) -> str:
     """Return a conversation up to its first user message; any other prompt whole."""
     if kind != "messages":
         return json.dumps({kind: prompt})
-    before = list(takewhile(lambda message: message.get("role") != "user", prompt))
-    return json.dumps(prompt[: len(before) + 1])
+    first = next((place for place, one in enumerate(prompt) if one.get("role") == "user"), len(prompt))
+    return json.dumps(prompt[: first + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +153,10 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
         policy = untemplated(asked.scorer, policy)
     # Before any work is spent on what would be refused.
     handle = service.lifecycle.dispatcher.admit(
-        len(asked.prompts),
-        asked.scorer,
-        policy,
-        caller=asked.caller.name,
-        sampling=asked.sampling,
-        deadline=asked.deadline or Deadline(service.settings.deadline_s),
-        streams=asked.stream,
+        len(asked.prompts), asked.scorer, policy, caller=asked.caller.name, sampling=asked.sampling,
+        deadline=asked.deadline or Deadline(service.settings.deadline_s), streams=asked.stream,
         shadows=service.catalogue.rollout.watching(asked.scorer),
-    )
+    )  # fmt: skip
     created, record, named = int(time.time()), record_of(request), asked.retrieval_of
     retrieval = None if named is None else service.retrievals.recall(asked.caller.name, named)
     monitor = service.catalogue.monitors.get(asked.scorer.bundle.reference)
@@ -173,33 +167,22 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
         shapes = guarantee.shape_violations(asked.scorer.bundle.manifest, [one.shape for one in prompts])
         jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
         return Judgement(
-            scorer=asked.scorer,
-            policy=policy,
+            scorer=asked.scorer, policy=policy, request_id=record.request_id, created=created,
             prompts=tuple(
                 JudgedPrompt(
-                    index,
-                    replace(job.report, completion=None) if asked.stream else job.report,
-                    token_ids=job.token_ids,
-                    timings=job.timings,
-                    submitted_ns=job.submitted_ns,
-                    shape=one.shape,
+                    index, replace(job.report, completion=None) if asked.stream else job.report,
+                    token_ids=job.token_ids, timings=job.timings, submitted_ns=job.submitted_ns, shape=one.shape,
                     stored=one.stored,
                 )
                 for index, (job, one) in jobs
                 if job.report is not None
             ),
             unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
-            request_id=record.request_id,
-            created=created,
-            route=canonical(record.path),
-            caller=asked.caller,
-            who=who_of(request),
-            sampling=asked.sampling,
-            streams=asked.stream,
+            route=canonical(record.path), caller=asked.caller, who=who_of(request), sampling=asked.sampling,
+            streams=asked.stream, monitor=monitor, bundle_violations=() if monitor is None else monitor.reasons,
             request_violations=(*asked.violations, *guarantee.decoding_violations(asked.sampling), *shapes),
-            monitor=monitor,
             retrieval=retrieval,
-        )
+        )  # fmt: skip
 
     judged: Judgement | None = None
     try:
@@ -245,25 +228,22 @@ async def while_connected(request: Request) -> AsyncIterator[None]:
 
 router = APIRouter(tags=["risk"], route_class=JsonRoute)
 
-SCORED: dict[int | str, dict[str, Any]] = {
+_EVENTS = wire.events_schema("first one risk.list, then completion.chunk objects or an error")
+RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "model": wire.ScoreResponse,
+        "model": wire.ScoreResponse, "headers": wire.HEADERS,
         "description": "the risks, or with 'stream' the events: the risk first, then the answer",
-        "headers": wire.HEADERS,
         "content": {
             "application/json": {"example": EXAMPLES["risk"]},
-            "text/event-stream": {
-                "schema": wire.events_schema("first one risk.list, then completion.chunk objects or an error"),
-                "example": EXAMPLES["stream"],
-            },
+            "text/event-stream": {"schema": _EVENTS, "example": EXAMPLES["stream"]},
         },
     }
-}
+} | wire.FAILURES  # fmt: skip
 SUMMARY = "Risk of each prompt before it is answered, and the answer if the policy lets it"
 
 
-@router.post(SCORE_ROUTES[0], summary=SUMMARY, responses=SCORED | wire.FAILURES)
-@router.post(SCORE_ROUTES[1], summary=SUMMARY, responses=SCORED | wire.FAILURES)
+@router.post(SCORE_ROUTES[0], summary=SUMMARY, responses=RESPONSES)
+@router.post(SCORE_ROUTES[1], summary=SUMMARY, responses=RESPONSES)
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES["score"])], request: Request, service: TheService
 ) -> Response:
@@ -280,13 +260,8 @@ async def score(
         sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed, tuple(wanted.stop))
     if deadline_ms is not None and deadline_ms > most:
         raise RequestError(f"deadline_ms is at most {most:g} here", param="deadline_ms")
-    asked = replace(
-        asked,
-        sampling=sampling,
-        stream=body.stream,
-        deadline=None if deadline_ms is None else Deadline(deadline_ms / 1e3),
-        retrieval_of=body.retrieval_of,
-    )
+    deadline = None if deadline_ms is None else Deadline(deadline_ms / 1e3)
+    asked = replace(asked, sampling=sampling, stream=body.stream, deadline=deadline, retrieval_of=body.retrieval_of)
     reply = await answer(request, service, asked)
     first = wire.score_response(reply.judgement, body.include).model_dump_json(exclude_none=True)
     if body.stream:

@@ -62,9 +62,8 @@ class Coverage:
     hallucinated: Annotated[Share, _says("share of the rows: what is wrong where everything is answered")]
     gates: Annotated[tuple[CoverageGate, ...], _says("at the thresholds 0, 0.01 ... 1; may be empty")]
     own: Annotated[CoverageGate | None, _says("measured at the bundle's own threshold, by cross-validation")]
-    tenths: Annotated[
-        tuple[Tenth, ...], _says("lowest risks first; empty where the rows' risks were not kept, or are too few")
-    ]
+    tenths: Annotated[tuple[Tenth, ...], _says(
+        "lowest risks first; empty where the rows' risks were not kept, or are too few")]  # fmt: skip
 
 
 def coverage(bundle: Bundle) -> Coverage:
@@ -116,9 +115,8 @@ def _own_gate(manifest: Manifest, evaluation: dict[str, Any]) -> CoverageGate | 
         moved = evaluation.get("recalibrations")
         found = moved[-1]["at_threshold"]["after"] if moved else evaluation["cross_validation"]["at_threshold"]
         answered, wrong = float(found["answered"]), float(found["wrong_among_answered"])
-        return CoverageGate(
-            manifest.threshold, answered, wrong if answered > 0 else None, float(found["right_withheld"])
-        )
+        among = wrong if answered > 0 else None
+        return CoverageGate(manifest.threshold, answered, among, float(found["right_withheld"]))
     except _UNREADABLE:
         return None
 

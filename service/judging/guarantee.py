@@ -135,12 +135,8 @@ def chat_violations(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:
     """Return which shapes no row of the calibration had, or are not known; nothing of a bundle that names none."""
     known = manifest.guarantee_shapes
-    others = dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
-    return tuple(
-        f"conversation: {shape}; the calibration had none like it"
-        for shape in others
-        if known is not None and shape not in known
-    )
+    found = [] if known is None else dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
+    return tuple(f"conversation: {one}; the calibration had none like it" for one in found if one not in (known or ()))
 
 
 def decoding_violations(sampling: Sampling | None) -> tuple[str, ...]:

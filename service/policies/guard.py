@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -43,12 +42,7 @@ class Action(StrEnum):
     ANNOTATE = "annotate", Decision.CONTINUE, 1, "Caution: this answer may be wrong (risk {risk})."
     ABSTAIN = "abstain", Decision.ABSTAIN, 3, ""
     BLOCK = "block", Decision.BLOCK, 3
-    RETRIEVE = (
-        "retrieve",
-        Decision.RETRIEVE,
-        3,
-        "I cannot tell this from memory. Fetch a passage about it and ask again.",
-    )
+    RETRIEVE = "retrieve", Decision.RETRIEVE, 3, _FETCH
     FALLBACK = "fallback", Decision.FALLBACK, 2  # an answer is given, from elsewhere
 
     @property
@@ -135,7 +129,7 @@ class Verdict:
 
 def check_threshold(threshold: float) -> float:
     """Return a threshold on a probability.  Raises RequestError unless 0 <= threshold <= 1 (a NaN is neither)."""
-    if not (math.isfinite(threshold) and 0.0 <= threshold <= 1.0):
+    if not 0.0 <= threshold <= 1.0:
         raise RequestError(f"threshold must lie in [0, 1], not {threshold}", param="threshold")
     return threshold
 
@@ -143,10 +137,9 @@ def check_threshold(threshold: float) -> float:
 def judge(
     risk: float, policy: Policy, default_threshold: float, *, outside: bool = False, applies: bool = True
 ) -> Verdict:
-    """Flag risks >= threshold: threshold 0 flags every prompt, and a risk of 1 is flagged at every threshold.
+    """Flag risks >= threshold: 0 flags every prompt, and a risk of 1 is flagged at every threshold.
 
-    A prompt to which the risk does not apply, since it asks for no fact, is not flagged unless the policy wants it so.
-
+    ``applies``: false of a prompt that asks for no fact, which is not flagged unless the policy wants it so.
     ``default_threshold``, the bundle's, applies if the policy has none.  ``outside``: the prompt is, or may be, outside
     what training saw, and the policy treats such prompts as flagged ones (``Scorer.withholds_outside``).
     """

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,7 +19,6 @@ from service.settings import DEFAULT_MESSAGE
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 Text = Annotated[str, Field(pattern=r"\S")]
-Table = TypeVar("Table", bound=BaseModel)
 
 
 def built_in(message: str = DEFAULT_MESSAGE) -> dict[str, Policy]:
@@ -68,10 +67,7 @@ def load_policies(path: Path | None, message: str, default: str) -> Policies:
 
 
 def read_policies(path: Path, message: str = DEFAULT_MESSAGE) -> Policies:
-    """Return the built-in policies and the file's; a table of a built-in name replaces it.
-
-    Raises HalluTracerError naming the file, the table and the key at fault.
-    """
+    """Return the built-in policies and the file's, which may replace them.  Raises HalluTracerError."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -108,11 +104,10 @@ class PolicyTable(BaseModel):
         for field in ("withhold_outside", "withhold_no_fact"):
             if getattr(self, field) and not self.action.withholds:
                 raise ValueError(f"{field} must be false with action {self.action.value!r}")
-        given = sorted(field for field in self.model_fields_set if field.startswith("upstream"))
-        if self.action is not Action.FALLBACK:
-            if given:
-                raise ValueError(f"only action fallback has {given[0]}; remove it or change the action")
-        elif missing := {"upstream", "upstream_model"} - set(given):
+        given = {field for field in self.model_fields_set if field.startswith("upstream")}
+        if given and self.action is not Action.FALLBACK:
+            raise ValueError(f"only action fallback has {min(given)}; remove it or change the action")
+        if self.action is Action.FALLBACK and (missing := {"upstream", "upstream_model"} - given):
             raise ValueError(f"action 'fallback' needs {min(missing)}")
         return self
 
@@ -133,15 +128,11 @@ class PolicyTable(BaseModel):
         return found
 
 
-def _read(model: type[Table], where: str, table: Any) -> Table:
-    try:
-        return model.model_validate(table)
-    except ValidationError as error:
-        raise HalluTracerError(f"{where}: {first_problem(error, model)}") from None
-
-
 def _rule(where: str, table: Any, named: Mapping[str, Policy]) -> Rule:
-    rule = _read(Rule, where, table)
+    try:
+        rule = Rule.model_validate(table)
+    except ValidationError as error:
+        raise HalluTracerError(f"{where}: {first_problem(error, Rule)}") from None
     for field, value, known in (("policy", rule.policy, sorted(named)), ("route", rule.route, PROMPT_ROUTES)):
         if value is not None and value not in known:
             raise HalluTracerError(f"{where}: {field} must be one of {', '.join(known)}, not {value!r}")
@@ -154,9 +145,11 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
         raise HalluTracerError(f"{where}: a name has lower-case letters, digits, '.', '_' and '-', at most 64")
     if not isinstance(table, dict):
         raise HalluTracerError(f"{path}: {name!r} is outside a table; write [policy-name] above it")
-    found = _read(PolicyTable, where, table)
     try:
+        found = PolicyTable.model_validate(table)
         upstream = found.sent_to()
+    except ValidationError as error:
+        raise HalluTracerError(f"{where}: {first_problem(error, PolicyTable)}") from None
     except HalluTracerError as error:
         raise HalluTracerError(f"{where}: {error}") from None
     says = (found.message or found.action.message or message) if found.action.says else None

@@ -123,13 +123,14 @@ def test_what_cannot_be_read_names_its_field(client: Client) -> None:
     assert client.say(id).json()["standing"] == "new"  # none of it was stored
 
 
-@pytest.mark.parametrize("decision", ["abstain", "block", "retrieve"])
-def test_a_label_of_an_answer_that_was_not_given_does_not_count(tmp_path: Path, decision: str) -> None:
-    policy = Policy("mine", Action(decision), 0.0, None if decision == "block" else "No.")
-    with keeping(tmp_path, policies={"mine": policy}, policy="mine") as client:
-        found = client.say(client.ask(prompt="why", generate={})["id"], "hallucinated").json()
-        assert (found["counts"], f"the decision was {decision}" in found["reason"]) == (False, True)
-        assert client.service.metric("hallutracer_feedback_labels_total") == 1
+def test_a_label_of_an_answer_that_was_not_given_does_not_count(tmp_path: Path) -> None:
+    decisions = ("abstain", "block", "retrieve")
+    policies = {one: Policy(one, Action(one), 0.0, None if one == "block" else "No.") for one in decisions}
+    with keeping(tmp_path, policies=policies) as client:
+        for decision in decisions:
+            found = client.say(client.ask(prompt="why", policy=decision)["id"], "hallucinated").json()
+            assert (found["counts"], f"the decision was {decision}" in found["reason"]) == (False, True)
+        assert client.service.metric("hallutracer_feedback_labels_total") == 3
         assert client.service.metric("hallutracer_feedback_agreement_total") == 0
 
 

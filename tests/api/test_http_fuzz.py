@@ -1,8 +1,7 @@
 """Bytes that no client sends, on raw sockets against the server as it is served; thousands of them in the long run.
 
-Every answer must be HTTP with a status that the documentation knows, none of them a 5xx; no request that was hidden in
-another is answered; the service stays alive, gives the same risk as before, lets its connections go, and its memory
-stays within bounds.
+Every answer must be HTTP with a documented status and no 5xx; no request that was hidden in another is answered; the
+service gives the same risk as before, lets its connections go, and its memory stays within bounds.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import random
 import re
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -301,35 +301,14 @@ LOST = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (b"HTTP/1.1 500 Oops\r\ncontent-length: 0\r\n\r\n", "status 500"),
-        (b"hello", "no response"),
-        (OK + OK + OK + OK, "the hidden request was answered"),
-        (LOST, "the hidden request was answered"),
-        (OK * 600, "answers to"),
-        (b"HTTP/1.1 200 OK\r\nx y: z\r\n\r\n", "no response"),
+        (b"HTTP/1.1 500 Oops\r\ncontent-length: 0\r\n\r\n", "status 500"), (b"hello", "no response"),
+        (OK * 4, "the hidden request was answered"), (LOST, "the hidden request was answered"),
+        (OK * 600, "answers to"), (b"HTTP/1.1 200 OK\r\nx y: z\r\n\r\n", "no response"),
     ],
-    ids=["a 5xx", "no HTTP", "two answers", "a 404", "more answers than requests", "a broken head"],
-)
-def test_the_fuzzer_would_tell(reply: bytes, said: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-
-        def serve() -> None:
-            """The same to everything, until the listener is closed."""
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                    with connection:
-                        connection.settimeout(1)
-                        connection.recv(1 << 20)
-                        connection.sendall(reply)
-                except OSError:
-                    if listener.fileno() < 0:
-                        return
-
-        pool.submit(serve)
-        tally = attack(listener.getsockname()[1], 60, seed=3, clients=2)
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+)  # fmt: skip
+def test_the_fuzzer_would_tell(monkeypatch: pytest.MonkeyPatch, reply: bytes, said: str) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "exchange", lambda *_, **__: reply)
+    tally = attack(0, 60, seed=3, clients=1)
     assert any(said in fault for fault in tally.faults), tally.faults[:3]
 
 
@@ -346,13 +325,3 @@ def test_what_follows_a_request_in_a_later_packet_is_refused_and_no_answer_to_it
     found = list(responses(answer))
     assert [status for status, _ in found] == [200, 400]
     assert answers_to_requests(found) == found[:1]
-
-
-def test_only_the_last_refusal_is_no_answer_and_responses_are_read_one_after_the_other() -> None:
-    refusal = (400, b'{"error": {"code": "invalid_http"}}')
-    for found in ([refusal], [refusal, (200, b"{}")], [(200, b"{}"), (400, b'{"error": {"code": "invalid_json"}}')]):
-        assert answers_to_requests(found) == found
-    assert answers_to_requests([refusal, refusal]) == [refusal]
-    assert list(responses(OK + LOST + OK)) == [(200, b"{}"), (404, b""), (200, b"{}")]
-    assert list(responses(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)) == [(200, b"{}")]
-    assert list(responses(OK[:-1])) == []

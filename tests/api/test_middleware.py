@@ -135,6 +135,8 @@ def test_four_hundred_unfinished_bodies_hold_the_memory_of_sixteen() -> None:
             (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{service.process.pid}/status").read_text())
             return int(line) / 1024
 
+        foreign = httpx.get(f"{service.url}/health", headers={"host": "evil.example"})
+        assert foreign.status_code == 421  # the command knows the service's names
         assert [score(port, key, 2 * MIB) for key in KEYS] == [200, 200]
         before = highest()
         clients = [Client(port, 4 * MIB) for _ in range(400)]

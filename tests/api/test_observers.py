@@ -131,26 +131,18 @@ def test_a_new_metric_is_a_series_and_an_observer(tmp_path: Path, monkeypatch: p
 
 def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> None:
     question = {"role": "user", "content": "What is the capital of Nauru?"}
-    answered = [question, {"role": "assistant", "content": "Yaren."}] * 2
+    turns = [question, {"role": "assistant", "content": "Yaren."}] * 2 + [question]
     beside = "Documents:\nYaren is a district of Nauru.\n\n" + question["content"]
-    parts = [{"type": "text", "text": "Background: Yaren is in Nauru. "}, {"type": "text", "text": question["content"]}]
-    system = {"role": "developer", "content": "Be brief."}
     chat, texts = {"model": "scripted", "max_tokens": 2}, {"input_type": "request", "texts": [beside]}
     with client(tmp_path, policy="observe") as opened:
         for path, body in (
             ("/score", {"prompt": [question["content"], beside], "policy": "gate", "threshold": 0}),
-            ("/score", {"prompt": question["content"], "generate": {"max_tokens": 2}, "stream": True}),
-            ("/score", {"messages": [*answered, question]}),
-            ("/score", {"input_ids": [[1, 2], [3]]}),
-            (CHAT_ROUTE, chat | {"messages": [system, *answered, {"role": "user", "content": parts}]}),
-            (TEXT_ROUTE, chat | {"prompt": beside}),
-            (CLASSIFY_ROUTE, {"inputs": question["content"]}),
-            (LITELLM_ROUTE, texts),
-            (LITELLM_ROUTE, texts | {"structured_messages": [question]}),
-        ):
+            ("/score", {"messages": turns}), ("/score", {"input_ids": [[1, 2], [3]]}),
+            (CHAT_ROUTE, chat | {"messages": [{"role": "developer", "content": "Be brief."}, question]}),
+            (TEXT_ROUTE, chat | {"prompt": beside}), (CLASSIFY_ROUTE, {"inputs": question["content"]}),
+            (LITELLM_ROUTE, texts), (LITELLM_ROUTE, texts | {"structured_messages": [question]}),
+        ):  # fmt: skip
             assert opened.post(path, json=body).status_code == 200, path
-        for messages in ([], [question | {"content": None}]):
-            assert opened.post("/score", json={"messages": messages}).status_code == 422
         (scorer,) = opened.app.state.service.catalogue.scorers  # type: ignore[attr-defined]
         scorer.prompt_format = "text"  # a prompt of such a bundle may hold a whole conversation
         opened.post("/score", json={"prompt": beside})
@@ -165,7 +157,7 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
         for name in ("risk_by_conversation_count", "gated_by_conversation_total")
     )
     assert asked == {
-        ("0", "no", "no"): 4, ("0", "yes", "no"): 2, ("2-4", "no", "no"): 1, ("2-4", "yes", "yes"): 1,
+        ("0", "no", "no"): 3, ("0", "yes", "no"): 2, ("2-4", "no", "no"): 1, ("0", "no", "yes"): 1,
         ("unknown", "unknown", "unknown"): 4,  # token ids, and texts that go through no template
     }  # fmt: skip
     assert gated == {("0", "no", "no"): 1, ("0", "yes", "no"): 1}
@@ -220,24 +212,17 @@ def test_every_route_that_decides_is_audited_and_no_prompt_is(tmp_path: Path) ->
             assert line["route"] == ("/v1/risk/score" if path == "/score" else path)
             assert (line["model"], line["policy"], line["threshold"]) == ("scripted", "gate", 0.5)
             assert (prompt["index"], prompt["decision"] == "abstain") == (0, prompt["flagged"])
-            assert 0 < prompt["risk"] < 1
+            if path == "/score" and "stream" not in body:
+                (told,) = answer.json()["data"]
+                assert {name: prompt[name] for name in ("decision", "flagged")} == {
+                    name: told[name] for name in ("decision", "flagged")
+                }
+                assert prompt["risk"] == pytest.approx(told["risk"], abs=1e-6)
             assert app.client.post(path, json=body).status_code == 401
     text = (tmp_path / "audit.jsonl").read_text()
     assert not any(secret in text for secret in ("patient", "sesame", "It is"))
     assert lines(tmp_path)[-1]["event"] == "service.stop"
     assert verify([tmp_path / "audit.jsonl"]).problems == []
-
-
-def test_the_line_says_what_the_answer_says(tmp_path: Path) -> None:
-    with audited(tmp_path) as app:
-        body = {"prompt": ["a", "b", "c"], "policy": "observe", "threshold": 0.4}
-        answer = app.client.post("/score", json=body).json()
-    [line] = lines(tmp_path, "decision")
-    assert answer["id"] == f"risk-{line['request_id']}"
-    assert (line["policy"], line["threshold"], line["key"]) == ("observe", 0.4, None)
-    for told, kept in zip(answer["data"], line["prompts"], strict=True):
-        assert told["risk"] == pytest.approx(kept["risk"], abs=1e-6)
-        assert all(told[name] == kept[name] for name in ("index", "decision", "flagged"))
 
 
 def test_what_a_client_sends_stays_within_its_line(tmp_path: Path) -> None:

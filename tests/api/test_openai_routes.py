@@ -24,9 +24,9 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def service(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("service"), request.param, policies=POLICIES) as service:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("service"), policies=POLICIES) as service:
         yield service
 
 
@@ -223,8 +223,7 @@ def test_a_model_answers_to_the_names_that_it_is_given(tmp_path: Path, names: tu
         assert [model.id for model in client.models.list()] == ["scripted", *(name for name in names if name != "*")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("kind", "stream"), zip(KINDS, (False, True), strict=True))
 def test_an_answer_without_a_length_ends_before_the_deadline_and_a_reader_that_leaves_ends_it(
     tmp_path: Path, kind: str, stream: bool
 ) -> None:
@@ -291,9 +290,7 @@ def test_a_guarded_call_chooses_policy_and_bundle(app: App, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "given",
     [
-        {"structured_messages": ASKED, "images": ["data:image/png;base64,AA"]},
-        {"structured_messages": ASKED, "tools": [{"type": "function"}]},
-        {"structured_messages": ASKED, "tool_calls": [{"id": "a"}]},
+        *({"structured_messages": ASKED, name: [{"id": "a"}]} for name in ("images", "tools", "tool_calls")),
         {"structured_messages": [{"role": "tool", "content": "12", "tool_call_id": "a"}]},
         {"structured_messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
         {"structured_messages": [{"role": "user", "content": None}]},

@@ -27,7 +27,6 @@ from tests.engine_kinds import KINDS
 from tests.matching import Held
 from tests.running import App, Running, running, until
 
-both_kinds = pytest.mark.parametrize("kind", KINDS)
 ALIASES = {"two": {"canary": 1}}
 
 
@@ -79,23 +78,24 @@ def idle(service: Running) -> bool:
 # --- what is answered ---
 
 
-def test_one_prompt(service: Running) -> None:
+def test_one_prompt(app: App) -> None:
     question = "What is the capital of France?"
-    response = service.post(prompt=question)
+    response = app.client.post("/score", json={"prompt": question}, headers={"X-Request-Id": "abc-1"})
     body = response.json()
-    assert (response.status_code, body["object"]) == (200, "risk.list")
-    assert body["bundle"] == {"name": "one", "version": 1, "digest": service.bundles[0].manifest.digest}
+    assert (response.headers["x-request-id"], body["id"], body["object"]) == ("abc-1", "risk-abc-1", "risk.list")
+    assert body["bundle"] == {"name": "one", "version": 1, "digest": app.bundles[0].manifest.digest}
     (row,) = body["data"]
     assert set(row) == {"index", "risk", "depth_mean", "decision", "flagged", "threshold", "outside_training",
                         "distance"}  # fmt: skip
-    assert 0 <= row["risk"] <= 1
     assert row["decision"] == ("abstain" if row["risk"] >= row["threshold"] else "continue")
-    tokens = len(service.engine.render_chat([{"role": "user", "content": question}]))
+    tokens = len(app.engine.render_chat([{"role": "user", "content": question}]))
     assert body["usage"] == {"prompt_tokens": tokens, "cached_tokens": 0, "completion_tokens": 0,
                              "total_tokens": tokens}  # fmt: skip
     assert float(response.headers["x-hallutracer-risk"]) == pytest.approx(row["risk"], abs=1e-6)
     assert response.headers["x-hallutracer-decision"] == row["decision"]
     assert all(float(response.headers[f"x-{name}-time"]) >= 0 for name in ("queue", "inference", "total"))
+    made = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
+    assert len(made.headers["x-request-id"]) == 32
 
 
 def test_lists_messages_and_ids_agree_with_single_prompts_on_both_routes(app: App) -> None:
@@ -142,31 +142,29 @@ def test_the_operators_reference_names_what_was_loaded(tmp_path: Path) -> None:
 def test_policies_and_whose_threshold_counts(tmp_path: Path) -> None:
     support = Policy("support", Action.ABSTAIN, threshold=0.0, message="Ask Ada.")
     with App(tmp_path, policies={"support": support}, policy="support", threshold=1.0).started() as app:
-        names = ("policy", "decision", "threshold", "flagged", "message")
         for choice, expected in (
             ({}, ("support", "abstain", 0.0, True, "Ask Ada.")),
             ({"policy": "gate"}, ("gate", "continue", 1.0, False, None)),  # the service's: the policy names none
             ({"policy": "gate", "threshold": 0.0}, ("gate", "abstain", 0.0, True, "I am not sure.")),
             ({"policy": "observe", "threshold": 0.0}, ("observe", "continue", 0.0, True, None)),
-            ({"policy": "block", "threshold": 0.0}, ("block", "block", 0.0, True, None)),
         ):
-            found = score(app, prompt="a", generate={}, **choice)
+            found = score(app, prompt="a", **choice)
             row = found | found["data"][0]
-            assert tuple(row.get(name) for name in names) == expected
-            assert row.get("completion", {}).get("text") == ("It is so." if row["decision"] == "continue" else None)
-        assert score(app, 404, prompt="a", policy="none")["error"]["param"] == "policy"
+            assert (
+                tuple(row.get(name) for name in ("policy", "decision", "threshold", "flagged", "message")) == expected
+            )
         assert app.client.get("/v1/bundles").json()["policies"] == ["support", "block", "gate", "observe"]
 
 
-def test_generate_goes_on_only_below_the_threshold(service: Running) -> None:
-    for policy, message in (("gate", "I am not sure."), ("block", None)):
+def test_generate_goes_on_only_below_the_threshold(app: App) -> None:
+    decoded = app.engine.counters.decode_steps
+    for policy, decision, message in (("gate", "abstain", "I am not sure."), ("block", "block", None)):
         withheld = {"prompt": "b", "threshold": 0, "generate": {}, "policy": policy}
-        (only,) = events(service.post(**withheld, stream=True).text)
-        for row in (service.post(**withheld).json()["data"][0], only["data"][0]):
-            assert (row["decision"], row.get("message")) == ({"gate": "abstain"}.get(policy, policy), message)
-            assert "completion" not in row
-    assert service.engine.counters.decode_steps == 0
-    (row,) = service.post(prompt="b", threshold=1, generate={"max_tokens": 4}).json()["data"]
+        (only,) = events(app.client.post("/score", json=withheld | {"stream": True}).text)
+        for row in (score(app, **withheld)["data"][0], only["data"][0]):
+            assert (row["decision"], row.get("message"), "completion" in row) == (decision, message, False)
+    assert app.engine.counters.decode_steps == decoded
+    (row,) = score(app, prompt="b", threshold=1, generate={"max_tokens": 4})["data"]
     assert row["completion"] == {"text": "It i", "finish_reason": "length", "completion_tokens": 4}
 
 
@@ -209,19 +207,9 @@ def test_the_same_answer_with_and_without_a_stream_in_a_crowd(service: Running) 
         plain = service.post(**body).json()["data"][0]["completion"]["text"]
         return plain, "".join(event["delta"]["text"] for event in events(service.post(**body, stream=True).text)[1:])
 
-    with ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(ask, range(12))) == [(service.engine.answer, service.engine.answer)] * 12
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(6))) == [(service.engine.answer, service.engine.answer)] * 6
     until(lambda: idle(service))
-
-
-def test_request_ids_and_the_document(app: App) -> None:
-    given = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc-1"})
-    assert (given.headers["x-request-id"], given.json()["id"]) == ("abc-1", "risk-abc-1")
-    made = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "bad id\t"})
-    assert len(made.headers["x-request-id"]) == 32
-    document = app.client.get("/openapi.json").text
-    assert '"/v1/risk/score"' in document
-    assert "capital of France" in document
 
 
 # --- what is refused ---
@@ -287,44 +275,39 @@ def test_bodies_that_are_none(app: App, content: bytes, status: int, code: str) 
         assert len(score(app, 422, **body)["error"]["message"]) < 200  # many wrong elements are one error
 
 
-@pytest.mark.parametrize("declared", [None, "application/x-www-form-urlencoded", "text/plain", "x" * 500])
+@pytest.mark.parametrize("declared", [None, "application/x-www-form-urlencoded", "x" * 500])
 def test_another_content_type_is_named(app: App, declared: str | None) -> None:
     """As curl sends one by default."""
     headers = {"content-type": declared} if declared else {}
     response = app.client.post("/score", content=b'{"prompt": "a"}', headers=headers)
     error = response.json()["error"]
-    assert (response.status_code, error["code"], error["type"]) == (422, "invalid_request", "invalid_request_error")
-    assert "Content-Type: application/json" in error["message"]
-    assert (declared or "none")[:80] in error["message"]
-    assert len(error["message"]) < 200
-    for right in ("application/json", "application/json; charset=utf-8", "application/x+json"):
+    assert (response.status_code, error["code"], len(error["message"]) < 200) == (422, "invalid_request", True)
+    assert f"found Content-Type {(declared or 'none')[:80]}" in error["message"]
+    for right in ("application/json; charset=utf-8", "application/x+json"):
         assert app.client.post("/score", content=b'{"prompt": "a"}', headers={"content-type": right}).status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("route", "body", "message"),
+    ("route", "body", "param", "said"),
     [
-        ("/score", {"prompts": ["a"]}, "prompts: no such field; did you mean 'prompt'?"),
-        ("/score", {"prompt": "a", "generate": True}, 'generate: expected an object, such as {"max_tokens": 64}'),
-        ("/score", {"prompt": "a", "max_tokens": 3},
-         'max_tokens: no such field here: put it into generate, {"generate": {"max_tokens": ...}}'),
-        ("/score", {"prompt": "a", "generate": {"max_token": 3}},
-         "generate.max_token: no such field; did you mean 'max_tokens'?"),
-        ("/score", {"messages": [{"role": "user", "content": "a", "nome": ""}]}, "messages.0.nome: no such field"),
-        ("/v1/chat/completions", CHAT | {"policy": "gate"},
-         'policy: no such field here: put it into vllm_xargs, {"vllm_xargs": {"hallutracer_policy": ...}}'),
-        ("/v1/chat/completions", CHAT | {"temprature": 1}, "temprature: no such field; did you mean 'temperature'?"),
-        ("/score", {"prompt": "a", "x-y": 1}, "no such field"),
-        ("/score", {"prompt": "a", "generate": {"x-y": 1}}, "generate: no such field"),
-        ("/classify", {"inputs": "a", "zz": 1}, "zz: no such field"),
+        ("/score", {"prompts": ["a"]}, "prompts", "did you mean 'prompt'"),
+        ("/score", {"prompt": "a", "generate": True}, "generate", 'such as {"max_tokens": 64}'),
+        ("/score", {"prompt": "a", "max_tokens": 3}, "max_tokens", '{"generate": {"max_tokens": ...}}'),
+        ("/score", {"prompt": "a", "generate": {"max_token": 3}}, "generate.max_token", "did you mean 'max_tokens'"),
+        ("/score", {"messages": [{"role": "user", "content": "a", "nome": ""}]}, "messages.0.nome", "no such field"),
+        ("/v1/chat/completions", CHAT | {"policy": "gate"}, "policy", '{"vllm_xargs": {"hallutracer_policy": ...}}'),
+        ("/v1/chat/completions", CHAT | {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ("/score", {"prompt": "a", "x-y": 1}, None, "no such field"),
+        ("/score", {"prompt": "a", "generate": {"x-y": 1}}, "generate", "no such field"),
+        ("/classify", {"inputs": "a", "zz": 1}, "zz", "no such field"),
     ],
 )  # fmt: skip
 def test_an_unknown_field_names_the_one_that_was_meant(
-    app: App, route: str, body: dict[str, Any], message: str
+    app: App, route: str, body: dict[str, Any], param: str | None, said: str
 ) -> None:
     response = app.client.post(route, json=body)
-    error, param = response.json()["error"], message.partition(": ")[0] if ": " in message else None
-    assert (response.status_code, error["message"], error["param"]) == (422, message, param)
+    error = response.json()["error"]
+    assert (response.status_code, said in error["message"], error["param"]) == (422, True, param), error
 
 
 def test_another_method_and_another_path_name_what_there_is(app: App) -> None:
@@ -334,16 +317,12 @@ def test_another_method_and_another_path_name_what_there_is(app: App) -> None:
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_message_that_spells_out_a_special_token_is_refused_where_the_operator_wants_it(
-    tmp_path: Path, refuses: bool
-) -> None:
+def test_a_special_token_spelled_out_is_refused_where_the_operator_wants_it(tmp_path: Path, refuses: bool) -> None:
     with App(tmp_path, refuse_special_tokens=refuses).started() as app:
         asked = [{"role": "user", "content": "a"}]
         score(app, messages=[*asked, {"role": "assistant", "content": "a"}])
         odd = score(app, 422 if refuses else 200, messages=[*asked, {"role": "assistant", "content": "a <|end|> b"}])
-        assert not refuses or (odd["error"]["param"], "<|end|>" in odd["error"]["message"]) == (
-            "messages.1.content", True,
-        )  # fmt: skip
+        assert not refuses or odd["error"]["param"] == "messages.1.content"
 
 
 # --- failures, deadlines, clients that leave ---
@@ -423,23 +402,20 @@ def test_a_body_that_never_comes_is_408(tmp_path: Path) -> None:
         assert service.metric("hallutracer_requests_in_flight") == 0
 
 
-@both_kinds
-def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.api.reply.SLOW_READER_S", 0.2)
-    with running(tmp_path, kind, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
+    with running(tmp_path, deadline_s=3.0, max_new_tokens=50_000, max_kv_tokens=200_000) as service:
         service.engine.answer = "x" * 50_000
         service.engine.identity = dataclasses.replace(service.engine.identity, max_tokens=60_000)
         body = {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 50_000}, "stream": True}
-        readers = [send(service, body, buffer=1024) for _ in range(2)]
-        until(lambda: service.metric("hallutracer_http_requests_total") == 2)
+        reader = send(service, body, buffer=1024)
+        until(lambda: service.metric("hallutracer_http_requests_total") == 1)
         until(lambda: idle(service))
-        for connection in readers:
-            connection.close()
+        reader.close()
 
 
-@both_kinds
-def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: str) -> None:
-    service = App(tmp_path, kind, max_new_tokens=500)
+def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path) -> None:
+    service = App(tmp_path, max_new_tokens=500)
     service.engine.answer = "x" * 500
     body = json.dumps({"prompt": "a", "threshold": 1, "generate": {"max_tokens": 500}, "stream": True}).encode()
     requests = [{"type": "http.request", "body": body}]
@@ -478,9 +454,8 @@ def test_a_backlog_of_pieces_does_not_hold_the_event_loop(tmp_path: Path, kind: 
     assert (sent_in_turn.total(), max(sent_in_turn.values()) <= 64) == (501, True)
 
 
-@both_kinds
-def test_a_full_queue_is_429_with_retry_after(tmp_path: Path, kind: str) -> None:
-    with running(tmp_path, kind, max_queue=3, max_prompts=2) as service:
+def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
+    with running(tmp_path, max_queue=3, max_prompts=2) as service:
         service.engine.before = held = Held()
         first = send(service, {"prompt": "held"})
         assert held.entered.wait(20)
@@ -519,7 +494,7 @@ def test_not_ready_before_loading_and_after_a_failure(tmp_path: Path, monkeypatc
         score(app, prompt="a")
 
 
-@both_kinds
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, kind) as service:
         told = threading.Event()
@@ -534,21 +509,19 @@ def test_a_broken_engine_is_neither_ready_nor_alive(tmp_path: Path, kind: str, m
         assert service.metric("hallutracer_ready") == 0
 
 
-@both_kinds
-def test_stopping_finishes_what_is_in_flight(tmp_path: Path, kind: str) -> None:
-    with running(tmp_path, kind) as service:
-        service.engine.answer, service.engine.sleep_s = "x" * 100, 0.01
-        streaming = send(service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True})
-        text = streaming.recv(4096)
-        service.server.should_exit = True
-        while chunk := streaming.recv(4096):
-            text += chunk
-        assert (text.count(b"completion.chunk"), b"[DONE]" in text) == (101, True)
-        with pytest.raises(httpx.ConnectError):
-            service.post(prompt="b")
+def test_stopping_finishes_what_is_in_flight(service: Running) -> None:
+    service.engine.answer, service.engine.sleep_s = "x" * 100, 0.01
+    streaming = send(service, {"prompt": "a", "threshold": 1, "generate": {"max_tokens": 100}, "stream": True})
+    text = streaming.recv(4096)
+    service.server.should_exit = True
+    while chunk := streaming.recv(4096):
+        text += chunk
+    assert (text.count(b"completion.chunk"), b"[DONE]" in text) == (101, True)
+    with pytest.raises(httpx.ConnectError):
+        service.post(prompt="b")
 
 
-@both_kinds
+@pytest.mark.parametrize("kind", KINDS)
 def test_shutting_down_answers_503_to_queued_work(tmp_path: Path, kind: str) -> None:
     with App(tmp_path, kind).started() as app, ThreadPoolExecutor(3) as pool:
         app.engine.before = held = Held()

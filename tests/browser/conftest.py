@@ -1,4 +1,4 @@
-"""A Chromium for each file: its start takes a second, and its event loop would be in the way of other tests."""
+"""One Chromium for this folder: its start takes a second, and its event loop would be in the way of other tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.browser.chromium import WAIT_MS, executable
 expect.set_options(timeout=WAIT_MS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     path = executable()
     with sync_playwright() as playwright:

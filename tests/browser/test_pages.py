@@ -21,20 +21,7 @@ KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the So
 WITHHELD, WOULD = "Withheld before the first token", "Would be withheld before the first token"
 
 
-def test_the_reference_lists_the_routes_and_tries_them(browser: Browser, tmp_path: Path) -> None:
-    with running(tmp_path, policy="observe") as service, tab(browser, service.url) as opened:
-        page = opened.open("/docs")
-        expect(page.locator(".opblock-summary-path").first).to_be_visible()
-        listed = [path.replace("\u200b", "") for path in page.locator(".opblock-summary-path").all_inner_texts()]
-        assert {"/score", "/v1/bundles", "/v1/chat/completions", "/health/ready"} <= set(listed)
-        page.locator("#operations-risk-score_score_post .opblock-summary-control").click()
-        page.get_by_role("button", name="Try it out").click()
-        page.get_by_role("button", name="Execute", exact=True).click()
-        expect(page.locator(".live-responses-table .response-col_status").last).to_contain_text("200")
-        expect(page.locator(".live-responses-table")).to_contain_text('"risk"')
-
-
-def test_the_reference_asks_for_the_key_and_uses_it(browser: Browser, tmp_path: Path) -> None:
+def test_the_reference_asks_for_the_key_lists_the_routes_and_tries_them(browser: Browser, tmp_path: Path) -> None:
     with (
         running(tmp_path, api_keys=(KEY,), playground=False) as service,
         tab(browser, service.url, allowed=("401",)) as opened,
@@ -48,10 +35,14 @@ def test_the_reference_asks_for_the_key_and_uses_it(browser: Browser, tmp_path: 
         page.fill("#key", KEY)
         page.keyboard.press("Enter")
         expect(page.locator("#key-form")).to_be_hidden()
-        page.locator("#operations-catalogue-models_v1_models_get .opblock-summary-control").click()
+        expect(page.locator(".opblock-summary-path").first).to_be_visible()
+        listed = [path.replace("\u200b", "") for path in page.locator(".opblock-summary-path").all_inner_texts()]
+        assert {"/score", "/v1/bundles", "/v1/chat/completions", "/health/ready"} <= set(listed)
+        page.locator("#operations-risk-score_score_post .opblock-summary-control").click()
         page.get_by_role("button", name="Try it out").click()
         page.get_by_role("button", name="Execute", exact=True).click()
         expect(page.locator(".live-responses-table .response-col_status").last).to_contain_text("200")
+        expect(page.locator(".live-responses-table")).to_contain_text('"risk"')
 
 
 def letters(page: Page) -> list[float]:
@@ -62,12 +53,11 @@ def letters(page: Page) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_read_on_a_phone(browser: Browser, tmp_path: Path, scheme: str) -> None:
+def test_it_is_read_on_a_phone(browser: Browser, tmp_path: Path) -> None:
     first, second = REPORT.sections
     second = replace(second, tables=[replace(table, title=f"{table.title}, again") for table in second.tables])
     (tmp_path / "report.html").write_text(to_html(replace(REPORT, sections=[first, second], introduction="First.")))
-    with tab(browser, f"file://{tmp_path}", width=375, scheme=scheme) as opened:
+    with tab(browser, f"file://{tmp_path}", width=375, scheme="dark") as opened:
         page = opened.open("/report.html")
         assert sideways(page) == 0
         assert faults(page) == []

@@ -14,18 +14,8 @@ from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.data.forms import FORMS as EVERY_FORM
 from service.fitting.scores import at_threshold, coverage_curve
-from service.judging.evaluation import (
-    MOST_TOKENS,
-    THRESHOLDS,
-    Coverage,
-    CoverageGate,
-    FormTable,
-    Sample,
-    SampleQuestion,
-    coverage,
-    form_table,
-    sample_of,
-)
+from service.judging import evaluation
+from service.judging.evaluation import Coverage, CoverageGate, Sample, SampleQuestion, coverage, form_table, sample_of
 from service.trainer.publish import by_form, risks_document
 from tests.probes_store.factory import GUARANTEE, make_draft, write_bundle
 
@@ -58,7 +48,10 @@ def as_dict(gate: CoverageGate | None) -> dict[str, float]:
 
 def test_kept_risks_are_counted_as_the_trainer_counts(tmp_path: Path) -> None:
     found = coverage(bundle_with(tmp_path, kept()))
-    assert (found.source, [gate.threshold for gate in found.gates]) == ("out_of_fold_risks", list(THRESHOLDS))
+    assert (found.source, [gate.threshold for gate in found.gates]) == (
+        "out_of_fold_risks",
+        list(evaluation.THRESHOLDS),
+    )
     for gate in found.gates:
         assert as_dict(gate) == pytest.approx(at_threshold(LABEL, RISK, gate.threshold))
     assert found.gates[0].wrong_among_answered is None  # nothing is answered below 0
@@ -131,7 +124,7 @@ MADE = by_form(RIGHT, RISKS, FORMS, 0.5)
 KEPT = {"cross_validation": {"by_form": MADE}}
 
 
-def table(folder: Path, evaluation: dict[str, Any], **changes: Any) -> FormTable:
+def table(folder: Path, evaluation: dict[str, Any], **changes: Any) -> evaluation.FormTable:
     found = form_table(bundle_with(folder, evaluation, **changes))
     assert found is not None
     return found
@@ -160,19 +153,11 @@ def test_the_table_by_form_is_the_trainers(tmp_path: Path) -> None:
         {},
         {"cross_validation": [KEPT]},
         *({"cross_validation": one} for one in (None, {"by_form": {}}, {"by_form": [1]}, {"by_form": "lone"})),
-        *(
-            {"cross_validation": {"by_form": {"lone": row}}}
-            for row in (
-                None,
-                MADE["lone"] | {"rows": 0},
-                MADE["lone"] | {"rows": "6"},
-                MADE["lone"] | {"wrong": 1.5},
-                MADE["lone"] | {"auroc": "high"},
-                {key: MADE["lone"][key] for key in ("rows", "wrong")},
-            )
-        ),
+        *({"cross_validation": {"by_form": {"lone": MADE["lone"] | row}}} for row in (
+            {"rows": 0}, {"rows": "6"}, {"wrong": 1.5}, {"auroc": "high"})),
+        *({"cross_validation": {"by_form": {"lone": row}}} for row in (None, {"rows": 6, "wrong": 0.5})),
     ],
-)
+)  # fmt: skip
 def test_no_table_where_none_can_be_read(tmp_path: Path, evaluation: dict[str, Any]) -> None:
     assert form_table(bundle_with(tmp_path, evaluation)) is None
 
@@ -188,24 +173,17 @@ def test_the_sample_that_the_trainer_writes_is_read(tmp_path: Path) -> None:
     assert sample_of(bundle_with(tmp_path / "none", {})) is None
     long = sample_of(bundle_with(tmp_path / "long", {"sample": SAMPLE.document() | {"max_tokens": 10**9}}))
     assert long is not None
-    assert long.max_tokens == MOST_TOKENS
+    assert long.max_tokens == evaluation.MOST_TOKENS
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"questions": []},
-        {"questions": None},
-        {"questions": [1]},
-        {"questions": [{"prompt": "a", "answers": [], "kind": ""}]},
-        {"questions": [{"prompt": "a", "answers": [1], "kind": ""}]},
-        {"questions": [{"prompt": 1, "answers": ["a"], "kind": ""}]},
-        {"judge": "openai"},
-        {"max_tokens": 0},
-        {"max_tokens": "many"},
-        {"abstain_pattern": None},
-        {"abstain_pattern": "("},
+        *({"questions": [{"prompt": "a", "answers": ["a"], "kind": ""} | one]} for one in (
+            {"answers": []}, {"answers": [1]}, {"prompt": 1})),
+        *({"questions": one} for one in ([], None, [1])), {"judge": "openai"}, {"max_tokens": 0},
+        {"max_tokens": "many"}, {"abstain_pattern": None}, {"abstain_pattern": "("},
     ],
-)
+)  # fmt: skip
 def test_a_sample_that_reads_otherwise_is_none(tmp_path: Path, change: dict[str, Any]) -> None:
     assert sample_of(bundle_with(tmp_path, {"sample": SAMPLE.document() | change})) is None
