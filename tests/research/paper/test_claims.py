@@ -278,10 +278,3 @@ def test_all_claims_of_a_real_fit_speak_of_its_numbers(result: SetResult, tables
     others = found["The depth mean beats the other probes of internal states (Fact-Probe, IRIS)."]
     assert others.verdict == "not testable"
     assert "did not take part" in others.evidence[0]
-
-
-def test_each_set_is_judged_by_its_own_row(result: SetResult, tables: list[Table]) -> None:
-    rows = cells_by_set(tables)
-    assert list(rows) == ["made"]
-    assert set(rows["made"]) == {table.name for table in tables}
-    assert rows["made"]["top-heads"]["top_1"] == rows["made"]["mean-dominance"]["mean"]
