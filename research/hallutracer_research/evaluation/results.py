@@ -23,9 +23,9 @@ from hallutracer_research.evaluation.methods import METHODS, OURS
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.references import text_ngrams
 from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
+from hallutracer_research.evaluation.page import Cell, Column, Table
 from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.splits import Split, fit_options, kept
-from hallutracer_research.evaluation.tables import Cell, Column, Table
 from probes_store.local import atomic_write
 from service.data.training_rows import FORM
 from service.errors import NoDirection, TrainingError

@@ -21,9 +21,9 @@ from hallutracer_research.evaluation import prepare, results, splits
 from hallutracer_research.evaluation.methods import METHODS, OURS, RESIDUAL, SHUFFLED, TRAJECTORY, fit_method
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import Cost, EvaluateOptions, Weights, cost, count_weights
+from hallutracer_research.evaluation.page import Table
 from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.splits import Split, kept
-from hallutracer_research.evaluation.tables import Table
 from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity
 from service.engines.checks import beyond_onset

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
+from hallutracer_research.evaluation.page import Column
 from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import HeadProbes, Split
-from hallutracer_research.evaluation.tables import Column
 from hallutracer_research.paper.diagnostics import features
 from hallutracer_research.paper.diagnostics.classes import as_float, mean_or_none
 from hallutracer_research.paper.diagnostics.features import FIVE, GROUPS, trajectory_features

@@ -16,9 +16,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
-from hallutracer_research.evaluation.page import Claim, Verdict
+from hallutracer_research.evaluation.page import Cell, Claim, Table, Verdict
 from hallutracer_research.evaluation.results import SetResult, measured
-from hallutracer_research.evaluation.tables import Cell, Table
 from hallutracer_research.paper.ablations import FIVE_D, FULL, SHAPE, Features, classifier_scores, depth_key
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores, test_sides

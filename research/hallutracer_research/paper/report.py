@@ -17,10 +17,9 @@ import service
 from hallutracer_research.evaluation import figures
 from hallutracer_research.evaluation.methods import METHODS, OURS, SHUFFLED
 from hallutracer_research.evaluation.options import EvaluateOptions
-from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html
+from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html, to_markdown
 from hallutracer_research.evaluation.results import SetResult, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
-from hallutracer_research.evaluation.tables import to_markdown
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_curve
 from hallutracer_research.paper.claims import claims
 from hallutracer_research.paper.diagnostics.classes import as_document

@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
+from hallutracer_research.evaluation.page import Cell
 from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import Split
-from hallutracer_research.evaluation.tables import Cell
 from hallutracer_research.paper.diagnostics import geometry, increments
 from hallutracer_research.paper.diagnostics.classes import ChenQin, chen_qin_by_group, mean_or_none, middle_layers
 from hallutracer_research.paper.diagnostics.increments import PARTS

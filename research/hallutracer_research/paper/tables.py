@@ -19,8 +19,8 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Final
 
+from hallutracer_research.evaluation.page import Cell, Column, Table
 from hallutracer_research.evaluation.results import SetResult
-from hallutracer_research.evaluation.tables import Cell, Column, Table
 from service.errors import TrainingError
 
 _DIGITS = 10  # a percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999

@@ -17,16 +17,20 @@ from hypothesis import strategies as st
 
 from hallutracer_research.evaluation import figures
 from hallutracer_research.evaluation.options import Cost
-from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html
-from hallutracer_research.evaluation.tables import (
+from hallutracer_research.evaluation.page import (
     Cell,
+    Claim,
     Column,
+    Figure,
+    ReportData,
+    Section,
     Table,
     best_rows,
     blocks,
     cell_text,
     header_text,
     table_markdown,
+    to_html,
     to_markdown,
 )
 from hallutracer_research.paper.tables import PUBLISHED

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
-from hallutracer_research.evaluation.page import Verdict
+from hallutracer_research.evaluation.page import Table, Verdict
 from hallutracer_research.evaluation.results import SetResult, compare, measured
-from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.paper import claims as rules
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_key
 from hallutracer_research.paper.claims import DifferenceInterval, Judge, NotTestable, ahead_of, cells_by_set

@@ -12,8 +12,8 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from hallutracer_research.evaluation.methods import RESIDUAL
+from hallutracer_research.evaluation.page import Table
 from hallutracer_research.evaluation.results import SetResult
-from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.paper import ablations, structure
 from hallutracer_research.paper.diagnostics.geometry import expected_cosine, layer_geometry
 from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hallutracer_research.evaluation.page import Cell, Column, to_markdown
 from hallutracer_research.evaluation.results import SetResult
-from hallutracer_research.evaluation.tables import Cell, Column, to_markdown
 from hallutracer_research.paper.report import SECTIONS
 from hallutracer_research.paper.tables import PUBLISHED, Row, TableSpec, make_tables
 from service.errors import TrainingError
