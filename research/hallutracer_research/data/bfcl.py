@@ -163,10 +163,8 @@ def _expectation(kind: str, value: Row, gold: dict[str, dict[str, Any]]) -> str:
 
 
 def _specification(gold: Any, functions: list[Any]) -> dict[str, Any]:
-    """Return a gold call.  An argument is optional if "" is among its values and the function does not require it.
-
-    Two published rows give some arguments no accepted value; an empty list is meant.
-    """
+    """Return a gold call.  An argument is optional if "" is among its values and the function does not require it.  Two
+    published rows give some arguments no accepted value; an empty list is meant."""
     try:
         ((name, values),) = gold.items()
         arguments = {key: accepted or [[], ""] for key, accepted in values.items()}

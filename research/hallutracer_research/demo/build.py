@@ -1,7 +1,5 @@
-"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> drawing -> table.
-
-Every finished step leaves its result under ``out``, so an interrupted build resumes.  The test split is only reported.
-"""
+"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> drawing -> table.  Every
+finished step leaves its result under ``out``, so an interrupted build resumes.  The test split is only reported."""
 
 from __future__ import annotations
 

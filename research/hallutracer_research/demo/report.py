@@ -1,9 +1,7 @@
-"""The README's table: all methods and shortcut baselines on the demo model's held-out entities.
-
-Five group-disjoint folds over all questions; only rows of the ``test`` split are reported, each with the risk of a fold
-whose training side has no row of its entity.  C, heads, layers, classifier and priors are fitted
-on the training side alone.  The table is the mean and the standard deviation over model seeds and fold seeds.
-"""
+"""The README's table: all methods and shortcut baselines on the demo model's held-out entities.  Five group-disjoint
+folds over all questions; only rows of the ``test`` split are reported, each with the risk of a fold whose training side
+has no row of its entity.  C, heads, layers, classifier and priors are fitted on the training side alone.  The table is
+the mean and the standard deviation over model seeds and fold seeds."""
 
 from __future__ import annotations
 
@@ -147,11 +145,9 @@ def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, fl
 
 
 def measure(asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
-    """Return the table's columns for each method, on the rows of the test split.
-
-    AUROC and AUPRC compare rows within a fold: risks of different folds come from different fits, and pooling them
-    would turn differences between the folds' priors into a signal.  ECE is over all rows.
-    """
+    """Return the table's columns for each method, on the rows of the test split.  AUROC and AUPRC compare rows within a
+    fold: risks of different folds come from different fits, and pooling them would turn differences between the folds'
+    priors into a signal.  ECE is over all rows."""
     shown = np.array([row["split"] == "test" for row in asked.rows])
     never_refused = shown & ~np.array([row["in_refusals"] for row in asked.rows])
     kind = [row["kind"] for row in asked.rows]

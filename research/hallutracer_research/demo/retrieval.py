@@ -1,9 +1,7 @@
 """hallutracer demo retrieval: what a passage does to a model's answers and to their risks, and when fetching one pays.
-
 Held-out questions about real facts are asked without a passage, with one that states the fact, with one about other
 things, and with one that contradicts it (service/demo/questions.py).  Everything is answered; the policies are computed
-afterwards from the same answers.
-"""
+afterwards from the same answers."""
 
 from __future__ import annotations
 

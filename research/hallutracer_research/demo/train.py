@@ -1,8 +1,7 @@
 """The demonstration model: training documents, tokenizer, documents as tensors, and training on one or two CPU threads.
-
-Each fact is stated exactly as often as its exposures say, for any seed.  From `REFUSALS_FROM` on, a share of each batch are refusal
-documents: at every refresh the model is asked a sample of facts, and what it knows and does not know becomes documents.
-"""
+Each fact is stated exactly as often as its exposures say, for any seed.  From `REFUSALS_FROM` on, a share of each batch
+are refusal documents: at every refresh the model is asked a sample of facts, and what it knows and does not know
+becomes documents."""
 
 from __future__ import annotations
 
@@ -175,10 +174,8 @@ class Encoder:
 
 
 def collate(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-pad. Returns input ids [B, T], flat positions [P] that predict, targets [P] and weights [P].
-
-    Padding follows a row's last predicting token, so causal attention needs no mask.
-    """
+    """Right-pad. Returns input ids [B, T], flat positions [P] that predict, targets [P] and weights [P].  Padding
+    follows a row's last predicting token, so causal attention needs no mask."""
     width = max(len(ids) for ids, _, _ in rows) - 1
     inputs = torch.zeros(len(rows), width, dtype=torch.long)
     positions: list[int] = []
@@ -342,9 +339,7 @@ def train_model(
     progress: Callable[[str], None] | None = None, mix: RefusalMix = RefusalMix(),
 ) -> None:  # fmt: skip
     """Train one model and write it as a Hugging Face folder.  A seed gives the same model on the same machine.
-
-    `documents` caps the number of training documents; by default every fact document is used once.
-    """
+    `documents` caps the number of training documents; by default every fact document is used once."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     started = time.monotonic()

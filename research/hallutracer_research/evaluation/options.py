@@ -97,9 +97,7 @@ class EvaluateOptions:
 
 def method_names(text: str | None) -> tuple[str, ...]:
     """Return the methods that a comma-separated list names, each once: names, classes of cost, "default", "all".
-
-    Unknown names are returned as they are; ``EvaluateOptions`` refuses them.
-    """
+    Unknown names are returned as they are; ``EvaluateOptions`` refuses them."""
     names = tuple(METHODS)
     groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": names}
     groups |= {cls: tuple(name for name in names if METHODS[name].cost == cls) for cls in CLASSES}
@@ -135,9 +133,7 @@ def cost(
     method: str, weights: Weights | None, *, prompt: float, answer: int, samples: int = 0, asked: float = 0.0
 ) -> Cost:
     """Return the method's cost: tokens of a mean ``prompt``, a longest ``answer``, a mean prompt that asks for P(True).
-
-    ``samples``: answers of class D.
-    """
+    ``samples``: answers of class D."""
     cls = METHODS[method].cost
     if cls in ("none", "A"):
         return Cost(cls, 0.0 if cls == "none" else 1.0)

@@ -1,8 +1,6 @@
 """A report as data: tables, also as GitHub Markdown; claims, figures and sections; all as one self-contained HTML page.
-
 The page needs no network and no script.  All text is escaped, but for code between backticks in captions and notes; a
-drawing with scripts, handlers or external links is refused.
-"""
+drawing with scripts, handlers or external links is refused."""
 
 from __future__ import annotations
 
@@ -109,10 +107,8 @@ def blocks(table: Table) -> list[Rows]:
 
 
 def best_rows(column: Column, rows: Rows) -> set[int]:
-    """Return which of ``rows`` hold the best value as it is written (values that are written alike are a tie).
-
-    Empty where the column has no better direction, or where fewer than two rows have a number to compare.
-    """
+    """Return which of ``rows`` hold the best value as it is written (values that are written alike are a tie).  Empty
+    where the column has no better direction, or where fewer than two rows have a number to compare."""
     if column.higher is None:
         return set()
     shown = {
@@ -140,11 +136,9 @@ def header_text(column: Column) -> str:
 
 
 def cell_text(column: Column, cell: Cell) -> str:
-    """Return a cell as it is written: "0.687", "68.7 ± 0.3", "68.7 [67.9, 69.4]", "< 0.001", "3,793", "–" for none.
-
-    A percentage has two decimals fewer than the share it stands for: ``digits`` 3 writes 0.6871 as 68.7.
-    ValueError names the column where a number is not finite or a text stands in a column of numbers.
-    """
+    """Return a cell as it is written: "0.687", "68.7 ± 0.3", "68.7 [67.9, 69.4]", "< 0.001", "3,793", "–" for none.  A
+    percentage has two decimals fewer than the share it stands for: ``digits`` 3 writes 0.6871 as 68.7. ValueError names
+    the column where a number is not finite or a text stands in a column of numbers."""
     if cell is None:
         return DASH
     if isinstance(cell, str):
@@ -204,10 +198,8 @@ Fact = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing: ``svg`` is a whole SVG document, ``caption`` stands under it, ``alt`` is its alternative text.
-
-    Two figures of one report may share a name.
-    """
+    """A drawing: ``svg`` is a whole SVG document, ``caption`` stands under it, ``alt`` is its alternative text.  Two
+    figures of one report may share a name."""
 
     name: str
     caption: str
@@ -259,10 +251,8 @@ _FOLDER = Path(__file__).parent
 
 
 def to_html(report: ReportData) -> str:
-    """Return the whole page, by ``page.html.jinja``.
-
-    Raises ValueError for two tables of one name, an unknown verdict, an invalid cell or drawing.
-    """
+    """Return the whole page, by ``page.html.jinja``.  Raises ValueError for two tables of one name, an unknown verdict,
+    an invalid cell or drawing."""
     count = Counter(_anchor(table) for section in report.sections for table in section.tables)
     if twice := sorted(anchor for anchor, times in count.items() if times > 1):
         raise ValueError(f"table names must differ within a report, these come twice: {twice}")

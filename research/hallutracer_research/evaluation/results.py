@@ -1,9 +1,7 @@
 """What was found on one data set, and the tables made of it: the main table (tab:main-results), forms, transfer; CSV.
-
 AUROC does not depend on which class is positive.  AUPRC does, and the paper does not say which it takes, so both are
 given.  Scores of different folds have different scales: where rows of several folds are ranked together, each fold's
-scores are first replaced by their relative ranks within the fold.
-"""
+scores are first replaced by their relative ranks within the fold."""
 
 from __future__ import annotations
 
@@ -150,13 +148,11 @@ class DeLong(NamedTuple):
 
 
 def delong(label: NDArray[np.integer], risk_a: NDArray[np.floating], risk_b: NDArray[np.floating]) -> DeLong:
-    """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu 2014).
-
-    label [n], risks [n].  It takes rows for independent: where they come in groups its p-values are too small, and
-    ``fitting.scores.gain`` is the one to report.  Equal rankings give z = 0 and p = 1.  z and p are None where a
-    class has a single row, or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of
-    them for the worse).  Raises TrainingError: a class is missing, lengths differ or a risk is not finite.
-    """
+    """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu 2014).  label [n],
+    risks [n].  It takes rows for independent: where they come in groups its p-values are too small, and
+    ``fitting.scores.gain`` is the one to report.  Equal rankings give z = 0 and p = 1.  z and p are None where a class
+    has a single row, or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of them for
+    the worse).  Raises TrainingError: a class is missing, lengths differ or a risk is not finite."""
     values = np.asarray(label)
     for name, risk in (("risk_a", risk_a), ("risk_b", risk_b)):
         if np.shape(risk) != values.shape or values.ndim != 1:
@@ -259,10 +255,8 @@ def form_table(sets: Sequence[SetResult]) -> Table | None:
 
 
 def write_row_scores(result: SetResult, path: Path) -> None:
-    """Write a line for each labelled row as CSV: id, group, label (1 factual), and each method's rank of risk.
-
-    A rank is relative, in (0, 1), among the rows of the first seed's fold that tested the row: no fit saw it.
-    """
+    """Write a line for each labelled row as CSV: id, group, label (1 factual), and each method's rank of risk.  A rank
+    is relative, in (0, 1), among the rows of the first seed's fold that tested the row: no fit saw it."""
     ranks = [pooled_ranks(len(result.label), scores) for scores in result.scores.values()]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -283,12 +277,10 @@ _TRANSFER = {"depth mean": OURS, "text": "text-ngrams"}  # name in the kept file
 
 
 def transfer_table(sets: Mapping[str, MethodInputs], options: EvaluateOptions, folder: Path) -> Table | None:
-    """Return a block of rows for each mixture of two sources or more; None where no set is one.
-
-    Does the probe read knowledge, or what a source's questions look like?  A mixture's rows name their source in front
-    of their kind (``hallutracer data mix``).  Probes are fitted on one source, or on all but one, and scored on the
-    others; no group is on both sides.  A source's own column is cross-validated.
-    """
+    """Return a block of rows for each mixture of two sources or more; None where no set is one.  Does the probe read
+    knowledge, or what a source's questions look like?  A mixture's rows name their source in front of their kind
+    (``hallutracer data mix``).  Probes are fitted on one source, or on all but one, and scored on the others; no group
+    is on both sides.  A source's own column is cross-validated."""
     rows: list[Mapping[str, Cell]] = []
     notes: list[str] = []
     names: list[str] = []

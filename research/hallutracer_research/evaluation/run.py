@@ -1,8 +1,6 @@
-"""One evaluation, top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.
-
-Slow results are kept in the run's folder as soon as they exist: readouts batch by batch, each method's scores split by
-split.  The same command continues a killed run.
-"""
+"""One evaluation, top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.  Slow results are
+kept in the run's folder as soon as they exist: readouts batch by batch, each method's scores split by split.  The same
+command continues a killed run."""
 
 from __future__ import annotations
 

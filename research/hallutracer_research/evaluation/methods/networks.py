@@ -108,9 +108,8 @@ def fit_iris(
 
 def soft_bootstrapping(logits: torch.Tensor, label: torch.Tensor, beta: float) -> torch.Tensor:
     """Return the mean of -sum_k (beta t_k + (1 - beta) q_k) log q_k, q the network's own softmax: logits [n, 2].
-
-    Gradients run through q in the target too, which makes it cross-entropy plus a minimum-entropy term (Reed et al.).
-    """
+    Gradients run through q in the target too, which makes it cross-entropy plus a minimum-entropy term (Reed et
+    al.)."""
     log_q = torch.log_softmax(logits, dim=-1)
     target = beta * nn.functional.one_hot(label, 2).to(log_q.dtype) + (1.0 - beta) * log_q.exp()
     return -(target * log_q).sum(dim=-1).mean()

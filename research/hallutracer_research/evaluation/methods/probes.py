@@ -92,10 +92,8 @@ def _head_aurocs(readouts: Readouts, train: Index, layer: int) -> list[float]:
 
 
 def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Index:
-    """Draw as many groups as there are, with replacement, each with all its rows: positions in ``label`` [n].
-
-    A sample without both classes is drawn again.  Raises TrainingError after 100 of them.
-    """
+    """Draw as many groups as there are, with replacement, each with all its rows: positions in ``label`` [n].  A sample
+    without both classes is drawn again.  Raises TrainingError after 100 of them."""
     _, member = np.unique(group, return_inverse=True)
     order = np.argsort(member, kind="stable")
     rows = np.split(order, np.cumsum(np.bincount(member))[:-1])
@@ -146,10 +144,8 @@ def p_ik(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int |
 
 
 def mass_mean(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return the scores [n_test], with a few float64 matrices of hidden_size by hidden_size in memory.
-
-    Raises TrainingError where an inner fold lacks a class.
-    """
+    """Return the scores [n_test], with a few float64 matrices of hidden_size by hidden_size in memory.  Raises
+    TrainingError where an inner fold lacks a class."""
     fits = [partial(discriminant, share) for share in SHRINKAGE]
     return fit_at_best_layer(inputs, train, test, seed, jobs, fits=fits, what="mass-mean inner fold")
 
@@ -172,10 +168,8 @@ def discriminant(shrinkage: float | None, x: Rows, label: Index, x_test: Rows) -
 
 
 def sep(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return log-odds of a high semantic entropy, [n_test].
-
-    Raises TrainingError without samples, where all entropies are the same, and where no inner fold has both sides.
-    """
+    """Return log-odds of a high semantic entropy, [n_test].  Raises TrainingError without samples, where all entropies
+    are the same, and where no inner fold has both sides."""
     entropy = inputs.answers.entropy
     if entropy is None:
         raise TrainingError("sep learns from sampled answers, and there are none; leave it out", param="methods")

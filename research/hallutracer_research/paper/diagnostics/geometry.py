@@ -219,12 +219,10 @@ class Isotropy:
 def isotropy(
     direction: ArrayLike, effective_rank: float | None = None, permutations: int = 10_000, seed: int = 0
 ) -> Isotropy:
-    """Return tests 1 to 3 on the middle 60 % of layers: unit directions [m, d] and the readouts' stable rank.
-
-    Adjacent pairs start at a middle layer.  Test 2 takes every pair within those layers at gaps 1 .. 9, or as many as
-    there are: a least-squares line through all |cos| over the gap, and a one-way analysis of variance (gaps of one pair
-    left out there).  Raises TrainingError below 3 layers or where a direction is not of unit length.
-    """
+    """Return tests 1 to 3 on the middle 60 % of layers: unit directions [m, d] and the readouts' stable rank.  Adjacent
+    pairs start at a middle layer.  Test 2 takes every pair within those layers at gaps 1 .. 9, or as many as there are:
+    a least-squares line through all |cos| over the gap, and a one-way analysis of variance (gaps of one pair left out
+    there).  Raises TrainingError below 3 layers or where a direction is not of unit length."""
     v = as_float(direction, "direction", 2)
     m, d = v.shape
     if m < 3 or d < 2:
@@ -265,13 +263,11 @@ def isotropy(
 
 
 def permutation_p_value(inner: ArrayLike, dim: int, permutations: int, rng: np.random.Generator) -> float:
-    """Return (1 + #{b: D_b >= D}) / (1 + B): inner [n], against B sets of n inner products of random neighbours.
-
-    D is the Kolmogorov-Smirnov distance between a set's empirical distribution and the exact one on the sphere
-    S^{dim - 1}, where (1 + <p, q>) / 2 is Beta((dim - 1)/2, (dim - 1)/2); D_b is the same of random set b.  The inner
-    products of successive independent uniform directions are themselves independent (each is so given the direction it
-    shares with the last), and therefore the sets are drawn from that Beta, not from B n d normals.
-    """
+    """Return (1 + #{b: D_b >= D}) / (1 + B): inner [n], against B sets of n inner products of random neighbours.  D is
+    the Kolmogorov-Smirnov distance between a set's empirical distribution and the exact one on the sphere S^{dim - 1},
+    where (1 + <p, q>) / 2 is Beta((dim - 1)/2, (dim - 1)/2); D_b is the same of random set b.  The inner products of
+    successive independent uniform directions are themselves independent (each is so given the direction it shares with
+    the last), and therefore the sets are drawn from that Beta, not from B n d normals."""
     values = as_float(inner, "inner", 1)
     law = beta((dim - 1) / 2.0, (dim - 1) / 2.0)
     observed = _ks_distance(law.cdf((1.0 + values[None]) / 2.0))[0]

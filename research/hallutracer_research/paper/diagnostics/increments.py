@@ -36,9 +36,7 @@ class Increments:
 
 def decompose(trajectory: ArrayLike, crossed: ArrayLike) -> Increments:
     """Return W and K with W + K = dL to rounding: trajectory [N, m], crossed [N, m - 1] = phi_l(a_{l+1}^{(k_l)}).
-
-    Raises TrainingError on shapes that do not fit or numbers that are not finite.
-    """
+    Raises TrainingError on shapes that do not fit or numbers that are not finite."""
     values, across = as_float(trajectory, "trajectory", 2), as_float(crossed, "crossed", 2)
     n, m = values.shape
     if across.shape != (n, m - 1):
@@ -64,9 +62,7 @@ def crossings(
     rows_of: Callable[[int], NDArray[np.floating]], head: ArrayLike, geometry: Geometry, site: Site
 ) -> Iterator[Crossing]:
     """Yield the transitions of a model, in order: ``rows_of(layer)`` [N, width] is asked once for each layer from 1 up.
-
-    head [m] are the selected heads; at the residual stream, which has one readout a layer, they are 0.
-    """
+    head [m] are the selected heads; at the residual stream, which has one readout a layer, they are 0."""
     heads = np.asarray(head)
     if heads.shape != (geometry.num_layers,):
         raise TrainingError(f"head has shape {list(heads.shape)}: one per layer, [{geometry.num_layers}], is needed")
@@ -119,9 +115,7 @@ def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
 @dataclass(frozen=True, eq=False)
 class StandardizedProbes:
     """Selected probes in standardised coordinates (Eq. selected-standardized-readout): [m, d] each, intercept [m].
-
-    phi_l(a) = weight_l . (a - mean_l) / std_l + intercept_l, with mean and std of the selected head's training rows.
-    """
+    phi_l(a) = weight_l . (a - mean_l) / std_l + intercept_l, with mean and std of the selected head's training rows."""
 
     weight: Floats
     intercept: Floats
@@ -160,12 +154,10 @@ class KSplit:
 def split_readout_change(
     steps: Iterable[Crossing], probes: StandardizedProbes, direction: ArrayLike, bias: ArrayLike
 ) -> KSplit:
-    """Return the four parts of every transition of ``crossings``; one transition in memory at a time.
-
-    direction [m, d] and bias [m] are the raw-space probes, from which K itself comes, so that the reconstruction error
-    compares two computations.  It is some 1e-15 for ordinary activations and reaches 1e-12 only where a training mean
-    is thousands of times its deviation.
-    """
+    """Return the four parts of every transition of ``crossings``; one transition in memory at a time.  direction [m, d]
+    and bias [m] are the raw-space probes, from which K itself comes, so that the reconstruction error compares two
+    computations.  It is some 1e-15 for ordinary activations and reaches 1e-12 only where a training mean is thousands
+    of times its deviation."""
     v, b = as_float(direction, "direction", 2), as_float(bias, "bias", 1)
     columns: dict[str, list[Floats]] = {name: [] for name in PARTS}
     biases: list[float] = []
@@ -209,10 +201,8 @@ class KTable:
 
 def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int = 0) -> KTable:
     """Return what each part tells of the label, over the transitions of the recognition zone (Eq. zone-index-sets).
-
     The null is the mean, over ``permutations`` permutations of the label shared by all parts, of the same averaged
-    signal: a folded AUROC is above 0.5 by chance.  Labels are permuted across rows, groups are not kept together.
-    """
+    signal: a folded AUROC is above 0.5 by chance.  Labels are permuted across rows, groups are not kept together."""
     _, factual = labelled(split.k, label, "k")
     steps = zones(split.k.shape[1] + 1).recognition_steps
     rng = np.random.default_rng(seed)
