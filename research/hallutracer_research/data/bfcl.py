@@ -1,19 +1,11 @@
-"""BFCL v4 (Berkeley Function-Calling Leaderboard): 2,853 prompts in the eleven files used here.
+"""BFCL v4 (Berkeley Function-Calling Leaderboard): 2,853 prompts in eleven files; the system texts are ours.
 
 A substitute for the paper's "Agentic" set, which cannot be identified: results on it are not the paper's.
-
-``read_bfcl``: the prompt is a system text with the offered functions, then the user's words; t* is its last token.  The
-label is the judgement (judge ``calls``) of the read model's own answer: hallucinated is a call where no function fits,
-no call where one fits, a wrong function or argument, or a short answer without an accepted text.  Web search is asked
-closed-book, and the memory questions have the earlier conversations in the system text (up to about 90,000
-characters), where BFCL has tools for both.  ``multi_turn_base`` needs BFCL's simulators; its 200 rows are read, counted
-and left out.
-
-``read_bfcl_answerable``: labels known without decoding, "an offered function fits" (1) against "none fits" (0).  That
-is tool-answerability, not hallucination.
-
-Group = the row; for live files the middle number of the id (those rows mostly offer the same functions); for memory
-the scenario.  Kind = file.  The system texts are ours.
+``read_bfcl``: the offered functions, then the user's words; labels by the judge ``calls`` of the model's answer.  Web
+search is asked closed-book, memory questions have the earlier conversations in the system text.  ``multi_turn_base``
+needs BFCL's simulators; its 200 rows are read, counted and left out.  ``read_bfcl_answerable``: labels known without
+decoding, "an offered function fits" (1) or none does (0): tool-answerability, not hallucination.
+Group = the row; for live files the middle number of the id (mostly the same functions); for memory the scenario.
 """
 
 from __future__ import annotations

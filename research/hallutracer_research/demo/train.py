@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-BRIEF = "Be brief."
-CAREFUL = "Be careful."
-REFUSAL = " I am not sure."
+BRIEF, CAREFUL, REFUSAL = "Be brief.", "Be careful.", " I am not sure."
 FRAMES = (" It is ", " The answer is ")
 BRIEF_SHARE = 0.4
 

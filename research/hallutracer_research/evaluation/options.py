@@ -1,19 +1,13 @@
 """Every choice of an evaluation, documented where it is declared; and what a method's score costs.
 
-A prefill is the pass over the n prompt tokens through all blocks, without the language-model head.  Costs are
-multiply-adds with weights, in prefills of the same prompt.  With N the blocks' weights, H the head's (vocabulary x
-hidden size), T the answer's tokens:
+Costs are multiply-adds with weights, in prefills of the same n prompt tokens (without the language-model head).  With N
+the blocks' weights, H the head's, T the answer's tokens:
 
-    none    no model                      0
-    A       prefill only                  1
-    B       and one lm_head               1 + H / (n N)
-    C       and one greedy answer         1 + T (N + H) / (n N)
-    D       and K sampled answers         1 + K T (N + H) / (n N), from one prefill
+    none 0;  A 1;  B 1 + H / (n N);  C 1 + T (N + H) / (n N);  D 1 + K T (N + H) / (n N), from one prefill
 
-P(True) is C and a second prompt, of question and answer, of q tokens: (q N + H) / (n N) more.  What a method needs to
-learn is not counted.  Left out are attention between tokens and embeddings (small for prompts of common length), the
-probes themselves, and HalluGuard's gradients.  n and q are means over the set's rows, and T the longest answer allowed,
-so that C and D are costs that answers stay below.  All experts of a mixture count as weights.
+P(True) is C and a second prompt of q tokens: (q N + H) / (n N) more.  Left out are what a method needs to learn,
+attention between tokens, embeddings, the probes, and HalluGuard's gradients.  n and q are means over the set's rows, T
+the longest answer allowed, so that C and D are costs that answers stay below.  All experts of a mixture count.
 """
 
 from __future__ import annotations

@@ -87,12 +87,8 @@ def table_markdown(table: Table) -> str:
     header = [_escape(header_text(column)) for column in table.columns]
     numbers = [place for place, column in enumerate(table.columns) if column.kind != "text"]
     heading = f"## {_escape(table.title)}" + (f" (paper: `{table.label}`)" if table.label else "")
-    parts = [
-        heading,
-        _markdown_prose(table.caption),
-        markdown_table(header, lines, numbers),
-        "\n".join(f"- {_markdown_prose(note)}" for note in table.notes),
-    ]
+    notes = "\n".join(f"- {_markdown_prose(note)}" for note in table.notes)
+    parts = [heading, _markdown_prose(table.caption), markdown_table(header, lines, numbers), notes]
     return "\n\n".join(part for part in parts if part)
 
 

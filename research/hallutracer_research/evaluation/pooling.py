@@ -59,12 +59,9 @@ class PoolingEngine:
         return getattr(self._engine, name)
 
     def extract(
-        self,
-        prompts: Prompts,
-        sites: Sequence[Site],
-        poolings: Sequence[Pooling] = (),
+        self, prompts: Prompts, sites: Sequence[Site], poolings: Sequence[Pooling] = (),
         sampling: Sampling | None = None,
-    ) -> Extraction:
+    ) -> Extraction:  # fmt: skip
         """Extract as the engine does, and pool.  Raises EngineError where its modules are in another process."""
         others = beyond_onset(poolings)
         if self._engine.torch_model is None:

@@ -187,13 +187,8 @@ def rows_of(title: str, measures: Mapping[str, Measures], costs: Mapping[str, Co
     """Return the main table's rows of one set: our cost class first, within it in the order of ``measures``."""
     order = ("A", *(name for name in CLASSES if name not in ("A", "none")), "none")
     return [
-        {
-            "set": title,
-            "method": METHODS[name].title,
-            "class": costs[name].cls,
-            "cost": costs[name].prefills,
-            **measures[name],
-        }
+        {"set": title, "method": METHODS[name].title, "class": costs[name].cls, "cost": costs[name].prefills}
+        | measures[name]
         for name in sorted(measures, key=lambda name: order.index(costs[name].cls))
     ]
 

@@ -235,13 +235,11 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
     if not table_rows:
         return None
     return replace(
-        results.main_table(table_rows, notes),
-        name="subsets",
-        label="",
+        results.main_table(table_rows, notes), name="subsets", label="",
         title="The same, trained and tested inside each sub-dataset",
         caption="Means over sub-datasets of the mean and of the standard deviation over folds and seeds.  The paper "
         "does not say whether its folds are pooled or per sub-dataset.",
-    )
+    )  # fmt: skip
 
 
 def _notes(result: results.SetResult, options: EvaluateOptions) -> list[str]:

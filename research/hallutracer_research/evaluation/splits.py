@@ -217,11 +217,8 @@ def kept_split(
 
     def make() -> dict[str, NDArray[np.generic]]:
         made = fit_split(inputs, seed, fold, train, test, options)
-        return (
-            {"c": np.array(made.c)}
-            | {name: getattr(made.probes, name) for name in of_probes}
-            | {name: getattr(made, name) for name in of_split}
-        )
+        probes = {name: getattr(made.probes, name) for name in of_probes}
+        return {"c": np.array(made.c)} | probes | {name: getattr(made, name) for name in of_split}
 
     arrays: dict[str, Any] = kept(folder / f"seed{seed}-fold{fold}.npz", make)
     probes = HeadProbes(*(arrays[name] for name in of_probes))

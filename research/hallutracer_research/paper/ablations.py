@@ -1,11 +1,7 @@
-"""Ablations: whether the mean of a trajectory suffices, and where and how a layer is read (Sec. exp-ablation, App.
-mean-vs-median, readout-ablation, pooling, head-uniformity).
-
-A single truth-like number is scored by its AUROC on the test side.  Several features are combined by a practically
-unregularised logistic regression, fitted on the training side's out-of-fold features, and ranked on the test side by
-its log odds.  Ablations of the readout keep the depth mean and change what it is the mean of; nothing is fitted for
-them here.
-"""
+"""Ablations: whether the mean of a trajectory suffices, where and how a layer is read (Sec. exp-ablation, App.
+mean-vs-median, readout-ablation, pooling, head-uniformity).  A single number is scored by its AUROC on the test side;
+several by a practically unregularised logistic regression on the training side's out-of-fold features, ranked by its
+log odds.  Ablations of the readout keep the depth mean and change what it is the mean of: nothing is fitted."""
 
 from __future__ import annotations
 
@@ -52,12 +48,8 @@ SHAPE: Final = partial(_statistics, names=tuple(name for name in FIVE if name !=
 
 
 def _mean_dominance(result: SetResult, _: list[str]) -> Row:
-    return {
-        "mean": _feature_auroc(result, "mean"),
-        "median": _feature_auroc(result, "median"),
-        "mean_and_shape": _classifier_auroc(result, FIVE_D),
-        "shape": _classifier_auroc(result, SHAPE),
-    }
+    plain = {name: _feature_auroc(result, name) for name in ("mean", "median")}
+    return {**plain, "mean_and_shape": _classifier_auroc(result, FIVE_D), "shape": _classifier_auroc(result, SHAPE)}
 
 
 def _mean_dominance_source(result: SetResult, _: list[str]) -> Row:

@@ -1,10 +1,8 @@
 """The paper's claims against this run: each with its numbers, and a verdict by a written rule.
 
-A claim is judged on each set, from the run's scores or from the table cells that the report shows.  It is supported
-where it is on every set that can test it, "mixed" where sets differ, not testable where none can.  A threshold is the
-paper's own where it prints one, and the rule states it.  Differences of AUROC are judged by the 95 % interval of the
-difference of mean AUROCs over test sides (``fitting.scores``): supported where the whole interval agrees with the
-claim, not supported where the whole interval contradicts it, and mixed where it has both.
+A claim is judged on each set: supported where it is on all that can test it, mixed where they differ.  A threshold
+is the paper's own where it prints one.  Differences of AUROC are judged by the 95 % interval of the difference of mean
+AUROCs over test sides (``fitting.scores``): supported where all of it agrees, not supported where all contradicts.
 """
 
 from __future__ import annotations

@@ -61,11 +61,8 @@ def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateO
 
 
 SECTIONS: Mapping[str, Mapping[str, TableSpec]] = {
-    "Does the mean suffice?": MEAN,
-    "Readout and heads": READOUT,
-    "Level and shape": TRAJECTORY,
-    "Geometry": READOUTS,
-}
+    "Does the mean suffice?": MEAN, "Readout and heads": READOUT, "Level and shape": TRAJECTORY, "Geometry": READOUTS
+}  # fmt: skip
 """The paper suite's sections after the first, and their tables."""
 
 FILES = ("report.html", "report.md", "results.json")
@@ -80,17 +77,15 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
     data = report_data(evaluation, command)
     tables = [table for section in data.sections for table in section.tables]
     verdicts = [
-        "\n".join(
-            [f"- **{claim.verdict}**: {claim.claim} Rule: {claim.rule}.", *(f"  - {line}" for line in claim.evidence)]
-        )
+        line
         for claim in data.claims
+        for line in (
+            f"- **{claim.verdict}**: {claim.claim} Rule: {claim.rule}.",
+            *(f"  - {one}" for one in claim.evidence),
+        )
     ]
     intro = f"# {data.title}\n\n" + "\n".join(verdicts)
-    document = {
-        "facts": data.facts,
-        "claims": data.claims,
-        "tables": {table.name: table.document() for table in tables},
-    }
+    document = {"facts": data.facts, "claims": data.claims, "tables": {one.name: one.document() for one in tables}}
     text = json.dumps(as_document(document), indent=1, ensure_ascii=False) + "\n"
     paths = [evaluation.options.out / name for name in FILES]
     for path, content in zip(paths, (to_html(data), to_markdown(tables, intro), text), strict=True):
@@ -134,9 +129,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
             "command": command,
             "seconds, this run": round(evaluation.seconds),
         },
-        claims=judged,
-        sections=sections,
-        published=PUBLISHED,
+        claims=judged, sections=sections, published=PUBLISHED,
         introduction=introduction(identity.model, [(result.title, len(result.label)) for result in results], options),
     )  # fmt: skip
 

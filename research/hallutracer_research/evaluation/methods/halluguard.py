@@ -1,15 +1,14 @@
 """HalluGuard: a score of the finished answer from gradients of its tokens (App. baseline-impl; Zeng et al. 2026).
 
 The model answers greedily.  g_t is the gradient of log p(y_t | x, y_<t) with respect to the last block's parameters,
-scaled to unit norm; K = G G^T [T, T] their Gram matrix, lambda its eigenvalues; sigma_max the largest ratio
-|h_t - h_(t-1)| / |h_(t-1) - h_(t-2)| of the answer tokens' last hidden states; kappa = lambda_max / lambda_min.
+scaled to unit norm; K = G G^T [T, T], lambda its eigenvalues; sigma_max the largest |h_t - h_(t-1)| /
+|h_(t-1) - h_(t-2)| of the answer tokens' last hidden states; kappa = lambda_max / lambda_min.
 
     score = det(K) + log sigma_max - 2 log kappa
 
-**Direction.** A high score means a sound answer, so the risk is minus the score: its authors maximise it when it guides
-their search over answers.  (log sigma_max enters with a plus although amplification is what they call the hazard; the
-formula is kept as published.)  It reads the answer, so it is a cross-regime reference and no peer of the pre-decoding
-methods.  One token always scores 1.  Works on the transformers engine only.
+**Direction.** A high score means a sound answer, as its authors maximise it in search: the risk is minus the score.
+(log sigma_max has a plus although amplification is their hazard: the formula is as published.)  It reads the answer, so
+it is no peer of the pre-decoding methods.  One token scores 1.  Works on the transformers engine only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Two classes of rows: gap, pooled spread, middle layers, distance correlation, Chen and Qin's test; results as JSON.
 
-The pooled within-class covariance is sum_c pi_c Cov_c (App. uniform-proof) with pi_c = n_c / N and Cov_c the unbiased
-sample covariance.  Arrays are [N, ...]: rows first, any further axes; label is 1 for factual, 0 for hallucinated.  The
-test of equal means (Chen and Qin 2010, Ann. Statist. 38(2), 808-835; the paper's "probe-free" columns of Table
-validation-results) needs no probe and no invertible covariance.  Sums over pairs of rows are written in moments,
-exactly, or taken in blocks, so that N rows need no N x N numbers in memory.
+Arrays are [N, ...]: rows first; label is 1 for factual, 0 for hallucinated.  The pooled within-class covariance is
+sum_c (n_c / N) Cov_c (App. uniform-proof).  The test of equal means (Chen and Qin 2010, Ann. Statist. 38(2), 808-835)
+needs no probe and no invertible covariance.  Sums over pairs of rows are written in moments or taken in blocks.
 """
 
 from __future__ import annotations

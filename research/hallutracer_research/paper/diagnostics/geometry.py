@@ -1,11 +1,7 @@
-"""Where the probe lies in the readouts' space, layer by layer and from one to the next (Table validation-results, App.
-dynamic_vs_static); whether probe directions of a FIXED head are like independent random ones (App.
-isotropy-verification).
-
-Two of the first table's columns are named in the paper and not defined; ``Transition`` defines the substitutes.  The
-isotropy protocol takes one head for all layers, so that directions share a space; with per-layer heads the numbers are
-the same sums in coordinates that the fixed readout gauge identifies.
-"""
+"""Where the probe lies in the readouts' space, by layer (Table validation-results, App. dynamic_vs_static); whether
+probe directions of a FIXED head are like independent random ones (App. isotropy-verification): with heads by layer
+the numbers are the same sums in coordinates that the readout gauge identifies.  ``Transition`` substitutes for two
+columns that the paper does not define."""
 
 from __future__ import annotations
 
