@@ -25,35 +25,27 @@ Cell = str | int | float | None | Mapping[str, float]  # a mapping: mean, and st
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the key in each row, its heading, and how its cells are written.
-
-    number: ``digits`` decimals; percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below.
-    higher: whether a larger value is better (the best is set in bold), None where neither is.
-    """
+    """One column: the key in each row, its heading, and how its cells are written."""
 
     key: str
     title: str
-    kind: Kind = "number"
+    kind: Kind = "number"  # percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below
     digits: int = 3
-    higher: bool | None = None
+    higher: bool | None = None  # whether a larger value is better (the best is set in bold); None where neither is
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells by column key; a missing cell is shown as a dash.
+    """Rows of cells by column key; a missing cell is shown as a dash."""
 
-    name: short and unique in a run ("main"); label: the paper's ("tab:main-results"), "" where the paper has none.
-    block: a column key by whose values rows are grouped (and within which the best is sought), "" for none.
-    """
-
-    name: str
+    name: str  # short and unique in a run: "main"
     title: str
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Cell]]
-    label: str = ""
+    label: str = ""  # the paper's, "tab:main-results"; "" where it has none
     caption: str = ""
     notes: Sequence[str] = field(default=())
-    block: str = ""
+    block: str = ""  # column key by whose values rows are grouped, and within which the best is sought; "" for none
 
     def document(self) -> dict[str, Any]:
         """Return, for the JSON file, the rows as they are, and what the columns mean."""
@@ -225,20 +217,14 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportData:
-    """A whole report.
-
-    introduction: paragraphs for someone who sees such a report for the first time.
-    facts: the run's provenance: model identity, versions, settings, "command" (shown as code); a mapping among the
-    values is a group of facts under its key.
-    published: the paper's tables by label, folded under the first table of that label.
-    """
+    """A whole report."""
 
     title: str
-    facts: Mapping[str, Fact | Mapping[str, Fact]]
+    facts: Mapping[str, Fact | Mapping[str, Fact]]  # provenance, "command" shown as code; a mapping is a group of facts
     claims: Sequence[Claim]
     sections: Sequence[Section]
-    published: Mapping[str, Table] = field(default_factory=dict)
-    introduction: str = ""
+    published: Mapping[str, Table] = field(default_factory=dict)  # by label, folded under the first table of that label
+    introduction: str = ""  # paragraphs for someone who sees such a report for the first time
 
 
 _MARKS: Mapping[Verdict, str] = {"supported": "✓", "not supported": "✗", "mixed": "≈", "not testable": "○"}

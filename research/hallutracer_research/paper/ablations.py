@@ -53,10 +53,8 @@ def _mean_dominance(result: SetResult, _: list[str]) -> Row:
 
 
 def _mean_dominance_source(result: SetResult, _: list[str]) -> Row:
-    return {"source": _classifier_auroc(result, _source)} | {
-        name: _classifier_auroc(result, lambda split, columns=columns: _source(split, columns))  # type: ignore[misc]
-        for name, columns in GROUPS.items()
-    }
+    columns = {"source": None, **GROUPS}
+    return {name: _classifier_auroc(result, partial(_source, columns=some)) for name, some in columns.items()}
 
 
 def _location(result: SetResult, notes: list[str]) -> Row:

@@ -77,21 +77,15 @@ SHARED: Final = {  # by captions and notes of ``tables.toml``
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table.
-
-    label: the paper's, "" for a table of our own.
-    columns: after the set's; a string is a key of the published table with that label.  A function of the sets where
-        the columns depend on the number of layers.
-    notes: those of every run; each set adds its own.
-    """
+    """One table."""
 
     name: str
     title: str
-    label: str
-    columns: Columns | Callable[[Sequence[SetResult]], Columns]
+    label: str  # the paper's, "" for a table of our own
+    columns: Columns | Callable[[Sequence[SetResult]], Columns]  # after the set's; a string: a published key
     caption: str
     row: RowMaker
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # of every run; each set adds its own
 
     def table(self, results: Sequence[SetResult]) -> Table:
         """Return the table of these sets."""
