@@ -138,17 +138,14 @@ class StandardizedProbes:
 
 @dataclass(frozen=True, eq=False)
 class KSplit:
-    """K and its parts, [N, m - 1] each, bias [m - 1]; probe + metric + head + bias = k.
-
-    reconstruction_error: largest |sum of parts - k| over the largest |k| + |probe| + |metric| + |head| + |bias|.
-    """
+    """K and its parts, [N, m - 1] each, bias [m - 1]; probe + metric + head + bias = k."""
 
     k: Floats  # computed by itself, from the raw-space probes
     probe: Floats
     metric: Floats
     head: Floats
     bias: Floats
-    reconstruction_error: float
+    reconstruction_error: float  # largest |sum of parts - k| over the largest sum of their sizes
 
 
 def split_readout_change(
