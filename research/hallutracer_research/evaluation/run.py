@@ -52,13 +52,9 @@ class EvaluationResult:
 def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console) -> EvaluationResult:
     """Evaluate every method on every set; the paper suite also keeps what the paper's other tables need.
 
-    A set whose own answers are too nearly all right, or all wrong, is left out with a note: that is known only once the
-    model has answered, and must not cost the other sets.
-
-    Raises:
-        DataError: a set has invalid rows.
-        RunMismatch: the folder belongs to another run.
-        TrainingError, NoDirection: the rows are too few, or carry too little signal, for these options.
+    A set whose own answers are too nearly all right, or all wrong, which is known only once the model has answered, is
+    left out with a note.  Raises DataError (rows), RunMismatch (another run's folder), TrainingError and NoDirection
+    (too few rows, too little signal).
     """
     begun = time.monotonic()
     rows = [prepare.read_rows(source, options) for source in options.sources]

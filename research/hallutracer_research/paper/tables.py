@@ -1,12 +1,9 @@
 """The paper's tables: its printed numbers, and how one evaluated set becomes a row of a run's own (``tables.toml``).
 
-``published.json`` holds the printed numbers by the paper's label, typed as printed; here a percentage becomes a share
-of 1, as everywhere in a report.  Models and data sets are spelt one way throughout, though the paper varies;
-tab:isotropy-results is transposed, so that a row is a model there too.  A note under a table says where the printed
-numbers contradict each other.
-
-A table of a run has a row for each of its data sets.  A set that does not support a computation has an empty row and a
-note with the reason; the other rows are unaffected.
+``published.json`` holds the printed numbers by the paper's label; a percentage becomes a share of 1.  Models and sets
+are spelt one way, though the paper varies; tab:isotropy-results is transposed.  Notes say where printed numbers
+disagree. A set that does not support a computation has an empty row and a note with the reason; the others are
+unaffected.
 """
 
 from __future__ import annotations

@@ -38,14 +38,10 @@ _AT_ONCE = 32  # prompts answered between two steps of the progress bar
 def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_tokens: int = 64) -> Floats:
     """Return the published score of each prompt's greedy answer, [n]; high means sound.
 
-    T is at most ``max_new_tokens``, where the answer is cut, since time grows linearly with T (three passes back
-    through the last block for each token) and K with T^2.  G itself is never held: memory is three copies of the last
-    block's parameters.  Gradients have the model's own dtype, and its rounding limits kappa: prefer float32.
-
-    Raises:
-        EngineError: another engine than the transformers one; a model whose kernels cannot be differentiated twice; a
-            prompt that fills the context.
-        RequestError: prompts or ``max_new_tokens`` that the engine refuses.
+    T is at most ``max_new_tokens``: time grows with T (three passes back through the last block for each token) and K
+    with T^2; memory is three copies of the block's parameters.  The dtype's rounding limits kappa: prefer float32.
+    Raises EngineError: another engine, kernels that cannot be differentiated twice, a full context; RequestError: the
+    engine's.
     """
     torch_model = engine.torch_model
     if torch_model is None:

@@ -214,12 +214,10 @@ def chen_qin_by_group(x: ArrayLike, label: ArrayLike, group: ArrayLike) -> ChenQ
 def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
     """Return the test of equal class means: x [N, d], label [N], of independent rows (else ``chen_qin_by_group``).
 
-    T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0 is
-    2 tr(S_F^2) / (n_F (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), each trace by their
-    leave-out estimators.  T and the mixed trace do not change when all rows are moved; their tr(S_c^2) does, by noise
-    of the order of the squared distance of the mean from the origin.  Here each class is moved by the OTHER class's
-    mean before it is taken, which is independent of it: the estimator is otherwise theirs.
-    Raises TrainingError below 3 rows of a class.
+    T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0 is 2 tr(S_F^2) / (n_F
+    (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), by their leave-out estimators. Their
+    tr(S_c^2) changes where all rows are moved; here each class is moved by the OTHER's mean, which is independent of
+    it: the estimator is otherwise theirs.  Raises TrainingError below 3 rows of a class.
     """
     values, factual = labelled(x, label, "x", minimum=MIN_ROWS)
     values = values - values.mean(axis=0)  # changes nothing but rounding: everything below is moved again or invariant

@@ -1,11 +1,9 @@
 """Increments of a trajectory (Prop. decomp, Eq. decomp), the classes' spread along the probe, the parts of K.
 
-The exact split is dL_l = W_l + K_l.  W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: the frozen probe and head of layer l on the
-next layer, the increment along v_l (Lemma snr, Table kappa-calibration).  K_l = L_{l+1} - phi_l(a_{l+1}^{(k_l)}): what
-the new probe and head change, in four parts: probe, metric, head and bias (Lemma k-decomp; Tables k-decomp-auroc, -cov;
-for the paper's unit-norm logits).  z_l is always the standardisation of layer l's SELECTED head, also where it is
-applied to another head's activations, as the lemma writes.  The caller passes out-of-fold probes.
-"""
+dL_l = W_l + K_l exactly.  W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: layer l's probe and head on the next layer (Lemma snr,
+Table kappa-calibration).  K_l = L_{l+1} - phi_l(a_{l+1}^{(k_l)}): what the new probe and head change: probe, metric,
+head and bias (Lemma k-decomp; Tables k-decomp-auroc, -cov).  z_l is always the standardisation of layer l's SELECTED
+head, as the lemma writes.  The caller passes out-of-fold probes."""
 
 from __future__ import annotations
 
