@@ -91,10 +91,8 @@ def scripted_result(
     logits: np.ndarray, label: np.ndarray = LABEL,
     *, quality: np.ndarray | None = None, scale: np.ndarray | None = None, name: str = "scripted",
 ) -> SetResult:  # fmt: skip
-    """A run whose every head's logits [n, m, K] are what they are; two folds of one seed, no readouts behind them.
-
-    The training side's trajectories are those of head 0.  quality, scale [m, K]: training AUROC, within-class spread.
-    """
+    """A run whose every head's logits [n, m, K] are what they are; two folds of one seed, no readouts behind them.  The
+    training side's trajectories are those of head 0.  quality, scale [m, K]: training AUROC, within-class spread."""
     count, layers, heads = logits.shape
     quality = np.full((layers, heads), 0.7) if quality is None else quality
     scale = np.ones((layers, heads)) if scale is None else scale

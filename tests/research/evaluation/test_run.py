@@ -128,9 +128,8 @@ SMALL = ("--methods", "hallutracer,sep,perplexity,p-true,mind,D,fails-late,vowel
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """One run on three sets, with two new rivals: questions that the model answers, some of which it gets all wrong
-    (by answers that nobody gives), and rows with labels of their own, two kinds, one of them too long.
-    """
+    """One run on three sets, with two new rivals: questions that the model answers, some of which it gets all wrong (by
+    answers that nobody gives), and rows with labels of their own, two kinds, one of them too long."""
     folder, calls = tmp_path_factory.mktemp("small"), list[int]()
 
     def vowels(inputs: Any, train: Any, test: Any, seed: int, jobs: int | None) -> np.ndarray:
