@@ -36,13 +36,8 @@ _MEMORY = "You talked with this user before. Answer as shortly as you can, from 
 
 def read_bfcl(folder: Path, problems: list[str]) -> Rows:
     """Return rows (id, messages, answers, group, kind) for generated labels; counts {read, multi_turn, repeated}."""
-    gold = {
-        kind: {
-            str(value.get("id")): value.get("ground_truth")
-            for _, value in json_lines(folder, f"possible_answer/{_file(kind)}", problems)
-        }
-        for kind in (*CALLS, *TEXTS)
-    }
+    files = {kind: json_lines(folder, f"possible_answer/{_file(kind)}", problems) for kind in (*CALLS, *TEXTS)}
+    gold = {kind: {str(one.get("id")): one.get("ground_truth") for _, one in lines} for kind, lines in files.items()}
     talks = _conversations(folder, problems)
 
     def row(kind: str, value: Row) -> Row:

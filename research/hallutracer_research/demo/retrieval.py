@@ -124,13 +124,8 @@ def markdown(found: dict[str, Any]) -> str:
         "jackknife over entities.",
         markdown_table(
             ["passage", "answered right", "mean risk", "drop of the risk", "flagged", "AUROC of the risk"],
-            [
-                [
-                    row["passage"], interval(row["right"]), interval(row["risk"]), interval(row.get("drop")),
-                    f"{row['flagged']:.3f}", interval(row["auroc"]),
-                ]
-                for row in found["passages"]
-            ],  # fmt: skip
+            [[row["passage"], interval(row["right"]), interval(row["risk"]), interval(row.get("drop")),
+              f"{row['flagged']:.3f}", interval(row["auroc"])] for row in found["passages"]],
         ),
     ]  # fmt: skip
     for which, rows in found["policies"].items():

@@ -23,7 +23,7 @@ from hallutracer_research.evaluation.methods.references import text_ngrams
 from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
 from hallutracer_research.evaluation.page import Cell, Column, Table
 from hallutracer_research.evaluation.prepare import PreparedSet
-from hallutracer_research.evaluation.splits import Split, fit_options, kept
+from hallutracer_research.evaluation.splits import Split, chosen_depth_mean, kept
 from probes_store.local import atomic_write
 from service.data.training_rows import FORM
 from service.errors import NoDirection, TrainingError
@@ -32,7 +32,6 @@ from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.probes import Floats, Index
 from service.fitting.scores import auprc, auroc_interval, gain, risk_auroc
 from service.readout import Pooling, Site
-from service.risk import depth_mean
 
 Measures = dict[str, dict[str, float]]  # measure -> mean and std; of the AUROC also low and high
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
@@ -331,14 +330,8 @@ def _scores(
         if not (own and shared.all()):  # sources that ask the same questions: there is nothing to learn from
             splits = [*splits, (train[~shared], outside)]
         for fitted, test in splits:
-            found["depth mean"][test] = _depth_mean(inputs, fitted, test, options)
+            found["depth mean"][test] = -chosen_depth_mean(inputs.heads, inputs.group, fitted, test, 0, options)
             found["text"][test] = text_ngrams(inputs, fitted, test, 0)
         return dict(found)
 
     return {name: np.asarray(values, np.float64) for name, values in kept(path, make).items()}
-
-
-def _depth_mean(inputs: MethodInputs, train: Index, test: Index, options: EvaluateOptions) -> Floats:
-    fits = fit_options(options)
-    c = fits.choose_c(inputs.heads, inputs.group, train, 0).c
-    return -depth_mean(fits.refit(inputs.heads, train, test, c).trajectory)

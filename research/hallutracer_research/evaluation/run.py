@@ -175,15 +175,17 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
     if method == OURS:
         return -depth_mean(split.test_trajectory)
 
+    sides = split.train, split.test
+
     def make() -> Floats:
         if method == RESIDUAL:
-            return -splits.residual_depth_mean(inputs, split, options)
+            return -splits.chosen_depth_mean(inputs.residual, inputs.group, *sides, split.seed, options)
         if method == TRAJECTORY:
             label, group = inputs.label[split.train], inputs.group[split.train]
             return splits.trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)
         if method == SHUFFLED:
             return -splits.shuffled_depth_mean(inputs, split, options)
-        return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)
+        return fit_method(method, inputs, *sides, split.seed, options.jobs or None)
 
     return _kept_score(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
 
@@ -216,18 +218,14 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
         if measures:
+            there = [one for one in prepare.methods_of(prepared.rows, options) if all(one in each for each in measures)]
             mean = {
-                method: {
-                    name: {part: float(np.mean([one[method][name][part] for one in measures]))
-                           for part in ("mean", "std")}
-                    for name in results.MEASURES
-                }
-                for method in prepare.methods_of(prepared.rows, options)
-                if all(method in one for one in measures)
+                method: {name: {part: float(np.mean([one[method][name][part] for one in measures]))
+                                for part in ("mean", "std")} for name in results.MEASURES}
+                for method in there
             }  # fmt: skip
-            table_rows += results.rows_of(
-                f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", mean, of_set.costs
-            )
+            title = f"{prepared.rows.name}, mean of {len(measures)} sub-datasets"
+            table_rows += results.rows_of(title, mean, of_set.costs)
     if not table_rows:
         return None
     return replace(

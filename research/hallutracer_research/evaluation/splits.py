@@ -174,11 +174,12 @@ def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
     return crossed
 
 
-def residual_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
-    """Return depth means of the test side, read from the residual stream, [n_test]; C is chosen for that site."""
+def chosen_depth_mean(
+    readouts: Readouts, group: Index, train: Index, test: Index, seed: int, options: EvaluateOptions
+) -> Floats:
+    """Return depth means [n_test] of probes of one site; C is chosen for it on the training side."""
     fits = fit_options(options)
-    c = fits.choose_c(inputs.residual, inputs.group, split.train, split.seed).c
-    return depth_mean(fits.refit(inputs.residual, split.train, split.test, c).trajectory)
+    return depth_mean(fits.refit(readouts, train, test, fits.choose_c(readouts, group, train, seed).c).trajectory)
 
 
 def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:

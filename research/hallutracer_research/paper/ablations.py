@@ -106,13 +106,10 @@ def _logit_scale(result: SetResult, _: list[str]) -> Row:
     return {"unit_norm": spread(plain), "standardized": spread(even), "difference": spread(difference)}
 
 
-MEAN: Final = specs(
-    {
-        "mean-dominance": _mean_dominance, "mean-dominance-source": _mean_dominance_source, "location": _location,
-        "feature-sets": _feature_sets, "depth-subsampling": _depth_subsampling, "logit-scale": _logit_scale,
-    },
-    {"depth-subsampling": _depth_columns},
-)  # fmt: skip
+MEAN: Final = specs({
+    "mean-dominance": _mean_dominance, "mean-dominance-source": _mean_dominance_source, "location": _location,
+    "feature-sets": _feature_sets, "depth-subsampling": _depth_subsampling, "logit-scale": _logit_scale,
+}, {"depth-subsampling": _depth_columns})  # fmt: skip
 
 
 def depth_curve(results: Sequence[SetResult]) -> dict[str, tuple[list[int], list[float], list[float]]]:
@@ -286,13 +283,10 @@ def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) ->
     }  # fmt: skip
 
 
-READOUT: Final = specs(
-    {
-        "readout-site": _readout_site, "readout-position": _readout_position, "top-heads": _top_heads,
-        "head-distribution": _head_distribution,
-    },
-    draws=RANDOM_DRAWS,
-)  # fmt: skip
+READOUT: Final = specs({
+    "readout-site": _readout_site, "readout-position": _readout_position, "top-heads": _top_heads,
+    "head-distribution": _head_distribution,
+}, draws=RANDOM_DRAWS)  # fmt: skip
 
 
 def _ranked(probes: HeadProbes) -> NDArray[np.int64]:

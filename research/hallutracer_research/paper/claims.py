@@ -196,8 +196,7 @@ def shape_falls(result: SetResult, rows: Rows) -> ClaimFinding:
     if five < 0.5 + SHAPE_FALLS:
         raise NotTestable(f"5-D is {points(five)}: even a fall to chance is less than {100 * SHAPE_FALLS:g} points")
     loss = interval_of(result, _first_seed(result, FIVE_D), _first_seed(result, SHAPE))
-    text = f"5-D {points(five)}, shape alone {points(shape)}, {loss}"
-    return ClaimFinding(above(loss, SHAPE_FALLS), text)
+    return ClaimFinding(above(loss, SHAPE_FALLS), f"5-D {points(five)}, shape alone {points(shape)}, {loss}")
 
 
 @_rule(
@@ -257,9 +256,8 @@ def depth_grows(_: SetResult, rows: Rows) -> ClaimFinding:
         raise NotTestable("one layer has no curve")
     largest = max(curve[a] - curve[b] for a, b in zip(sizes, sizes[1:], strict=False))
     text = ", ".join(f"{points(curve[size])} with {size}" for size in sizes)
-    if curve[sizes[-1]] <= curve[sizes[0]]:
-        return ClaimFinding("not supported", text)
-    return ClaimFinding("supported" if largest <= HALF_A_POINT else "mixed", text)
+    grows = curve[sizes[-1]] > curve[sizes[0]]
+    return ClaimFinding(verdict_of(grows, grows and largest <= HALF_A_POINT), text)
 
 
 @_rule(f"within 0.5 points of all layers from {SATURATES_BY} or fewer on {WITH_SIGNAL}")
@@ -283,8 +281,7 @@ def any_head_will_do(_: SetResult, rows: Rows) -> ClaimFinding:
     """A random head of each layer does as well as the best."""
     signal(rows)
     top, random = number(rows, "top-heads", "top_1"), number(rows, "top-heads", "random_1")
-    text = f"random {points(random)} against top-1 {points(top)}"
-    return ClaimFinding(verdict_of(top - random <= HALF_A_POINT), text)
+    return ClaimFinding(verdict_of(top - random <= HALF_A_POINT), f"random {points(drawn)} against top-1 {points(top)}")
 
 
 @_rule(f"mean correlation of the probes' scores within a layer at least {HEADS_AGREE:g} {WITH_SIGNAL}")
@@ -305,9 +302,7 @@ def last_token_best(_: SetResult, rows: Rows) -> ClaimFinding:
         raise NotTestable("no other pooling was extracted")
     best = max(gains, key=lambda name: gains[name])
     text = f"last-1 {points(last)}; next best {best.replace('_', '-')}, {signed(gains[best])} points"
-    if gains[best] <= 0:
-        return ClaimFinding("supported", text)
-    return ClaimFinding("mixed" if gains[best] <= HALF_A_POINT else "not supported", text)
+    return ClaimFinding(verdict_of(gains[best] <= 0, gains[best] <= HALF_A_POINT), text)
 
 
 def _curve(rows: Rows) -> dict[int, float]:

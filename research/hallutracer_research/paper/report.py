@@ -96,6 +96,7 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
 def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     """Return all sections; the main suite has the first only."""
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
+    shape = identity.geometry
     tables = (evaluation.main, evaluation.subsets, evaluation.transfer, evaluation.forms)
     main = [table for table in tables if table is not None]
     detection = [figure for result in results for figure in _detection(result)]
@@ -118,11 +119,9 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
         title=f"HalluTracer on {identity.model}",
         facts={
             "model": {"name": identity.model, "revision": identity.revision, "architecture": identity.architecture,
-                      "dtype": identity.dtype, "layers": identity.geometry.num_layers,
-                      "heads": identity.geometry.num_heads, "head_dim": identity.geometry.head_dim,
-                      "fingerprint": identity.fingerprint},
-            "protocol": {"seeds": options.seeds, "folds": options.folds,
-                         "inner folds": options.inner_folds,
+                      "dtype": identity.dtype, "layers": shape.num_layers, "heads": shape.num_heads,
+                      "head_dim": shape.head_dim, "fingerprint": identity.fingerprint},
+            "protocol": {"seeds": options.seeds, "folds": options.folds, "inner folds": options.inner_folds,
                          "splits": "stratified, group-disjoint; everything learned comes from the training side"},
             "versions": {"hallutracer": service.__version__, "python": platform.python_version(),
                          "numpy": np.__version__, "torch": version("torch"), "scikit-learn": version("scikit-learn")},

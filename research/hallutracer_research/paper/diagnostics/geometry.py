@@ -131,14 +131,12 @@ def transition_geometry(increments: Increments, direction: ArrayLike, label: Arr
         raise TrainingError(f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions")
     drift = classes.effect_size(increments.w, factual)
     whole = classes.effect_size(increments.w + increments.k, factual)
-    return tuple(
-        Transition(
-            float(cosine), defined(drift[step]), defined(whole[step]),
-            defined(drift[step] / whole[step]) if whole[step] > 0 else None,
-            classes.distance_correlation(increments.w[:, step], increments.k[:, step]),
-        )
-        for step, cosine in enumerate(adjacent_cosines(v))
-    )  # fmt: skip
+    found = []
+    for step, cosine in enumerate(adjacent_cosines(v)):
+        ratio = defined(drift[step] / whole[step]) if whole[step] > 0 else None
+        dependence = classes.distance_correlation(increments.w[:, step], increments.k[:, step])
+        found.append(Transition(float(cosine), defined(drift[step]), defined(whole[step]), ratio, dependence))
+    return tuple(found)
 
 
 def adjacent_cosines(direction: ArrayLike) -> Floats:
