@@ -280,8 +280,8 @@ def depth_saturates(_: SetResult, rows: Rows) -> ClaimFinding:
 def any_head_will_do(_: SetResult, rows: Rows) -> ClaimFinding:
     """A random head of each layer does as well as the best."""
     signal(rows)
-    top, random = number(rows, "top-heads", "top_1"), number(rows, "top-heads", "random_1")
-    return ClaimFinding(verdict_of(top - random <= HALF_A_POINT), f"random {points(drawn)} against top-1 {points(top)}")
+    top, drawn = number(rows, "top-heads", "top_1"), number(rows, "top-heads", "random_1")
+    return ClaimFinding(verdict_of(top - drawn <= HALF_A_POINT), f"random {points(drawn)} against top-1 {points(top)}")
 
 
 @_rule(f"mean correlation of the probes' scores within a layer at least {HEADS_AGREE:g} {WITH_SIGNAL}")
