@@ -123,8 +123,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
 
 
 NEW = {"Vowels of the question", "Fails late"}
-SMALL = ("--methods", "hallutracer,sep,perplexity,p-true,mind,D,fails-late,vowels", "--samples", "2", "--skip-long",
-         "--folds", "2", "--max-new-tokens", "12")  # fmt: skip
+SMALL = ("--methods", "hallutracer,sep,perplexity,p-true,mind,D,fails-late,vowels", "--samples", "2", "--skip-long")
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +141,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
             raise TrainingError("too alike")
         return np.zeros(len(test))
 
-    own = [{key: value for key, value in row.items() if key != "kind"} for row in questions("dev")[:120]]
-    given = [row | {"kind": "ab"[number // 30]} for number, row in enumerate(labelled(60))]
+    own = [{key: value for key, value in row.items() if key != "kind"} for row in questions("dev")[:160]]
+    given = [row | {"kind": "ab"[number // 40]} for number, row in enumerate(labelled(80))]
     given[7]["prompt"] = "why " * 400
     sets = {"own": own, "given": given, "hopeless": [row | {"answers": ["no such place"]} for row in own]}
     data = {name: ("--data", written(folder / f"{name}.jsonl", rows)) for name, rows in sets.items()}
-    limits = ("--limit", "own=110", "--limit", "hopeless=50", "--limit", "60")
+    limits = ("--limit", "own=140", "--limit", "hopeless=50", "--limit", "90")
     whole = (*(word for one in data.values() for word in one), *limits)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(METHODS, "vowels", Method("Vowels of the question", "none", vowels))
@@ -164,7 +163,7 @@ def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(small:
     assert "Left out: hopeless: no row is factual" in small.stdout
     assert small.found["given"]
     assert not small.found["hopeless"]
-    assert 100 <= int(re.findall(r"only (\d+) rows \(--limit\)", small.stdout)[0]) <= 110  # whole groups
+    assert 130 <= int(re.findall(r"only (\d+) rows \(--limit\)", small.stdout)[0]) <= 140  # whole groups
     assert small.found["own"]["HalluTracer (depth mean)"]["auroc"]["mean"] > 0.6
     few = ("--limit", "50", *TWO)
     assert "hopeless: no row is factual" in run(small.out.parent / "no", *small.data["hopeless"], *few, expect=1).stderr
@@ -191,7 +190,7 @@ def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(sma
 
 
 def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(small: SimpleNamespace) -> None:
-    assert "59 rows" in small.stdout
+    assert "79 rows" in small.stdout
     assert "1 rows longer than the model's context of 256 tokens" in small.stdout
     assert "line 8" in run(small.out.parent / "long", *small.data["given"], *TWO, expect=1).stderr
 
