@@ -271,10 +271,9 @@ _TRANSFER = {"depth mean": OURS, "text": "text-ngrams"}  # name in the kept file
 
 
 def transfer_table(sets: Mapping[str, MethodInputs], options: EvaluateOptions, folder: Path) -> Table | None:
-    """Return a block of rows for each mixture of two sources or more; None where no set is one.  Does the probe read
-    knowledge, or what a source's questions look like?  A mixture's rows name their source in front of their kind
-    (``hallutracer data mix``).  Probes are fitted on one source, or on all but one, and scored on the others; no group
-    is on both sides.  A source's own column is cross-validated."""
+    """Return a block of rows for each mixture of two sources or more (named in front of the kind); None where no set is
+    one. Probes are fitted on one source, or on all but one, and scored on the others; no group is on both sides.  A
+    source's own column is cross-validated."""
     rows: list[Mapping[str, Cell]] = []
     notes: list[str] = []
     names: list[str] = []

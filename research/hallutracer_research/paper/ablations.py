@@ -246,13 +246,13 @@ def _head_distribution(result: SetResult, notes: list[str]) -> Row:
 
 
 def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) -> dict[str, float | None]:
-    """Return how alike the heads of a layer are (App. head-uniformity): training auroc [m, K], scores [N, m, K].
+    """Return how alike the heads of a layer are (App. head-uniformity): training auroc [m, K], scores [N, m, K]; layer
+    means.
 
-    auc_cv: standard deviation over mean of the AUROC within a layer; switches: share of adjacent layers whose best head
-    (ties: lowest) differs; correlation: mean pairwise Pearson correlation of scores within a layer; effective_rank:
-    exp(entropy of that matrix's eigenvalues / heads), and its share of the heads.  All are means over layers.  Heads
-    with constant scores are left out of the last three and counted in ``notes``; None where a layer has one head, or
-    one whose score varies.
+    auc_cv: standard deviation over mean of the AUROC; switches: share of adjacent layers whose best head (ties: lowest)
+    differs; correlation: mean pairwise Pearson's of scores; effective_rank: exp(entropy of that matrix's eigenvalues /
+    heads), and its share of the heads.  Heads with constant scores are left out of the last three and counted in
+    ``notes``; None where a layer has one head, or one whose score varies.
     """
     quality = as_float(auroc, "auroc", 2)
     m, heads = quality.shape
