@@ -222,14 +222,16 @@ def markdown(document: dict[str, Any]) -> str:
     return markdown_table(["method", *names], rows) + "\n"
 
 
-PAIR = ("What is the capital of Italy?", "What is the capital of the Solomon Islands?")  # known, unknown
+KNOWN = "What is the capital of Italy?"
+UNKNOWN = "What is the capital of the Solomon Islands?"
 
 
 def draw_pair(engine: Engine, bundle: Bundle, path: Path) -> None:
     """Write a PNG with both, and the answers that the model gives without a gate."""
     scorer = Scorer(engine, bundle)
-    ids = [scorer.render(prompt=text) for text in PAIR]
-    draw_trajectories(bundle, PAIR, scorer.score_or_continue(ids, Sampling(max_tokens=24), GATE.at(1.0)), path)
+    ids = [scorer.render(prompt=text) for text in (KNOWN, UNKNOWN)]
+    reports = scorer.score_or_continue(ids, Sampling(max_tokens=24), GATE.at(1.0))
+    draw_trajectories(bundle, (KNOWN, UNKNOWN), reports, path)
 
 
 BATCH_TOKENS = 8192  # as for the shipped bundles: their last bits depend on it
