@@ -179,7 +179,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
             ),
             unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
             route=canonical(record.path), caller=asked.caller, who=who_of(request), sampling=asked.sampling,
-            streams=asked.stream, monitor=monitor, bundle_violations=() if monitor is None else monitor.reasons,
+            streams=asked.stream, monitor=monitor,
             request_violations=(*asked.violations, *guarantee.decoding_violations(asked.sampling), *shapes),
             retrieval=retrieval,
         )  # fmt: skip

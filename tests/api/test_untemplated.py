@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from hallutracer_research.demo.corpus import render
+from hallutracer_research.demo.train import render
 from probes_store.store import SHIPPED, Store
 from service.access.callers import Caller
 from service.api.app import create_app

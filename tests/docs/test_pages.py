@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 from packaging.requirements import Requirement
 
-from hallutracer_research.demo.report import METHODS
+from hallutracer_research.demo.build import METHODS
 from service.access.keys import KeyTable, parse_keys
 from service.engines.families import FAMILIES
 from service.errors import HalluTracerError

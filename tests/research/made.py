@@ -14,7 +14,7 @@ from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodI
 from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
 from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.results import SetResult
-from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_split, outer_splits, residual_depth_mean
+from hallutracer_research.evaluation.splits import HeadProbes, Split, chosen_depth_mean, fit_split, outer_splits
 from service.data.run_folder import RowsFile
 from service.fitting.nested_cv import FoldScores
 from service.fitting.probes import Readouts
@@ -63,7 +63,10 @@ def fitted_result(folder: Path) -> SetResult:
     rng = np.random.default_rng(1)
     by_split = {
         OURS: [-depth_mean(split.test_trajectory) for split in splits],
-        RESIDUAL: [-residual_depth_mean(inputs, split, OPTIONS) for split in splits],
+        RESIDUAL: [
+            -chosen_depth_mean(inputs.residual, inputs.group, split.train, split.test, split.seed, OPTIONS)
+            for split in splits
+        ],
         "iti": [-split.test_trajectory[:, split.probes.auroc.max(axis=1).argmax()] for split in splits],
     }
     for reference in ("first-token-max-prob", "prompt-length"):
@@ -91,10 +94,8 @@ def scripted_result(
     logits: np.ndarray, label: np.ndarray = LABEL,
     *, quality: np.ndarray | None = None, scale: np.ndarray | None = None, name: str = "scripted",
 ) -> SetResult:  # fmt: skip
-    """A run whose every head's logits [n, m, K] are what they are; two folds of one seed, no readouts behind them.
-
-    The training side's trajectories are those of head 0.  quality, scale [m, K]: training AUROC, within-class spread.
-    """
+    """A run whose every head's logits [n, m, K] are what they are; two folds of one seed, no readouts behind them.  The
+    training side's trajectories are those of head 0.  quality, scale [m, K]: training AUROC, within-class spread."""
     count, layers, heads = logits.shape
     quality = np.full((layers, heads), 0.7) if quality is None else quality
     scale = np.ones((layers, heads)) if scale is None else scale

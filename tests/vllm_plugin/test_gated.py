@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hallutracer_research.demo.corpus import render
+from hallutracer_research.demo.train import render
 from service.demo import MODEL_DIR
 from tests.engines.vllm.installed import vllm_or_skip
 

@@ -201,19 +201,7 @@ def _advice(info: SetInfo) -> str:
 
 def list_(*, as_json: Json = False, common: Common = Common()) -> None:
     """List the sets that have a reader: size, labels, groups, licence, and where to get them."""
-    shown = (
-        "name",
-        "title",
-        "rows",
-        "labels",
-        "group",
-        "kinds",
-        "hallucinated",
-        "onset",
-        "caveat",
-        "licence",
-        "source",
-    )
+    shown = "name", "title", "rows", "labels", "group", "kinds", "hallucinated", "onset", "caveat", "licence", "source"
     rows: list[dict[str, Any]] = [
         {name: getattr(info, name) for name in shown} | {"labels": info.judge or info.labels, "train": _advice(info)}
         for info in SETS.values()

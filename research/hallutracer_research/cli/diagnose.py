@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
     "fisher": ("Fisher gap", {
         "r_fisher": "SNR of the best layer weights over that of the plain mean",
-        "r_fisher_unbiased": "the same without the gain from noise",
-        "theta": "level-shape coupling", "chi": "shape energy", "t": "cross term",
-        "cauchy_schwarz": "t over its bound; near 1 the two above cancel",
+        "r_fisher_unbiased": "the same without the gain from noise", "theta": "level-shape coupling",
+        "chi": "shape energy", "t": "cross term", "cauchy_schwarz": "t over its bound; near 1 the two above cancel",
     }),
     "snr": ("Slope against mean", {
         "rho": "divergence ratio of the class gap", "gamma": "origin penalty",

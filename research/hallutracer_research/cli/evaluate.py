@@ -73,7 +73,7 @@ def evaluate(
 
     from hallutracer_research.evaluating import BadSource, run_evaluation, source, sources_of
     from hallutracer_research.evaluation.options import EvaluateOptions, method_names
-    from hallutracer_research.evaluation.tables import table_markdown
+    from hallutracer_research.evaluation.page import table_markdown
     from hallutracer_research.paper.report import command_line
 
     try:

@@ -1,19 +1,11 @@
-"""BFCL v4 (Berkeley Function-Calling Leaderboard): 2,853 prompts in the eleven files used here.
+"""BFCL v4 (Berkeley Function-Calling Leaderboard): 2,853 prompts in eleven files; the system texts are ours.
 
 A substitute for the paper's "Agentic" set, which cannot be identified: results on it are not the paper's.
-
-``read_bfcl``: the prompt is a system text with the offered functions, then the user's words; t* is its last token.  The
-label is the judgement (judge ``calls``) of the read model's own answer: hallucinated is a call where no function fits,
-no call where one fits, a wrong function or argument, or a short answer without an accepted text.  Web search is asked
-closed-book, and the memory questions have the earlier conversations in the system text (up to about 90,000
-characters), where BFCL has tools for both.  ``multi_turn_base`` needs BFCL's simulators; its 200 rows are read, counted
-and left out.
-
-``read_bfcl_answerable``: labels known without decoding, "an offered function fits" (1) against "none fits" (0).  That
-is tool-answerability, not hallucination.
-
-Group = the row; for live files the middle number of the id (those rows mostly offer the same functions); for memory
-the scenario.  Kind = file.  The system texts are ours.
+``read_bfcl``: the offered functions, then the user's words; labels by the judge ``calls`` of the model's answer.  Web
+search is asked closed-book, memory questions have the earlier conversations in the system text.  ``multi_turn_base``
+needs BFCL's simulators; its 200 rows are read, counted and left out.  ``read_bfcl_answerable``: labels known without
+decoding, "an offered function fits" (1) or none does (0): tool-answerability, not hallucination.
+Group = the row; for live files the middle number of the id (mostly the same functions); for memory the scenario.
 """
 
 from __future__ import annotations
@@ -44,13 +36,8 @@ _MEMORY = "You talked with this user before. Answer as shortly as you can, from 
 
 def read_bfcl(folder: Path, problems: list[str]) -> Rows:
     """Return rows (id, messages, answers, group, kind) for generated labels; counts {read, multi_turn, repeated}."""
-    gold = {
-        kind: {
-            str(value.get("id")): value.get("ground_truth")
-            for _, value in json_lines(folder, f"possible_answer/{_file(kind)}", problems)
-        }
-        for kind in (*CALLS, *TEXTS)
-    }
+    files = {kind: json_lines(folder, f"possible_answer/{_file(kind)}", problems) for kind in (*CALLS, *TEXTS)}
+    gold = {kind: {str(one.get("id")): one.get("ground_truth") for _, one in lines} for kind, lines in files.items()}
     talks = _conversations(folder, problems)
 
     def row(kind: str, value: Row) -> Row:
@@ -163,10 +150,8 @@ def _expectation(kind: str, value: Row, gold: dict[str, dict[str, Any]]) -> str:
 
 
 def _specification(gold: Any, functions: list[Any]) -> dict[str, Any]:
-    """Return a gold call.  An argument is optional if "" is among its values and the function does not require it.
-
-    Two published rows give some arguments no accepted value; an empty list is meant.
-    """
+    """Return a gold call.  An argument is optional if "" is among its values and the function does not require it.  Two
+    published rows give some arguments no accepted value; an empty list is meant."""
     try:
         ((name, values),) = gold.items()
         arguments = {key: accepted or [[], ""] for key, accepted in values.items()}

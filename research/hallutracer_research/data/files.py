@@ -1,8 +1,6 @@
-"""Files of a downloaded set (CSV tables, JSON documents, JSON lines), and what sets of questions have in common.
-
-Each reader takes the set's folder, a file's path in it and a list ``problems``, to which it appends one line per error,
-so that all damaged files are reported at once.
-"""
+"""Files of a downloaded set (CSV tables, JSON documents, JSON lines), and what sets of questions have in common.  Each
+reader takes the set's folder, a file's path in it and a list ``problems``, to which it appends one line per error, so
+that all damaged files are reported at once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""How right a judge's labels are, by a person who reads some of them.
-
-``sample`` draws verdicts to read, half of each class; ``measure`` compares what the person found.  Wrong labels limit
-what any predictor can show: one that knows which answers are true still has an AUROC against the judge of only
-(right | judged right + wrong | judged wrong) / 2.
-"""
+"""How right a judge's labels are, by a person who reads some of them.  ``sample`` draws verdicts to read, half of each
+class; ``measure`` compares what the person found.  Wrong labels limit what any predictor can show: one that knows which
+answers are true still has an AUROC against the judge of only (right | judged right + wrong | judged wrong) / 2."""
 
 from __future__ import annotations
 
@@ -52,9 +49,7 @@ class Audit:
 
 def sample(dataset: Dataset, run: Path, rows: int, seed: int = 0) -> Rows:
     """Return ``rows`` verdicts of a training run, as many of each class as there are, shuffled; ``read`` is empty.
-
-    ``share``: how much of all verdicts a row stands for; they sum to one.  Raises DataError, RunMismatch.
-    """
+    ``share``: how much of all verdicts a row stands for; they sum to one.  Raises DataError, RunMismatch."""
     folder = run / "train" if (run / "train").is_dir() else run
     judged_files = sorted(folder.glob("labels-*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not (folder / "answers.jsonl").is_file():

@@ -36,11 +36,9 @@ class Mixture(NamedTuple):
 
 def mix(sources: Sequence[MixtureSource], seed: int = 0, without: Path | None = None) -> Mixture:
     """Return rows of each file, group after group in the order of a hash of seed and group, up to the wanted number.
-
     Rows of different files whose questions have the same words of content get one group.  Groups that ``without`` has a
-    row of, such as a training file when held-out rows are drawn, are left out.  Raises DataError: damaged
-    lines, too few rows, or two files of one name.
-    """
+    row of, such as a training file when held-out rows are drawn, are left out.  Raises DataError: damaged lines, too
+    few rows, or two files of one name."""
     names = [source.path.stem for source in sources]
     for name, source in zip(names, sources, strict=True):
         if names.count(name) > 1:

@@ -1,7 +1,5 @@
-"""TruthfulQA, OpenTriviaQA and NQ-Open: questions with accepted answers.
-
-Group = the question's words, under the same name in every set that asks questions, but for TruthfulQA's own name.
-"""
+"""TruthfulQA, OpenTriviaQA and NQ-Open: questions with accepted answers.  Group = the question's words, under the same
+name in every set that asks questions, but for TruthfulQA's own name."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class _ReferenceAnswers(BaseModel):
 
 def read_truthfulqa_reference(folder: Path, problems: list[str]) -> Rows:
     """Return rows (id, prompt, label, group, kind) of every answer in ``mc2_targets``, and counts {read, questions}.
-
-    The categories are the table's, joined on the question: the two files are in different orders.
-    """
+    The categories are the table's, joined on the question: the two files are in different orders."""
     table = csv_table(folder, TABLE, _TABLE_COLUMNS, problems)
     categories = {row["Question"].strip(): row["Category"].strip() for _, row in table}
     task = TASK if (folder / TASK).is_file() else f"data/{TASK}"
@@ -188,10 +184,8 @@ class _Query(BaseModel):
 
 
 def read_nq_open(folder: Path, problems: list[str]) -> Rows:
-    """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, repeated, without a word}.
-
-    An accepted answer without a word, such as "*", is dropped: no judge could find it in an answer.
-    """
+    """Return rows (id, prompt, answers, group, kind) for generated labels; counts {read, repeated, without a word}.  An
+    accepted answer without a word, such as "*", is dropped: no judge could find it in an answer."""
     rows, seen = [], set()
     counts = Counter({"read": 0, "left out: repeated": 0, "left out: no answer with a word": 0})
     for kind, name in FILES.items():

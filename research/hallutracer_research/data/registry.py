@@ -1,7 +1,5 @@
-"""The public sets that have a reader, as ``sets.toml`` describes them.
-
-The number of rows read is checked against the published one, because another version of a set is another benchmark.
-"""
+"""The public sets that have a reader, as ``sets.toml`` describes them.  The number of rows read is checked against the
+published one, because another version of a set is another benchmark."""
 
 from __future__ import annotations
 
@@ -73,10 +71,8 @@ def find_path(name: str, path: Path) -> Path:
 
 
 def read_set(name: str, path: Path, allow_other_counts: bool = False) -> Rows:
-    """Return rows for the trainer and the reader's counts; ``path`` is the download.
-
-    Raises DataError: unknown set or folder, missing or malformed files, or not the published number of rows.
-    """
+    """Return rows for the trainer and the reader's counts; ``path`` is the download.  Raises DataError: unknown set or
+    folder, missing or malformed files, or not the published number of rows."""
     if name not in SETS:
         raise DataError(name, [f"unknown set; known are {', '.join(SETS)}"])
     info, problems = SETS[name], list[str]()

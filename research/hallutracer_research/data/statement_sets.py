@@ -1,8 +1,6 @@
-"""True-False, HaluEval 2.0 and HELM (of MIND): statements with a label, and the prompt around them.
-
-The label belongs to a statement inside the prompt, so a probe trained on these sets tells true text from false text,
-not a good answer from a bad one.  The papers that use the sets give no template; this one is IRIS's zero-shot prompt.
-"""
+"""True-False, HaluEval 2.0 and HELM (of MIND): statements with a label, and the prompt around them.  The label belongs
+to a statement inside the prompt, so a probe trained on these sets tells true text from false text, not a good answer
+from a bad one.  The papers that use the sets give no template; this one is IRIS's zero-shot prompt."""
 
 from __future__ import annotations
 
@@ -38,10 +36,8 @@ class Statement(NamedTuple):
 
 
 def unambiguous_rows(statements: Sequence[Statement]) -> Rows:
-    """Return training rows, and counts {read, contradictory, repeated} of the statements read and of those left out.
-
-    A text that carries both labels within its group is left out (contradictory); repeats within a kind are kept once.
-    """
+    """Return training rows, and counts {read, contradictory, repeated} of the statements read and of those left out.  A
+    text that carries both labels within its group is left out (contradictory); repeats within a kind are kept once."""
     labels: dict[tuple[str, str], set[bool]] = defaultdict(set)
     for statement in statements:
         labels[statement.group, statement.text].add(statement.factual)

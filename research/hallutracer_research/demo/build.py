@@ -1,33 +1,226 @@
-"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> drawing -> table.
-
-Every finished step leaves its result under ``out``, so an interrupted build resumes.  The test split is only reported.
-"""
+"""hallutracer demo build: facts -> models -> best seed on the dev split -> both bundles -> drawing -> table.  Every
+finished step leaves its result under ``out``, so an interrupted build resumes.  The test split is only reported:
+the README's table of all methods, each row with the risk of one of five folds that never saw its entity."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from tqdm import tqdm
 
-from hallutracer_research.demo.report import LabelledAnswers, ask, report
 from probes_store.bundle import Bundle
 from probes_store.store import Store
+from service.data.collection import collect
+from service.data.labels import judged_labels
 from service.data.options import JudgeOptions
+from service.data.run_folder import locked
+from service.data.training_rows import read_dataset
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from service.engines.base import Engine, EngineOptions, Sampling
-from service.fitting.estimator import DepthMeanProbe
-from service.fitting.scores import auroc, within_stratum_auroc
+from service.fitting.estimator import DepthMeanProbe, fit_classifier
+from service.fitting.folds import OuterFold, outer_folds
+from service.fitting.nested_cv import by_row, nested_cv, probe_columns
+from service.fitting.probes import Floats, Index, Readouts
+from service.fitting.scores import auprc, auroc, ece, within_stratum_auroc
 from service.library.detector import draw_trajectories
 from service.policies.guard import GATE
+from service.readout import Site
 from service.scoring import Scorer
 from service.trainer.options import Console, TrainOptions
+from service.trainer.presentation import markdown_table
 from service.trainer.run import train
+
+METHODS = {
+    "depth_mean": "depth mean, unit norm (the paper's rule)", "depth_mean_standardized": "depth mean, standardised",
+    "best_head": "best single head", "best_layer": "best single residual layer",
+    "residual_depth_mean": "residual depth mean", "max_prob": "first-token max probability",
+    "entropy": "first-token entropy", "fused": "fused: depth mean + first token",
+    "kind_prior": "shortcut: kind prior", "kind_x_template_prior": "shortcut: kind x template prior",
+    "name_ngrams": "shortcut: kind + name n-grams", "exposures": "oracle: how often training stated the fact",
+}  # fmt: skip
+# What ``nested_cv.probe_columns`` calls them -> METHODS, by site.
+HEADS = {
+    "depth_mean_unit_norm": "depth_mean", "depth_mean_standardized": "depth_mean_standardized",
+    "best_head": "best_head", "fused_unit_norm": "fused",
+}  # fmt: skip
+STREAM = {"best_layer": "best_layer", "depth_mean_unit_norm": "residual_depth_mean"}
+FOLDS, INNER_FOLDS = 5, 3
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledAnswers:
+    """One model's answers to all questions: n labelled rows."""
+
+    rows: list[dict[str, Any]]  # [n] the questions
+    heads: Readouts
+    stream: Readouts
+    group: Index  # [n]
+    first_token: Floats  # [n, 2]
+
+    @property
+    def label(self) -> Index:
+        """[n] 1 factual, 0 hallucinated."""
+        return self.heads.label
+
+
+def ask(engine: Engine, folder: Path, judge: JudgeOptions) -> LabelledAnswers:
+    """Let the model answer the questions of all splits; resumes from ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    by_id = {row["id"]: row | {"split": split} for split in ("train", "dev", "test") for row in questions(split)}
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in by_id.values()), encoding="utf-8")
+    dataset = read_dataset(path, "generate", folds=0)
+    sites = (Site.ATTENTION_HEAD, Site.RESIDUAL_STREAM)
+    run = folder / "run"
+    with locked(run):
+        activations = collect(engine, dataset, run, sites=sites, prompt_format="chat", batch_rows=64, max_new_tokens=24)
+        labelled = judged_labels(dataset, run, judge)
+    index = labelled.index
+    heads, stream = (Readouts(activations.rows[site], index, labelled.label) for site in sites)
+    asked = [by_id[dataset.rows[row].id] for row in index.tolist()]
+    return LabelledAnswers(asked, heads, stream, dataset.groups[index], activations.first_token[index])
+
+
+def risks(asked: LabelledAnswers, fold_seed: int, jobs: int) -> tuple[dict[str, Floats], Index]:
+    """Return each method's risk for every row [n], by a fold that never saw its entity; and that fold's number [n]."""
+    options = DepthMeanProbe(inner_folds=INNER_FOLDS, n_jobs=jobs)
+    outer = outer_folds(asked.label, asked.group, folds=FOLDS, seeds=(fold_seed,))
+
+    def fit(fold: OuterFold) -> dict[str, Floats]:
+        label = asked.label[fold.train]
+        columns = _columns(asked, fold.train, fold.test, fold_seed, options)
+        scores = {name: fit_classifier(of_train, label).risk(of_test) for name, of_train, of_test in columns}
+        return scores | dict(_shortcuts(asked, fold.train, fold.test))
+
+    scores = nested_cv(outer, fit)
+    number = np.full(len(asked.label), -1)
+    for fold in outer:
+        number[fold.test] = fold.fold
+    return {name: by_row(scores[name], len(asked.label))[0] for name in METHODS}, number
+
+
+def _columns(
+    asked: LabelledAnswers, train: Index, test: Index, seed: int, options: DepthMeanProbe
+) -> Iterator[tuple[str, Floats, Floats]]:
+    """Yield signals of the training side (out of fold where probes are involved) and of the test side."""
+    first = asked.first_token
+    for readouts, names in ((asked.heads, HEADS), (asked.stream, STREAM)):
+        _, found = probe_columns(readouts, asked.group, first, train, test, seed, options)
+        for name, columns in found:
+            if name in names:
+                yield names[name], *columns
+    for column, name in enumerate(("max_prob", "entropy")):
+        yield name, first[train, column][:, None], first[test, column][:, None]
+    told = np.log1p(np.array([row["exposures"] for row in asked.rows], np.float64))[:, None]
+    yield "exposures", told[train], told[test]
+
+
+def _shortcuts(asked: LabelledAnswers, train: Index, test: Index) -> Iterator[tuple[str, Floats]]:
+    hallucinated = 1.0 - asked.label
+    kind = [row["kind"] for row in asked.rows]
+    cell = [f"{row['kind']} {row['template']}" for row in asked.rows]
+    of_kind = _prior(kind, asked.label, train, dict.fromkeys(kind, float(hallucinated[train].mean())))
+    yield "kind_prior", np.array([of_kind[kind[row]] for row in test])
+    parent = {name: of_kind[name.split(" ")[0]] for name in cell}
+    of_cell = _prior(cell, asked.label, train, parent)
+    yield "kind_x_template_prior", np.array([of_cell[cell[row]] for row in test])
+    # The id is kind:subject:template; the subject is the name that the question asks about.
+    named = [f"{row['kind']} {row['id'].split(':', 1)[1].rsplit(':', 1)[0]}" for row in asked.rows]
+    vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(1, 4), sublinear_tf=True, min_df=2)
+    x = vectorizer.fit_transform([named[row] for row in train])
+    model = LogisticRegression(C=1.0, max_iter=2000).fit(x, hallucinated[train])
+    yield "name_ngrams", model.predict_proba(vectorizer.transform([named[row] for row in test]))[:, 1]
+
+
+def _prior(keys: Sequence[str], label: Index, train: Index, parent: dict[str, float]) -> dict[str, float]:
+    """Return each key's share of hallucinations on the training side, shrunk towards its parent by five pseudo-rows."""
+    size = Counter(keys[row] for row in train)
+    bad = Counter[str]()
+    for row in train:
+        bad[keys[row]] += 1 - int(label[row])
+    return {key: (bad[key] + 5 * parent[key]) / (size[key] + 5) for key in parent}
+
+
+def measure(asked: LabelledAnswers, risk_of: dict[str, Floats], fold: Index) -> dict[str, dict[str, float]]:
+    """Return the table's columns for each method, on the rows of the test split.  AUROC and AUPRC compare rows within a
+    fold: risks of different folds come from different fits, and pooling them would turn differences between the folds'
+    priors into a signal.  ECE is over all rows."""
+    shown = np.array([row["split"] == "test" for row in asked.rows])
+    never_refused = shown & ~np.array([row["in_refusals"] for row in asked.rows])
+    kind = [row["kind"] for row in asked.rows]
+    cell = [(row["kind"], row["template"]) for row in asked.rows]
+    table = {}
+    for name, risk in risk_of.items():
+        columns: dict[str, float | None] = {}
+        for prefix, mask in (("", shown), ("no_refusal_", never_refused)):
+            rows = np.flatnonzero(mask)
+            label, own, folds = asked.label[rows], risk[rows], fold[rows].tolist()
+            in_kind = [(f, kind[row]) for f, row in zip(folds, rows, strict=True)]
+            in_cell = [(f, cell[row]) for f, row in zip(folds, rows, strict=True)]
+            by_fold = [np.equal(folds, number) for number in np.unique(folds)]
+            columns |= {
+                f"{prefix}auroc": within_stratum_auroc(label, own, folds),
+                f"{prefix}auprc": float(np.mean([auprc(label[inside], own[inside], positive=0) for inside in by_fold])),
+                f"{prefix}auroc_within_kind": within_stratum_auroc(label, own, in_kind),
+                f"{prefix}auroc_within_kind_x_template": within_stratum_auroc(label, own, in_cell),
+                f"{prefix}ece": ece(label, own),
+            }
+        table[name] = {key: float(value) for key, value in columns.items() if value is not None}
+    return table
+
+
+def report(
+    engines: Mapping[int, Callable[[], Engine]], out: Path, *, fold_seeds: Sequence[int], jobs: int, judge: JudgeOptions
+) -> dict[str, Any]:
+    """Return the whole table over model seeds and fold seeds, also written to ``out/report.json`` and ``.md``."""
+    cells: dict[str, dict[str, list[float]]] = {}
+    models = {}
+    for seed, load in engines.items():
+        with closing(load()) as engine:
+            asked = ask(engine, out / f"asked-{seed}", judge)
+        test = np.array([row["split"] == "test" for row in asked.rows])
+        models[str(seed)] = {"test_rows": int(test.sum()), "hallucinated": float(1 - asked.label[test].mean())}
+        for fold_seed in tqdm(fold_seeds, f"model {seed}"):
+            for name, columns in measure(asked, *risks(asked, fold_seed, jobs)).items():
+                for column, value in columns.items():
+                    cells.setdefault(name, {}).setdefault(column, []).append(value)
+    document = {
+        "model_seeds": list(engines), "fold_seeds": list(fold_seeds), "models": models,
+        "auprc_positive": "hallucinated",
+        "table": {
+            name: {key: {"mean": round(float(np.mean(v)), 4), "std": round(float(np.std(v)), 4)}
+                   for key, v in columns.items()}
+            for name, columns in cells.items()
+        },
+    }  # fmt: skip
+    (out / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (out / "report.md").write_text(markdown(document), encoding="utf-8")
+    return document
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """Return the table of ``report.json``: mean ± standard deviation over the seeds."""
+    table = document["table"]
+    names = list(dict.fromkeys(name for row in table.values() for name in row))
+    cells = {key: [table[key].get(name) for name in names] for key in METHODS}
+    rows = [
+        [METHODS[key], *(f"{cell['mean']:.3f} ± {cell['std']:.3f}" if cell else "" for cell in of_method)]
+        for key, of_method in cells.items()
+    ]
+    return markdown_table(["method", *names], rows) + "\n"
+
 
 KNOWN = "What is the capital of Italy?"
 UNKNOWN = "What is the capital of the Solomon Islands?"

@@ -1,9 +1,7 @@
 """hallutracer demo retrieval: what a passage does to a model's answers and to their risks, and when fetching one pays.
-
 Held-out questions about real facts are asked without a passage, with one that states the fact, with one about other
 things, and with one that contradicts it (service/demo/questions.py).  Everything is answered; the policies are computed
-afterwards from the same answers.
-"""
+afterwards from the same answers."""
 
 from __future__ import annotations
 
@@ -126,13 +124,8 @@ def markdown(found: dict[str, Any]) -> str:
         "jackknife over entities.",
         markdown_table(
             ["passage", "answered right", "mean risk", "drop of the risk", "flagged", "AUROC of the risk"],
-            [
-                [
-                    row["passage"], interval(row["right"]), interval(row["risk"]), interval(row.get("drop")),
-                    f"{row['flagged']:.3f}", interval(row["auroc"]),
-                ]
-                for row in found["passages"]
-            ],  # fmt: skip
+            [[row["passage"], interval(row["right"]), interval(row["risk"]), interval(row.get("drop")),
+              f"{row['flagged']:.3f}", interval(row["auroc"])] for row in found["passages"]],
         ),
     ]  # fmt: skip
     for which, rows in found["policies"].items():

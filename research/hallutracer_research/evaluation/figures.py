@@ -1,8 +1,6 @@
-"""The report's figures, as SVG bytes that depend on the numbers alone: no timestamp, no version, one fixed style.
-
-Text stays text.  Ink is ``currentColor`` and the background is transparent, so a drawing inside a page follows its
-light or dark colours.  Lines differ in style as well as in colour (Okabe and Ito's).
-"""
+"""The report's figures, as SVG bytes that depend on the numbers alone: no timestamp, no version, one fixed style.  Text
+stays text.  Ink is ``currentColor`` and the background is transparent, so a drawing inside a page follows its light or
+dark colours.  Lines differ in style as well as in colour (Okabe and Ito's)."""
 
 from __future__ import annotations
 
@@ -43,10 +41,8 @@ _MAX_POINTS = 200  # of a curve; more would not be seen
 
 
 def depth_subsampling(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike | None]]) -> Figure:
-    """Draw AUROC of the mean of a few layers, evenly spaced over depth (Fig. depth-subsampling).
-
-    curves: name (a data set) -> (layers included [p], mean AUROC [p], its standard deviation over seeds [p] or None).
-    """
+    """Draw AUROC of the mean of a few layers, evenly spaced over depth (Fig. depth-subsampling).  curves: name (a data
+    set) -> (layers included [p], mean AUROC [p], its standard deviation over seeds [p] or None)."""
     with rc_context(_STYLE):
         figure, (axes,) = _figure(1)
         shown = []
@@ -97,10 +93,8 @@ def trajectories(trajectory: ArrayLike, label: ArrayLike, unit: str = "unit-norm
 
 
 def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
-    """Draw ROC and precision-recall curves, hallucinated positive: label [n] (1 factual), method -> risk [n].
-
-    The first method is drawn strongest.  A risk ranks; it need not be a probability.
-    """
+    """Draw ROC and precision-recall curves, hallucinated positive: label [n] (1 factual), method -> risk [n].  The
+    first method is drawn strongest.  A risk ranks; it need not be a probability."""
     classes = np.asarray(label)
     share = float(np.mean(classes == 0))
     with rc_context(_STYLE):
@@ -136,11 +130,9 @@ def roc_pr(label: ArrayLike, risks: Mapping[str, ArrayLike]) -> Figure:
 
 
 def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
-    """Draw AUROC against cost: method -> its cost and its AUROC by split.
-
-    A line of the drawing for each method, a band for each class, cheapest below: on an axis of costs a class would be
-    one point, and two classes may differ by a hundredth.  The first method is drawn strongest.
-    """
+    """Draw AUROC against cost: method -> its cost and its AUROC by split.  A line of the drawing for each method, a
+    band for each class, cheapest below: on an axis of costs a class would be one point, and two classes may differ by a
+    hundredth.  The first method is drawn strongest."""
     ours = next(iter(methods))
     auroc = {name: _array(values, name) for name, (_, values) in methods.items()}
     bands: list[tuple[str, list[str]]] = []
@@ -181,10 +173,8 @@ def cost(methods: Mapping[str, tuple[Cost, ArrayLike]]) -> Figure:
 
 
 def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLike | None = None) -> Figure:
-    """Draw the share hallucinated against mean risk in bins of equal counts, fewer where rows are few.
-
-    label [n], name -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each other, for the bands.
-    """
+    """Draw the share hallucinated against mean risk in bins of equal counts, fewer where rows are few.  label [n], name
+    -> calibrated risk [n] in [0, 1]; group [n] of rows that depend on each other, for the bands."""
     classes = np.asarray(label)
     groups, bins = np.arange(len(classes)) if group is None else np.asarray(group), shown_bins(len(classes))
     with rc_context(_STYLE):
@@ -221,9 +211,7 @@ def reliability(label: ArrayLike, risks: Mapping[str, ArrayLike], group: ArrayLi
 
 def geometry(adjacent_cos: ArrayLike, energy: ArrayLike, width: int) -> Figure:
     """Draw adjacent |cos| [m - 1] beside sqrt(2 / (pi d)), the probe's share of variance [m] beside 1 / d, d = width.
-
-    Property "probe isotropy" and Assumption "sparse signal" (tab:validation_results), by layer.
-    """
+    Property "probe isotropy" and Assumption "sparse signal" (tab:validation_results), by layer."""
     cosines, shares = _array(adjacent_cos, "adjacent_cos"), _array(energy, "energy")
     chance, even = math.sqrt(2 / (math.pi * width)), 1 / width
     with rc_context(_STYLE):

@@ -1,19 +1,13 @@
 """Every choice of an evaluation, documented where it is declared; and what a method's score costs.
 
-A prefill is the pass over the n prompt tokens through all blocks, without the language-model head.  Costs are
-multiply-adds with weights, in prefills of the same prompt.  With N the blocks' weights, H the head's (vocabulary x
-hidden size), T the answer's tokens:
+Costs are multiply-adds with weights, in prefills of the same n prompt tokens (without the language-model head).  With N
+the blocks' weights, H the head's, T the answer's tokens:
 
-    none    no model                      0
-    A       prefill only                  1
-    B       and one lm_head               1 + H / (n N)
-    C       and one greedy answer         1 + T (N + H) / (n N)
-    D       and K sampled answers         1 + K T (N + H) / (n N), from one prefill
+    none 0;  A 1;  B 1 + H / (n N);  C 1 + T (N + H) / (n N);  D 1 + K T (N + H) / (n N), from one prefill
 
-P(True) is C and a second prompt, of question and answer, of q tokens: (q N + H) / (n N) more.  What a method needs to
-learn is not counted.  Left out are attention between tokens and embeddings (small for prompts of common length), the
-probes themselves, and HalluGuard's gradients.  n and q are means over the set's rows, and T the longest answer allowed,
-so that C and D are costs that answers stay below.  All experts of a mixture count as weights.
+P(True) is C and a second prompt of q tokens: (q N + H) / (n N) more.  Left out are what a method needs to learn,
+attention between tokens, embeddings, the probes, and HalluGuard's gradients.  n and q are means over the set's rows, T
+the longest answer allowed, so that C and D are costs that answers stay below.  All experts of a mixture count.
 """
 
 from __future__ import annotations
@@ -97,9 +91,7 @@ class EvaluateOptions:
 
 def method_names(text: str | None) -> tuple[str, ...]:
     """Return the methods that a comma-separated list names, each once: names, classes of cost, "default", "all".
-
-    Unknown names are returned as they are; ``EvaluateOptions`` refuses them.
-    """
+    Unknown names are returned as they are; ``EvaluateOptions`` refuses them."""
     names = tuple(METHODS)
     groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": names}
     groups |= {cls: tuple(name for name in names if METHODS[name].cost == cls) for cls in CLASSES}
@@ -135,9 +127,7 @@ def cost(
     method: str, weights: Weights | None, *, prompt: float, answer: int, samples: int = 0, asked: float = 0.0
 ) -> Cost:
     """Return the method's cost: tokens of a mean ``prompt``, a longest ``answer``, a mean prompt that asks for P(True).
-
-    ``samples``: answers of class D.
-    """
+    ``samples``: answers of class D."""
     cls = METHODS[method].cost
     if cls in ("none", "A"):
         return Cost(cls, 0.0 if cls == "none" else 1.0)

@@ -1,24 +1,184 @@
-"""A report as data (facts, claims, sections, tables, figures), and as one self-contained HTML page.
-
-The page needs no network and no script; published numbers are folded under the table with their label.  Everything
-that is not this file's own markup is escaped; a drawing with scripts, handlers or external links is refused.
-"""
+"""A report as data: tables, also as GitHub Markdown; claims, figures and sections; all as one self-contained HTML page.
+The page needs no network and no script.  All text is escaped, but for code between backticks in captions and notes; a
+drawing with scripts, handlers or external links is refused."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from hallutracer_research.evaluation.tables import Table, best_rows, blocks, cell_text, header_text
+from service.trainer.presentation import markdown_table
+
+Kind = Literal["text", "integer", "number", "percent", "p_value"]
+Cell = str | int | float | None | Mapping[str, float]  # a mapping: mean, and std or low and high
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: the key in each row, its heading, and how its cells are written."""
+
+    key: str
+    title: str
+    kind: Kind = "number"  # percent: a share of 1 written as 12.3; p_value: two digits, "< 0.001" below
+    digits: int = 3
+    higher: bool | None = None  # whether a larger value is better (the best is set in bold); None where neither is
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells by column key; a missing cell is shown as a dash."""
+
+    name: str  # short and unique in a run: "main"
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Cell]]
+    label: str = ""  # the paper's, "tab:main-results"; "" where it has none
+    caption: str = ""
+    notes: Sequence[str] = field(default=())
+    block: str = ""  # column key by whose values rows are grouped, and within which the best is sought; "" for none
+
+    def document(self) -> dict[str, Any]:
+        """Return, for the JSON file, the rows as they are, and what the columns mean."""
+        return {
+            "title": self.title, "label": self.label, "caption": self.caption, "notes": list(self.notes),
+            "columns": {column.key: column.title for column in self.columns},
+            "rows": [dict(row) for row in self.rows],
+        }  # fmt: skip
+
+
+DASH, MINUS = "–", "−"
+SMALLEST_P = 0.001
+Rows = Sequence[Mapping[str, Cell]]
+
+
+def to_markdown(tables: Sequence[Table], intro: str) -> str:
+    """Return ``intro`` (Markdown, as it is), then every table under its title; the best cell of a block is in bold."""
+    parts = [intro.strip()] if intro.strip() else []
+    parts += [table_markdown(table) for table in tables]
+    return "\n\n".join(parts) + "\n"
+
+
+def table_markdown(table: Table) -> str:
+    """Return heading, caption, rows and notes.  Raises ValueError for what ``cell_text`` cannot write."""
+    lines = []
+    for rows in blocks(table):
+        best = {column.key: best_rows(column, rows) for column in table.columns}
+        for index, row in enumerate(rows):
+            texts = {column.key: _escape(cell_text(column, row.get(column.key))) for column in table.columns}
+            lines.append([f"**{text}**" if index in best[key] else text for key, text in texts.items()])
+    header = [_escape(header_text(column)) for column in table.columns]
+    numbers = [place for place, column in enumerate(table.columns) if column.kind != "text"]
+    heading = f"## {_escape(table.title)}" + (f" (paper: `{table.label}`)" if table.label else "")
+    notes = "\n".join(f"- {_markdown_prose(note)}" for note in table.notes)
+    parts = [heading, _markdown_prose(table.caption), markdown_table(header, lines, numbers), notes]
+    return "\n\n".join(part for part in parts if part)
+
+
+def blocks(table: Table) -> list[Rows]:
+    """Return rows grouped by the table's block column, in order of first appearance; one group without one."""
+    if not table.block:
+        return [list(table.rows)]
+    groups: dict[str, list[Mapping[str, Cell]]] = {}
+    for row in table.rows:
+        groups.setdefault(str(row.get(table.block)), []).append(row)
+    return list(groups.values())
+
+
+def best_rows(column: Column, rows: Rows) -> set[int]:
+    """Return which of ``rows`` hold the best value as it is written (values that are written alike are a tie).  Empty
+    where the column has no better direction, or where fewer than two rows have a number to compare."""
+    if column.higher is None:
+        return set()
+    shown = {
+        index: _shown(column, value)
+        for index, row in enumerate(rows)
+        if (value := mean(row.get(column.key))) is not None
+    }
+    if len(shown) < 2:
+        return set()
+    best = max(shown.values()) if column.higher else min(shown.values())
+    return {index for index, value in shown.items() if value == best}
+
+
+def mean(cell: Cell) -> float | None:
+    """Return the number of a cell: itself, or the mean that comes with a spread; None for text and missing cells."""
+    if isinstance(cell, Mapping):
+        return cell.get("mean")
+    return cell if isinstance(cell, int | float) else None
+
+
+def header_text(column: Column) -> str:
+    """Return a column's heading; a column of percentages names the unit unless its title does."""
+    named = "%" in column.title or column.title.endswith("points")
+    return f"{column.title}, %" if column.kind == "percent" and not named else column.title
+
+
+def cell_text(column: Column, cell: Cell) -> str:
+    """Return a cell as it is written: "0.687", "68.7 ± 0.3", "68.7 [67.9, 69.4]", "< 0.001", "3,793", "–" for none.  A
+    percentage has two decimals fewer than the share it stands for: ``digits`` 3 writes 0.6871 as 68.7. ValueError names
+    the column where a number is not finite or a text stands in a column of numbers."""
+    if cell is None:
+        return DASH
+    if isinstance(cell, str):
+        if column.kind != "text":
+            raise ValueError(f"column {column.key!r} holds {column.kind}s, but a cell is the text {cell!r}")
+        return cell
+    if column.kind == "text" and not isinstance(cell, Mapping):
+        return str(cell)
+    value = mean(cell)
+    if value is None:
+        return DASH
+    text, more = _number(column, value), cell if isinstance(cell, Mapping) else {}
+    if "low" in more:
+        return f"{text} [{_number(column, more['low'])}, {_number(column, more['high'])}]"
+    return f"{text} ± {_number(column, more['std'])}" if "std" in more else text
+
+
+def _number(column: Column, value: float) -> str:
+    if not math.isfinite(value):
+        raise ValueError(
+            f"column {column.key!r}: {value} is not a number to show; give None, and a note with the reason"
+        )
+    if column.kind == "p_value":
+        return f"< {SMALLEST_P}" if value < SMALLEST_P else f"{value:#.2g}"
+    return f"{_shown(column, value):,.{_decimals(column)}f}".replace("-", MINUS)
+
+
+def _decimals(column: Column) -> int:
+    return {"integer": 0, "percent": max(column.digits - 2, 0)}.get(column.kind, column.digits)
+
+
+def _shown(column: Column, value: float) -> float:
+    """Return it as far as its digits go; never a negative zero.  A p-value is compared as it is."""
+    if column.kind == "p_value":
+        return value
+    return round(100 * value if column.kind == "percent" else value, _decimals(column)) + 0.0
+
+
+def _escape(text: str) -> str:
+    """Return plain text that Markdown, HTML inside it and GitHub's formulas leave alone, on one line."""
+    text = re.sub(r"([\\`*\[\]|$~])", r"\\\1", " ".join(text.split()))
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # an underscore inside a word means nothing
+
+
+def _markdown_prose(text: str) -> str:
+    parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
+    for index, text in enumerate(parts[::2]):
+        inner = _escape(text)
+        parts[2 * index] = " " * text.startswith(" ") + inner + " " * bool(inner and text.endswith(" "))
+    return "".join(parts)
+
 
 Verdict = Literal["supported", "not supported", "mixed", "not testable"]
 Fact = str | int | float | bool | None
@@ -26,10 +186,8 @@ Fact = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing: ``svg`` is a whole SVG document, ``caption`` stands under it, ``alt`` is its alternative text.
-
-    Two figures of one report may share a name.
-    """
+    """A drawing: ``svg`` is a whole SVG document, ``caption`` stands under it, ``alt`` is its alternative text.  Two
+    figures of one report may share a name."""
 
     name: str
     caption: str
@@ -59,20 +217,14 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportData:
-    """A whole report.
-
-    introduction: paragraphs for someone who sees such a report for the first time.
-    facts: the run's provenance: model identity, versions, settings, "command" (shown as code); a mapping among the
-    values is a group of facts under its key.
-    published: the paper's tables by label, folded under the first table of that label.
-    """
+    """A whole report."""
 
     title: str
-    facts: Mapping[str, Fact | Mapping[str, Fact]]
+    facts: Mapping[str, Fact | Mapping[str, Fact]]  # provenance, "command" shown as code; a mapping is a group of facts
     claims: Sequence[Claim]
     sections: Sequence[Section]
-    published: Mapping[str, Table] = field(default_factory=dict)
-    introduction: str = ""
+    published: Mapping[str, Table] = field(default_factory=dict)  # by label, folded under the first table of that label
+    introduction: str = ""  # paragraphs for someone who sees such a report for the first time
 
 
 _MARKS: Mapping[Verdict, str] = {"supported": "✓", "not supported": "✗", "mixed": "≈", "not testable": "○"}
@@ -81,10 +233,8 @@ _FOLDER = Path(__file__).parent
 
 
 def to_html(report: ReportData) -> str:
-    """Return the whole page, by ``page.html.jinja``.
-
-    Raises ValueError for two tables of one name, an unknown verdict, an invalid cell or drawing.
-    """
+    """Return the whole page, by ``page.html.jinja``.  Raises ValueError for two tables of one name, an unknown verdict,
+    an invalid cell or drawing."""
     count = Counter(_anchor(table) for section in report.sections for table in section.tables)
     if twice := sorted(anchor for anchor, times in count.items() if times > 1):
         raise ValueError(f"table names must differ within a report, these come twice: {twice}")

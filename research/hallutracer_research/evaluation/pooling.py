@@ -1,8 +1,6 @@
-"""Activations pooled over several tokens: the readout-position ablation (App. pooling, Tab. ablation_pooling).
-
-Engines read the answer onset alone, so each prompt runs once more, by itself.  Content words are determined from token
-ids.  The paper does not define "content word"; ``is_content`` is this project's definition.
-"""
+"""Activations pooled over several tokens: the readout-position ablation (App. pooling, Tab. ablation_pooling).  Engines
+read the answer onset alone, so each prompt runs once more, by itself.  Content words are determined from token ids.
+The paper does not define "content word"; ``is_content`` is this project's definition."""
 
 from __future__ import annotations
 
@@ -28,11 +26,9 @@ CONTENT = (Pooling.CONTENT_MEAN, Pooling.CONTENT_MAX)
 @cache
 def is_content(text: str) -> bool:
     """Return whether a token's text is a content word: it holds a letter or digit and is no English stop word.
-
     Compared in lower case, without leading and trailing white space and punctuation, which many vocabularies join to
     words.  Each token is decided alone: a part of a word counts; a part of a character, which decodes to no letter,
-    does not.
-    """
+    does not."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
     letters = [place for place, character in enumerate(text) if character.isalnum()]
@@ -40,11 +36,9 @@ def is_content(text: str) -> bool:
 
 
 def pool(states: Tensor, pooling: Pooling, content: Tensor) -> Tensor:
-    """Pool one prompt's states [tokens, width] in float32; ``content`` [tokens] is true at content words.
-
-    A window longer than the prompt is the whole prompt.  Without a content word both mean and maximum are the mean over
-    all tokens.
-    """
+    """Pool one prompt's states [tokens, width] in float32; ``content`` [tokens] is true at content words.  A window
+    longer than the prompt is the whole prompt.  Without a content word both mean and maximum are the mean over all
+    tokens."""
     states = states.float()
     if pooling in CONTENT:
         if not bool(content.any()):
@@ -65,12 +59,9 @@ class PoolingEngine:
         return getattr(self._engine, name)
 
     def extract(
-        self,
-        prompts: Prompts,
-        sites: Sequence[Site],
-        poolings: Sequence[Pooling] = (),
+        self, prompts: Prompts, sites: Sequence[Site], poolings: Sequence[Pooling] = (),
         sampling: Sampling | None = None,
-    ) -> Extraction:
+    ) -> Extraction:  # fmt: skip
         """Extract as the engine does, and pool.  Raises EngineError where its modules are in another process."""
         others = beyond_onset(poolings)
         if self._engine.torch_model is None:

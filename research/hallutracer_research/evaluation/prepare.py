@@ -1,10 +1,9 @@
 """From a data set to labelled rows and what the methods read of them: read, render, extract in one pass, label, answer.
-
 What the trainer does for one data file, with both sites, and for the paper suite also the other poolings, in the same
 forward passes; resumable like a training run.  The model's own answers (the greedy one, what the model thinks of it,
 and samples) are kept in files of a few rows, ``sets/NAME/answers/WHAT/00000.npz``.  The plan and the samples' seeds
-depend on the data alone, and an unfinished file is computed again as a whole: a killed run goes on to the same files.
-"""
+depend on the data alone, and an unfinished file is computed again as a whole: a killed run goes on to the same
+files."""
 
 from __future__ import annotations
 
@@ -204,10 +203,8 @@ def left_out(rows: SetRows, options: EvaluateOptions) -> str:
 def with_answers(
     engine: Engine, prepared: PreparedSet, options: EvaluateOptions, prompt_format: PromptFormat
 ) -> PreparedSet:
-    """Add what the set's methods read of the model's own answers, HalluGuard's scores among it.
-
-    Raises EngineError, PromptTooLong where a prompt that asks for P(True) does not fit, and RunMismatch.
-    """
+    """Add what the set's methods read of the model's own answers, HalluGuard's scores among it.  Raises EngineError,
+    PromptTooLong where a prompt that asks for P(True) does not fit, and RunMismatch."""
     methods, rows, inputs = set(methods_of(prepared.rows, options)), prepared.rows, prepared.inputs
     folder = options.out / "sets" / rows.name
     owner = {

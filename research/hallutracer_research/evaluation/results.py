@@ -1,9 +1,7 @@
 """What was found on one data set, and the tables made of it: the main table (tab:main-results), forms, transfer; CSV.
-
 AUROC does not depend on which class is positive.  AUPRC does, and the paper does not say which it takes, so both are
 given.  Scores of different folds have different scales: where rows of several folds are ranked together, each fold's
-scores are first replaced by their relative ranks within the fold.
-"""
+scores are first replaced by their relative ranks within the fold."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from hallutracer_research.evaluation.methods import METHODS, OURS
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.references import text_ngrams
 from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
+from hallutracer_research.evaluation.page import Cell, Column, Table
 from hallutracer_research.evaluation.prepare import PreparedSet
-from hallutracer_research.evaluation.splits import Split, fit_options, kept
-from hallutracer_research.evaluation.tables import Cell, Column, Table
+from hallutracer_research.evaluation.splits import Split, chosen_depth_mean, kept
 from probes_store.local import atomic_write
 from service.data.training_rows import FORM
 from service.errors import NoDirection, TrainingError
@@ -34,7 +32,6 @@ from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.probes import Floats, Index
 from service.fitting.scores import auprc, auroc_interval, gain, risk_auroc
 from service.readout import Pooling, Site
-from service.risk import depth_mean
 
 Measures = dict[str, dict[str, float]]  # measure -> mean and std; of the AUROC also low and high
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
@@ -150,13 +147,11 @@ class DeLong(NamedTuple):
 
 
 def delong(label: NDArray[np.integer], risk_a: NDArray[np.floating], risk_b: NDArray[np.floating]) -> DeLong:
-    """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu 2014).
-
-    label [n], risks [n].  It takes rows for independent: where they come in groups its p-values are too small, and
-    ``fitting.scores.gain`` is the one to report.  Equal rankings give z = 0 and p = 1.  z and p are None where a
-    class has a single row, or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of
-    them for the worse).  Raises TrainingError: a class is missing, lengths differ or a risk is not finite.
-    """
+    """Return DeLong's test for two AUROCs on the same rows, by midranks in O(n log n) (Sun and Xu 2014).  label [n],
+    risks [n].  It takes rows for independent: where they come in groups its p-values are too small, and
+    ``fitting.scores.gain`` is the one to report.  Equal rankings give z = 0 and p = 1.  z and p are None where a class
+    has a single row, or where the AUROCs differ but neither varies (both rank every pair of rows alike, one of them for
+    the worse).  Raises TrainingError: a class is missing, lengths differ or a risk is not finite."""
     values = np.asarray(label)
     for name, risk in (("risk_a", risk_a), ("risk_b", risk_b)):
         if np.shape(risk) != values.shape or values.ndim != 1:
@@ -191,13 +186,8 @@ def rows_of(title: str, measures: Mapping[str, Measures], costs: Mapping[str, Co
     """Return the main table's rows of one set: our cost class first, within it in the order of ``measures``."""
     order = ("A", *(name for name in CLASSES if name not in ("A", "none")), "none")
     return [
-        {
-            "set": title,
-            "method": METHODS[name].title,
-            "class": costs[name].cls,
-            "cost": costs[name].prefills,
-            **measures[name],
-        }
+        {"set": title, "method": METHODS[name].title, "class": costs[name].cls, "cost": costs[name].prefills}
+        | measures[name]
         for name in sorted(measures, key=lambda name: order.index(costs[name].cls))
     ]
 
@@ -259,10 +249,8 @@ def form_table(sets: Sequence[SetResult]) -> Table | None:
 
 
 def write_row_scores(result: SetResult, path: Path) -> None:
-    """Write a line for each labelled row as CSV: id, group, label (1 factual), and each method's rank of risk.
-
-    A rank is relative, in (0, 1), among the rows of the first seed's fold that tested the row: no fit saw it.
-    """
+    """Write a line for each labelled row as CSV: id, group, label (1 factual), and each method's rank of risk.  A rank
+    is relative, in (0, 1), among the rows of the first seed's fold that tested the row: no fit saw it."""
     ranks = [pooled_ranks(len(result.label), scores) for scores in result.scores.values()]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -283,12 +271,9 @@ _TRANSFER = {"depth mean": OURS, "text": "text-ngrams"}  # name in the kept file
 
 
 def transfer_table(sets: Mapping[str, MethodInputs], options: EvaluateOptions, folder: Path) -> Table | None:
-    """Return a block of rows for each mixture of two sources or more; None where no set is one.
-
-    Does the probe read knowledge, or what a source's questions look like?  A mixture's rows name their source in front
-    of their kind (``hallutracer data mix``).  Probes are fitted on one source, or on all but one, and scored on the
-    others; no group is on both sides.  A source's own column is cross-validated.
-    """
+    """Return a block of rows for each mixture of two sources or more (named in front of the kind); None where no set is
+    one. Probes are fitted on one source, or on all but one, and scored on the others; no group is on both sides.  A
+    source's own column is cross-validated."""
     rows: list[Mapping[str, Cell]] = []
     notes: list[str] = []
     names: list[str] = []
@@ -344,14 +329,8 @@ def _scores(
         if not (own and shared.all()):  # sources that ask the same questions: there is nothing to learn from
             splits = [*splits, (train[~shared], outside)]
         for fitted, test in splits:
-            found["depth mean"][test] = _depth_mean(inputs, fitted, test, options)
+            found["depth mean"][test] = -chosen_depth_mean(inputs.heads, inputs.group, fitted, test, 0, options)
             found["text"][test] = text_ngrams(inputs, fitted, test, 0)
         return dict(found)
 
     return {name: np.asarray(values, np.float64) for name, values in kept(path, make).items()}
-
-
-def _depth_mean(inputs: MethodInputs, train: Index, test: Index, options: EvaluateOptions) -> Floats:
-    fits = fit_options(options)
-    c = fits.choose_c(inputs.heads, inputs.group, train, 0).c
-    return -depth_mean(fits.refit(inputs.heads, train, test, c).trajectory)

@@ -1,8 +1,6 @@
-"""One evaluation, top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.
-
-Slow results are kept in the run's folder as soon as they exist: readouts batch by batch, each method's scores split by
-split.  The same command continues a killed run.
-"""
+"""One evaluation, top to bottom: data sets -> rows -> readouts -> splits -> methods -> main table.  Slow results are
+kept in the run's folder as soon as they exist: readouts batch by batch, each method's scores split by split.  The same
+command continues a killed run."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from hallutracer_research.evaluation import prepare, results, splits
 from hallutracer_research.evaluation.methods import METHODS, OURS, RESIDUAL, SHUFFLED, TRAJECTORY, fit_method
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import Cost, EvaluateOptions, Weights, cost, count_weights
+from hallutracer_research.evaluation.page import Table
 from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.splits import Split, kept
-from hallutracer_research.evaluation.tables import Table
 from service.data.run_folder import claim, locked
 from service.engines.base import Engine, ModelIdentity
 from service.engines.checks import beyond_onset
@@ -54,13 +52,9 @@ class EvaluationResult:
 def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console) -> EvaluationResult:
     """Evaluate every method on every set; the paper suite also keeps what the paper's other tables need.
 
-    A set whose own answers are too nearly all right, or all wrong, is left out with a note: that is known only once the
-    model has answered, and must not cost the other sets.
-
-    Raises:
-        DataError: a set has invalid rows.
-        RunMismatch: the folder belongs to another run.
-        TrainingError, NoDirection: the rows are too few, or carry too little signal, for these options.
+    A set whose own answers are too nearly all right, or all wrong, which is known only once the model has answered, is
+    left out with a note.  Raises DataError (rows), RunMismatch (another run's folder), TrainingError and NoDirection
+    (too few rows, too little signal).
     """
     begun = time.monotonic()
     rows = [prepare.read_rows(source, options) for source in options.sources]
@@ -181,15 +175,17 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
     if method == OURS:
         return -depth_mean(split.test_trajectory)
 
+    sides = split.train, split.test
+
     def make() -> Floats:
         if method == RESIDUAL:
-            return -splits.residual_depth_mean(inputs, split, options)
+            return -splits.chosen_depth_mean(inputs.residual, inputs.group, *sides, split.seed, options)
         if method == TRAJECTORY:
             label, group = inputs.label[split.train], inputs.group[split.train]
             return splits.trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)
         if method == SHUFFLED:
             return -splits.shuffled_depth_mean(inputs, split, options)
-        return fit_method(method, inputs, split.train, split.test, split.seed, options.jobs or None)
+        return fit_method(method, inputs, *sides, split.seed, options.jobs or None)
 
     return _kept_score(folder / method / f"seed{split.seed}-fold{split.fold}.npz", make)
 
@@ -222,28 +218,22 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
             except (TrainingError, NoDirection) as error:
                 notes.append(f"{prepared.rows.name}/{kind} is left out: {error}")
         if measures:
+            there = [one for one in prepare.methods_of(prepared.rows, options) if all(one in each for each in measures)]
             mean = {
-                method: {
-                    name: {part: float(np.mean([one[method][name][part] for one in measures]))
-                           for part in ("mean", "std")}
-                    for name in results.MEASURES
-                }
-                for method in prepare.methods_of(prepared.rows, options)
-                if all(method in one for one in measures)
+                method: {name: {part: float(np.mean([one[method][name][part] for one in measures]))
+                                for part in ("mean", "std")} for name in results.MEASURES}
+                for method in there
             }  # fmt: skip
-            table_rows += results.rows_of(
-                f"{prepared.rows.name}, mean of {len(measures)} sub-datasets", mean, of_set.costs
-            )
+            title = f"{prepared.rows.name}, mean of {len(measures)} sub-datasets"
+            table_rows += results.rows_of(title, mean, of_set.costs)
     if not table_rows:
         return None
     return replace(
-        results.main_table(table_rows, notes),
-        name="subsets",
-        label="",
+        results.main_table(table_rows, notes), name="subsets", label="",
         title="The same, trained and tested inside each sub-dataset",
         caption="Means over sub-datasets of the mean and of the standard deviation over folds and seeds.  The paper "
         "does not say whether its folds are pooled or per sub-dataset.",
-    )
+    )  # fmt: skip
 
 
 def _notes(result: results.SetResult, options: EvaluateOptions) -> list[str]:

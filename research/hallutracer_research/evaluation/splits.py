@@ -1,8 +1,6 @@
 """One outer split of one set: everything that our method and the ablations need of it, fitted once and kept on disk.
-
 Everything learned comes from the training side: C, the heads, the probes, and, by an inner cross-fit, the training
-rows' out-of-fold trajectories.  Probes are those of ``fitting.probes`` (``fit_head``), kept for every head.
-"""
+rows' out-of-fold trajectories.  Probes are those of ``fitting.probes`` (``fit_head``), kept for every head."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ class HeadProbes:
 
 def fit_all_heads(readouts: Readouts, tasks: Sequence[Task], *, jobs: int) -> list[HeadProbes]:
     """Fit and score all heads of all layers for each task, a layer without a probe at the first larger C with one.
-
-    Raises NoDirection where a layer's probes are all zero at any.
-    """
+    Raises NoDirection where a layer's probes are all zero at any."""
     geometry, site = readouts.file.geometry, readouts.file.site
     layers, count = geometry.num_layers, geometry.heads(site)
     chunks = np.array_split(np.arange(count), max(1, min(count, -(-2 * jobs // layers))))
@@ -108,11 +104,9 @@ RIDGE_GRID = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 def trajectory_ridge(trajectory: Floats, label: Index, group: Index, test_trajectory: Floats, seed: int) -> Floats:
     """Return scores [n_test] of an L2 logistic regression on the m truth logits: what the mean reads, but weighed.
-
     trajectory [n_train, m], label [n_train], group [n_train], test [n_test, m].  Trajectories are out of fold (in-fold
     ones look better than those of new rows are); group-disjoint inner folds choose C by AUROC, ties to the stronger
-    penalty.  Raises TrainingError where an inner fold lacks a class.
-    """
+    penalty.  Raises TrainingError where an inner fold lacks a class."""
     pairs = group_folds(label, group, np.arange(len(label)), 3, seed, what="trajectory inner fold")
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         found = [held_out_auroc(partial(linear_logits, c, "l2"), trajectory, label, pairs) for c in RIDGE_GRID]
@@ -180,11 +174,12 @@ def cross(readouts: Readouts, probes: HeadProbes, rows: Index) -> Floats:
     return crossed
 
 
-def residual_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
-    """Return depth means of the test side, read from the residual stream, [n_test]; C is chosen for that site."""
+def chosen_depth_mean(
+    readouts: Readouts, group: Index, train: Index, test: Index, seed: int, options: EvaluateOptions
+) -> Floats:
+    """Return depth means [n_test] of probes of one site; C is chosen for it on the training side."""
     fits = fit_options(options)
-    c = fits.choose_c(inputs.residual, inputs.group, split.train, split.seed).c
-    return depth_mean(fits.refit(inputs.residual, split.train, split.test, c).trajectory)
+    return depth_mean(fits.refit(readouts, train, test, fits.choose_c(readouts, group, train, seed).c).trajectory)
 
 
 def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
@@ -223,11 +218,8 @@ def kept_split(
 
     def make() -> dict[str, NDArray[np.generic]]:
         made = fit_split(inputs, seed, fold, train, test, options)
-        return (
-            {"c": np.array(made.c)}
-            | {name: getattr(made.probes, name) for name in of_probes}
-            | {name: getattr(made, name) for name in of_split}
-        )
+        probes = {name: getattr(made.probes, name) for name in of_probes}
+        return {"c": np.array(made.c)} | probes | {name: getattr(made, name) for name in of_split}
 
     arrays: dict[str, Any] = kept(folder / f"seed{seed}-fold{fold}.npz", make)
     probes = HeadProbes(*(arrays[name] for name in of_probes))

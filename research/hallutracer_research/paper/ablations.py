@@ -1,11 +1,7 @@
-"""Ablations: whether the mean of a trajectory suffices, and where and how a layer is read (Sec. exp-ablation, App.
-mean-vs-median, readout-ablation, pooling, head-uniformity).
-
-A single truth-like number is scored by its AUROC on the test side.  Several features are combined by a practically
-unregularised logistic regression, fitted on the training side's out-of-fold features, and ranked on the test side by
-its log odds.  Ablations of the readout keep the depth mean and change what it is the mean of; nothing is fitted for
-them here.
-"""
+"""Ablations: whether the mean of a trajectory suffices, where and how a layer is read (Sec. exp-ablation, App.
+mean-vs-median, readout-ablation, pooling, head-uniformity).  A single number is scored by its AUROC on the test side;
+several by a practically unregularised logistic regression on the training side's out-of-fold features, ranked by its
+log odds.  Ablations of the readout keep the depth mean and change what it is the mean of: nothing is fitted."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
+from hallutracer_research.evaluation.page import Column
 from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import HeadProbes, Split
-from hallutracer_research.evaluation.tables import Column
 from hallutracer_research.paper.diagnostics import features
 from hallutracer_research.paper.diagnostics.classes import as_float, mean_or_none
 from hallutracer_research.paper.diagnostics.features import FIVE, GROUPS, trajectory_features
@@ -52,19 +48,13 @@ SHAPE: Final = partial(_statistics, names=tuple(name for name in FIVE if name !=
 
 
 def _mean_dominance(result: SetResult, _: list[str]) -> Row:
-    return {
-        "mean": _feature_auroc(result, "mean"),
-        "median": _feature_auroc(result, "median"),
-        "mean_and_shape": _classifier_auroc(result, FIVE_D),
-        "shape": _classifier_auroc(result, SHAPE),
-    }
+    plain = {name: _feature_auroc(result, name) for name in ("mean", "median")}
+    return {**plain, "mean_and_shape": _classifier_auroc(result, FIVE_D), "shape": _classifier_auroc(result, SHAPE)}
 
 
 def _mean_dominance_source(result: SetResult, _: list[str]) -> Row:
-    return {"source": _classifier_auroc(result, _source)} | {
-        name: _classifier_auroc(result, lambda split, columns=columns: _source(split, columns))  # type: ignore[misc]
-        for name, columns in GROUPS.items()
-    }
+    columns = {"source": None, **GROUPS}
+    return {name: _classifier_auroc(result, partial(_source, columns=some)) for name, some in columns.items()}
 
 
 def _location(result: SetResult, notes: list[str]) -> Row:
@@ -116,13 +106,10 @@ def _logit_scale(result: SetResult, _: list[str]) -> Row:
     return {"unit_norm": spread(plain), "standardized": spread(even), "difference": spread(difference)}
 
 
-MEAN: Final = specs(
-    {
-        "mean-dominance": _mean_dominance, "mean-dominance-source": _mean_dominance_source, "location": _location,
-        "feature-sets": _feature_sets, "depth-subsampling": _depth_subsampling, "logit-scale": _logit_scale,
-    },
-    {"depth-subsampling": _depth_columns},
-)  # fmt: skip
+MEAN: Final = specs({
+    "mean-dominance": _mean_dominance, "mean-dominance-source": _mean_dominance_source, "location": _location,
+    "feature-sets": _feature_sets, "depth-subsampling": _depth_subsampling, "logit-scale": _logit_scale,
+}, {"depth-subsampling": _depth_columns})  # fmt: skip
 
 
 def depth_curve(results: Sequence[SetResult]) -> dict[str, tuple[list[int], list[float], list[float]]]:
@@ -259,13 +246,13 @@ def _head_distribution(result: SetResult, notes: list[str]) -> Row:
 
 
 def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) -> dict[str, float | None]:
-    """Return how alike the heads of a layer are (App. head-uniformity): training auroc [m, K], scores [N, m, K].
+    """Return how alike the heads of a layer are (App. head-uniformity): training auroc [m, K], scores [N, m, K]; layer
+    means.
 
-    auc_cv: standard deviation over mean of the AUROC within a layer; switches: share of adjacent layers whose best head
-    (ties: lowest) differs; correlation: mean pairwise Pearson correlation of scores within a layer; effective_rank:
-    exp(entropy of that matrix's eigenvalues / heads), and its share of the heads.  All are means over layers.  Heads
-    with constant scores are left out of the last three and counted in ``notes``; None where a layer has one head, or
-    one whose score varies.
+    auc_cv: standard deviation over mean of the AUROC; switches: share of adjacent layers whose best head (ties: lowest)
+    differs; correlation: mean pairwise Pearson's of scores; effective_rank: exp(entropy of that matrix's eigenvalues /
+    heads), and its share of the heads.  Heads with constant scores are left out of the last three and counted in
+    ``notes``; None where a layer has one head, or one whose score varies.
     """
     quality = as_float(auroc, "auroc", 2)
     m, heads = quality.shape
@@ -296,13 +283,10 @@ def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) ->
     }  # fmt: skip
 
 
-READOUT: Final = specs(
-    {
-        "readout-site": _readout_site, "readout-position": _readout_position, "top-heads": _top_heads,
-        "head-distribution": _head_distribution,
-    },
-    draws=RANDOM_DRAWS,
-)  # fmt: skip
+READOUT: Final = specs({
+    "readout-site": _readout_site, "readout-position": _readout_position, "top-heads": _top_heads,
+    "head-distribution": _head_distribution,
+}, draws=RANDOM_DRAWS)  # fmt: skip
 
 
 def _ranked(probes: HeadProbes) -> NDArray[np.int64]:

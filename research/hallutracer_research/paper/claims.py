@@ -1,10 +1,8 @@
 """The paper's claims against this run: each with its numbers, and a verdict by a written rule.
 
-A claim is judged on each set, from the run's scores or from the table cells that the report shows.  It is supported
-where it is on every set that can test it, "mixed" where sets differ, not testable where none can.  A threshold is the
-paper's own where it prints one, and the rule states it.  Differences of AUROC are judged by the 95 % interval of the
-difference of mean AUROCs over test sides (``fitting.scores``): supported where the whole interval agrees with the
-claim, not supported where the whole interval contradicts it, and mixed where it has both.
+A claim is judged on each set: supported where it is on all that can test it, mixed where they differ.  A threshold
+is the paper's own where it prints one.  Differences of AUROC are judged by the 95 % interval of the difference of mean
+AUROCs over test sides (``fitting.scores``): supported where all of it agrees, not supported where all contradicts.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
-from hallutracer_research.evaluation.page import Claim, Verdict
+from hallutracer_research.evaluation.page import Cell, Claim, Table, Verdict
 from hallutracer_research.evaluation.results import SetResult, measured
-from hallutracer_research.evaluation.tables import Cell, Table
 from hallutracer_research.paper.ablations import FIVE_D, FULL, SHAPE, Features, classifier_scores, depth_key
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores, test_sides
@@ -199,8 +196,7 @@ def shape_falls(result: SetResult, rows: Rows) -> ClaimFinding:
     if five < 0.5 + SHAPE_FALLS:
         raise NotTestable(f"5-D is {points(five)}: even a fall to chance is less than {100 * SHAPE_FALLS:g} points")
     loss = interval_of(result, _first_seed(result, FIVE_D), _first_seed(result, SHAPE))
-    text = f"5-D {points(five)}, shape alone {points(shape)}, {loss}"
-    return ClaimFinding(above(loss, SHAPE_FALLS), text)
+    return ClaimFinding(above(loss, SHAPE_FALLS), f"5-D {points(five)}, shape alone {points(shape)}, {loss}")
 
 
 @_rule(
@@ -260,9 +256,8 @@ def depth_grows(_: SetResult, rows: Rows) -> ClaimFinding:
         raise NotTestable("one layer has no curve")
     largest = max(curve[a] - curve[b] for a, b in zip(sizes, sizes[1:], strict=False))
     text = ", ".join(f"{points(curve[size])} with {size}" for size in sizes)
-    if curve[sizes[-1]] <= curve[sizes[0]]:
-        return ClaimFinding("not supported", text)
-    return ClaimFinding("supported" if largest <= HALF_A_POINT else "mixed", text)
+    grows = curve[sizes[-1]] > curve[sizes[0]]
+    return ClaimFinding(verdict_of(grows, grows and largest <= HALF_A_POINT), text)
 
 
 @_rule(f"within 0.5 points of all layers from {SATURATES_BY} or fewer on {WITH_SIGNAL}")
@@ -285,9 +280,8 @@ def depth_saturates(_: SetResult, rows: Rows) -> ClaimFinding:
 def any_head_will_do(_: SetResult, rows: Rows) -> ClaimFinding:
     """A random head of each layer does as well as the best."""
     signal(rows)
-    top, random = number(rows, "top-heads", "top_1"), number(rows, "top-heads", "random_1")
-    text = f"random {points(random)} against top-1 {points(top)}"
-    return ClaimFinding(verdict_of(top - random <= HALF_A_POINT), text)
+    top, drawn = number(rows, "top-heads", "top_1"), number(rows, "top-heads", "random_1")
+    return ClaimFinding(verdict_of(top - drawn <= HALF_A_POINT), f"random {points(drawn)} against top-1 {points(top)}")
 
 
 @_rule(f"mean correlation of the probes' scores within a layer at least {HEADS_AGREE:g} {WITH_SIGNAL}")
@@ -308,9 +302,7 @@ def last_token_best(_: SetResult, rows: Rows) -> ClaimFinding:
         raise NotTestable("no other pooling was extracted")
     best = max(gains, key=lambda name: gains[name])
     text = f"last-1 {points(last)}; next best {best.replace('_', '-')}, {signed(gains[best])} points"
-    if gains[best] <= 0:
-        return ClaimFinding("supported", text)
-    return ClaimFinding("mixed" if gains[best] <= HALF_A_POINT else "not supported", text)
+    return ClaimFinding(verdict_of(gains[best] <= 0, gains[best] <= HALF_A_POINT), text)
 
 
 def _curve(rows: Rows) -> dict[int, float]:

@@ -1,8 +1,6 @@
-"""Labelled trajectories, from an ``.npz`` or by a bundle's own probes on a file of rows, and their diagnostics.
-
-An ``.npz`` with trajectory [N, m] and label [N] (1 factual, 0 hallucinated); optional group [N], readout [N, m, d] and
-direction [m, d].  Reads arrays only, never pickles.
-"""
+"""Labelled trajectories, from an ``.npz`` or by a bundle's own probes on a file of rows, and their diagnostics.  An
+``.npz`` with trajectory [N, m] and label [N] (1 factual, 0 hallucinated); optional group [N], readout [N, m, d] and
+direction [m, d].  Reads arrays only, never pickles."""
 
 from __future__ import annotations
 
@@ -89,12 +87,10 @@ def _numbered(group: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def diagnose_set(data: LabelledSet, shrinkage: Shrinkage = None) -> dict[str, Any]:
-    """Return the diagnostics as a JSON document.
-
-    Keys: fisher, snr, variance, features (AUROC of each, factual positive: below 0.5 the feature falls with
-    factuality); with readouts also geometry and chen_qin.  A number that has no value is None, and the section's
-    ``notes`` say why.  Raises TrainingError where the covariance of the layers is singular (see ``fisher_gap``).
-    """
+    """Return the diagnostics as a JSON document.  Keys: fisher, snr, variance, features (AUROC of each, factual
+    positive: below 0.5 the feature falls with factuality); with readouts also geometry and chen_qin.  A number that has
+    no value is None, and the section's ``notes`` say why.  Raises TrainingError where the covariance of the layers is
+    singular (see ``fisher_gap``)."""
     variance = as_document(variance_components(data.trajectory, data.label))
     groups = int(data.group.max()) + 1 if data.group is not None else len(data.label)
     if groups < len(data.label):
@@ -234,11 +230,9 @@ def _chen_qin(data: LabelledSet, readout: NDArray[np.floating]) -> dict[str, Any
 
 
 def own_trajectories(bundle: Bundle, options: NewRowsOptions, engine_factory: Callable[[], Engine]) -> LabelledSet:
-    """Run every row through the model, label it, and read it with the bundle's probes; resumes in the run folder.
-
-    The file is checked before the model is loaded.  Raises DataError (also for a model whose trajectories are too short
-    to have a shape), TrainingError, RunMismatch and BundleRefused.
-    """
+    """Run every row through the model, label it, and read it with the bundle's probes; resumes in the run folder.  The
+    file is checked before the model is loaded.  Raises DataError (also for a model whose trajectories are too short to
+    have a shape), TrainingError, RunMismatch and BundleRefused."""
     manifest = bundle.manifest
     if manifest.model.num_layers < 3:
         raise DataError(bundle.reference, ["its model has fewer than 3 layers: a trajectory of two has no shape"])

@@ -17,10 +17,9 @@ import service
 from hallutracer_research.evaluation import figures
 from hallutracer_research.evaluation.methods import METHODS, OURS, SHUFFLED
 from hallutracer_research.evaluation.options import EvaluateOptions
-from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html
+from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html, to_markdown
 from hallutracer_research.evaluation.results import SetResult, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
-from hallutracer_research.evaluation.tables import to_markdown
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_curve
 from hallutracer_research.paper.claims import claims
 from hallutracer_research.paper.diagnostics.classes import as_document
@@ -62,11 +61,8 @@ def introduction(model: str, sets: Sequence[tuple[str, int]], options: EvaluateO
 
 
 SECTIONS: Mapping[str, Mapping[str, TableSpec]] = {
-    "Does the mean suffice?": MEAN,
-    "Readout and heads": READOUT,
-    "Level and shape": TRAJECTORY,
-    "Geometry": READOUTS,
-}
+    "Does the mean suffice?": MEAN, "Readout and heads": READOUT, "Level and shape": TRAJECTORY, "Geometry": READOUTS
+}  # fmt: skip
 """The paper suite's sections after the first, and their tables."""
 
 FILES = ("report.html", "report.md", "results.json")
@@ -81,17 +77,15 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
     data = report_data(evaluation, command)
     tables = [table for section in data.sections for table in section.tables]
     verdicts = [
-        "\n".join(
-            [f"- **{claim.verdict}**: {claim.claim} Rule: {claim.rule}.", *(f"  - {line}" for line in claim.evidence)]
-        )
+        line
         for claim in data.claims
+        for line in (
+            f"- **{claim.verdict}**: {claim.claim} Rule: {claim.rule}.",
+            *(f"  - {one}" for one in claim.evidence),
+        )
     ]
     intro = f"# {data.title}\n\n" + "\n".join(verdicts)
-    document = {
-        "facts": data.facts,
-        "claims": data.claims,
-        "tables": {table.name: table.document() for table in tables},
-    }
+    document = {"facts": data.facts, "claims": data.claims, "tables": {one.name: one.document() for one in tables}}
     text = json.dumps(as_document(document), indent=1, ensure_ascii=False) + "\n"
     paths = [evaluation.options.out / name for name in FILES]
     for path, content in zip(paths, (to_html(data), to_markdown(tables, intro), text), strict=True):
@@ -102,6 +96,7 @@ def write_report(evaluation: EvaluationResult, command: str) -> list[Path]:
 def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     """Return all sections; the main suite has the first only."""
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
+    shape = identity.geometry
     tables = (evaluation.main, evaluation.subsets, evaluation.transfer, evaluation.forms)
     main = [table for table in tables if table is not None]
     detection = [figure for result in results for figure in _detection(result)]
@@ -124,20 +119,16 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
         title=f"HalluTracer on {identity.model}",
         facts={
             "model": {"name": identity.model, "revision": identity.revision, "architecture": identity.architecture,
-                      "dtype": identity.dtype, "layers": identity.geometry.num_layers,
-                      "heads": identity.geometry.num_heads, "head_dim": identity.geometry.head_dim,
-                      "fingerprint": identity.fingerprint},
-            "protocol": {"seeds": options.seeds, "folds": options.folds,
-                         "inner folds": options.inner_folds,
+                      "dtype": identity.dtype, "layers": shape.num_layers, "heads": shape.num_heads,
+                      "head_dim": shape.head_dim, "fingerprint": identity.fingerprint},
+            "protocol": {"seeds": options.seeds, "folds": options.folds, "inner folds": options.inner_folds,
                          "splits": "stratified, group-disjoint; everything learned comes from the training side"},
             "versions": {"hallutracer": service.__version__, "python": platform.python_version(),
                          "numpy": np.__version__, "torch": version("torch"), "scikit-learn": version("scikit-learn")},
             "command": command,
             "seconds, this run": round(evaluation.seconds),
         },
-        claims=judged,
-        sections=sections,
-        published=PUBLISHED,
+        claims=judged, sections=sections, published=PUBLISHED,
         introduction=introduction(identity.model, [(result.title, len(result.label)) for result in results], options),
     )  # fmt: skip
 

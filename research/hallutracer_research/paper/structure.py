@@ -1,10 +1,7 @@
 """The paper's tables on level, shape and increments of the trajectories (Prop. snr, Thm. uniform-optimal, Eq. icc), and
-on probe directions and readouts: geometry, isotropy, the parts of the readout change.
-
-Trajectories are the out-of-fold ones of the first seed.  The folds' probes differ, which adds to the spread within the
-classes.  On readouts each fold's probes are applied to its test side, and the folds of the first seed are averaged;
-isotropy takes the first fold and one head for all layers.  One layer of one fold is in memory at a time.
-"""
+on probe directions and readouts.  Trajectories are the out-of-fold ones of the first seed; the folds' probes differ,
+which adds to the spread within classes.  On readouts each fold's probes are applied to its test side, and the folds of
+the first seed averaged; isotropy takes the first fold and one head.  One layer of one fold is in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
+from hallutracer_research.evaluation.page import Cell
 from hallutracer_research.evaluation.results import SetResult, spread
 from hallutracer_research.evaluation.splits import Split
-from hallutracer_research.evaluation.tables import Cell
 from hallutracer_research.paper.diagnostics import geometry, increments
 from hallutracer_research.paper.diagnostics.classes import ChenQin, chen_qin_by_group, mean_or_none, middle_layers
 from hallutracer_research.paper.diagnostics.increments import PARTS
@@ -57,14 +54,11 @@ def _kappa(result: SetResult, notes: list[str]) -> Row:
     return {**attributes(table, notes), "layers": trajectory.shape[1], "factual_larger": table.factual_wider}
 
 
-TRAJECTORY: Final = specs(
-    {
-        "snr": lambda result, notes: attributes(snr_table(result.trajectory(0), result.label), notes),
-        "fisher": _fisher,
-        "variance": _variance,
-        "kappa": _kappa,
-    }
-)
+def _snr(result: SetResult, notes: list[str]) -> Row:
+    return attributes(snr_table(result.trajectory(0), result.label), notes)
+
+
+TRAJECTORY: Final = specs({"snr": _snr, "fisher": _fisher, "variance": _variance, "kappa": _kappa})
 ALPHA: Final = 0.05  # of the layer-wise Chen-Qin tests
 PERMUTATIONS: Final = 200
 _DIAGNOSTICS: Final = {  # the table's column -> the diagnostic's name

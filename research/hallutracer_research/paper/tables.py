@@ -1,12 +1,9 @@
 """The paper's tables: its printed numbers, and how one evaluated set becomes a row of a run's own (``tables.toml``).
 
-``published.json`` holds the printed numbers by the paper's label, typed as printed; here a percentage becomes a share
-of 1, as everywhere in a report.  Models and data sets are spelt one way throughout, though the paper varies;
-tab:isotropy-results is transposed, so that a row is a model there too.  A note under a table says where the printed
-numbers contradict each other.
-
-A table of a run has a row for each of its data sets.  A set that does not support a computation has an empty row and a
-note with the reason; the other rows are unaffected.
+``published.json`` holds the printed numbers by the paper's label; a percentage becomes a share of 1.  Models and sets
+are spelt one way, though the paper varies; tab:isotropy-results is transposed.  Notes say where printed numbers
+disagree. A set that does not support a computation has an empty row and a note with the reason; the others are
+unaffected.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Final
 
+from hallutracer_research.evaluation.page import Cell, Column, Table
 from hallutracer_research.evaluation.results import SetResult
-from hallutracer_research.evaluation.tables import Cell, Column, Table
 from service.errors import TrainingError
 
 _DIGITS = 10  # a percentage divided by 100 is rounded here, so that 68.71 gives 0.6871 and not 0.6870999
@@ -77,21 +74,15 @@ SHARED: Final = {  # by captions and notes of ``tables.toml``
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table.
-
-    label: the paper's, "" for a table of our own.
-    columns: after the set's; a string is a key of the published table with that label.  A function of the sets where
-        the columns depend on the number of layers.
-    notes: those of every run; each set adds its own.
-    """
+    """One table."""
 
     name: str
     title: str
-    label: str
-    columns: Columns | Callable[[Sequence[SetResult]], Columns]
+    label: str  # the paper's, "" for a table of our own
+    columns: Columns | Callable[[Sequence[SetResult]], Columns]  # after the set's; a string: a published key
     caption: str
     row: RowMaker
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # of every run; each set adds its own
 
     def table(self, results: Sequence[SetResult]) -> Table:
         """Return the table of these sets."""

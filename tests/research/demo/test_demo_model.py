@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hallutracer_research.demo.corpus import ASSISTANT, BOS, VOCABULARY, build_tokenizer, render
+from hallutracer_research.demo.train import ASSISTANT, BOS, VOCABULARY, build_tokenizer, render
 from service.demo import MODEL_DIR
 from service.demo.questions import build_world
 

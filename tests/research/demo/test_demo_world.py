@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hallutracer_research.demo.corpus import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
+from hallutracer_research.demo.train import BRIEF, REFUSAL, RefusalMix, fact_documents, refusal_document
 from service.demo.questions import FACTS_FILE, FORMS, build_world, load_facts, question_text, questions
 
 SPLITS = ("train", "dev", "test")

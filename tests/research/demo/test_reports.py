@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hallutracer_research.demo import report, retrieval
-from hallutracer_research.demo.report import METHODS, LabelledAnswers, measure, risks
+from hallutracer_research.demo import build, retrieval
+from hallutracer_research.demo.build import METHODS, LabelledAnswers, measure, risks
 from hallutracer_research.demo.retrieval import PASSAGES, Answered, measured, policies
 from service.data.run_folder import RowsFile
 from service.demo import Passage
@@ -62,7 +62,7 @@ def test_the_table(asked: LabelledAnswers) -> None:
     assert abs(table["max_prob"]["auroc"] - 0.5) < 0.2
     assert 0.3 < table["name_ngrams"]["auroc_within_kind"] < 0.7
     cells = {name: {k: {"mean": v, "std": 0.0} for k, v in row.items()} for name, row in table.items()}
-    assert report.markdown({"table": cells}).count("\n") == len(METHODS) + 2
+    assert build.markdown({"table": cells}).count("\n") == len(METHODS) + 2
 
 
 def test_only_rows_of_the_test_split_are_reported_and_hallucinated_is_positive(asked: LabelledAnswers) -> None:

@@ -214,7 +214,7 @@ def test_each_source_and_each_rest_is_trained_on_once(tmp_path: Path, monkeypatc
         assert tested == ({trained_on[-1]} if "all but" in trained_on else {"a", "b", "c"})
         assert all(float(row[name]) > 0.7 for name in tested)  # type: ignore[arg-type]
     assert len(table.rows) == 2 * len(depth)
-    monkeypatch.setattr(results, "_depth_mean", None)  # a killed run computes only the rest
+    monkeypatch.setattr(results, "chosen_depth_mean", None)  # a killed run computes only the rest
     assert transfer_table({"mix": inputs}, OPTIONS, tmp_path / "kept") == table
 
 
@@ -224,12 +224,12 @@ def test_no_group_is_on_both_sides_of_a_transfer(tmp_path: Path, monkeypatch: py
     kind[0] = "b/y" if kind[1].startswith("a") else "a/x"  # its other row stays where it was
     seen = []
 
-    def watched(inputs: MethodInputs, train: np.ndarray, test: np.ndarray, *rest: Any) -> np.ndarray:
-        seen.append((set(inputs.group[train].tolist()), set(inputs.group[test].tolist())))
+    def watched(group: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
+        seen.append((set(group[train].tolist()), set(group[test].tolist())))
         return np.zeros(len(test))
 
-    monkeypatch.setattr(results, "_depth_mean", watched)
-    monkeypatch.setattr(results, "text_ngrams", watched)
+    monkeypatch.setattr(results, "chosen_depth_mean", lambda readouts, *given: watched(*given[:3]))
+    monkeypatch.setattr(results, "text_ngrams", lambda inputs, *given: watched(inputs.group, *given[:2]))
     assert transfer_table({"mix": replace(inputs, kind=kind)}, OPTIONS, tmp_path / "kept") is not None
     assert len(seen) == 2 * (3 * (1 + 3) + 3)
     assert all(not train & test for train, test in seen)

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,9 +122,15 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     assert results(killed)["tables"] == results(whole)["tables"]
 
 
-def test_a_new_rival_is_one_function_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the table, inside the sub-datasets too; one that cannot learn does not cost the set its table."""
-    calls = []
+NEW = {"Vowels of the question", "Fails late"}
+SMALL = ("--methods", "hallutracer,sep,perplexity,p-true,mind,D,fails-late,vowels", "--samples", "2", "--skip-long")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """One run on three sets, with two new rivals: questions that the model answers, some of which it gets all wrong (by
+    answers that nobody gives), and rows with labels of their own, two kinds, one of them too long."""
+    folder, calls = tmp_path_factory.mktemp("small"), list[int]()
 
     def vowels(inputs: Any, train: Any, test: Any, seed: int, jobs: int | None) -> np.ndarray:
         return np.array([float(sum(inputs.text[row].count(vowel) for vowel in "aeiou")) for row in test])
@@ -133,23 +141,71 @@ def test_a_new_rival_is_one_function_and_one_line(tmp_path: Path, monkeypatch: p
             raise TrainingError("too alike")
         return np.zeros(len(test))
 
-    monkeypatch.setitem(METHODS, "vowels", Method("Vowels of the question", "none", vowels))
-    monkeypatch.setitem(METHODS, "fails-late", Method("Fails late", "A", fails_late))
-    data = ("--data", written(tmp_path / "mine.jsonl", labelled()))
-    done = run(tmp_path / "out", *data, "--methods", "hallutracer,fails-late,vowels")
-    assert "mine: left out: Fails late: too alike" in done.stdout
-    assert calls[:3].count(120) == 2  # not tried again
-    tables = results(tmp_path / "out")["tables"]
-    assert [row["method"] for row in tables["main"]["rows"]] == ["HalluTracer (depth mean)", "Vowels of the question"]
-    assert {"HalluTracer (depth mean)", "Vowels of the question"} <= {
-        row["method"] for row in tables["subsets"]["rows"]
-    }
+    own = [{key: value for key, value in row.items() if key != "kind"} for row in questions("dev")[:160]]
+    given = [row | {"kind": "ab"[number // 40]} for number, row in enumerate(labelled(80))]
+    given[7]["prompt"] = "why " * 400
+    sets = {"own": own, "given": given, "hopeless": [row | {"answers": ["no such place"]} for row in own]}
+    data = {name: ("--data", written(folder / f"{name}.jsonl", rows)) for name, rows in sets.items()}
+    limits = ("--limit", "own=140", "--limit", "hopeless=50", "--limit", "90")
+    whole = (*(word for one in data.values() for word in one), *limits)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(METHODS, "vowels", Method("Vowels of the question", "none", vowels))
+        patched.setitem(METHODS, "fails-late", Method("Fails late", "A", fails_late))
+        done = run(folder / "out", *whole, *SMALL)
+        tables = results(folder / "out")["tables"]
+        yield SimpleNamespace(
+            out=folder / "out", data=data, whole=whole, calls=calls[:], stdout=done.stdout, tables=tables,
+            found={name: {row["method"]: row for row in tables["main"]["rows"] if row["set"] == name} for name in sets},
+        )  # fmt: skip
 
+
+def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(small: SimpleNamespace) -> None:
+    assert "Left out: hopeless: no row is factual" in small.stdout
+    assert small.found["given"]
+    assert not small.found["hopeless"]
+    assert 130 <= int(re.findall(r"only (\d+) rows \(--limit\)", small.stdout)[0]) <= 140  # whole groups
+    assert small.found["own"]["HalluTracer (depth mean)"]["auroc"]["mean"] > 0.6
+    few = ("--limit", "50", *TWO)
+    assert "hopeless: no row is factual" in run(small.out.parent / "no", *small.data["hopeless"], *few, expect=1).stderr
+
+
+def test_a_new_rival_is_one_function_and_one_line(small: SimpleNamespace) -> None:
+    """It is in the table, inside the sub-datasets too; one that cannot learn does not cost the set its table."""
+    assert "own: left out: Fails late: too alike" in small.stdout
+    assert small.calls.count(small.calls[0]) == 2  # not tried again
+    assert NEW & set(small.found["own"]) == {"Vowels of the question"}
+    rivals = {row["method"] for row in small.tables["subsets"]["rows"]}
+    assert rivals == set(small.found["given"]) == {"HalluTracer (depth mean)", *NEW}
+
+
+def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(small: SimpleNamespace) -> None:
+    assert "given: left out: sep, perplexity, p-true, mind, semantic-entropy" in small.stdout
+    found = small.found["own"]
+    assert "".join(row["class"] for row in found.values()).removesuffix("none") == "AACCCDDD"
+    costs = {name: row["cost"] for name, row in found.items()}
+    assert costs["Semantic-entropy probe"] == 1.0
+    assert costs["EigenScore"] - 1 == pytest.approx(2 * (costs["Perplexity of the answer"] - 1))
+    assert costs["P(True)"] > costs["Perplexity of the answer"] + 1
+    assert found["Perplexity of the answer"]["auroc"]["mean"] > 0.55
+
+
+def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(small: SimpleNamespace) -> None:
+    assert "79 rows" in small.stdout
+    assert "1 rows longer than the model's context of 256 tokens" in small.stdout
+    assert "line 8" in run(small.out.parent / "long", *small.data["given"], *TWO, expect=1).stderr
+
+
+def test_an_own_fit_that_fails_is_an_error_and_what_is_kept_is_not_computed_again(
+    small: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> Any:
         raise TrainingError("too alike")
 
-    monkeypatch.setattr(splits, "shuffled_depth_mean", fails)  # our own fit: an error
-    assert "too alike" in run(tmp_path / "own", *data, "--methods", "hallutracer,shuffled-labels", expect=1).stderr
+    before = files(small.out)
+    monkeypatch.setattr(splits, "shuffled_depth_mean", fails)
+    more = ("--methods", "hallutracer,vowels,sep,D,perplexity,p-true,mind,shuffled-labels", *SMALL[2:])
+    assert "too alike" in run(small.out, *small.whole, *more, expect=1).stderr
+    assert files(small.out) == before
 
 
 @pytest.mark.parametrize(
@@ -189,49 +245,3 @@ def test_problems_of_a_file_are_told_by_its_lines(tmp_path: Path, text: str, wor
     done = run(tmp_path / "out", "--data", str(path), *limit, expect=1)
     assert words in done.stderr
     assert str(path) in done.stderr
-
-
-def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(tmp_path: Path) -> None:
-    rows = labelled(80)
-    rows[7]["prompt"] = "why " * 400
-    more = ["--data", written(tmp_path / "mine.jsonl", rows), *TWO]
-    assert "line 8" in run(tmp_path / "out", *more, expect=1).stderr
-    done = run(tmp_path / "out", *more, "--skip-long")
-    assert "79 rows" in done.stdout
-    assert "1 rows longer than the model's context of 256 tokens" in done.stdout
-
-
-def test_a_set_without_both_classes_does_not_cost_the_others_their_tables(tmp_path: Path) -> None:
-    asked = questions("dev")[:200]
-    hopeless = written(tmp_path / "hopeless.jsonl", [row | {"answers": ["no such place"]} for row in asked])
-    limits = ("--limit", "hopeless=60", "--limit", "150")
-    few = ("--methods", "hallutracer,shuffled-labels", "--no-per-subset")
-    other = ("--data", written(tmp_path / "answerable.jsonl", asked))
-    done = run(tmp_path / "out", "--data", hopeless, *other, *limits, *few)
-    assert "Left out: hopeless: no row is factual" in done.stdout
-    rows = results(tmp_path / "out")["tables"]["main"]["rows"]
-    assert {row["set"] for row in rows} == {"answerable"}
-    assert 140 <= int(re.findall(r"only (\d+) rows \(--limit\)", done.stdout)[0]) <= 160  # whole groups
-    assert {row["method"]: row["auroc"]["mean"] for row in rows}["HalluTracer (depth mean)"] > 0.6
-    done = run(tmp_path / "alone", "--data", hopeless, "--limit", "60", *few, expect=1)
-    assert "hopeless: no row is factual" in done.stderr
-
-
-def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(tmp_path: Path) -> None:
-    sets = {"own": questions("dev")[:200], "given": labelled()}
-    data = [word for name, rows in sets.items() for word in ("--data", written(tmp_path / f"{name}.jsonl", rows))]
-    few = ("--samples", "4", "--no-per-subset", "--methods")
-    done = run(tmp_path / "out", *data, *few, "hallutracer,sep,perplexity,p-true,mind,D")
-    assert "given: left out: sep, perplexity, p-true, mind, semantic-entropy" in done.stdout
-    table = results(tmp_path / "out")["tables"]["main"]["rows"]
-    found = {row["method"]: row for row in table if row["set"] == "own"}
-    assert {row["method"] for row in table if row["set"] == "given"} == {"HalluTracer (depth mean)"}
-    assert "".join(row["class"] for row in found.values()) == "AACCCDDD"
-    costs = {name: row["cost"] for name, row in found.items()}
-    assert costs["Semantic-entropy probe"] == 1.0
-    assert costs["EigenScore"] - 1 == pytest.approx(4 * (costs["Perplexity of the answer"] - 1))
-    assert costs["P(True)"] > costs["Perplexity of the answer"] + 1
-    assert found["Perplexity of the answer"]["auroc"]["mean"] > 0.55
-    before = files(tmp_path)
-    run(tmp_path / "out", *data, *few, "hallutracer,sep,D,perplexity,p-true,mind")
-    assert files(tmp_path) == before

@@ -83,7 +83,8 @@ def test_both_readouts_find_a_planted_signal_and_a_kept_split_is_not_fitted_agai
     split = first_split(tmp_path / "fits", inputs)
     label, mean = inputs.label[split.test], split.test_trajectory.mean(axis=1)
     assert auroc(label, mean) > 0.8
-    assert auroc(label, splits.residual_depth_mean(inputs, split, CHOSEN)) > 0.8
+    sides = split.train, split.test
+    assert auroc(label, splits.chosen_depth_mean(inputs.residual, inputs.group, *sides, 0, CHOSEN)) > 0.8
     np.testing.assert_allclose(splits.pooled_depth_mean(inputs.heads, split, CHOSEN), mean, rtol=1e-4)
     inputs.heads.file.path.unlink()  # another fit would fail
     after = first_split(tmp_path / "fits", inputs)

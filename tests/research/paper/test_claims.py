@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
-from hallutracer_research.evaluation.page import Verdict
+from hallutracer_research.evaluation.page import Table, Verdict
 from hallutracer_research.evaluation.results import SetResult, compare, measured
-from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.paper import claims as rules
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_key
 from hallutracer_research.paper.claims import DifferenceInterval, Judge, NotTestable, ahead_of, cells_by_set
@@ -278,10 +277,3 @@ def test_all_claims_of_a_real_fit_speak_of_its_numbers(result: SetResult, tables
     others = found["The depth mean beats the other probes of internal states (Fact-Probe, IRIS)."]
     assert others.verdict == "not testable"
     assert "did not take part" in others.evidence[0]
-
-
-def test_each_set_is_judged_by_its_own_row(result: SetResult, tables: list[Table]) -> None:
-    rows = cells_by_set(tables)
-    assert list(rows) == ["made"]
-    assert set(rows["made"]) == {table.name for table in tables}
-    assert rows["made"]["top-heads"]["top_1"] == rows["made"]["mean-dominance"]["mean"]

@@ -12,8 +12,8 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from hallutracer_research.evaluation.methods import RESIDUAL
+from hallutracer_research.evaluation.page import Table
 from hallutracer_research.evaluation.results import SetResult
-from hallutracer_research.evaluation.tables import Table
 from hallutracer_research.paper import ablations, structure
 from hallutracer_research.paper.diagnostics.geometry import expected_cosine, layer_geometry
 from hallutracer_research.paper.diagnostics.shape import fisher_gap, snr_table
@@ -36,7 +36,9 @@ def test_the_mean_is_scored_split_by_split(result: SetResult) -> None:
     by_split = [roc_auc_score(result.label[one.test], one.test_trajectory.mean(axis=1)) for one in result.splits]
     cell = row(ablations.MEAN["mean-dominance"], result)["mean"]
     assert cell == pytest.approx({"mean": np.mean(by_split), "std": np.std(by_split)})
-    assert row(ablations.MEAN["location"], result)["mean"] == cell
+    table = ablations.MEAN["location"].table([result])
+    assert table.rows[0]["trimmed_mean"] == table.rows[0]["mean"] == cell
+    assert any("8 layers is none" in note for note in table.notes)
     assert row(ablations.MEAN["logit-scale"], result)["unit_norm"] == cell
     assert row(ablations.READOUT["top-heads"], result)["top_1"] == cell
     assert row(ablations.READOUT["readout-site"], result)["head"] == pytest.approx(cell)
@@ -78,12 +80,6 @@ def test_the_median_and_the_trimmed_mean_resist_one_wild_layer() -> None:
     assert mean(found["trimmed_mean"]) > 0.95
     assert mean(found["mean"]) < 0.65
     assert abs(found["correlation"]) < 0.5
-
-
-def test_under_ten_layers_the_trimmed_mean_is_the_mean_and_a_note_says_so(result: SetResult) -> None:
-    table = ablations.MEAN["location"].table([result])
-    assert table.rows[0]["trimmed_mean"] == table.rows[0]["mean"]
-    assert any("8 layers is none" in note for note in table.notes)
 
 
 def test_only_the_full_trajectory_sees_two_layers_that_cancel() -> None:
@@ -156,18 +152,15 @@ def test_a_probe_that_is_all_zeros_counts_as_chance_among_heads() -> None:
     assert any("6 heads have constant scores" in note for note in table.notes)
 
 
-def test_a_run_without_the_residual_stream_says_so(result: SetResult) -> None:
-    without = replace(result, scores={name: scores for name, scores in result.scores.items() if name != RESIDUAL})
-    table = ablations.READOUT["readout-site"].table([without])
-    assert table.rows[0] == {"set": "made"}
-    assert RESIDUAL in table.notes[0]
-
-
-def test_the_residual_difference_is_its_auroc_less_the_heads(result: SetResult) -> None:
+def test_the_residual_difference_is_its_auroc_less_the_heads_and_a_run_without_it_says_so(result: SetResult) -> None:
     found = row(ablations.READOUT["readout-site"], result)
     residual = [roc_auc_score(1 - result.label[one.test], one.score) for one in result.scores[RESIDUAL]]
     assert mean(found["residual"]) == pytest.approx(np.mean(residual))
     assert mean(found["difference"]) == pytest.approx(mean(found["residual"]) - mean(found["head"]))
+    without = replace(result, scores={name: scores for name, scores in result.scores.items() if name != RESIDUAL})
+    table = ablations.READOUT["readout-site"].table([without])
+    assert table.rows[0] == {"set": "made"}
+    assert RESIDUAL in table.notes[0]
 
 
 def test_poolings_are_compared_with_last_1_on_the_folds_of_the_first_seed(result: SetResult) -> None:
@@ -305,13 +298,6 @@ def test_isotropy_leaves_out_heads_without_a_probe_somewhere(result: SetResult) 
     assert "made: left out: no head has a probe at every layer: give a larger C" in table.notes
 
 
-def test_gaps_are_shares_of_that_of_k(result: SetResult) -> None:
-    signal, _ = k_split([result])
-    found = signal.rows[0]
-    assert found["gap_k"] == pytest.approx(1.0)
-    assert found["signal_k"] > found["null"] > 0.5  # type: ignore[operator]
-
-
 def test_a_set_whose_k_cannot_be_split_keeps_its_place_in_both_tables(result: SetResult) -> None:
     of_one_class = [replace(split, test=split.test[result.label[split.test] == 1]) for split in result.splits]
     lacking = replace(
@@ -322,4 +308,7 @@ def test_a_set_whose_k_cannot_be_split_keeps_its_place_in_both_tables(result: Se
         assert [one["set"] for one in table.rows] == ["lacking", "made"]
         assert list(table.rows[0]) == ["set"]
         assert len(table.rows[1]) == len(table.columns)
+    found = signal.rows[1]
+    assert found["gap_k"] == pytest.approx(1.0)
+    assert found["signal_k"] > found["null"] > 0.5  # type: ignore[operator]
     assert any(note.startswith("lacking: left out: 0 rows are hallucinated") for note in signal.notes)

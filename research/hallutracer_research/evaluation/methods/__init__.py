@@ -1,10 +1,8 @@
-"""Every method of the main table: ours, the paper's baselines (App. baseline-impl), rivals by cost, free references.
-
-A rival is one function in a module of this package and one line in ``METHODS``: (inputs, train, test, seed, jobs) ->
+"""Every method of the main table: ours, the paper's baselines (App. baseline-impl), rivals by cost, free references.  A
+rival is one function in a module of this package and one line in ``METHODS``: (inputs, train, test, seed, jobs) ->
 scores [n_test], fitted on the ``train`` rows.  All that it learns comes from the training side: standardisation,
 selection, hyperparameters, stopping, the sign.  Scores rise with hallucination and are not probabilities.  ``jobs``:
-processes for the fits, None for all cores.
-"""
+processes for the fits, None for all cores."""
 
 from __future__ import annotations
 

@@ -76,10 +76,8 @@ class MethodInputs(_ByRow):
 
 def in_processes(function: Callable[[Item], Result], items: Sequence[Item], jobs: int | None) -> list[Result]:
     """Return ``function`` of every item, in order, in processes of one thread each (in this one where ``jobs`` is 1).
-
     Processes and not threads: liblinear draws its coordinate order from one random state per process, so threads would
-    make a fit depend on its timing.
-    """
+    make a fit depend on its timing."""
     workers = min(cpu_count() if jobs is None else jobs, len(items))
     if workers <= 1:
         return [function(item) for item in items]
@@ -106,10 +104,8 @@ class Linear:
 
 
 def fit_linear(x: NDArray[np.floating], label: NDArray[np.integer], c: float, kind: Penalty) -> Linear:
-    """Fit x [n, d], label [n] with inverse strength ``c``.  An L1 fit may come back with all weights zero.
-
-    Memory: one float64 copy of x and the solver's own, of 16 bytes a number.
-    """
+    """Fit x [n, d], label [n] with inverse strength ``c``.  An L1 fit may come back with all weights zero.  Memory: one
+    float64 copy of x and the solver's own, of 16 bytes a number."""
     z, mean, std = standardise(x)
     model = LogisticRegression(
         C=c, solver="liblinear", class_weight="balanced", intercept_scaling=_INTERCEPT_HEIGHT, max_iter=1000,
@@ -144,10 +140,8 @@ def fit_at_best_layer(
     inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None,
     *, fits: Sequence[Fit], what: str, depths: Sequence[float] = DEPTHS,
 ) -> Floats:  # fmt: skip
-    """Return scores [n_test] from the residual stream's layer, and the way to fit, that inner folds find the best.
-
-    The fit is repeated on all training rows.  Raises TrainingError: no inner fold, named ``what``, has both classes.
-    """
+    """Return scores [n_test] from the residual stream's layer, and the way to fit, that inner folds find the best.  The
+    fit is repeated on all training rows.  Raises TrainingError: no inner fold, named ``what``, has both classes."""
     layers = at_depths(inputs.residual.file.geometry.num_layers, depths)
     layer, fit = choose(inputs, train, seed, layers=layers, fits=fits, jobs=jobs, what=what)
     rows, index = inputs.residual.file.layer(layer), inputs.residual.index
@@ -170,9 +164,7 @@ def choose(
 
 def usable_folds(label: Labels, group: Labels, rows: Index, folds: int, seed: int, *, what: str = "fold") -> Pairs:
     """Return those of ``group_folds`` whose two sides have both classes; for a choice that need not test every row.
-
-    Raises TrainingError: not one has.
-    """
+    Raises TrainingError: not one has."""
     pairs = unchecked_folds(label, group, rows, folds, seed, what)
     usable = [pair for pair in pairs if all(len(np.unique(label[side])) == 2 for side in pair)]
     if not usable:

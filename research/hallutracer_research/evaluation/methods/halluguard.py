@@ -1,15 +1,14 @@
 """HalluGuard: a score of the finished answer from gradients of its tokens (App. baseline-impl; Zeng et al. 2026).
 
 The model answers greedily.  g_t is the gradient of log p(y_t | x, y_<t) with respect to the last block's parameters,
-scaled to unit norm; K = G G^T [T, T] their Gram matrix, lambda its eigenvalues; sigma_max the largest ratio
-|h_t - h_(t-1)| / |h_(t-1) - h_(t-2)| of the answer tokens' last hidden states; kappa = lambda_max / lambda_min.
+scaled to unit norm; K = G G^T [T, T], lambda its eigenvalues; sigma_max the largest |h_t - h_(t-1)| /
+|h_(t-1) - h_(t-2)| of the answer tokens' last hidden states; kappa = lambda_max / lambda_min.
 
     score = det(K) + log sigma_max - 2 log kappa
 
-**Direction.** A high score means a sound answer, so the risk is minus the score: its authors maximise it when it guides
-their search over answers.  (log sigma_max enters with a plus although amplification is what they call the hazard; the
-formula is kept as published.)  It reads the answer, so it is a cross-regime reference and no peer of the pre-decoding
-methods.  One token always scores 1.  Works on the transformers engine only.
+**Direction.** A high score means a sound answer, as its authors maximise it in search: the risk is minus the score.
+(log sigma_max has a plus although amplification is their hazard: the formula is as published.)  It reads the answer, so
+it is no peer of the pre-decoding methods.  One token scores 1.  Works on the transformers engine only.
 """
 
 from __future__ import annotations
@@ -39,14 +38,10 @@ _AT_ONCE = 32  # prompts answered between two steps of the progress bar
 def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_tokens: int = 64) -> Floats:
     """Return the published score of each prompt's greedy answer, [n]; high means sound.
 
-    T is at most ``max_new_tokens``, where the answer is cut, since time grows linearly with T (three passes back
-    through the last block for each token) and K with T^2.  G itself is never held: memory is three copies of the last
-    block's parameters.  Gradients have the model's own dtype, and its rounding limits kappa: prefer float32.
-
-    Raises:
-        EngineError: another engine than the transformers one; a model whose kernels cannot be differentiated twice; a
-            prompt that fills the context.
-        RequestError: prompts or ``max_new_tokens`` that the engine refuses.
+    T is at most ``max_new_tokens``: time grows with T (three passes back through the last block for each token) and K
+    with T^2; memory is three copies of the block's parameters.  The dtype's rounding limits kappa: prefer float32.
+    Raises EngineError: another engine, kernels that cannot be differentiated twice, a full context; RequestError: the
+    engine's.
     """
     torch_model = engine.torch_model
     if torch_model is None:
@@ -73,10 +68,8 @@ def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_
 
 
 def answer_kernel(torch_model: TorchModel, prompt: TokenIds, answer: TokenIds) -> tuple[Floats, Floats]:
-    """Return K [T, T] of unit-norm gradients, and the answer tokens' last hidden states [T, hidden_size].
-
-    The states are those that the language-model head reads, after the final norm.
-    """
+    """Return K [T, T] of unit-norm gradients, and the answer tokens' last hidden states [T, hidden_size].  The states
+    are those that the language-model head reads, after the final norm."""
     block = torch_model.blocks[-1]
     ids = torch.tensor([[*prompt, *answer]], device=torch_model.device)
     states: list[Tensor] = []
@@ -96,12 +89,10 @@ def answer_kernel(torch_model: TorchModel, prompt: TokenIds, answer: TokenIds) -
 
 def unit_gram(values: Tensor, parameters: Sequence[Tensor]) -> Floats:
     """Return the Gram matrix [T, T] of the gradients of ``values`` [T], each scaled to unit norm (zero ones stay zero).
-
     Column u is J g_u, and J v is the derivative of u -> J^T u along v (differentiating twice), so no more than one
-    gradient is held at a time, whatever the number of parameters.
-    Raises EngineError where the diagonal is not the gradients' squared norms, which happens where a kernel with a
-    derivative of its own takes its second one for zero.
-    """
+    gradient is held at a time, whatever the number of parameters. Raises EngineError where the diagonal is not the
+    gradients' squared norms, which happens where a kernel with a derivative of its own takes its second one for
+    zero."""
     gradients = torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
     used = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
     del gradients
@@ -125,20 +116,16 @@ def unit_gram(values: Tensor, parameters: Sequence[Tensor]) -> Floats:
 
 def score(kernel: NDArray[np.floating], states: NDArray[np.floating], floor: float) -> float:
     """Return det(K) + log sigma_max - 2 log kappa: kernel [T, T], states [T, d].  Finite for every input that is.
-
     Eigenvalues are raised to ``floor``, since equal gradients make K singular.  It is the rounding unit of the model's
-    type (float32: 1.2e-7) and not the 1e-8 of the published code: below it, log kappa would be noise.
-    """
+    type (float32: 1.2e-7) and not the 1e-8 of the published code: below it, log kappa would be noise."""
     eigenvalues = np.maximum(np.linalg.eigvalsh(np.asarray(kernel, np.float64)), floor)
     kappa = eigenvalues[-1] / eigenvalues[0]
     return float(np.exp(np.log(eigenvalues).sum()) + np.log(displacement_ratio(states)) - 2.0 * np.log(kappa))
 
 
 def displacement_ratio(states: NDArray[np.floating], floor: float = 1e-8) -> float:
-    """Return sigma_max: the largest |h_t - h_(t-1)| / |h_(t-1) - h_(t-2)| of states [T, d]; 1 where T < 3.
-
-    Steps are raised to ``floor``, so that a state that repeats divides by no zero.
-    """
+    """Return sigma_max: the largest |h_t - h_(t-1)| / |h_(t-1) - h_(t-2)| of states [T, d]; 1 where T < 3.  Steps are
+    raised to ``floor``, so that a state that repeats divides by no zero."""
     if len(states) < 3:
         return 1.0
     steps = np.maximum(np.linalg.norm(np.diff(np.asarray(states, np.float64), axis=0), axis=1), floor)

@@ -1,19 +1,12 @@
-"""Small networks, as three papers train them on activations: widths 256, 128 and 64, one thread and one seed, so that a
-fit can be repeated bit by bit; torch's settings and its global random state are left as they were.
+"""Small networks on activations: widths 256, 128 and 64, one thread, one seed, so that a fit repeats bit by bit.
 
-``iris`` (App. baseline-impl): two outputs on the last layer's heads side by side; loss: soft bootstrapping (Reed et al.
-2015) with beta = 0.8; Adam.  A group-disjoint fifth of the training rows stops the training once its loss has not
-fallen for 5 epochs, and the best epoch's weights are kept.  The paper gives neither learning rate nor batch size.
-
-``saplma`` (Azaria and Mitchell 2023, "The Internal State of an LLM Knows When It's Lying"): one output, logistic loss,
-Adam for 5 epochs; batches of 32, as in its code.  There the state is that of a statement's last token, here that of the
-prompt's.  Inner folds choose between the middle, three quarters of the depth and the last layer.
-
-``mind`` (Su et al. 2024, "Unsupervised Real-Time Hallucination Detection"): features of its published code, the last
-token's residual stream, mean over layers, beside the last layer's, mean over the answer's tokens.  Dropout of 0.2
-before the network, a loss in which both classes weigh the same, Adam at 5e-4 with a weight decay of 1e-5 (not on
-biases), batches of 32, 20 epochs, of which the best on a fifth of the training side is kept, by AUROC.  **Supervised:**
-the paper's learns from continuations of Wikipedia; here it learns from the training side's labels, as every probe.
+``iris`` (App. baseline-impl): two outputs on the last layer's heads; soft bootstrapping (Reed et al. 2015) with beta =
+0.8; Adam; stopped where a group-disjoint fifth has not improved for 5 epochs.  Learning rate and batch size are ours.
+``saplma`` (Azaria and Mitchell 2023): logistic loss, Adam, 5 epochs, batches of 32; there on a statement's last token,
+here on the prompt's.  Inner folds choose between the middle, three quarters of the depth and the last layer.
+``mind`` (Su et al. 2024): features and training of its published code: the last token's residual stream, mean over
+layers, beside the last layer's, mean over tokens; dropout 0.2, balanced loss, Adam at 5e-4, weight decay 1e-5, the best
+of 20 epochs on a fifth.  **Supervised:** the paper's learns from Wikipedia, here from the training side's labels.
 """
 
 from __future__ import annotations
@@ -108,9 +101,8 @@ def fit_iris(
 
 def soft_bootstrapping(logits: torch.Tensor, label: torch.Tensor, beta: float) -> torch.Tensor:
     """Return the mean of -sum_k (beta t_k + (1 - beta) q_k) log q_k, q the network's own softmax: logits [n, 2].
-
-    Gradients run through q in the target too, which makes it cross-entropy plus a minimum-entropy term (Reed et al.).
-    """
+    Gradients run through q in the target too, which makes it cross-entropy plus a minimum-entropy term (Reed et
+    al.)."""
     log_q = torch.log_softmax(logits, dim=-1)
     target = beta * nn.functional.one_hot(label, 2).to(log_q.dtype) + (1.0 - beta) * log_q.exp()
     return -(target * log_q).sum(dim=-1).mean()

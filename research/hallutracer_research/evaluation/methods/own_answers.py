@@ -1,22 +1,17 @@
 """What is read of the model's own answers: P(True), semantic entropy, EigenScore.
 
-**P(True)** (Kadavath et al. 2022, "Language Models (Mostly) Know What They Know"): the model is asked whether its own
-answer is true.  The question is theirs, without examples, in the prompt format of the set.  Chat models begin with the
-letter or with the word, so both are summed, with and without a space before: log sum p(A, True) - log sum p(B, False)
-of the first token; forms of more than one token are left out.
+**P(True)** (Kadavath et al. 2022): the model is asked whether its own answer is true, in their words without examples,
+in the set's format: log sum p(A, True) - log sum p(B, False) of the first token, with and without a space before.
 
-**Semantic entropy** (Farquhar et al. 2024, "Detecting hallucinations in large language models using semantic entropy"):
-K answers are sampled and grouped by meaning; SE = - sum_c p(c) log p(c), p(c) the share of the answers in a group, or,
-weighted, proportional to the sum over its answers of exp(mean log-probability of their tokens).  The paper asks an
-entailment model which answers mean the same.  Here no model is asked: texts are normalised as the judges do, and the
-question's words are left out.  Two answers mean the same where all words that remain of the one are among those of the
-other, and both negate or neither does; where nothing remains, the whole texts must be equal.  As in the paper each is
-compared with the first of each group, in the order in which they were sampled.
+**Semantic entropy** (Farquhar et al. 2024): SE = - sum_c p(c) log p(c) over groups of sampled answers of one meaning,
+p(c) the group's share, or, weighted, proportional to the sum of exp(mean log-probability of an answer's tokens).  Their
+entailment model is replaced by words, as the judges normalise them and without the question's: two answers mean the
+same where all words of the one are among the other's and both negate or neither; where none remain, whole texts must
+be equal.  As in the paper each is compared with the first of each group, in the order of sampling.
 
-**EigenScore** (Chen et al. 2024, "INSIDE: LLMs' Internal States Retain the Power of Hallucination Detection"): Z [d, K]
-are the middle layer's states of the last token of K answers; Sigma = Z^T J_d Z, J_d = I - 1 1^T / d, and the score is
-log det(Sigma + alpha I) / K, alpha = 0.001.  Unlike the paper's, the answers are those of semantic entropy, and
-extreme features are not clipped while the model decodes.
+**EigenScore** (Chen et al. 2024): Z [d, K], the middle layer's states of the last token of K answers; the score is
+log det(Z^T J_d Z + alpha I) / K, J_d = I - 1 1^T / d, alpha = 0.001.  Unlike theirs: semantic entropy's samples, and no
+extreme features are clipped while the model decodes.
 """
 
 from __future__ import annotations

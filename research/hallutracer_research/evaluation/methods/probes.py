@@ -1,25 +1,14 @@
 """Linear probes of the prompt's last token: the paper's (App. baseline-impl) and its field's.
 
-``iti``: the single best attention head (Li et al. 2023).  An L2 logistic regression (liblinear, C = 1) at every (layer,
-head), the globally best head by training AUROC, and there the mean logit of three probes on bootstrap samples of the
-training rows, drawn by whole groups.  The paper does not say what is averaged: logits, since saturated probabilities
-would tie.
-
-``fact_probe``: an L1 logistic regression on whole hidden states.  Candidates are windows of 1 and of 5 neighbouring
-layers with C in {0.1, 0.5}; inner grouped folds choose, ties to the first: fewer layers, lower layers, smaller C.  Of
-more than 12 windows of one size only 12, evenly spaced, take part.  Memory, per process: about 28 bytes a number.
-
-``p_ik`` (Kadavath et al. 2022, "Language Models (Mostly) Know What They Know"): there a value head is trained with the
-whole model; here the model stays as it is, and inner folds choose one of five layers and C in {0.001, 0.01, 0.1}.
-
-``mass_mean`` (Marks and Tegmark 2023, "The Geometry of Truth"): Sigma^-1 (mean of factual - mean of hallucinated rows),
-Sigma the covariance within the classes, shrunk towards a multiple of the identity on standardised coordinates: by
-Ledoit and Wolf's share, which takes rows for independent, by 0.3, or by 1, the paper's plain difference.  Inner folds
-choose the share and the layer.
-
-``sep`` (Kossen et al. 2024, "Semantic Entropy Probes"): the discrete semantic entropy of the training rows is cut in
-two where the squared distances from the means of the two sides are smallest, and a logistic regression learns the side.
-No label of the set is used, and test rows need no samples.  Inner folds choose as for ``p_ik``.
+``iti``: the best attention head by training AUROC of an L2 logistic regression (Li et al. 2023), there the mean logit
+of three probes on bootstrap samples of whole groups.  The paper does not say what is averaged; probabilities would tie.
+``fact_probe``: an L1 logistic regression on windows of 1 and of 5 neighbouring layers, C in {0.1, 0.5}; inner folds
+choose, ties to fewer and lower layers and smaller C.  Of a size at most 12 windows, evenly spaced, take part.
+``p_ik`` (Kadavath et al. 2022): there a value head is trained with the whole model; here the model stays as it is.
+``mass_mean`` (Marks and Tegmark 2023): Sigma^-1 (mean of factual - mean of hallucinated rows), Sigma within the classes
+shrunk on standardised coordinates by Ledoit and Wolf's share (rows as independent), 0.3, or 1: the plain difference.
+``sep`` (Kossen et al. 2024): the training rows' semantic entropy is cut in two where the squared distances from both
+means are smallest, and a logistic regression learns the side: no label of the set, no samples of test rows.
 """
 
 from __future__ import annotations
@@ -92,10 +81,8 @@ def _head_aurocs(readouts: Readouts, train: Index, layer: int) -> list[float]:
 
 
 def group_bootstrap(label: Index, group: Index, rng: np.random.Generator) -> Index:
-    """Draw as many groups as there are, with replacement, each with all its rows: positions in ``label`` [n].
-
-    A sample without both classes is drawn again.  Raises TrainingError after 100 of them.
-    """
+    """Draw as many groups as there are, with replacement, each with all its rows: positions in ``label`` [n].  A sample
+    without both classes is drawn again.  Raises TrainingError after 100 of them."""
     _, member = np.unique(group, return_inverse=True)
     order = np.argsort(member, kind="stable")
     rows = np.split(order, np.cumsum(np.bincount(member))[:-1])
@@ -146,10 +133,8 @@ def p_ik(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int |
 
 
 def mass_mean(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return the scores [n_test], with a few float64 matrices of hidden_size by hidden_size in memory.
-
-    Raises TrainingError where an inner fold lacks a class.
-    """
+    """Return the scores [n_test], with a few float64 matrices of hidden_size by hidden_size in memory.  Raises
+    TrainingError where an inner fold lacks a class."""
     fits = [partial(discriminant, share) for share in SHRINKAGE]
     return fit_at_best_layer(inputs, train, test, seed, jobs, fits=fits, what="mass-mean inner fold")
 
@@ -172,10 +157,8 @@ def discriminant(shrinkage: float | None, x: Rows, label: Index, x_test: Rows) -
 
 
 def sep(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
-    """Return log-odds of a high semantic entropy, [n_test].
-
-    Raises TrainingError without samples, where all entropies are the same, and where no inner fold has both sides.
-    """
+    """Return log-odds of a high semantic entropy, [n_test].  Raises TrainingError without samples, where all entropies
+    are the same, and where no inner fold has both sides."""
     entropy = inputs.answers.entropy
     if entropy is None:
         raise TrainingError("sep learns from sampled answers, and there are none; leave it out", param="methods")

@@ -1,10 +1,8 @@
-"""Methods that probe no state of the model: one number for each row, the prompt's text, the share of its kind.
-
-Of first-token maximum probability, first-token entropy and prompt length the sign is fitted, by the AUROC on the
-training rows, as the trainer's own evaluation does: on sets whose statement stands in the prompt the sign is not known
+"""Methods that probe no state of the model: one number for each row, the prompt's text, the share of its kind.  Of
+first-token maximum probability, first-token entropy and prompt length the sign is fitted, by the AUROC on the training
+rows, as the trainer's own evaluation does: on sets whose statement stands in the prompt the sign is not known
 beforehand.  Scores of answers keep the sign of their papers.  Where text or kind come near a probe, the probe may have
-learned which questions are hard, not what the model knows.
-"""
+learned which questions are hard, not what the model knows."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ eigenscore = _of_answer("eigenscore", 1.0, lambda inputs: inputs.answers.eigensc
 
 def text_ngrams(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
     """Return scores [n_test] of an L2 logistic regression on TF-IDF of words, pairs, and 2 to 4 characters in words.
-
-    Its C is chosen inside the training side, by AUROC over group-disjoint folds.
-    """
+    Its C is chosen inside the training side, by AUROC over group-disjoint folds."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_union

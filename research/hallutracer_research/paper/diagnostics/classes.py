@@ -1,10 +1,8 @@
 """Two classes of rows: gap, pooled spread, middle layers, distance correlation, Chen and Qin's test; results as JSON.
 
-The pooled within-class covariance is sum_c pi_c Cov_c (App. uniform-proof) with pi_c = n_c / N and Cov_c the unbiased
-sample covariance.  Arrays are [N, ...]: rows first, any further axes; label is 1 for factual, 0 for hallucinated.  The
-test of equal means (Chen and Qin 2010, Ann. Statist. 38(2), 808-835; the paper's "probe-free" columns of Table
-validation-results) needs no probe and no invertible covariance.  Sums over pairs of rows are written in moments,
-exactly, or taken in blocks, so that N rows need no N x N numbers in memory.
+Arrays are [N, ...]: rows first; label is 1 for factual, 0 for hallucinated.  The pooled within-class covariance is
+sum_c (n_c / N) Cov_c (App. uniform-proof).  The test of equal means (Chen and Qin 2010, Ann. Statist. 38(2), 808-835)
+needs no probe and no invertible covariance.  Sums over pairs of rows are written in moments or taken in blocks.
 """
 
 from __future__ import annotations
@@ -27,10 +25,8 @@ _PAIRS, _BLOCK = 512, 1024
 
 
 def factual_rows(label: ArrayLike, minimum: int = 2) -> Mask:
-    """Return where rows are factual: label [N] -> [N].
-
-    Raises TrainingError where a label is neither 0 nor 1, or a class has fewer than ``minimum`` rows.
-    """
+    """Return where rows are factual: label [N] -> [N].  Raises TrainingError where a label is neither 0 nor 1, or a
+    class has fewer than ``minimum`` rows."""
     values = np.asarray(label)
     factual: Mask = np.asarray(values == 1)
     counts = {"factual (1)": int(factual.sum()), "hallucinated (0)": int(np.sum(values == 0))}
@@ -104,11 +100,9 @@ def effect_size(x: Floats, factual: Mask) -> Floats:
 
 
 def middle_layers(m: int) -> range:
-    """Return the middle 60 % of m layers, floor(m / 5) <= l < ceil(4 m / 5).
-
-    The paper names the share, not the rule; this one gives its counts for every model it lists (Table
-    validation-results, column CQ sig.: 18 of 28, 20 of 32, 30 of 48, 40 of 64, 48 of 80).
-    """
+    """Return the middle 60 % of m layers, floor(m / 5) <= l < ceil(4 m / 5).  The paper names the share, not the rule;
+    this one gives its counts for every model it lists (Table validation-results, column CQ sig.: 18 of 28, 20 of 32, 30
+    of 48, 40 of 64, 48 of 80)."""
     return range(m // 5, -(-4 * m // 5))
 
 
@@ -144,11 +138,9 @@ def as_document(value: Any) -> Any:
 
 
 def distance_correlation(x: ArrayLike, y: ArrayLike) -> float | None:
-    """Return dCor (Szekely, Rizzo and Bakirov 2007) of x [N], y [N], in [0, 1]; None where either is constant.
-
-    The V-statistic: dCov^2 = mean(a b) + mean(a) mean(b) - 2 mean_i(a_i. b_i.) with a_ij = |x_i - x_j|, a_i. its row
-    means; the definition's double centring, multiplied out.  O(N^2) time, since one sum over pairs remains.
-    """
+    """Return dCor (Szekely, Rizzo and Bakirov 2007) of x [N], y [N], in [0, 1]; None where either is constant.  The
+    V-statistic: dCov^2 = mean(a b) + mean(a) mean(b) - 2 mean_i(a_i. b_i.) with a_ij = |x_i - x_j|, a_i. its row means;
+    the definition's double centring, multiplied out.  O(N^2) time, since one sum over pairs remains."""
     one, two = as_float(x, "x", 1), as_float(y, "y", 1)
     if len(one) != len(two) or not len(one):
         raise TrainingError(f"x has {len(one)} values and y {len(two)}: as many, at least one, are needed")
@@ -187,10 +179,8 @@ def _squared_spread(x: Floats, rows: Floats) -> float:
 
 @dataclass(frozen=True)
 class ChenQin:
-    """statistic: an unbiased estimate of |mu_F - mu_H|^2, which may be negative; p_value: one-sided, for it > 0.
-
-    All are of independent rows; None where there are too few.
-    """
+    """statistic: an unbiased estimate of |mu_F - mu_H|^2, which may be negative; p_value: one-sided, for it > 0.  All
+    are of independent rows; None where there are too few."""
 
     statistic: float | None
     variance: float | None  # of the statistic where the means are equal
@@ -202,21 +192,16 @@ class ChenQin:
 
 
 def one_row_a_group(group: ArrayLike, seed: int = 0) -> NDArray[np.int64]:
-    """Return one row of each group, drawn with a seed, in the data's order: group [N] -> [G] rows.
-
-    Rows of a group depend on each other, and a group may have rows of both classes: its means would tie the classes.
-    """
+    """Return one row of each group, drawn with a seed, in the data's order: group [N] -> [G] rows.  Rows of a group
+    depend on each other, and a group may have rows of both classes: its means would tie the classes."""
     names = np.asarray(group)
     order = np.random.default_rng(seed).permutation(len(names))
     return np.asarray(np.sort(order[np.unique(names[order], return_index=True)[1]]), np.int64)
 
 
 def chen_qin_by_group(x: ArrayLike, label: ArrayLike, group: ArrayLike) -> ChenQin:
-    """Return the test of ``one_row_a_group``: x [N, d], label, group [N].
-
-    All rows would call their own likeness within a group a difference of the classes.  Without a number, and with a
-    note, below 3 of these rows of a class.
-    """
+    """Return the test of ``one_row_a_group``: x [N, d], label, group [N].  All rows would call their own likeness
+    within a group a difference of the classes.  Without a number, and with a note, below 3 of these rows of a class."""
     rows = one_row_a_group(group)
     kept = np.asarray(label)[rows]
     least = min(int(np.sum(kept == value)) for value in (0, 1))
@@ -229,12 +214,10 @@ def chen_qin_by_group(x: ArrayLike, label: ArrayLike, group: ArrayLike) -> ChenQ
 def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
     """Return the test of equal class means: x [N, d], label [N], of independent rows (else ``chen_qin_by_group``).
 
-    T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0 is
-    2 tr(S_F^2) / (n_F (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), each trace by their
-    leave-out estimators.  T and the mixed trace do not change when all rows are moved; their tr(S_c^2) does, by noise
-    of the order of the squared distance of the mean from the origin.  Here each class is moved by the OTHER class's
-    mean before it is taken, which is independent of it: the estimator is otherwise theirs.
-    Raises TrainingError below 3 rows of a class.
+    T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0 is 2 tr(S_F^2) / (n_F
+    (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), by their leave-out estimators. Their
+    tr(S_c^2) changes where all rows are moved; here each class is moved by the OTHER's mean, which is independent of
+    it: the estimator is otherwise theirs.  Raises TrainingError below 3 rows of a class.
     """
     values, factual = labelled(x, label, "x", minimum=MIN_ROWS)
     values = values - values.mean(axis=0)  # changes nothing but rounding: everything below is moved again or invariant
@@ -254,11 +237,9 @@ def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
 
 
 def squared_trace(x: Floats) -> float:
-    """Return Chen and Qin's estimate of tr(Sigma^2) from x [n, d], n >= 3.
-
-    Theirs: mean over j != k of [x_j'(x_k - M)] [x_k'(x_j - M)], M the mean of the other n - 2 rows.  With G = X X',
-    h_j = sum_{i != j} G_ij, a factor is ((n - 1) G_jk - h_j) / (n - 2), and the sum needs only |X'X|^2, diag G and h.
-    """
+    """Return Chen and Qin's estimate of tr(Sigma^2) from x [n, d], n >= 3.  Theirs: mean over j != k of [x_j'(x_k - M)]
+    [x_k'(x_j - M)], M the mean of the other n - 2 rows.  With G = X X', h_j = sum_{i != j} G_ij, a factor is ((n - 1)
+    G_jk - h_j) / (n - 2), and the sum needs only |X'X|^2, diag G and h."""
     n = len(x)
     own = np.einsum("nd,nd->n", x, x)
     rest = x @ x.sum(axis=0) - own

@@ -1,8 +1,6 @@
-"""Numbers made of a trajectory: five diagnostics, median and trimmed mean, 2m + 5 and 13 features, depth subsets.
-
-App. features (definitions), App. mean-vs-median, App. depth-weighting.  What needs training statistics takes them as an
-argument.
-"""
+"""Numbers made of a trajectory: five diagnostics, median and trimmed mean, 2m + 5 and 13 features, depth subsets.  App.
+features (definitions), App. mean-vs-median, App. depth-weighting.  What needs training statistics takes them as an
+argument."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ class Standard:
 
 def zones(m: int) -> Zones:
     """Return the recognition zone floor(m/3) <= l < floor(3m/4) and the output zone up to m - 1 (Eq. zone-index-sets).
-
-    Below 5 layers no transition starts in the output zone.  Raises TrainingError below 3 layers.
-    """
+    Below 5 layers no transition starts in the output zone.  Raises TrainingError below 3 layers."""
     if m < 3:
         raise TrainingError(f"{m} layers: a trajectory needs at least 3 to have a recognition and an output zone")
     recognition, output = np.arange(m // 3, 3 * m // 4), np.arange(3 * m // 4, m)
@@ -81,10 +77,8 @@ def trimmed_layers(m: int) -> int:
 
 
 def trajectory_features(trajectory: ArrayLike) -> dict[str, Floats]:
-    """Return seven features, each [N], of [N, m]: ``FIVE`` (App. features), median and 10 % trimmed mean.
-
-    The trimmed mean leaves out the ``trimmed_layers(m)`` smallest and as many largest logits of each trajectory.
-    """
+    """Return seven features, each [N], of [N, m]: ``FIVE`` (App. features), median and 10 % trimmed mean.  The trimmed
+    mean leaves out the ``trimmed_layers(m)`` smallest and as many largest logits of each trajectory."""
     values = as_float(trajectory, "trajectory", 2)
     m = values.shape[1]
     zone, cut = zones(m), trimmed_layers(m)
@@ -98,10 +92,8 @@ def trajectory_features(trajectory: ArrayLike) -> dict[str, Floats]:
 
 
 def full_trajectory(trajectory: ArrayLike) -> Floats:
-    """Return the full-trajectory baseline: [N, m] -> [N, 2m + 5].
-
-    Logits (m), their differences (m - 1), then mean, standard deviation, minimum, maximum, last, last minus first.
-    """
+    """Return the full-trajectory baseline: [N, m] -> [N, 2m + 5].  Logits (m), their differences (m - 1), then mean,
+    standard deviation, minimum, maximum, last, last minus first."""
     values = as_float(trajectory, "trajectory", 2)
     first, last = values[:, 0], values[:, -1]
     six = (values.mean(axis=1), values.std(axis=1), values.min(axis=1), values.max(axis=1), last, last - first)
@@ -110,12 +102,10 @@ def full_trajectory(trajectory: ArrayLike) -> Floats:
 
 def source_features(trajectory: ArrayLike, w: ArrayLike, k: ArrayLike, standard: Standard) -> Floats:
     """Return the 13 source-level features (Table source_features_def), [N, 13] by ``SOURCE_NAMES``: [N, m], W, K.
-
-    Three quantities the paper names and does not define, here:
-    rho_l = (L_l - mean_l) / std_l with ``standard``; friction zeta_l = -dL_l (L_l - L-bar) / ((L_l - L-bar)^2 + eps);
-    condition number kappa_l = (|W_l| + |K_l|) / (|dL_l| + eps), eps = ``EPSILON``, which also stands in both terms of
-    log(E_W / E_K).  Raises TrainingError below 5 layers, where the output zone has no transition.
-    """
+    Three quantities the paper names and does not define, here: rho_l = (L_l - mean_l) / std_l with ``standard``;
+    friction zeta_l = -dL_l (L_l - L-bar) / ((L_l - L-bar)^2 + eps); condition number kappa_l = (|W_l| + |K_l|) /
+    (|dL_l| + eps), eps = ``EPSILON``, which also stands in both terms of log(E_W / E_K).  Raises TrainingError below 5
+    layers, where the output zone has no transition."""
     values = as_float(trajectory, "trajectory", 2)
     drift, change = as_float(w, "w", 2), as_float(k, "k", 2)
     n, m = values.shape
@@ -144,12 +134,10 @@ def source_features(trajectory: ArrayLike, w: ArrayLike, k: ArrayLike, standard:
 
 
 def depth_layers(m: int, m_eff: int, best_layer: int) -> Index | None:
-    """Return the layers of one point of the depth curve (App. depth-weighting), ascending.
-
-    m_eff = 1: ``best_layer``, the one with the highest TRAINING AUROC.  m_eff = m: every layer.  Otherwise
-    l_min + floor(j (l_max - l_min) / (m_eff - 1)) with l_min = 3, l_max = m - 3.  None where fewer than m_eff layers
-    lie in that range: the formula would repeat layers.
-    """
+    """Return the layers of one point of the depth curve (App. depth-weighting), ascending.  m_eff = 1: ``best_layer``,
+    the one with the highest TRAINING AUROC.  m_eff = m: every layer.  Otherwise l_min + floor(j (l_max - l_min) /
+    (m_eff - 1)) with l_min = 3, l_max = m - 3.  None where fewer than m_eff layers lie in that range: the formula would
+    repeat layers."""
     if m_eff in (1, m):
         return np.array([best_layer]) if m_eff < m else np.arange(m)
     first, last = 3, m - 3
@@ -160,9 +148,7 @@ def depth_layers(m: int, m_eff: int, best_layer: int) -> Index | None:
 
 def depth_sizes(m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the paper's list of m_eff with full depth, split into those this model has layers for and those left out.
-
-    A 32-layer model has 27 layers in [3, 29], so that the paper's own 28 is left out there.
-    """
+    A 32-layer model has 27 layers in [3, 29], so that the paper's own 28 is left out there."""
     listed = [*(size for size in M_EFF if size < m), m]
     kept = tuple(size for size in listed if depth_layers(m, size, best_layer=0) is not None)
     return kept, tuple(size for size in (*M_EFF, m) if size not in kept)

@@ -1,11 +1,7 @@
-"""Where the probe lies in the readouts' space, layer by layer and from one to the next (Table validation-results, App.
-dynamic_vs_static); whether probe directions of a FIXED head are like independent random ones (App.
-isotropy-verification).
-
-Two of the first table's columns are named in the paper and not defined; ``Transition`` defines the substitutes.  The
-isotropy protocol takes one head for all layers, so that directions share a space; with per-layer heads the numbers are
-the same sums in coordinates that the fixed readout gauge identifies.
-"""
+"""Where the probe lies in the readouts' space, by layer (Table validation-results, App. dynamic_vs_static); whether
+probe directions of a FIXED head are like independent random ones (App. isotropy-verification): with heads by layer
+the numbers are the same sums in coordinates that the readout gauge identifies.  ``Transition`` substitutes for two
+columns that the paper does not define."""
 
 from __future__ import annotations
 
@@ -135,14 +131,12 @@ def transition_geometry(increments: Increments, direction: ArrayLike, label: Arr
         raise TrainingError(f"direction has {len(v)} layers and the increments {increments.w.shape[1]} transitions")
     drift = classes.effect_size(increments.w, factual)
     whole = classes.effect_size(increments.w + increments.k, factual)
-    return tuple(
-        Transition(
-            float(cosine), defined(drift[step]), defined(whole[step]),
-            defined(drift[step] / whole[step]) if whole[step] > 0 else None,
-            classes.distance_correlation(increments.w[:, step], increments.k[:, step]),
-        )
-        for step, cosine in enumerate(adjacent_cosines(v))
-    )  # fmt: skip
+    found = []
+    for step, cosine in enumerate(adjacent_cosines(v)):
+        ratio = defined(drift[step] / whole[step]) if whole[step] > 0 else None
+        dependence = classes.distance_correlation(increments.w[:, step], increments.k[:, step])
+        found.append(Transition(float(cosine), defined(drift[step]), defined(whole[step]), ratio, dependence))
+    return tuple(found)
 
 
 def adjacent_cosines(direction: ArrayLike) -> Floats:
@@ -219,12 +213,10 @@ class Isotropy:
 def isotropy(
     direction: ArrayLike, effective_rank: float | None = None, permutations: int = 10_000, seed: int = 0
 ) -> Isotropy:
-    """Return tests 1 to 3 on the middle 60 % of layers: unit directions [m, d] and the readouts' stable rank.
-
-    Adjacent pairs start at a middle layer.  Test 2 takes every pair within those layers at gaps 1 .. 9, or as many as
-    there are: a least-squares line through all |cos| over the gap, and a one-way analysis of variance (gaps of one pair
-    left out there).  Raises TrainingError below 3 layers or where a direction is not of unit length.
-    """
+    """Return tests 1 to 3 on the middle 60 % of layers: unit directions [m, d] and the readouts' stable rank.  Adjacent
+    pairs start at a middle layer.  Test 2 takes every pair within those layers at gaps 1 .. 9, or as many as there are:
+    a least-squares line through all |cos| over the gap, and a one-way analysis of variance (gaps of one pair left out
+    there).  Raises TrainingError below 3 layers or where a direction is not of unit length."""
     v = as_float(direction, "direction", 2)
     m, d = v.shape
     if m < 3 or d < 2:
@@ -265,13 +257,11 @@ def isotropy(
 
 
 def permutation_p_value(inner: ArrayLike, dim: int, permutations: int, rng: np.random.Generator) -> float:
-    """Return (1 + #{b: D_b >= D}) / (1 + B): inner [n], against B sets of n inner products of random neighbours.
-
-    D is the Kolmogorov-Smirnov distance between a set's empirical distribution and the exact one on the sphere
-    S^{dim - 1}, where (1 + <p, q>) / 2 is Beta((dim - 1)/2, (dim - 1)/2); D_b is the same of random set b.  The inner
-    products of successive independent uniform directions are themselves independent (each is so given the direction it
-    shares with the last), and therefore the sets are drawn from that Beta, not from B n d normals.
-    """
+    """Return (1 + #{b: D_b >= D}) / (1 + B): inner [n], against B sets of n inner products of random neighbours.  D is
+    the Kolmogorov-Smirnov distance between a set's empirical distribution and the exact one on the sphere S^{dim - 1},
+    where (1 + <p, q>) / 2 is Beta((dim - 1)/2, (dim - 1)/2); D_b is the same of random set b.  The inner products of
+    successive independent uniform directions are themselves independent (each is so given the direction it shares with
+    the last), and therefore the sets are drawn from that Beta, not from B n d normals."""
     values = as_float(inner, "inner", 1)
     law = beta((dim - 1) / 2.0, (dim - 1) / 2.0)
     observed = _ks_distance(law.cdf((1.0 + values[None]) / 2.0))[0]

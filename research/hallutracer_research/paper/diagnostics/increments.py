@@ -1,11 +1,9 @@
 """Increments of a trajectory (Prop. decomp, Eq. decomp), the classes' spread along the probe, the parts of K.
 
-The exact split is dL_l = W_l + K_l.  W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: the frozen probe and head of layer l on the
-next layer, the increment along v_l (Lemma snr, Table kappa-calibration).  K_l = L_{l+1} - phi_l(a_{l+1}^{(k_l)}): what
-the new probe and head change, in four parts: probe, metric, head and bias (Lemma k-decomp; Tables k-decomp-auroc, -cov;
-for the paper's unit-norm logits).  z_l is always the standardisation of layer l's SELECTED head, also where it is
-applied to another head's activations, as the lemma writes.  The caller passes out-of-fold probes.
-"""
+dL_l = W_l + K_l exactly.  W_l = phi_l(a_{l+1}^{(k_l)}) - L_l: layer l's probe and head on the next layer (Lemma snr,
+Table kappa-calibration).  K_l = L_{l+1} - phi_l(a_{l+1}^{(k_l)}): what the new probe and head change: probe, metric,
+head and bias (Lemma k-decomp; Tables k-decomp-auroc, -cov).  z_l is always the standardisation of layer l's SELECTED
+head, as the lemma writes.  The caller passes out-of-fold probes."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Increments:
 
 def decompose(trajectory: ArrayLike, crossed: ArrayLike) -> Increments:
     """Return W and K with W + K = dL to rounding: trajectory [N, m], crossed [N, m - 1] = phi_l(a_{l+1}^{(k_l)}).
-
-    Raises TrainingError on shapes that do not fit or numbers that are not finite.
-    """
+    Raises TrainingError on shapes that do not fit or numbers that are not finite."""
     values, across = as_float(trajectory, "trajectory", 2), as_float(crossed, "crossed", 2)
     n, m = values.shape
     if across.shape != (n, m - 1):
@@ -64,9 +60,7 @@ def crossings(
     rows_of: Callable[[int], NDArray[np.floating]], head: ArrayLike, geometry: Geometry, site: Site
 ) -> Iterator[Crossing]:
     """Yield the transitions of a model, in order: ``rows_of(layer)`` [N, width] is asked once for each layer from 1 up.
-
-    head [m] are the selected heads; at the residual stream, which has one readout a layer, they are 0.
-    """
+    head [m] are the selected heads; at the residual stream, which has one readout a layer, they are 0."""
     heads = np.asarray(head)
     if heads.shape != (geometry.num_layers,):
         raise TrainingError(f"head has shape {list(heads.shape)}: one per layer, [{geometry.num_layers}], is needed")
@@ -119,9 +113,7 @@ def kappa_table(w: ArrayLike, label: ArrayLike) -> KappaTable:
 @dataclass(frozen=True, eq=False)
 class StandardizedProbes:
     """Selected probes in standardised coordinates (Eq. selected-standardized-readout): [m, d] each, intercept [m].
-
-    phi_l(a) = weight_l . (a - mean_l) / std_l + intercept_l, with mean and std of the selected head's training rows.
-    """
+    phi_l(a) = weight_l . (a - mean_l) / std_l + intercept_l, with mean and std of the selected head's training rows."""
 
     weight: Floats
     intercept: Floats
@@ -144,28 +136,23 @@ class StandardizedProbes:
 
 @dataclass(frozen=True, eq=False)
 class KSplit:
-    """K and its parts, [N, m - 1] each, bias [m - 1]; probe + metric + head + bias = k.
-
-    reconstruction_error: largest |sum of parts - k| over the largest |k| + |probe| + |metric| + |head| + |bias|.
-    """
+    """K and its parts, [N, m - 1] each, bias [m - 1]; probe + metric + head + bias = k."""
 
     k: Floats  # computed by itself, from the raw-space probes
     probe: Floats
     metric: Floats
     head: Floats
     bias: Floats
-    reconstruction_error: float
+    reconstruction_error: float  # largest |sum of parts - k| over the largest sum of their sizes
 
 
 def split_readout_change(
     steps: Iterable[Crossing], probes: StandardizedProbes, direction: ArrayLike, bias: ArrayLike
 ) -> KSplit:
-    """Return the four parts of every transition of ``crossings``; one transition in memory at a time.
-
-    direction [m, d] and bias [m] are the raw-space probes, from which K itself comes, so that the reconstruction error
-    compares two computations.  It is some 1e-15 for ordinary activations and reaches 1e-12 only where a training mean
-    is thousands of times its deviation.
-    """
+    """Return the four parts of every transition of ``crossings``; one transition in memory at a time.  direction [m, d]
+    and bias [m] are the raw-space probes, from which K itself comes, so that the reconstruction error compares two
+    computations.  It is some 1e-15 for ordinary activations and reaches 1e-12 only where a training mean is thousands
+    of times its deviation."""
     v, b = as_float(direction, "direction", 2), as_float(bias, "bias", 1)
     columns: dict[str, list[Floats]] = {name: [] for name in PARTS}
     biases: list[float] = []
@@ -209,10 +196,8 @@ class KTable:
 
 def k_table(split: KSplit, label: ArrayLike, permutations: int = 200, seed: int = 0) -> KTable:
     """Return what each part tells of the label, over the transitions of the recognition zone (Eq. zone-index-sets).
-
     The null is the mean, over ``permutations`` permutations of the label shared by all parts, of the same averaged
-    signal: a folded AUROC is above 0.5 by chance.  Labels are permuted across rows, groups are not kept together.
-    """
+    signal: a folded AUROC is above 0.5 by chance.  Labels are permuted across rows, groups are not kept together."""
     _, factual = labelled(split.k, label, "k")
     steps = zones(split.k.shape[1] + 1).recognition_steps
     rng = np.random.default_rng(seed)

@@ -1,13 +1,10 @@
 """Level and shape of trajectories: variance components, slope against mean, and the Fisher gap.
 
-Variance (Table variance-decomp): L_l = mu_l^(c) + alpha_i + eps_{i,l}.  The paper's ICC (Eq. icc) is a plug-in: it
-takes Var(alpha-hat), which holds sigma_eps^2 / m besides sigma_alpha^2, over the sum of both; ``icc_unbiased``
-separates them.
-
+Variance (Table variance-decomp): L_l = mu_l^(c) + alpha_i + eps_{i,l}.  The paper's ICC (Eq. icc) is a plug-in: its
+Var(alpha-hat) holds sigma_eps^2 / m besides sigma_alpha^2; ``icc_unbiased`` separates them.
 Fisher gap (Thm. uniform-optimal, Table fisher-gap): how much the best linear weighting of layers could gain over the
-mean, computed twice, by the paper's level and shape parts and directly.  It is estimated on the rows it is given, where
-even layers of pure noise seem to help: R^2 is too large by about (m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean.
-``r_fisher_unbiased`` takes that out.
+mean, by the paper's level and shape parts and directly.  In sample even pure noise seems to help: R^2 is too large by
+about (m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean; ``r_fisher_unbiased`` takes that out.
 """
 
 from __future__ import annotations
@@ -49,12 +46,10 @@ class VarianceComponents:
 
 
 def variance_components(trajectory: ArrayLike, label: ArrayLike) -> VarianceComponents:
-    """Return components as App. hd-geometry estimates them: trajectory [N, m], label [N].
-
-    alpha-hat_i is the depth mean less its class mean, eps-hat what is left; variances are plain means of squares.
-    The residual correlation at a lag is the mean over layer pairs of the correlation across the samples of one class.
-    Raises TrainingError below 3 layers.
-    """
+    """Return components as App. hd-geometry estimates them: trajectory [N, m], label [N].  alpha-hat_i is the depth
+    mean less its class mean, eps-hat what is left; variances are plain means of squares. The residual correlation at a
+    lag is the mean over layer pairs of the correlation across the samples of one class. Raises TrainingError below 3
+    layers."""
     values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
     if m < 3:
@@ -110,11 +105,9 @@ class SnrTable:
 
 def snr_table(trajectory: ArrayLike, label: ArrayLike) -> SnrTable:
     """Return the table's row: trajectory [N, m], label [N].  Raises TrainingError below 3 layers, without a mean gap.
-
     r_plugin uses Sigma = sum_c pi_c Cov_c.  r_empirical takes slope and mean of every sample and divides the class gap
     by sqrt((s_F^2 + s_H^2) / 2), each class counting equally.  The slope being linear, the two can differ only where
-    classes are unequal in size AND in spread: eta is 1 by algebra on balanced sets, no test of the theory.
-    """
+    classes are unequal in size AND in spread: eta is 1 by algebra on balanced sets, no test of the theory."""
     values, factual = labelled(trajectory, label, "trajectory")
     m = values.shape[1]
     parts = variance_components(values, label)
@@ -186,12 +179,10 @@ class FisherGap:
 
 def fisher_gap(trajectory: ArrayLike, label: ArrayLike, shrinkage: Shrinkage = None) -> FisherGap:
     """Return, for trajectory [N, m] and label [N], the gap between the Fisher-optimal weights and the plain mean.
-
-    Sigma = sum_c pi_c Cov_c, with pi_c = n_c / N and unbiased Cov_c (App. uniform-proof).  ``shrinkage`` replaces it
-    by (1 - g) Sigma + g tr(Sigma) / m I: a share g in [0, 1], or "ledoit_wolf" to estimate g.  Raises TrainingError
-    where Sigma is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the
-    two computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on).
-    """
+    Sigma = sum_c pi_c Cov_c, with pi_c = n_c / N and unbiased Cov_c (App. uniform-proof).  ``shrinkage`` replaces it by
+    (1 - g) Sigma + g tr(Sigma) / m I: a share g in [0, 1], or "ledoit_wolf" to estimate g.  Raises TrainingError where
+    Sigma is singular (rank below m or condition above 1e12), where the classes have one depth mean, or where the two
+    computations differ by more than 1e-9 relative (more where the condition leaves fewer digits, from 3e5 on)."""
     values, factual = labelled(trajectory, label, "trajectory")
     n, m = values.shape
     if m < 2:
