@@ -232,10 +232,11 @@ def push(
         {name: len(files[name]) for name in sorted(files)},
     )
     done = Pushed(tag, f"{hub.url}/tree/{tag}", str(HubAddress(address.repository, tag)), private, sizes)
+    head: Snapshot | None = None
     try:
         head = hub.snapshot()
     except errors.HubMissing:
-        head, done = None, replace(done, create=True, commit=True)
+        done = replace(done, create=True, commit=True)
     else:
         if private and not head.private:
             cure = f"Leave out --private, or make it private at {hub.url}/settings"

@@ -42,8 +42,9 @@ _USAGE = create_model(
     "OpenAIUsage", __doc__="Token counts.", prompt_tokens=int, completion_tokens=int, total_tokens=int,
     prompt_tokens_details=_DETAILS,
 )  # fmt: skip
+_ROLE: Any = (Literal["assistant"], "assistant")
 _MESSAGE: Any = create_model(
-    "AnswerMessage", __doc__="A chat's answer.", role=(Literal["assistant"], "assistant"), content=(str | None, None),
+    "AnswerMessage", __doc__="A chat's answer.", role=_ROLE, content=(str | None, None),
     refusal=(str | None, Field(None, description="the policy's message, where the answer is withheld")),
 )  # fmt: skip
 _CHOICE: Any = create_model(
@@ -65,8 +66,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         "model": _ANSWER, "headers": wire.HEADERS,
         "description": "the answer, or with 'stream' its chunks; of a withheld answer its refusal",
         "content": {"text/event-stream": {"schema": wire.events_schema(_EVENTS)}},
-    }
-} | wire.FAILURES  # fmt: skip
+    },
+    **wire.FAILURES,
+}  # fmt: skip
 
 
 @router.post(CHAT_ROUTE, summary="Chat, as OpenAI's, with the risk beside the answer", responses=RESPONSES)

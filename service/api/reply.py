@@ -208,7 +208,7 @@ def retrieval_out(judgement: Judgement) -> RetrievalOut | None:
     if (named := judgement.retrieval) is None:
         return None
     if (first := named.first) is None or first.digest != judgement.digest:
-        return RetrievalOut(of=named.of, known=False)
+        return RetrievalOut(of=named.of, known=False, drop=None)
     drop = first.risk - judgement.reports[0].risk
     return RetrievalOut(of=named.of, known=True, risk_before=first.risk, drop=drop)
 

@@ -237,8 +237,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
             "application/json": {"example": EXAMPLES["risk"]},
             "text/event-stream": {"schema": _EVENTS, "example": EXAMPLES["stream"]},
         },
-    }
-} | wire.FAILURES  # fmt: skip
+    },
+    **wire.FAILURES,
+}  # fmt: skip
 SUMMARY = "Risk of each prompt before it is answered, and the answer if the policy lets it"
 
 

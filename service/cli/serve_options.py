@@ -58,7 +58,7 @@ class AccessOptions:
         plain = load_keys(self.api_key, self.api_key_file)
         return KeyRing([key.hashed() for key in plain], self.keys, policies)
 
-    def rules(self, policy: str | None) -> tuple[Policies, KeyRing]:
+    def rules(self, policy: str) -> tuple[Policies, KeyRing]:
         """Return the policies, of which ``policy`` is the default, and all keys.  Raises what is wrong with a file."""
         policies = load_policies(self.policies, self.abstain_message, policy)
         keys = self.ring(policies.named)

@@ -14,7 +14,8 @@ from sklearn.model_selection import StratifiedGroupKFold
 from service.errors import TrainingError
 
 Index = NDArray[np.int64]
-Labels, Floats = NDArray[np.integer], NDArray[np.float64]
+Labels = NDArray[np.integer]
+Floats = NDArray[np.float64]
 Pairs = list[tuple[Index, Index]]  # (train, test) positions
 
 

@@ -244,9 +244,9 @@ def fit_probes(
     for task in tasks:
         soft = readouts.soft(task.train)
         if soft is not None and not 0 < soft.sum() < len(soft):
-            found = f"all sampled answers of {len(soft)} training rows are {'right' if soft.all() else 'wrong'}"
+            what = f"all sampled answers of {len(soft)} training rows are {'right' if soft.all() else 'wrong'}"
             cure = "add rows of the other class, more samples or a higher temperature"
-            raise TrainingError(f"{found}: {cure}", param="samples")
+            raise TrainingError(f"{what}: {cure}", param="samples")
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
     heads = [*range(geometry.heads(site))] if heads is None else [*map(int, heads)]
@@ -257,10 +257,11 @@ def fit_probes(
 
     fits = []
     for number, task in enumerate(tasks):
-        chosen = []
+        chosen: list[HeadProbe] = []
         for place, layer in enumerate(layers):
             found = [part[number] for part in best[place * pieces : (place + 1) * pieces]]
-            probe = max((one for one in found if one is not None), key=lambda one: one.auroc, default=None)
+            usable = [one for one in found if one is not None]
+            probe: HeadProbe | None = max(usable, key=lambda one: one.auroc, default=None)
             for factor in LARGER_C if retry_larger_c and probe is None else ():
                 (probe,) = _fit_layer(readouts, [replace(task, c=task.c * factor)], layer, heads, balance)
                 if probe is not None:

@@ -338,7 +338,7 @@ def _ratios(risk: Floats, prior: float) -> tuple[NDArray[np.float64], NDArray[np
     return np.bincount(level, ratio) / np.bincount(level), level
 
 
-def _most_likely(ratio: Floats, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+def _most_likely(ratio: Floats, counts: Floats) -> NDArray[np.float64]:
     """Return the share of greatest likelihood of each of D samples: ratio [L], counts [D, L + 2] -> [D].
     sum_j n_j log(1 + pi (ratio_j - 1)) + h log(pi) + f log(1 - pi) is concave: bisection on its slope, of all samples
     at once, finds the maximum that the EM of Saerens et al. climbs to."""

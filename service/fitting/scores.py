@@ -18,7 +18,8 @@ from scipy.stats import beta, t
 from sklearn.metrics import average_precision_score, brier_score_loss
 
 Labels = NDArray[np.integer]
-Floats, Doubles = NDArray[np.floating], NDArray[np.float64]
+Floats = NDArray[np.floating]
+Doubles = NDArray[np.float64]
 Index = NDArray[np.integer]
 Tests = Sequence[tuple[Index, Floats]]  # test sides: rows and their risks
 

@@ -8,7 +8,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -42,7 +42,9 @@ class Feedback:
         Raises FeedbackUnavailable where the database cannot be opened.
         """
         self.days, self._where, self._prompts, self._share, self._metrics = days, where, prompts, share, metrics
-        self._count = lambda fate, number: metrics.count("feedback_answers_total", fate, by=number)
+        self._count: Callable[[str, int], None] = lambda fate, number: metrics.count(
+            "feedback_answers_total", fate, by=number
+        )
         self._writer = Writer(where, days=days, count=self._count)
 
     def stored(self, content: Content) -> StoredPrompt:

@@ -94,7 +94,9 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
     rows = new_rows.read_new_rows(bundle, options, store)
     evaluation, dataset = rows.evaluation, rows.dataset
     gates: dict[str, Any] | None = evaluation.get("out_of_fold", {}).get("gates")
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in (gates or {}).items()}
+    lists: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in (gates or {}).items()
+    }
     made = GuaranteePlan(rows, None if gates is None else GateProfile(**lists))
     seen = list(new_rows.seen_by(bundle, evaluation, options.trained_on))
     for what, version, record in new_rows.spent_sets(store, bundle):

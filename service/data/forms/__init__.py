@@ -315,7 +315,7 @@ _FORMS: Sequence[tuple[str, str, float, Make]] = (
     ("context_1k", "long", 0.6, lambda q, around: _long(q, around, 700)),
     ("context_4k", "long", 0.1, lambda q, around: _long(q, around, 2800)),
 )  # fmt: skip
-FORMS = {name: Form(name, *rest) for name, *rest in _FORMS}
+FORMS = {row[0]: Form(*row) for row in _FORMS}
 
 
 def in_forms(
