@@ -8,8 +8,7 @@ Of ``--withheld`` held-out questions of different groups that the gate withholds
 decision is ``continue``.  Of those that are freed, what their answers (24 tokens, greedy) are worth, judged as training
 judges with ``contains``, and how many are flagged as outside training.  Then a search, on ``--searched`` of the same
 questions, by somebody who sees the risk: 100 words and phrases each, tried behind the question; what lowers the risk is
-kept and extended.  A run that was ended goes on where the record stops.
-"""
+kept and extended.  A run that was ended goes on where the record stops."""
 
 from __future__ import annotations
 

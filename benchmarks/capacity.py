@@ -4,8 +4,7 @@
 
 Prefill is bound by arithmetic: two operations per parameter and token.  Decoding is bound by memory: a step reads all
 weights once for all answers of the batch, and each answer's cache.  Shares of the data sheets' figures that are reached
-are assumptions.  Nothing of it was run on a GPU.
-"""
+are assumptions.  Nothing of it was run on a GPU."""
 
 from __future__ import annotations
 

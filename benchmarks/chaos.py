@@ -10,8 +10,7 @@
 The script plays the supervisor only: it starts again what has ended.  In each scenario answers are replayed with the
 bundle that they name, labels that were acknowledged are looked for in the database, and answers in the audit log
 (--audit-required).  What needs something that is not here is said to be left out, and fails where --only asks for it.
-The exit status is 1 where something falls short.
-"""
+The exit status is 1 where something falls short."""
 
 from __future__ import annotations
 

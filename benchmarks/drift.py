@@ -4,8 +4,7 @@
 
 Depth means of two classes, as a bundle's classifier reads them, and a monitor as the service has it; a reference of
 training rows is drawn anew for every 20,000 requests and each draw.  In a run prompts come after each other whose depth
-means share a part of their variance.
-"""
+means share a part of their variance."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Replicas of the service behind the shipped balancer (started, drained, killed, stopped, reloaded; Linux only), and
-clients that know what they asked: every answer is kept with its bundle's digest, and replayed with the library.
-"""
+clients that know what they asked: every answer is kept with its bundle's digest, and replayed with the library."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ with ``contains``, and ``answered`` is what the threshold would let through.  An
 training; a second table counts them as wrong.  AUROC with a 95 % interval, by bootstrap over groups.  ``--applies``:
 files with a prompt on each line: how many the gate withholds, and how many it says the risk does not apply to.
 
-A run that was ended goes on where the record stops.
-"""
+A run that was ended goes on where the record stops."""
 
 from __future__ import annotations
 

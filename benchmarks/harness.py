@@ -3,8 +3,7 @@
 The client is HTTP/1.1 keep-alive on asyncio streams, cheap enough to load a server from the machine it runs on.  The
 served model is a process of its own, watched through /proc and /metrics (Linux only).  Closed loop: each client sends
 its next request when its last one is answered.  Open loop: requests are sent at the times given, and latencies count
-from those, which avoids coordinated omission.
-"""
+from those, which avoids coordinated omission."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ interval of the middle 90 %), so that a drift of the machine's speed cancels:
   score     TransformersEngine.score: readout, depth mean, stop after the last readout
   score+1st the same with first-token signals: the whole forward with the lm_head on the last position
   hidden    output_hidden_states=True, its last position, then numpy
-  residual  TransformersEngine.score at the residual stream, the site that ``hidden`` reads
-"""
+  residual  TransformersEngine.score at the residual stream, the site that ``hidden`` reads"""
 
 from __future__ import annotations
 

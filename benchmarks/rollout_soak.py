@@ -4,8 +4,7 @@
 
 Every ten seconds the aliases production and canary move and both replicas reload, by SIGHUP or by the route; the canary
 comes, changes and goes.  Each replica is stopped once by SIGTERM and started again.  No request may fail, each answer
-is replayed with the bundle that it names, and no replica's memory may grow by 2 %; else the exit status is 1.
-"""
+is replayed with the bundle that it names, and no replica's memory may grow by 2 %; else the exit status is 1."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Answers of a running service, kept in a record: what was asked once is not asked again.
 
-The service is started for the first request that the record lacks, or one that already runs is used (``--url``).
-"""
+The service is started for the first request that the record lacks, or one that already runs is used (``--url``)."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ makes the load.  The server and the direct engine take turns, one idle while the
   sweep     1 to 256 clients: p50, p99 and rate
   overload  open loop, Poisson arrivals at three times the capacity measured before and after, default limits
 
-The exit status is 1 where something falls short of its target.
-"""
+The exit status is 1 where something falls short of its target."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 Clients send scores, generations, streams, gated ones and bad requests, and check every answer; others disconnect
 half-way, by an orderly close or by a reset.  Those use the second bundle, so that the metrics of the first must match
 the answers exactly.  Afterwards the gauges must be back at zero, no token may be prefilled or decoded any more, the
-process must be idle, and its sockets closed.  The exit status is 1 where something falls short.
-"""
+process must be idle, and its sockets closed.  The exit status is 1 where something falls short."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ measurement on two cores.  So a process without the turn is stopped (SIGSTOP to 
 
 The command is one ``LLM``, answering JSON lines: a job {"prompts": [[ids]], "tokens": n} is ``LLM.generate`` on all of
 them at once.  The answer has the wall seconds of the call and, with --stats, what vLLM's core measured: seconds of each
-prefill and seconds per decoded token.  All kinds get the same engine arguments; only the worker and its plan differ.
-"""
+prefill and seconds per decoded token.  All kinds get the same engine arguments; only the worker and its plan differ."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ turn it is runs, the others are stopped.
 
 Medians of paired ratios with a 95 % bootstrap interval; p50 and p99 over all requests.  The exit status is 1 where the
 0.5B shape misses a target: a rate ratio of 0.95, times to risk no longer than those to the first token, an overhead of
-1 %.  The demo model is so small that HTTP decides; it is reported only.  Needs 12 GiB (overhead: 20) and 22 minutes.
-"""
+1 %.  The demo model is so small that HTTP decides; it is reported only.  Needs 12 GiB (overhead: 20) and 22 minutes."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python -m benchmarks.walks
 
 A prompt (POST /score on a loaded service), a bundle (``hallutracer bundle verify demo --model demo``) and training rows
-(``hallutracer train`` on questions of the demo).  Modules that are only imported are not counted.
-"""
+(``hallutracer train`` on questions of the demo).  Modules that are only imported are not counted."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     python deploy/walkthrough.py --out risk.png   # four minutes; --seconds 60 for a short one
 
 The questions are first well known to the demo model, then hardly known, then mixed.  The picture shows decisions, the
-gated share and the distribution of the risk, queried from Prometheus' HTTP API.
-"""
+gated share and the distribution of the risk, queried from Prometheus' HTTP API."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Draw the playground, the terminal and the tenths, of a service that runs: python docs/screenshots.py URL.
 
-Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg.
-"""
+Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg."""
 
 from __future__ import annotations
 

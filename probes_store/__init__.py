@@ -2,5 +2,4 @@
 
 ``store.Store`` publishes and loads; ``bundle.load_bundle`` reads one folder; ``manifest.check_identity`` and
 ``bundle.check_golden`` check that a loaded model may serve a bundle; ``errors`` lists every failure.  Imports nothing
-from ``service``.
-"""
+from ``service``."""

@@ -9,8 +9,7 @@ A publisher that dies leaves blobs, which are no bundle.  Nothing but ``model.si
 needed of the server is that an object can be created on the condition that there is none.
 
 Credentials and endpoints are those of fsspec's implementations: AWS_* variables and ~/.aws for s3, application default
-credentials for gs, AZURE_STORAGE_* for az, FSSPEC_* and ~/.config/fsspec for all.  A URL holds none.
-"""
+credentials for gs, AZURE_STORAGE_* for az, FSSPEC_* and ~/.config/fsspec for all.  A URL holds none."""
 
 from __future__ import annotations
 
@@ -188,8 +187,7 @@ class Objects:
     def children(self, *parts: str) -> list[str]:
         """Return names directly below a path, sorted; none where there is nothing.
 
-        Below the root, a bucket that does not exist is an error rather than an empty store.
-        """
+        Below the root, a bucket that does not exist is an error rather than an empty store."""
         path = self._path(*parts)
         with self._errors(path):
             try:
@@ -225,8 +223,7 @@ class Objects:
     def create(self, path: str, data: bytes) -> bool:
         """Write an object unless there is one: of several callers one gets True.
 
-        An answer that was lost on its way may make the winner see False: compare what is there.
-        """
+        An answer that was lost on its way may make the winner see False: compare what is there."""
         full = self._path(path)
         for _ in range(8):
             with self._errors(full):

@@ -2,8 +2,7 @@
 
 Loading checks the manifest first, then names, sizes and hashes of all files, and only then parses the tensors.
 Before writing, everything is rendered to bytes and read back by the same reader, so that only a bundle that loads can
-be published.
-"""
+be published."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class Bundle:
 def load_bundle(path: Path) -> Bundle:
     """Load and validate a bundle folder.
 
-    Raises BundleNotFound if there is no such folder, or a subclass of BundleDamaged that names file and field.
-    """
+    Raises BundleNotFound if there is no such folder, or a subclass of BundleDamaged that names file and field."""
     path = Path(path)
     if not path.is_dir():
         raise BundleNotFound("no bundle folder there", file=str(path), cure="Check the path")
@@ -124,8 +122,7 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
     """Return a draft's manifest, as version 1 without a time, and the bytes of every other file.
 
     The same draft gives the same bytes and the same digest.  Raises a subclass of BundleDamaged where the result would
-    not load.
-    """
+    not load."""
     if not draft.card.strip():
         raise BadValue("bad value", file=CARD, expected="a model card", found="an empty text", cure="Write the card")
     files = {
@@ -215,8 +212,7 @@ def spreads(trajectory: NDArray[np.floating], layers: int) -> NDArray[np.float64
     """Return the spread of each logit's own probe, [(1 + A) m], of golden logits [G, (1 + A) m] with m ``layers``.
 
     It is the standard deviation over all golden logits of a probe, at least 1 % of their root mean square: the lower
-    bound keeps a constant trajectory (one layer and one prompt) from requiring exact equality.
-    """
+    bound keeps a constant trajectory (one layer and one prompt) from requiring exact equality."""
     probes = np.asarray(trajectory, np.float64).reshape(len(trajectory), -1, layers)
     of_probe = [max(values.std(), 0.01 * np.sqrt(np.mean(values**2))) for values in np.moveaxis(probes, 1, 0)]
     return np.repeat(np.array(of_probe), layers)

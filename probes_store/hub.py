@@ -88,8 +88,7 @@ class Hub:
         """Return what ``accept`` makes of a file, and its place in the cache; one over ``limit`` is not downloaded.
 
         Where ``accept`` raises BundleDamaged the file is fetched once more: what an earlier run left in the cache may
-        be damaged.  ``arrived`` is told how many bytes came; ``cached``: without a connection.
-        """
+        be damaged.  ``arrived`` is told how many bytes came; ``cached``: without a connection."""
 
         class Limited(tqdm):  # type: ignore[type-arg]  # tqdm[Any] is no class at run time
             """Shows nothing, and ends a download that is longer than the hub stated beforehand."""

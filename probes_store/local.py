@@ -1,8 +1,7 @@
 """A folder of bundles: ROOT/NAME/VERSION/, and ROOT/NAME/aliases.json, the only file in it that changes.
 
 A version appears by one rename, so readers see a complete bundle or none, also after a crash.  Publishers need no lock:
-a rename onto an existing version fails, and the next number is tried.
-"""
+a rename onto an existing version fails, and the next number is tried."""
 
 from __future__ import annotations
 
@@ -189,8 +188,7 @@ def atomic_write(path: Path, data: bytes) -> None:
 def folder_aside(parent: Path) -> Iterator[Path]:
     """Make a temporary folder in ``parent``, locked while the block runs and then removed unless it was renamed.
 
-    The lock ends with the process, so that ``_clean_aside`` can tell a killed publisher's folder from one in use.
-    """
+    The lock ends with the process, so that ``_clean_aside`` can tell a killed publisher's folder from one in use."""
     while True:
         path = parent / f"{ASIDE}{secrets.token_hex(8)}"
         path.mkdir()

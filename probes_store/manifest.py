@@ -1,7 +1,6 @@
 """The manifest, bundle.json: what a bundle is, for which model, and the sha256 of each of its other files.
 
-``Manifest`` is the one declaration of these fields in code; FORMAT.md documents them for other languages.
-"""
+``Manifest`` is the one declaration of these fields in code; FORMAT.md documents them for other languages."""
 
 from __future__ import annotations
 
@@ -233,8 +232,7 @@ def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return bundle.json's values with the digest and the seal that these have.
 
     digest: over the content, all but version, created, digest and seal; by ``files`` it covers every byte of the other
-    files.  seal: over all but itself.
-    """
+    files.  seal: over all but itself."""
     found = dict(document)
     for field, left_out in (("digest", ("version", "created", "digest", "seal")), ("seal", ("seal",))):
         content = canonical_json({key: value for key, value in found.items() if key not in left_out})
@@ -252,8 +250,7 @@ def read_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     """Read the bytes of bundle.json; ``file`` is what messages call it.
 
     Raises a subclass of BundleDamaged: Truncated, BadValue, NotFinite, UnknownField, MissingField, WrongShape where a
-    field is at fault, DigestMismatch where each field is fine but one was changed after publishing.
-    """
+    field is at fault, DigestMismatch where each field is fine but one was changed after publishing."""
     document = parse_json(data, file)
     if isinstance(document, dict) and "format_version" in document and document.get("format") == FORMAT:
         found = document["format_version"]
@@ -321,8 +318,7 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
 def check_identity(manifest: Manifest, loaded: object) -> None:
     """Refuse a model that the bundle was not trained on; ``loaded``: what an engine reports, as ``_IDENTITY`` calls it.
 
-    Raises the error of the first difference, in the order of ``_IDENTITY``.  The model's name may differ.
-    """
+    Raises the error of the first difference, in the order of ``_IDENTITY``.  The model's name may differ."""
     at = f"{manifest.model.name} at revision {manifest.model.revision}"
     for field, (attribute, error, difference) in _IDENTITY.items():
         expected, found = attrgetter(field)(manifest), attrgetter(attribute)(loaded)

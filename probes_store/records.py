@@ -1,8 +1,7 @@
 """The records inside of a manifest: guarantee, uncertainty, recalibration and context, and how strictly all are read.
 
 They are frozen dataclasses, which a trainer fills and changes with ``dataclasses.replace``; pydantic checks them where
-a manifest is read or sealed (``manifest.read_record``).
-"""
+a manifest is read or sealed (``manifest.read_record``)."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class Record:
 class Guarantee(Record):
     """Of the answered question groups, each by a random answered question, at most alpha is hallucinated.
 
-    At confidence 1 - delta.  The time is the manifest's ``created``.
-    """
+    At confidence 1 - delta.  The time is the manifest's ``created``."""
 
     alpha: Between
     delta: Between  # of this guarantee alone, where several were tested on one set
@@ -116,8 +114,7 @@ class RefitInterval(Record):
     """Where refits on other training rows would put a risk.
 
     The half-width, sqrt(base + by_log_odds (z - centre)^2 + by_distance distance^2), is in log odds, around
-    z = weight . signals + intercept.
-    """
+    z = weight . signals + intercept."""
 
     level: Between  # share of the refits that lie inside
     fits: AtLeast2  # whose spread it was taken from
@@ -139,8 +136,7 @@ class Uncertainty(Record):
     """How far a risk would move with other training rows, and which prompts are unlike all that training saw.
 
     It belongs to the tensors ``reference_mean`` and ``reference_whitening`` of probes.safetensors.  The distance of
-    logits L is |whitening (L - mean)|, a Mahalanobis distance in units of its own cutoff, ``OUTSIDE``.
-    """
+    logits L is |whitening (L - mean)|, a Mahalanobis distance in units of its own cutoff, ``OUTSIDE``."""
 
     outside_share: Between  # of fresh prompts like the training rows, that are to lie outside
     outside_rows: Positive  # whose distances gave the cutoff, each by probes and a reference that were made without it
@@ -157,8 +153,7 @@ class Recalibration(Record):
     """A strictly increasing map from the classifier's risk to the one that is served, so that rows keep their order.
 
     risk -> sigmoid(a log(risk) - b log(1 - risk) + c), or linear between knots where there are any.  a = b = 1: prior
-    shift, intercept; a = b: Platt; else beta calibration (Kull, Silva Filho and Flach 2017, AISTATS).
-    """
+    shift, intercept; a = b: Platt; else beta calibration (Kull, Silva Filho and Flach 2017, AISTATS)."""
 
     method: Method  # how it was found
     a: NotNegative = 1.0
@@ -212,8 +207,7 @@ CONTEXT_NEEDS: Final[Mapping[str, set[ContextName]]] = {
 class ContextProbe(Record):
     """A probe that tells what a prompt is: P(name) = sigmoid(weight . depth mean of its logits + intercept).
 
-    Its tensors, one head and direction a layer, are at its place among the ``context_`` ones of probes.safetensors.
-    """
+    Its tensors, one head and direction a layer, are at its place among the ``context_`` ones of probes.safetensors."""
 
     name: ContextName
     weight: AboveZero
@@ -244,8 +238,7 @@ class Context(Record):
 
     ``asks``     the prompt asks the model for a fact, so that its answer can be a hallucination at all
     ``passage``  text to answer from stands beside the question
-    ``stated``   that text states the answer; meaningful only together with ``passage``
-    """
+    ``stated``   that text states the answer; meaningful only together with ``passage``"""
 
     probes: tuple[ContextProbe, ...]  # A of them, each name at most once
     applicability: Applicability | None  # exactly where there is a probe ``asks``

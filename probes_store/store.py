@@ -3,8 +3,7 @@
 ``Store.load`` is the one way from a reference to a bundle: ``resolve`` finds its folder on this machine, ``_read``
 reads that strictly and asks whether it is trusted.  Of a store at a URL the folder is a copy:
 
-CACHE/NAME/VERSION/   in the layout of a local store; aliases.json as it was last read
-"""
+CACHE/NAME/VERSION/   in the layout of a local store; aliases.json as it was last read"""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ STAYS_DOWN_S = 10.0  # after no answer the copies are taken at once: each furthe
 class RemoteBackend:
     """The bundles of a source; see ``LocalBackend`` for what the methods do.
 
-    Reading goes on with the copies where the source gives no answer, and says so in the log.  A refusal is an error.
-    """
+    Reading goes on with the copies where the source gives no answer, and says so in the log.  A refusal is an error."""
 
     def __init__(self, source: Bucket | HubSource, cache: Path) -> None:
         """``cache``: the folder of all sources' copies."""
@@ -195,8 +193,7 @@ class Store:
     """Bundles in a folder or at a URL; names that it lacks are looked up in the read-only ``fallbacks``.
 
     Methods raise InvalidReference and BundleNotFound; of a damaged bundle or aliases.json a subclass of BundleDamaged,
-    OpenStore and, at a URL, StoreRefused and StoreUnreachable; those that write also StoreNotWritable.
-    """
+    OpenStore and, at a URL, StoreRefused and StoreUnreachable; those that write also StoreNotWritable."""
 
     def __init__(
         self, place: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
@@ -229,8 +226,7 @@ class Store:
     def publish(self, draft: BundleDraft) -> Bundle:
         """Publish a draft as the next version of its name, or return the version that has the same content.
 
-        Raises what ``render`` raises for a draft that would not load, and what ``check_writable`` raises.
-        """
+        Raises what ``render`` raises for a draft that would not load, and what ``check_writable`` raises."""
         name = check_name(draft.manifest.name, "a bundle")
         manifest, files = render(draft)
         self.check_closed()
@@ -239,8 +235,7 @@ class Store:
     def resolve(self, reference: str) -> Path:
         """Return the folder of a reference, fetched from a URL if need be; a pin is not compared here.
 
-        A bare name is the alias ``production`` where it is set, and else the highest version.
-        """
+        A bare name is the alias ``production`` where it is set, and else the highest version."""
         backend, name, version = self._find(reference)
         return backend.folder(name, version)
 
@@ -259,8 +254,7 @@ class Store:
     def load(self, reference: str) -> Bundle:
         """Resolve and load; the whole bundle is validated, compared with a pin, and must be trusted.
 
-        Raises what ``resolve`` and ``load_bundle`` raise, DigestMismatch and BundleUntrusted.
-        """
+        Raises what ``resolve`` and ``load_bundle`` raise, DigestMismatch and BundleUntrusted."""
         return self._load(reference, self.trust.signature)
 
     def _load(self, reference: str, signature: RequiredSignature | None) -> Bundle:
@@ -295,8 +289,7 @@ class Store:
     def set_alias(self, name: str, alias: str, version: int, keep_as: str | None = None) -> None:
         """Point an alias at a version that loads, in one step: a reader sees the old or the new version.
 
-        In the same step the alias ``keep_as`` gets the version before, which need not load: that may be why it goes.
-        """
+        In the same step the alias ``keep_as`` gets the version before, which need not load: that may be why it goes."""
         check_name(alias, "an alias")
         if not self.own.versions(check_name(name, "a bundle")):
             raise BundleNotFound(
@@ -353,7 +346,7 @@ class Store:
         having = [(at, found) for at in (self.own, *self.behind) if (found := at.versions(name))]
         if not having:
             known = sorted({known for backend in (self.own, *self.behind) for known in backend.names()})
-            cure = f"Publish it, name another store, or use one of: {', '.join(known) or 'none'}"
+            cure = f"Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}"
             raise BundleNotFound(f"no bundle {name} in {self.where}", cure=cure)
         if having[0][0] is self.own and len(having) > 1 and name not in self._told:
             self._told.add(name)

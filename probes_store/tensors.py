@@ -1,8 +1,7 @@
 """The two tensor files: contents, layout, and conversion to bytes and back.
 
 Symbols: m layers, d the length of a probe direction, A context probes, L = (1 + A) m logits, G golden prompts.  Arrays
-that were read are read-only.
-"""
+that were read are read-only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Bundles between stores, and between a store and the hub: copy, push and pull.
 
 They keep name, version, bytes and signature.  A repository of the hub has one commit and one tag for each version of
-one bundle; from it come the manifest, then what that lists and nothing else, then one rename.
-"""
+one bundle; from it come the manifest, then what that lists and nothing else, then one rename."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def files_of(bundle: Bundle) -> dict[str, bytes]:
 def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -> tuple[Bundle, bool]:
     """Add a bundle from the store ``source`` to another one; return the bundle there, and whether it was new.
 
-    Raises what ``add`` raises; the other store is then as it was.
-    """
+    Raises what ``add`` raises; the other store is then as it was."""
     new = held(into, bundle.manifest) is None
     return add(into, files_of(bundle), {"repository": source}, take_over=take_over), new
 
@@ -46,8 +44,7 @@ def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -
 def held(store: Store, manifest: Manifest) -> Bundle | None:
     """Return the store's version of this name and number, which has the same content; None where there is none yet.
 
-    Raises BundleConflict where it has another content, and what ``Store.load`` raises where it is damaged.
-    """
+    Raises BundleConflict where it has another content, and what ``Store.load`` raises where it is damaged."""
     for backend in (store.own, *store.behind):
         if manifest.version not in backend.versions(manifest.name):
             continue
@@ -65,8 +62,7 @@ def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str],
     """Refuse an addition after which a bare name would mean another bundle, not from the same place.
 
     Otherwise whoever publishes could take the place of a bundle that a service loads by name.  Raises BundleConflict
-    and what ``Store.resolve`` raises.
-    """
+    and what ``Store.resolve`` raises."""
     try:
         before = store.resolve(manifest.name)
     except errors.BundleNotFound:
@@ -88,8 +84,7 @@ def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, 
     """Add a version under its own number, in one step.
 
     files: as of ``files_of``; origin: kept beside them in a folder.  Everything is read as ``Store.verify`` reads it
-    before the store is touched.  Raises what that and ``held`` raise, BundleConflict and StoreNotWritable.
-    """
+    before the store is touched.  Raises what that and ``held`` raise, BundleConflict and StoreNotWritable."""
     with tempfile.TemporaryDirectory() as outside:
         manifest = read_manifest(files[MANIFEST])
         _check_place(manifest)
@@ -136,8 +131,7 @@ def pull(
 
     digest: what the bundle must have; ``bar`` of so many bytes returns what is told how many more came.  Where the hub
     gives no answer, the copy in huggingface_hub's cache is taken.  Raises HubError, BundleConflict, InvalidReference,
-    StoreNotWritable and subclasses of BundleDamaged; the store is then as it was.
-    """
+    StoreNotWritable and subclasses of BundleDamaged; the store is then as it was."""
     if digest is not None and not DIGEST.fullmatch(digest):
         raise errors.InvalidReference("not a digest", expected="sha256: and 64 hex digits", found=ascii(digest))
     hub, offline = Hub(address.repository, endpoint=endpoint, cache=cache), None
@@ -224,8 +218,7 @@ def push(
     """Publish a verified bundle at the root of a repository of the hub, which is created where there is none.
 
     private: the repository must be, or becomes, a private one.  dry_run: ask the hub, change nothing.  Raises
-    HubError, BundleConflict where the repository holds something else, and subclasses of BundleDamaged.
-    """
+    HubError, BundleConflict where the repository holds something else, and subclasses of BundleDamaged."""
     manifest, files, tag = bundle.manifest, files_of(bundle), f"v{bundle.manifest.version}"
     hub, sizes = (
         Hub(address.repository, endpoint=endpoint, cache=cache),

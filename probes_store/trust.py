@@ -1,8 +1,7 @@
 """What an operator may ask of a bundle beside sound bytes: a signature, and a store that not everyone can write to.
 
 Signatures are in the format of OpenSSF model signing, beside a bundle as ``model.sig``.  They cover bundle.json and
-every file that it lists, and so the name, the version and the digest.
-"""
+every file that it lists, and so the name, the version and the digest."""
 
 from __future__ import annotations
 
@@ -133,8 +132,7 @@ class Signing:
 def _folder(bundle: Bundle) -> Iterator[tuple[Path, set[str]]]:
     """Make a folder with what a signature covers, of this user alone, and the names in it.
 
-    Standard output is ours: what model_signing prints goes to standard error meanwhile.
-    """
+    Standard output is ours: what model_signing prints goes to standard error meanwhile."""
     files = bundle.files()
     with tempfile.TemporaryDirectory() as outside, redirect_stdout(sys.stderr):
         folder = Path(outside, bundle.manifest.name)
@@ -153,8 +151,7 @@ def check_closed(path: Path) -> None:
     """Raise OpenStore where any user of this machine could put another file or folder in ``path``'s place.
 
     ``path`` and every folder above it must not be writable for all.  In a folder such as /tmp, where all may write but
-    only owners may rename, what comes next must be this user's or root's.  Where there is nothing, nothing is wrong.
-    """
+    only owners may rename, what comes next must be this user's or root's.  Where there is nothing, nothing is wrong."""
     path = Path(os.path.abspath(path))
     for part in (path, path.resolve()):  # a link's own place, and where it leads
         for below, folder in zip((part, *part.parents), part.parents, strict=False):

@@ -1,7 +1,6 @@
 """All errors of the service, the engines and the trainer; those of bundles are in ``probes_store.errors``.
 
-``status`` and ``code`` are what the API sends.
-"""
+``status`` and ``code`` are what the API sends."""
 
 from __future__ import annotations
 
@@ -144,8 +143,7 @@ def _grouped(problems: Sequence[str]) -> list[str]:
     """Return each kind of problem once: its first line, and on how many more lines it is.
 
     Problems are of one kind where they differ in numbers and quoted words at most: ``line 3 and 597 more lines: 'label'
-    must be the number 1 or 0, found "yes" (the others are like it)``.
-    """
+    must be the number 1 or 0, found "yes" (the others are like it)``."""
     kinds: dict[str, list[tuple[str, str]]] = {}
     for problem in problems:
         place, _, what = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)

@@ -10,8 +10,7 @@ The configuration file is TOML: a table for each command, and keys above the tab
 
 An unknown key, a value of another type and a value out of range are errors wherever they stand.  Of cyclopts' own
 configurations ``Env`` gives names and help alone: it takes an empty variable for a value, and ``Toml`` has no shared
-keys and converts ``port = "9"``.
-"""
+keys and converts ``port = "9"``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """From a prompt or messages to token ids ending at the answer onset t*.
 
 Training and serving both render through this module: a probe fitted on chat-rendered prompts must not be served on
-raw ones.
-"""
+raw ones."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def render(
 
     Raises:
         RequestError: not exactly one of ``prompt`` and ``messages``, or no template for messages.
-        EmptyPrompt: blank prompt or empty messages.
-    """
+        EmptyPrompt: blank prompt or empty messages."""
     if (prompt is None) == (messages is None):
         raise RequestError("give exactly one of 'prompt' and 'messages'", param="prompt")
     if messages is not None:

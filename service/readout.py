@@ -3,8 +3,7 @@
 An *activation* is a vector read at one layer and one position (or pooled over several), before a head is selected:
 ``attention_head``: the whole input of the attention output projection, [num_heads * head_dim];
 ``residual_stream``: the block's output hidden state, [hidden_size] (App. readout-ablation).
-A *readout* a_l (Eq. readout) is the part of an activation that a probe reads, [dim].
-"""
+A *readout* a_l (Eq. readout) is the part of an activation that a probe reads, [dim]."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class Pooling(StrEnum):
 
     ``last_1`` is the activation at t* itself, the only one that is served; the others exist for the ablation.
     ``last_k`` is the mean over the last k tokens, or over all if the prompt has fewer.  ``mean`` and ``max``
-    (of each coordinate) include every token, special ones too; ``content_`` includes content words only.
-    """
+    (of each coordinate) include every token, special ones too; ``content_`` includes content words only."""
 
     LAST_1 = "last_1"
     LAST_4 = "last_4"
@@ -77,8 +75,7 @@ class Geometry:
 class Probes:
     """The part of a bundle that an engine needs to compute a trajectory.
 
-    head [m] int, direction [m, d] unit-norm, bias [m], scale [m] (all ones under ``unit_norm``).
-    """
+    head [m] int, direction [m, d] unit-norm, bias [m], scale [m] (all ones under ``unit_norm``)."""
 
     site: Site
     head: NDArray[np.integer]

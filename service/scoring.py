@@ -1,8 +1,7 @@
 """A request without HTTP: token ids -> engine -> risk report, gated or continued.
 
 The way of a prompt: ``prompts.render`` -> ``Engine.answer`` (prefill, readout, truth logits) -> ``Scorer.judge``
-(``risk.risk``, ``guard.judge``) -> the rest of the answer, where the decision allows.
-"""
+(``risk.risk``, ``guard.judge``) -> the rest of the answer, where the decision allows."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ class Scorer:
     ) -> list[RiskReport]:
         """Prefill once; prompts that may continue decode from the same KV cache, the others emit no token.
 
-        The first failure ends them all and is raised.
-        """
+        The first failure ends them all and is raised."""
         check_sampling(sampling)
 
         async def reports() -> list[RiskReport]:
@@ -126,8 +124,7 @@ class Scorer:
 
         ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward.  Where the decision is not to
         continue, one update without text is all.  Closing the generator ends the request in the engine.  Raises what
-        ``Engine.answer`` and ``judge`` raise.
-        """
+        ``Engine.answer`` and ``judge`` raise."""
         updates = self.engine.answer(
             prompt, [probes for scorer in (self, *shadows) for probes in scorer.probes],
             first_token=any(scorer.needs_first_token for scorer in (self, *shadows)), sampling=sampling, turn=turn,
@@ -161,8 +158,7 @@ class Scorer:
     def withholds_outside(self, policy: Policy) -> bool:
         """Return whether ``policy`` treats prompts outside training as flagged ones.
 
-        Where it does not say, it does if it withholds and the bundle ``tells_outside``.
-        """
+        Where it does not say, it does if it withholds and the bundle ``tells_outside``."""
         if policy.withhold_outside is not None:
             return policy.withhold_outside
         return policy.action.withholds and self.bundle.manifest.tells_outside
@@ -171,8 +167,7 @@ class Scorer:
         """Return when an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
 
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
-        that was rounded to 1 reaches it.
-        """
+        that was rounded to 1 reaches it."""
         manifest, threshold = self.bundle.manifest, self.threshold(policy)
         if manifest.recalibration is not None:  # the engine compares the classifier's own risk; rather too late
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)

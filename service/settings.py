@@ -3,8 +3,7 @@
 An option is declared once, as an annotated type (``Port = Annotated[int, option(...)]``) that a frozen dataclass
 gives a default.  ``--port``, ``HALLUTRACER_PORT`` and the configuration key ``port`` all follow from it, and
 ``service.options`` reads them, for the command line and for the vLLM plugin.  Nothing else in the project reads a
-``HALLUTRACER_`` variable.
-"""
+``HALLUTRACER_`` variable."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def option(
     """Declare an option: its help, its name where the field's own will not do (then older names), and its limits.
 
     A secret is masked wherever options are printed.  ``everyday``: shown also where a command with many options shows
-    the few that most people use.  ``group``: where it stands in the help, if not in its class's section.
-    """
+    the few that most people use.  ``group``: where it stands in the help, if not in its class's section."""
     shown: dict[str, Any] = {"show": True} if everyday else {}  # None would be a value, and win over the command's own
     shown |= {} if group is None else {"group": group}
     return Parameter(

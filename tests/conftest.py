@@ -49,8 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """vLLM's files first: with pytest-xdist one worker runs them while the other runs everything else.
 
     Then the longest ones, so that no worker is alone with one of them at the end.  Of ``make test-long`` the longest
-    are those without vLLM.
-    """
+    are those without vLLM."""
 
     def place(item: pytest.Item) -> int:
         file = item.nodeid.split("::")[0]

@@ -62,8 +62,7 @@ def with_context(
 ) -> BundleDraft:  # fmt: skip
     """The draft with random context probes; ``signals``: the classifier's weights.
 
-    ``reach``: with a reference that ends at this distance from 0, and no guarantee of its own; else far away.
-    """
+    ``reach``: with a reference that ends at this distance from 0, and no guarantee of its own; else far away."""
     generator, shape = np.random.default_rng(len(names)), draft.probes.direction.shape
     drawn = generator.standard_normal((len(names), *shape))
     probes = tuple(

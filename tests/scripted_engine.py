@@ -1,8 +1,7 @@
 """A deterministic engine without a model and without torch, for tests of what is above engines.
 
 Activations are drawn from a generator seeded by the sha256 of the token ids, so equal prompts have equal activations in
-any batch and process.  Text is UTF-8 bytes.  Settings are plain attributes that can be changed between calls.
-"""
+any batch and process.  Text is UTF-8 bytes.  Settings are plain attributes that can be changed between calls."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class ScriptedEngine:
 
     ``answer`` is the text of every completion, one byte per token.  ``sleep_s`` delays every forward pass and decode
     step, ``fail`` is raised by every forward pass, ``nan_layer`` fills that layer's activations with NaN, and
-    ``before`` is called with the method's name at the start of each forward pass, so that a test can block or count.
-    """
+    ``before`` is called with the method's name at the start of each forward pass, so that a test can block or count."""
 
     def __init__(
         self, geometry: Geometry | None = None, *, model: str = "scripted", answer: str = "It is so.",

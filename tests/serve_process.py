@@ -31,8 +31,7 @@ class ServeProcess:
     entry, ended on exit.
 
     No variable of ours is inherited.  ``process.returncode`` is, after exit, its status after SIGTERM; -SIGKILL where
-    it did not stop.
-    """
+    it did not stop."""
 
     def __init__(
         self, *arguments: str, on_listening: Callable[[int], None] = lambda pid: None, **variables: str

@@ -2,8 +2,7 @@
 
 Chats and texts, whole and streamed, under policies that gate and that observe, some given up midway.  No token of a
 withheld answer is sent; a greedy answer is the same byte for byte whatever the policy, and the same as the model's own
-without us.
-"""
+without us."""
 
 from __future__ import annotations
 

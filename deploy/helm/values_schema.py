@@ -1,7 +1,6 @@
 """Write deploy/helm/hallutracer/values.schema.json; ``options`` from the declarations of ``hallutracer serve``.
 
-Run it after a change of an option of ``serve`` or of values.yaml; a test compares its output with the file.
-"""
+Run it after a change of an option of ``serve`` or of values.yaml; a test compares its output with the file."""
 
 from __future__ import annotations
 

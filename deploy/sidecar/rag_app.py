@@ -9,8 +9,7 @@
 Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" "What is the capital of the Solomon Islands?"
       uvicorn --app-dir deploy/sidecar rag_app:app
 Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line; without it the
-demo's facts), RAG_WHEN_GUARD_FAILS (refuse | passages).
-"""
+demo's facts), RAG_WHEN_GUARD_FAILS (refuse | passages)."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ class Retriever:
 class Reply:
     """``source`` is ``model`` (``answer`` is its text) or ``passages`` (``answer`` is None).
 
-    A risk that was not computed is None.
-    """
+    A risk that was not computed is None."""
 
     answer: str | None
     source: str
@@ -99,8 +97,7 @@ class Reply:
 def with_passages(question: str, passages: Sequence[Passage]) -> list[dict[str, str]]:
     """The passages in front of the question, in one user turn: the form in which SmolLM2's bundles were trained.
 
-    A risk is calibrated for prompts of the form that training saw.  Change this only with the training rows.
-    """
+    A risk is calibrated for prompts of the form that training saw.  Change this only with the training rows."""
     return [{"role": "user", "content": f"{' '.join(passage.text for passage in passages)}\n\n{question}"}]
 
 

@@ -3,8 +3,7 @@
 Run against a service that lets every answer through, because those which a gate would withhold are judged too:
 
     hallutracer serve
-    python deploy/sidecar/rag_figures.py --split test --limit 600
-"""
+    python deploy/sidecar/rag_figures.py --split test --limit 600"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python deploy/supply_chain/sbom.py ENVIRONMENT.cdx.json OUT.cdx.json      `make sbom` calls it
 
 Kept are torch and the packages of requirements-hashed.txt, in these versions; the extras (vLLM, PostgreSQL, notebooks)
-are left out.  Added are the bundles and the model that come inside the package, with their digests.
-"""
+are left out.  Added are the bundles and the model that come inside the package, with their digests."""
 
 from __future__ import annotations
 

@@ -108,8 +108,7 @@ def evaluate(
     >>> found.figures[0].auroc > found.figures[1].auroc
     True
     >>> found.report.name
-    'report.html'
-    """
+    'report.html'"""
     from hallutracer_research.evaluation.options import EvaluateOptions, method_names
 
     name = None if model is None else str(model)

@@ -39,8 +39,7 @@ class KeyTable(BaseModel):
 def new_key(name: str, fields: Mapping[str, Sequence[str] | datetime | None]) -> tuple[str, str]:
     """Return a new secret, and the table that lets it in; ``fields`` as in the file, None left out.
 
-    Raises HalluTracerError for a name or a field that the file would not be read with.
-    """
+    Raises HalluTracerError for a name or a field that the file would not be read with."""
     secret = PREFIX + secrets.token_urlsafe(32)
     lines = [f"[{name}]", f'sha256 = "{digest_of(secret)}"']
     for field, value in ({"created": datetime.now(UTC)} | dict(fields)).items():
@@ -56,8 +55,7 @@ def new_key(name: str, fields: Mapping[str, Sequence[str] | datetime | None]) ->
 def read_keys(path: Path, policies: Collection[str] | None = None) -> tuple[Key, ...]:
     """Return all keys, revoked and expired ones too; ``policies``: those that a key may name.
 
-    Raises HalluTracerError naming file, key and field at fault: what is not understood opens nothing.
-    """
+    Raises HalluTracerError naming file, key and field at fault: what is not understood opens nothing."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -112,16 +110,14 @@ class Changes(NamedTuple):
 class KeyRing:
     """The keys in force: those of the options, and those of a file that may change while the service runs.
 
-    Looked into for each request, on the event loop; ``read`` may be called on any thread.
-    """
+    Looked into for each request, on the event loop; ``read`` may be called on any thread."""
 
     def __init__(
         self, fixed: Sequence[Key] = (), path: Path | None = None, policies: Collection[str] | None = None
     ) -> None:
         """Read the file: ``fixed`` are always in force; ``policies`` are those that keys of the file may name.
 
-        Raises HalluTracerError: a file that cannot be read must not open the service.
-        """
+        Raises HalluTracerError: a file that cannot be read must not open the service."""
         self._fixed, self._path, self._policies = tuple(fixed), path, policies
         self._read_at = self._signature()
         self._keys = self._by_digest()
@@ -142,8 +138,7 @@ class KeyRing:
         """Return the key with this secret, which may be expired or revoked.
 
         Digests are looked up, not secrets: the time that a lookup takes tells nothing that helps to find a secret.
-        An example's placeholder opens nothing, whoever put its digest into the file.
-        """
+        An example's placeholder opens nothing, whoever put its digest into the file."""
         return None if is_placeholder(secret) else self._keys.get(digest_of(secret))
 
     def changed_on_disk(self) -> bool:

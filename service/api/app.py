@@ -3,8 +3,7 @@
 The pages for a browser, the playground at / and the API reference at /docs, hold nothing of the model, the bundles or
 the requests, so they need no key: what they show comes from the API, with the key of whoever looks.  Everything is
 served from here, and the policy in ``HEADERS`` has the browser refuse the rest: no script inside a page, no request to
-another host, no frame around it.
-"""
+another host, no frame around it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Who may ask: known hosts, bearer keys for every route but health, pages and open metrics, and what routes depend on.
 
-Plain ASGI: before the body is read.  Unknown paths need a key too, so that the routes cannot be probed without one.
-"""
+Plain ASGI: before the body is read.  Unknown paths need a key too, so that the routes cannot be probed without one."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class BearerKeys:
 
     403 where the key does not open the route.  Without any keys all routes are open, except to other machines those
     that change the service.  Before all that 421 to who names neither an address nor one of ``hosts``; none: any name.
-    ``pages`` are paths of files that all may get.
-    """
+    ``pages`` are paths of files that all may get."""
 
     def __init__(
         self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str], hosts: Collection[str]
@@ -112,8 +110,7 @@ def _names_us(headers: Headers, hosts: Collection[str]) -> bool:
     """Return whether ``Host``, its port left out, is one of ``hosts`` or an IP address as browsers write it.
 
     A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then read what a service
-    there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's.
-    """
+    there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's."""
     host = headers.get("host", "")
     name, _, port = host.rpartition(":")
     name = (name if name and port.isdigit() else host).lower()

@@ -31,8 +31,7 @@ class _OfRecord(Strict):
 def _mirror(name: str, record: type, says: str | None = None, **types: Any) -> Any:
     """Return the response model of a record's fields; of a manifest's records without their limits.
 
-    ``says`` instead of the record's docstring; ``types`` of fields that are records themselves.
-    """
+    ``says`` instead of the record's docstring; ``types`` of fields that are records themselves."""
     fields: dict[str, Any] = {}
     for field, hint in get_type_hints(record, include_extras=not issubclass(record, Record)).items():
         base, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)

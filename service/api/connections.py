@@ -1,7 +1,6 @@
 """uvicorn's connections with bounds: on a request's head, on the time without a request, and on their number.
 
-uvicorn bounds none of the three with its fast parser: a client without a key could take all memory or all sockets.
-"""
+uvicorn bounds none of the three with its fast parser: a client without a key could take all memory or all sockets."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class OneWrite:
     """``transport``, whose writes are joined until the turn ends.
 
     uvicorn writes an answer's head and its body one after the other: a process that dies between the two leaves half an
-    answer, which a balancer cannot ask of another replica.
-    """
+    answer, which a balancer cannot ask of another replica."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -203,8 +201,7 @@ def connections(most: int) -> type[Connection]:
 def places(most: int) -> int:
     """Return how many connections there can be, at most ``most``; raises this process' soft limit of open files.
 
-    Raises HalluTracerError where the hard limit leaves too few to serve with.
-    """
+    Raises HalluTracerError where the hard limit leaves too few to serve with."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted, least = most + SPARE_FILES, LEAST_CONNECTIONS + SPARE_FILES
     if hard != resource.RLIM_INFINITY and hard < least:
@@ -227,8 +224,7 @@ class LeavingServer(uvicorn.Server):
     """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
 
     uvicorn closes its socket at once, and a request on its way would meet a reset.  After ``leave`` the app answers
-    503, which a balancer takes elsewhere.
-    """
+    503, which a balancer takes elsewhere."""
 
     def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:
         super().__init__(config)

@@ -1,8 +1,7 @@
 """Guardrail routes for products that have a protocol of their own: LiteLLM's proxy, and whatever calls a classifier.
 
 LiteLLM asks before it calls the model and is told NONE or BLOCKED.  A classifier's caller, such as vLLM's semantic
-router (``http_classify``), gets the risk as the probability of a label and decides itself.
-"""
+router (``http_classify``), gets the risk as the probability of a label and decides itself."""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ RELOADED = errors(
 async def reload(service: TheService, who: Admin) -> BundleList:
     """Read the keys again, look the bundles up again and swap them; requests under way end with what they began with.
 
-    Of keys and bundles each is taken where it can be, whatever is wrong with the other.
-    """
+    Of keys and bundles each is taken where it can be, whatever is wrong with the other."""
     if service.lifecycle.load_again is None:
         raise NotFound("this service cannot load its bundles again")
     keys, error = await service.reload(who)

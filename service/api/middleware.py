@@ -2,8 +2,7 @@
 
 Plain ASGI: no response is buffered.  A body is JSON in UTF-8, without a key twice, and with only so many lists and
 objects as a request can have.  Python's parser holds the event loop, and makes garbage collection walk all that it has
-made: without a bound, four megabytes of empty lists stop the service for seconds.
-"""
+made: without a bound, four megabytes of empty lists stop the service for seconds."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class RequestFrame:
     """Sets x-request-id and x-total-time (ms), refuses bodies that are too large or too slow, answers unhandled errors.
 
-    Writes one log line per request; requests to the scoring routes are counted.
-    """
+    Writes one log line per request; requests to the scoring routes are counted."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self._service = app, service
@@ -156,8 +154,7 @@ class JsonRoute(APIRoute):
 def parse(body: bytes) -> Any:
     """Return a body's value.
 
-    Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant.
-    """
+    Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant."""
     if too_many_containers(body):
         raise HTTPException(413, f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
@@ -248,8 +245,7 @@ class BodyMemory:
     """The bytes of all requests' bodies, from their arrival to the end of the answer, shared by callers.
 
     A caller may hold as much as it leaves free (dynamic thresholds: Choudhury, Hahne, 1998): one alone a half, two a
-    third each, and a newcomer finds something left.  On the event loop only.
-    """
+    third each, and a newcomer finds something left.  On the event loop only."""
 
     def __init__(self, most: int) -> None:
         self.free = most  # bytes

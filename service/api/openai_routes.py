@@ -1,8 +1,7 @@
 """POST /v1/chat/completions and /v1/completions, for clients of OpenAI's API: the answer, where its risk allows one.
 
 The risk is the response's ``hallutracer``.  A withheld answer has no text and the finish reason ``content_filter``, in
-a chat the policy's message as ``refusal``: OpenAI's clients know both.
-"""
+a chat the policy's message as ``refusal``: OpenAI's clients know both."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Of OpenAI's parameters one that would change the answer and that no engine here has is refused by name, unless it has
 the value of its absence; one that only concerns OpenAI's own service is ignored.  Arguments of ours stand in
-``vllm_xargs``, as for the vLLM plugin.
-"""
+``vllm_xargs``, as for the vLLM plugin."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ class ChatMessage(RequestModel):
     def _without_nothing(cls, data: Any) -> Any:
         """An answer of ours that comes back in a conversation has all of OpenAI's keys, most of them null.
 
-        LiteLLM puts what it does not know of an answer, its refusal too, under ``provider_specific_fields``.
-        """
+        LiteLLM puts what it does not know of an answer, its refusal too, under ``provider_specific_fields``."""
         if not isinstance(data, dict):
             return data
         moved = data.get("provider_specific_fields") if data.get("role") == "assistant" else None

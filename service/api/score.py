@@ -1,7 +1,6 @@
 """POST /v1/risk/score and its alias /score, and the way of every request that reads a prompt.
 
-Admission -> token ids -> dispatcher -> judgement, given up where the client goes away.
-"""
+Admission -> token ids -> dispatcher -> judgement, given up where the client goes away."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ def requested(
     """Return the request with the bundle and the policy that judge it.  Raises NotReady and what ``choose`` raises.
 
     ``chosen``: its bundle, model, policy and threshold, where it names them.  The header ``x-session-id`` names its
-    session; without it, what the first prompt begins with.
-    """
+    session; without it, what the first prompt begins with."""
     caller = caller_of(request, service)
 
     def session() -> str:
@@ -142,8 +140,7 @@ def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
 async def answer(request: Request, service: Service, asked: ScoringRequest) -> wire.Reply:
     """Return the reply with the answers; of a stream with the risks, before any answer.
 
-    The caller ends the reply where it returns; where this raises, it has been ended.
-    """
+    The caller ends the reply where it returns; where this raises, it has been ended."""
     asked.check(service.settings)
     policy = asked.policy
     if asked.retrieval_of is not None and policy.action is Action.RETRIEVE:

@@ -7,8 +7,7 @@ is always refused.
 No line has a prompt, an answer or a key's secret, nor a prompt's digest, by which a guess could be confirmed.  Whatever
 happened: ``event``, ``time``, and who it was: ``key`` (its name), ``address``, ``by``.  A decision (``event``
 "decision"): ``request_id``, ``route``, ``model``, ``bundle``, ``digest`` (the bundle's), ``policy``, ``threshold`` and
-``prompts``, each with ``index``, ``risk``, ``decision`` and ``flagged``.  A change: ``outcome`` and ``what``.
-"""
+``prompts``, each with ``index``, ``risk``, ``decision`` and ``flagged``.  A change: ``outcome`` and ``what``."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
     ) -> None:
         """Open the file and write that the service starts.  Raises AuditUnavailable.
 
-        ``count`` is told how many lines were written or missed, on any thread; broken: written after changed ones.
-        """
+        ``count`` is told how many lines were written or missed, on any thread; broken: written after changed ones."""
         self._file = AuditFile(path, on_break=lambda: count("broken", 1))
         self._required, self._count = required, count
         self._stuck, self._failing, self._missed = False, False, 0
@@ -167,8 +165,7 @@ async def recorded(
 ) -> AsyncIterator[dict[str, Any]]:
     """Have on disk what a change is to be before it begins, and afterwards what came of it.
 
-    The block may add to the yielded outcome.  Raises AuditUnavailable before the block: then nothing may change.
-    """
+    The block may add to the yielded outcome.  Raises AuditUnavailable before the block: then nothing may change."""
     found: dict[str, Any] = {}
     if auditor is None:
         yield found

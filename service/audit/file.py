@@ -49,8 +49,7 @@ class AuditFile:
     def __init__(self, path: Path, *, on_break: Callable[[], None] = lambda: None) -> None:
         """Open the file, or make it, with mode 0600.  ``on_break`` is called where lines were changed.
 
-        Raises AuditUnavailable.
-        """
+        Raises AuditUnavailable."""
         self._path, self._on_break = path, on_break
         self._handle = self._lock = -1  # the log and its head file
         self._own: _Last | None = None  # the last line that was written here
@@ -71,8 +70,7 @@ class AuditFile:
         """Write one or more lines and return how many there are now; fewer where the disk is full.
 
         ``sync``: on disk when this returns.  ``missed``: so many were not written before, which the first one says.
-        Raises AuditUnavailable where none was written, or ``sync`` failed.
-        """
+        Raises AuditUnavailable where none was written, or ``sync`` failed."""
         with self._told(), self._locked():
             self._open()
             written = self._append(lines, missed)
@@ -185,8 +183,7 @@ def _follow(handle: int, known: _Last | None) -> tuple[str | None, bool, bool]:
     """Return what the next line goes on from, whether a line was cut short, and whether nothing was changed.
 
     It goes on from the last whole line, from the ``known`` one where the log was changed or is another one by now;
-    None: there is no line.  None known: the whole log is read, whatever it begins with.
-    """
+    None: there is no line.  None known: the whole log is read, whatever it begins with."""
     digest, torn, whole, start = None if known is None else known.digest, False, True, 0
     if known is not None:
         text = os.pread(handle, known.end - known.start, known.start)
@@ -257,8 +254,7 @@ def verify(paths: Sequence[Path], seen: str | None = None) -> Verified:
     """Find lines that were changed, removed or put in, in the files from the oldest on.
 
     ``seen``, a digest that was the last line's once, finds a head file that was changed, too.  Raises HalluTracerError
-    for a file that cannot be read.
-    """
+    for a file that cannot be read."""
     found, ends = Verified(), [(seen, "--seen")] if seen is not None else []
     last = cut = ""  # the place of the last line that could be read, and of the line after it, which was cut short
     digests: set[str] = set()  # of all lines, and of the one before the first

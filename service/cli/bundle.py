@@ -67,8 +67,7 @@ def show(
 ) -> None:  # fmt: skip
     """Print a bundle's model card, or its manifest with --json.
 
-    In a terminal the card is laid out to be read; elsewhere it is the Markdown file as it is.
-    """
+    In a terminal the card is laid out to be read; elsewhere it is the Markdown file as it is."""
     bundle = open_store(store).load(reference)
     if as_json:
         print_line((bundle.path / "bundle.json").read_text(encoding="utf-8"))
@@ -91,8 +90,7 @@ def compare(
     Of two, also every field of the manifest that differs, and how far the probes point elsewhere.
 
       hallutracer bundle compare smollm2 smollm2-fused
-      hallutracer bundle compare my-probe@production my-probe@canary
-    """
+      hallutracer bundle compare my-probe@production my-probe@canary"""
     from service.trainer.comparison import compare as side_by_side
     from service.trainer.comparison import differences, probes_apart
     from service.trainer.presentation import markdown_table
@@ -162,8 +160,7 @@ def promote(
 
     A service that reads the candidate as a shadow is asked first; where it disagrees too much, nothing is changed.
 
-      hallutracer bundle promote my-probe@canary --service http://127.0.0.1:8765
-    """
+      hallutracer bundle promote my-probe@canary --service http://127.0.0.1:8765"""
     from probes_store.syntax import parse_reference
     from service.trainer.comparison import PromotionBounds, promotion_findings
 
@@ -226,8 +223,7 @@ def sign(
       openssl ecparam -name prime256v1 -genkey -noout -out key.pem
       openssl pkey -in key.pem -pubout -out key.pub
       hallutracer bundle sign my-probe:3 --key-file key.pem
-      hallutracer bundle verify my-probe:3 --require-signature key.pub --files-only
-    """
+      hallutracer bundle verify my-probe:3 --require-signature key.pub --files-only"""
     from probes_store.bundle import SIGNATURE
     from probes_store.trust import Signing
 
@@ -252,8 +248,7 @@ def push(
     The version and the signature stay as they are.
 
       hallutracer bundle push my-probe hf://my-name/my-probe --dry-run
-      hallutracer bundle push my-probe s3://my-bucket/probes
-    """
+      hallutracer bundle push my-probe s3://my-bucket/probes"""
     if is_url(to) and not to.startswith(HUB):
         _push_to_store(reference, to, store, private=private, dry_run=dry_run)
         return
@@ -314,8 +309,7 @@ def pull(
     """Fetch a bundle from the Hugging Face hub or from the store at a URL, under its own name and version.
 
     hallutracer bundle pull hf://some-name/some-probe@v1
-    hallutracer bundle pull s3://my-bucket/probes/my-probe:3
-    """
+    hallutracer bundle pull s3://my-bucket/probes/my-probe:3"""
     own = open_store(store)
     if is_url(source) and not source.startswith(HUB):
         from probes_store.transfer import copy

@@ -46,8 +46,7 @@ def doctor(
     configuration file the table [serve] holds for it, too.
 
       hallutracer doctor
-      hallutracer doctor --model ./my-model --bundle my-probe --load
-    """
+      hallutracer doctor --model ./my-model --bundle my-probe --load"""
     loaded: dict[str, Bundle] = {}
     store = open_store(bundles)
     kept: list[Finding] = []

@@ -45,8 +45,7 @@ def held_out(
 
       hallutracer try
 
-      hallutracer try --url http://127.0.0.1:8765
-    """
+      hallutracer try --url http://127.0.0.1:8765"""
     tried = _asked_here(options, bundles, engine) if options.url is None else _asked_there(options, bundles)
     if options.as_json:
         print_json(tried.document())
@@ -57,7 +56,7 @@ def held_out(
 def _asked_here(options: TryOptions, bundles: BundleOptions, engine: EngineChoice) -> Tried:
     from service.engines.bridge import gather_all, wait_for
     from service.judging.evaluation import coverage, sample_of
-    from service.serving.service import TOGETHER, ask
+    from service.serving.sampled import TOGETHER, ask
 
     bundle = open_store(bundles).load(bundle_names(engine.model, bundles)[0])
     if (sample := sample_of(bundle)) is None:
@@ -85,7 +84,7 @@ def _asked_there(options: TryOptions, bundles: BundleOptions) -> Tried:
     from concurrent.futures import ThreadPoolExecutor
 
     from service.judging.evaluation import Tenth
-    from service.serving.service import TOGETHER
+    from service.serving.sampled import TOGETHER
 
     if len(bundles.bundle) > 1:
         raise UsageError("--bundle", "name one")
@@ -144,8 +143,7 @@ def questions(
 ) -> None:  # fmt: skip
     """Print questions as JSONL: id, prompt, answers, group, kind, passage, exposures, template, in_refusals.
 
-    hallutracer demo questions --split test --passages none --passages right > questions.jsonl
-    """
+    hallutracer demo questions --split test --passages none --passages right > questions.jsonl"""
     from service.demo.questions import questions as rows
     from service.demo.questions import with_passages
 

@@ -73,8 +73,7 @@ def _import_engine() -> None:
 class LeaveOut:
     """The references that are logged and left out where they cannot be used, and in ``reasons`` why they were.
 
-    Not where a store did not ``must_answer``: then nobody knows whether they could be used.
-    """
+    Not where a store did not ``must_answer``: then nobody knows whether they could be used."""
 
     may: Collection[str]
     must_answer: bool = False

@@ -46,8 +46,7 @@ def make(name: Name, /, *, choices: KeyChoices = KeyChoices(), common: Common = 
     key add the line 'revoked = 2026-12-01T09:00:00Z' to its table: its name in the logs then means one key for ever.
 
       hallutracer keys make search-team >> keys.toml
-      hallutracer keys make grafana --scope observe --expires never >> keys.toml
-    """
+      hallutracer keys make grafana --scope observe --expires never >> keys.toml"""
     from service.access.keys import new_key
 
     fields = {
@@ -115,8 +114,7 @@ def verify(
     Which line is the last one is read from the head file beside the log (.NAME.head).  Whoever can change both can
     write another log that is whole: note the printed digest where nobody can change it, and give it with --seen.
 
-      hallutracer audit verify audit.jsonl.1 audit.jsonl --seen 5f0c..
-    """
+      hallutracer audit verify audit.jsonl.1 audit.jsonl --seen 5f0c.."""
     from service.audit.file import verify as follow
 
     if not files:
@@ -152,8 +150,7 @@ def feedback(*, feedback_db: FeedbackDatabase = "", common: Common = Common()) -
     in this order, at POST /v1/feedback.  'given' is the prompt, where the service keeps prompts; the answer's text is
     kept by whoever asked.
 
-      hallutracer feedback --feedback-db feedback.db
-    """
+      hallutracer feedback --feedback-db feedback.db"""
     if not feedback_db:
         raise UsageError("--feedback-db", "name the database that the service was given")
     from service.feedback.databases import location

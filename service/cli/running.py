@@ -84,8 +84,7 @@ def known_hosts(settings: ServiceSettings, *, keyed: bool) -> tuple[str, ...]:
     """Return the names that requests may be addressed to, besides addresses (``service.api.auth``); "*": any.
 
     Those given; else loopback's on loopback, and beyond it this machine's own, or any where every caller has a key
-    (``keyed``), which a foreign page has not.  Raises UsageError for what no ``Host`` could be.
-    """
+    (``keyed``), which a foreign page has not.  Raises UsageError for what no ``Host`` could be."""
     for name in settings.allowed_hosts:
         if name != "*" and not HOST_NAME.fullmatch(name):
             raise UsageError("--allowed-host", f"{name!r} is not a host's name, without scheme and port, or * for any")
@@ -140,8 +139,7 @@ async def greet(service: Service, address: str) -> None:
 async def example(scorer: Scorer) -> list[str]:
     """Return the bundle's held-out questions of the lowest and of the highest risk, among those that ``try`` shows.
 
-    Their prefills alone, about a second on SmolLM2.  ``FALLBACK`` where the bundle has no sample that can be read.
-    """
+    Their prefills alone, about a second on SmolLM2.  ``FALLBACK`` where the bundle has no sample that can be read."""
     from service.engines.bridge import gather_all
     from service.judging.evaluation import sample_of
 
@@ -177,8 +175,7 @@ def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds:
     """Reload where ``look``, called every so many seconds, gives something else.  Call on the event loop.
 
     ``before``: what it gave before the loaded bundles were read.  Where the store gives no answer, or a reload failed,
-    it is tried again, ever less often, for each time is in the audit log.
-    """
+    it is tried again, ever less often, for each time is in the audit log."""
     from service.audit.auditor import Who
     from service.serving.service import in_own_thread
 

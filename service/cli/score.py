@@ -69,8 +69,7 @@ def score(
 
       hallutracer score "What is the capital of France?" "What is the capital of Palau?" --plot pair.png
 
-      hallutracer score --input questions.jsonl --output risks.jsonl
-    """
+      hallutracer score --input questions.jsonl --output risks.jsonl"""
     source, output, plot = options.input, options.output, options.plot
     if bool(prompts) == (source is not None):
         raise UsageError("PROMPT", "give a question, or --input FILE, and not both")

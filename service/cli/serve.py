@@ -36,8 +36,7 @@ def serve(
       hallutracer serve --policy gate            # withholds what is too risky
       hallutracer serve --model ./my-model --bundle my-probe@production
       hallutracer serve --bundle my-probe --canary my-probe@canary --canary-share 0.1 --shadow my-probe:3
-      hallutracer serve --host 0.0.0.0 --keys keys.toml --audit-log audit.jsonl --engine vllm
-    """
+      hallutracer serve --host 0.0.0.0 --keys keys.toml --audit-log audit.jsonl --engine vllm"""
     store = open_store(bundles)
     own, plan = bundle_names(engine.model, bundles), rollout.plan
     names = tuple(dict.fromkeys((*own, *plan.references)))

@@ -188,8 +188,7 @@ def _check_endpoint(endpoint: str) -> None:
 def load_keys(given: tuple[str, ...], path: Path | None) -> tuple[ApiKey, ...]:
     """Return the keys of the options and of the file, whose lines are ``KEY [name=NAME] [may=policy,threshold]``.
 
-    Raises HalluTracerError, also for a file without a key: it must not open the service.
-    """
+    Raises HalluTracerError, also for a file without a key: it must not open the service."""
     keys = [_key(secret, [], "--api-key", f"key-{number}") for number, secret in enumerate(given, 1)]
     if path is not None:
         try:

@@ -36,8 +36,7 @@ def train(
     --run-dir, fits a probe for each head and layer, calibrates on out-of-fold depth means, and publishes NAME:VERSION
     with its model card, evaluation and plots.  Interrupt it at any time: the same command resumes where it stopped.
 
-      hallutracer train --model ./my-model --data rows.jsonl --name my-probe
-    """
+      hallutracer train --model ./my-model --data rows.jsonl --name my-probe"""
     check(options)
     if len(options.data) != 1:
         raise UsageError("--data", "name one JSONL file")
@@ -70,8 +69,7 @@ def guarantee(
     and drawn as your questions are.  They are spent by one guarantee; where no threshold qualifies nothing is
     published and the exit status is 1.
 
-      hallutracer guarantee --bundle my-probe --data new.jsonl --alpha 0.1 --delta 0.05 --model ./my-model
-    """
+      hallutracer guarantee --bundle my-probe --data new.jsonl --alpha 0.1 --delta 0.05 --model ./my-model"""
     check(options)
     store, bundle = one_bundle(bundles, "to give a guarantee")
     from service.trainer.guarantee import guarantee as run
@@ -93,8 +91,7 @@ def recalibrate(
     bundle and drawn at random from your traffic; 'hallutracer guarantee' may not use them again.
 
       hallutracer recalibrate --bundle my-probe --data labelled.jsonl --traffic risks.jsonl --model ./my-model
-      hallutracer recalibrate --bundle my-probe --feedback feedback.db
-    """
+      hallutracer recalibrate --bundle my-probe --feedback feedback.db"""
     check(options)
     store, bundle = one_bundle(bundles, "to recalibrate")
     if options.feedback:

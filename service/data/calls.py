@@ -4,8 +4,7 @@ JSON in the usual shapes, or Python call syntax.
 
 Searched in this order: ``<tool_call>`` blocks (Qwen, Hermes), fenced blocks, the text after a marker such as
 ``[TOOL_CALLS]`` (Mistral) or ``<|python_tag|>`` (Llama), the whole text, then its single lines.  Reasoning in
-``<think>`` tags is ignored.  A call inside a sentence is not a call.
-"""
+``<think>`` tags is ignored.  A call inside a sentence is not a call."""
 
 from __future__ import annotations
 
@@ -199,8 +198,7 @@ def _is_accepted(value: Any, accepted: Any) -> bool:
 def _is_same(value: Any, wanted: Any) -> bool:
     """Return equality by type: booleans, numbers, strings, None, lists in order, BFCL's objects.
 
-    Each key of an object has a list of accepted values; with "" in it the key is optional.
-    """
+    Each key of an object has a list of accepted values; with "" in it the key is optional."""
     if isinstance(wanted, str) or isinstance(value, str):
         return isinstance(wanted, str) and isinstance(value, str) and _plain(value) == _plain(wanted)
     if isinstance(wanted, bool) or isinstance(value, bool) or wanted is None or value is None:

@@ -65,8 +65,7 @@ def collect(
 
     A row that does not apply has no answer.  ``poolings`` adds activations pooled over other positions (App. pooling)
     from the same forward passes.  Raises DataError (prompts the model cannot take, by line number), RunMismatch (the
-    folder is another run's), TrainingError (a small disk), NonFiniteReadout, and EngineError where it cannot pool.
-    """
+    folder is another run's), TrainingError (a small disk), NonFiniteReadout, and EngineError where it cannot pool."""
     others = beyond_onset(poolings)
     if others:
         engine.extract([], (), others)  # raises before the folder is made
@@ -139,8 +138,7 @@ def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.in
 def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
     """Return token ids of all prompts, which leave room for ``reserve`` tokens of an answer to a row that applies.
 
-    Raises DataError naming all that the model cannot take.
-    """
+    Raises DataError naming all that the model cannot take."""
     problems: list[str] = []
     parts: list[NDArray[np.int32]] = []
     limit = engine.identity.max_tokens

@@ -9,8 +9,7 @@ accepted answer; a string that is a JSON object with one of these keys is not:
     a false reference answer, used by the judge ``similarity`` alone;
 ``{"expect": "calls", "calls": [{"name": ..., "arguments": {name: [accepted values]}, "optional": [names]}]}``
     the right function calls, in any order (judge ``calls``); or ``"expect": "no_call"``, ``"some_call"``, or
-    ``{"expect": "text", "texts": [...]}``: one of the texts must occur in the answer.
-"""
+    ``{"expect": "text", "texts": [...]}``: one of the texts must occur in the answer."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def normalise(text: str) -> str:
 def contains(question: str, answer: str, accepted: Sequence[str]) -> bool:
     """Return whether a normalised accepted answer occurs in the normalised answer as whole words.
 
-    In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring.
-    """
+    In scripts that write no spaces between words (Chinese, Japanese, Thai, ...) as a substring."""
     text = f" {normalise(answer)} "
     wanted = [candidate for candidate in map(normalise, accepted) if candidate]
     return any(words in text if _UNSPACED.search(words) else f" {words} " in text for words in wanted)

@@ -2,8 +2,7 @@
 
 Two prompts are near-duplicates where the words of content of one are all among those of the other and carry at least
 half of the other's weight.  A word weighs by its rarity among the prompts, so "Berlin is the capital of which country?"
-and "Avarua is the capital of which country?" differ, and a suffix that many rows have counts little.
-"""
+and "Avarua is the capital of which country?" differ, and a suffix that many rows have counts little."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
     """Return the same number for prompts that are near-duplicates, also by way of a third one: [N].
 
     Each prompt is the texts of its messages.  Of a prompt of several paragraphs in one message the last paragraph is
-    compared, since a passage may stand before the question, unless many prompts have the same one.
-    """
+    compared, since a passage may stand before the question, unless many prompts have the same one."""
     compared = _compared(prompts)
     contents = list(dict.fromkeys(compared))
     having: dict[str, set[int]] = defaultdict(set)

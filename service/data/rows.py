@@ -20,8 +20,7 @@ ROLES = ("system", "user", "assistant")  # as the service takes them; many templ
 def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line number and object of each non-blank line; problems of the other lines are added to ``problems``.
 
-    ``-`` reads stdin.  Raises DataError where the file cannot be opened.
-    """
+    ``-`` reads stdin.  Raises DataError where the file cannot be opened."""
     with ExitStack() as stack:
         try:
             file = sys.stdin.buffer if str(path) == "-" else stack.enter_context(path.open("rb"))

@@ -8,8 +8,7 @@ first_token.f64      [N, 2] log maximum probability, entropy (nats)
 journal.jsonl        one line per finished batch, written after its data reached the disk
 answers.jsonl        generated answers, one line per row that applies, in the order of the plan
 samples-t<T>.jsonl   answers sampled at temperature T, one line per sample and row
-labels-<key>.jsonl   verdicts of one judge with one set of options; sample-labels-<key>.jsonl: on sampled answers
-"""
+labels-<key>.jsonl   verdicts of one judge with one set of options; sample-labels-<key>.jsonl: on sampled answers"""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ IN_FORMS = "{}-forms.jsonl"  # beside the folder of this name: its rows, where t
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of ``folder``; the lock ends with this process.
 
-    Two writers would mix their journals.  Raises RunMismatch if another process holds the lock.
-    """
+    Two writers would mix their journals.  Raises RunMismatch if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -54,8 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
 def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
     """Assign ``folder`` to this run, or check that it already is.
 
-    Raises RunMismatch: it belongs to another run; names the first field that differs.
-    """
+    Raises RunMismatch: it belongs to another run; names the first field that differs."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.json"
     wanted = json.loads(json.dumps(fingerprint))

@@ -7,8 +7,7 @@ keep together; rows with the same prompt always are, and so are rows without a g
 Other keys are metadata; ``kind``, ``template`` and ``form`` name strata of the evaluation.
 
 A row of unlabelled traffic has ``risk``, as ``hallutracer score`` writes it, or ``prompt`` or ``messages`` that are to
-be scored; ``group`` where several depend on each other.  Other keys, labels above all, are not read.
-"""
+be scored; ``group`` where several depend on each other.  Other keys, labels above all, are not read."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ class Dataset:
 
         Rows of one named group share a number, and so do rows with the same prompt: their readouts are equal, so a copy
         on the other side of a fold would leak the label.  So does a near-duplicate: where one of several has no group,
-        they share a number, too.
-        """
+        they share a number, too."""
         return _merged(self.rows, self.alike)
 
     @property
@@ -151,8 +149,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
 
     Each class must have ``folds`` groups; 0 requires one row of each class only (a held-out file), None nothing.
-    Raises DataError: every problem of the file, by line number.
-    """
+    Raises DataError: every problem of the file, by line number."""
     problems: list[str] = []
     rows: list[Row] = []
     own_groups = False
@@ -350,8 +347,7 @@ class TrafficFile:
 def read_traffic(path: Path, bundle_digest: str) -> TrafficFile:
     """Read and check a whole file; a risk that names its bundle must be of the one with ``bundle_digest``.
 
-    Raises DataError: every problem of the file, by line number.
-    """
+    Raises DataError: every problem of the file, by line number."""
     problems: list[str] = []
     rows: list[TrafficRow] = []
     values, digest = _checked(path, problems, lambda value: _check_traffic(value, bundle_digest))

@@ -1,8 +1,7 @@
 """Questions for the demonstration model, by split, and passages to put before them; the facts that they ask for.
 
 Every choice is a hash of a name, so the world is the same everywhere.  ``assets/ATTRIBUTION.md`` names the three public
-sources of the facts.
-"""
+sources of the facts."""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ def _left_out(check: str, name: str, error: BundleError) -> Finding:
 def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool) -> Iterator[Finding]:
     """Check configuration, tokenizer, weights on disk, memory; then each bundle's identity.
 
-    ``unpack`` a GGUF file, too.  What is not the default and was trained on another model leaves ``loaded``.
-    """
+    ``unpack`` a GGUF file, too.  What is not the default and was trained on another model leaves ``loaded``."""
     from probes_store.manifest import check_identity
     from service.engines import places
     from service.engines.places import place_of

@@ -1,8 +1,7 @@
 """The engine contract: token ids in, numbers out.  Imports neither torch nor an engine.
 
 Training and serving both use ``Engine``, so a probe reads activations computed by the code it was fitted on.  A model
-runner is a ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine; vLLM schedules by itself.
-"""
+runner is a ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine; vLLM schedules by itself."""
 
 from __future__ import annotations
 
@@ -323,5 +322,4 @@ class Engine(LoadedModel, Protocol):
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield a prompt's prefill and, with ``sampling``, its answer; waiting prompts begin by ``turn``, then arrival.
 
-        If ``gate`` closes, it ends with the prefill.  Closing it ends the request.  Raises what ``score`` raises.
-        """
+        If ``gate`` closes, it ends with the prefill.  Closing it ends the request.  Raises what ``score`` raises."""

@@ -127,8 +127,8 @@ def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
 def check_onset_only(poolings: Sequence[Pooling]) -> None:
     """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
-        said = f"the engine reads only the answer onset (last_1) and cannot pool {', '.join(others)}; use 'evaluate'"
-        raise EngineError(said, param="poolings")
+        said = f"this engine reads only the answer onset (last_1), not {', '.join(others)}"
+        raise EngineError(f"{said}; `hallutracer evaluate` with the transformers engine pools", param="poolings")
 
 
 STAND_INS = "\U000f0000", "\U000f03ff"  # of a private plane: 1,024 different special tokens in one request
@@ -150,8 +150,7 @@ class Tokens:
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Encode messages by the chat template, generation prompt included.  Raises RequestError if it cannot.
 
-        Special tokens that a message spells out are encoded as text: no message can end its turn and begin another.
-        """
+        Special tokens that a message spells out are encoded as text: no message can end its turn and begin another."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise _refused("this model's tokenizer has no chat template; send `prompt` or `input_ids` instead")
         if not messages:

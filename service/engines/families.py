@@ -1,8 +1,7 @@
 """The tables of model families and readout sites: which module of which block both engines read.
 
 To support another family, add one row to ``FAMILIES`` and one config to ``tests/engines/tiny.py``.  To read another
-site, name it in ``readout.Site`` and add one row to ``SITES``: both engines then read it.
-"""
+site, name it in ``readout.Site`` and add one row to ``SITES``: both engines then read it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Where a model is, from its name: a folder, a GGUF file, a Python package or the hub.  Loads no torch at import.
 
 A GGUF file is dequantized once, by transformers, into a folder of the cache that is named after the file's sha256: both
-engines read the same weights, and the fingerprint does not change between starts.
-"""
+engines read the same weights, and the fingerprint does not change between starts."""
 
 from __future__ import annotations
 

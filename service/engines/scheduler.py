@@ -5,8 +5,7 @@ long as that took.  A batch starts with the first prompt in the order of turns (
 similar length join it.  A step of decoding takes one answer of each caller, then a second of each.
 
 The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
-when two threads have run torch, OpenMP stops spinning, which makes small forward passes 2.5 times slower.
-"""
+when two threads have run torch, OpenMP stops spinning, which makes small forward passes 2.5 times slower."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ class RequestQueue:
     def next_batch(self) -> list[EngineRequest]:
         """Remove and return the next batch; empty if no request can start.  Who has left is removed.
 
-        Requests that may be decoded form batches of their own; one larger than the whole cache runs alone.
-        """
+        Requests that may be decoded form batches of their own; one larger than the whole cache runs alone."""
         self.waiting = [request for request in self.waiting if not request.cancelled]
         candidates = list(islice(self._startable(), MAX_CANDIDATES))
         if not candidates:

@@ -45,8 +45,7 @@ class Refused(FeedbackUnavailable):
 class Database:
     """A connection, of one thread at a time; ``?`` stands for a value in its SQL.
 
-    Every call raises FeedbackUnavailable where it fails: the cause, never a password.
-    """
+    Every call raises FeedbackUnavailable where it fails: the cause, never a password."""
 
     def __init__(self, connection: Any, where: Location, driver: Any) -> None:
         self._connection, self._where, self.close = connection, where, connection.close
@@ -112,8 +111,7 @@ class Location:
     def open(self, *, create: bool = True) -> Database:
         """Return a connection; ``create`` makes the file and the tables where there are none.
 
-        Raises FeedbackUnavailable.
-        """
+        Raises FeedbackUnavailable."""
         with ExitStack() as stack:
             database = _open_postgres(self) if self.is_postgres else _open_sqlite(self, create)
             stack.callback(database.close)

@@ -107,8 +107,7 @@ def _column(value: Any) -> Any:
 def write_label(database: Database, given: Given) -> Stored | None:
     """Write a label, inside a transaction; return None where no such answer is known to this caller.
 
-    Raises RequestError where one caller labels one answer again and again.
-    """
+    Raises RequestError where one caller labels one answer again and again."""
     found = database.run(_FIND, (given.request_id, given.index, given.caller, int(given.others), given.caller))
     if not found:
         return None
@@ -162,8 +161,7 @@ FROM hallutracer_answers WHERE drawn = 1 ORDER BY labelled DESC, time, place, ui
 def believed_time(database: Database, clock: float, most: float) -> float:
     """Return the time by which answers grow old, and store it: it goes towards ``clock``, by at most ``most`` s a call.
 
-    At first it is the clock's or the newest answer's, the earlier one; and never earlier than the oldest's.
-    """
+    At first it is the clock's or the newest answer's, the earlier one; and never earlier than the oldest's."""
     with database.transaction():
         [(oldest, newest)] = database.run("SELECT (SELECT MIN(time) FROM hallutracer_answers), "
                                           "(SELECT MAX(time) FROM hallutracer_answers)")  # fmt: skip

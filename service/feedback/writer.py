@@ -1,8 +1,7 @@
 """The thread that writes feedback: answers in batches, labels as soon as it can; nobody is told before it is on disk.
 
 The event loop only puts rows into a bounded queue.  Where that is full answers are not kept, and counted; labels are
-refused.  While the database cannot be reached, answers wait in the queue and labels fail.
-"""
+refused.  While the database cannot be reached, answers wait in the queue and labels fail."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Writer(BatchWriter[Answer | Given]):
     def label(self, given: Given) -> Future[Stored | None]:
         """Return what is done once the label is on disk; None: no such answer.
 
-        Raises Overloaded and FeedbackUnavailable, as what is returned does and as ``write_label`` does.
-        """
+        Raises Overloaded and FeedbackUnavailable, as what is returned does and as ``write_label`` does."""
         done: Future[Stored | None] = Future()
         if not self.put(given, ROW_BYTES + len(given.comment or ""), done):
             if self.closing:

@@ -1,7 +1,6 @@
 """Context probes: what a prompt is, by the same heads, layers and depth mean that the risk is read from.
 
-Their labels come from the prompts alone, so they cost no answer and no judge.
-"""
+Their labels come from the prompts alone, so they cost no answer and no judge."""
 
 from __future__ import annotations
 

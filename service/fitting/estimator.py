@@ -1,8 +1,7 @@
 """``DepthMeanProbe``: activations to a risk.  Choice of C, out-of-fold logits, refitted probes, scale, classifier.
 
 The classifier is fitted on out-of-fold depth means, since those of rows that the probes were fitted on are too well
-separated, and the probes are then refitted on all rows.  The scale carries over because every probe has unit norm.
-"""
+separated, and the probes are then refitted on all rows.  The scale carries over because every probe has unit norm."""
 
 from __future__ import annotations
 

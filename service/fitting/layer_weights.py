@@ -6,8 +6,7 @@ is the mean of logits with scale_l = 1 / w_l, so a server computes it as it comp
 The weights are those of a logistic regression on out-of-fold truth logits, none of them negative, which a penalty
 pulls towards the paper's rule: with sigma_l the deviation of L_l, v_l = w_l sigma_l and p = sigma / |sigma|
 
-    minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2,   v >= 0
-"""
+    minimise   mean_i log(1 + exp(-y_i (v . L_i / sigma + b))) + lambda / 2 |v - (p . v) p|^2,   v >= 0"""
 
 from __future__ import annotations
 

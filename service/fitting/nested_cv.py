@@ -1,8 +1,7 @@
 """Nested cross-validation: outer folds x seeds, everything else inside the training side.
 
 ``nested_cv`` runs any fit over the outer folds.  ``evaluate`` is the trainer's: standardisation, head selection, C and
-the classifier see only the training side of a fold, where the classifier is fitted on an inner cross-fit.
-"""
+the classifier see only the training side of a fold, where the classifier is fitted on an inner cross-fit."""
 
 from __future__ import annotations
 

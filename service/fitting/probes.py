@@ -1,8 +1,7 @@
 """Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training).
 
 A row's soft label is the share of right ones among its sampled answers.  Its logistic loss is that share times a
-factual row's plus the rest times a hallucinated one's, so the row becomes two weighted rows.
-"""
+factual row's plus the rest times a hallucinated one's, so the row becomes two weighted rows."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ share pi of hallucinated rows is another.  Then the odds of every risk change by
     logit(risk') = logit(risk) + logit(pi) - logit(pi_0),
 
 and pi is found from unlabelled rows alone (Saerens, Latinne and Decaestecker 2002, Neural Computation 14, 21-41).
-Where something else shifts, the share is wrong without a sign of it: ``prior_shift_test`` asks.
-"""
+Where something else shifts, the share is wrong without a sign of it: ``prior_shift_test`` asks."""
 
 from __future__ import annotations
 

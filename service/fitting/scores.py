@@ -3,8 +3,7 @@
 Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  An interval is a jackknife's (Tukey 1958) that leaves
 out one group after the other, with Student's t of groups - 1 degrees of freedom.  It changes no fit; what another
 training set would have changed is allowed for by a factor on the variance, 1 / (1 - share of the rows in a test side),
-in the manner of Nadeau and Bengio (2003, Mach. Learn. 52, 239-281).  Measured coverage: ``benchmarks/LOG.md``.
-"""
+in the manner of Nadeau and Bengio (2003, Mach. Learn. 52, 239-281).  Measured coverage: ``benchmarks/LOG.md``."""
 
 from __future__ import annotations
 

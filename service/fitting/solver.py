@@ -9,8 +9,7 @@ that the partition does not train on.  Standardisation is folded into the weight
 
 The method is accelerated proximal Newton with one curvature, H = Z' S Z / 4, which bounds the logistic loss's from
 above.  So a step needs no line search, and H is shared by the whole path of C.  ``descend`` is the inner problem.  A
-problem stops at a relative duality gap of ``GAP``: its objective is that close to the optimum, whatever the data.
-"""
+problem stops at a relative duality gap of ``GAP``: its objective is that close to the optimum, whatever the data."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A guarantee is that of the groups that pass, counted equally, at most a share alpha is wrong, with confidence 1 - delta:
 learn-then-test (Angelopoulos et al. 2021) on a sequence that other data has fixed (training's out-of-fold risks).  Of
-each group only its first answered row in a seeded order counts, so that the rows are independent.
-"""
+each group only its first answered row in a seeded order counts, so that the rows are independent."""
 
 from __future__ import annotations
 

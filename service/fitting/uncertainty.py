@@ -2,8 +2,7 @@
 
 The interval is a delete-a-group jackknife.  Each seed of the nested cross-validation gives every row a risk by a whole
 fit on the other folds' rows.  Two such fits each lack a random share 1 / K of the groups, so the variance between them
-is 1 / (K - 1) of that between fits on other training rows (Shao and Wu 1989, Ann. Statist. 17(3), 1176-1197).
-"""
+is 1 / (K - 1) of that between fits on other training rows (Shao and Wu 1989, Ann. Statist. 17(3), 1176-1197)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Whether the prompts of today look like those of training: numbers over a window of served risks, on both sides.
 
-A gate that lets everything pass drifts as much as one that withholds everything.
-"""
+A gate that lets everything pass drifts as much as one that withholds everything."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class DriftLimits:
     """When a window is said to differ; by what is large, since any difference is significant over enough prompts.
 
     A limit is wider where the window holds too few independent prompts for it: then it lies where prompts like
-    training's come once in about 10^6 windows (benchmarks/drift.py).
-    """
+    training's come once in about 10^6 windows (benchmarks/drift.py)."""
 
     window: int = 1000  # different prompts
     every: int = 100  # requests between two comparisons
@@ -107,8 +105,7 @@ def alike_of(values: Floats) -> float:
     """Return how many neighbouring values [n] tell as much as one independent value, by their autocorrelation; >= 1.
 
     Sums of two autocorrelations in turn, each at most the one before, up to the first that is not positive (Geyer 1992,
-    Statist. Sci. 7(4), 473-483).  Values that are all the same tell nothing of dependence: 1.
-    """
+    Statist. Sci. 7(4), 473-483).  Values that are all the same tell nothing of dependence: 1."""
     centred = values - values.mean()
     power = float(centred @ centred)
     if power <= 1e-18 * len(values):
@@ -127,8 +124,7 @@ class LabelTest:
     The likelihood ratio of a beta mixture over shares above alpha against alpha is a nonnegative martingale of mean at
     most 1 while the share is at most alpha, so that it ever reaches 1 / error has a probability of at most ``error``
     (Ville 1939; Robbins 1970, Ann. Math. Statist. 41(5), 1397-1409).  An answer without a label is taken for right:
-    then the evidence is at most what all labels would give, whoever chose which answers to label.
-    """
+    then the evidence is at most what all labels would give, whoever chose which answers to label."""
 
     def __init__(self, alpha: float, error: float = 0.01, points: int = 64) -> None:
         self.alpha, self._limit = alpha, math.log(1 / error)

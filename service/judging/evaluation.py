@@ -1,8 +1,7 @@
 """What a bundle's evaluation.json keeps: its gate over thresholds, the table by form, the sample of held-out questions.
 
 The format does not say what that file holds: whatever reads otherwise than our trainer's counts as not kept.  Each
-reader raises a subclass of BundleDamaged where the file changed since the bundle was loaded.
-"""
+reader raises a subclass of BundleDamaged where the file changed since the bundle was loaded."""
 
 from __future__ import annotations
 
@@ -195,8 +194,7 @@ class SampleQuestion:
 class Sample:
     """Held-out questions in the order in which they were drawn, before any risk was known: the first n are a sample.
 
-    ``train`` draws them (service.trainer.training_set), so that a stranger can see what the risk is worth.
-    """
+    ``train`` draws them (service.trainer.training_set), so that a stranger can see what the risk is worth."""
 
     file: str  # that the rows come from
     judge: Annotated[str, Field(pattern="^(contains|exact)$")]  # how an answer is compared

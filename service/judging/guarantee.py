@@ -5,8 +5,7 @@ that it is cheap enough for every request.  Examples in front of the question, t
 junk on lines of its own look the same and count too; a passage in a system prompt does not, which ``system`` shows.
 
 The manifest's statement names more reasons than a service can see: whether the questions are drawn as those of the
-calibration were is the operator's to know.
-"""
+calibration were is the operator's to know."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def shape_of(messages: Sequence[object]) -> Shape:
 def has_passage(text: str) -> bool:
     """Return whether it is long, names a passage ("Context:"), or has text on other lines than its question's.
 
-    The question is the last line that ends in a question mark, else the last that does not end in a colon.
-    """
+    The question is the last line that ends in a question mark, else the last that does not end in a colon."""
     text = text.strip()
     if len(text) > LONG:
         return True
@@ -122,8 +120,7 @@ def guarantee_status(
 def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
     """Return whether ``policy`` treats prompts outside training as the bundle's calibration did.
 
-    It withheld them exactly where a policy that says nothing does (``Scorer.withholds_outside``).
-    """
+    It withheld them exactly where a policy that says nothing does (``Scorer.withholds_outside``)."""
     return policy.withhold_outside in (None, manifest.tells_outside)
 
 

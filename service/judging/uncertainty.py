@@ -1,7 +1,6 @@
 """What a bundle tells of one risk's uncertainty: whether training knows such prompts, and where refits would put it.
 
-From the trajectory and numpy alone, so that every engine gives the same.
-"""
+From the trajectory and numpy alone, so that every engine gives the same."""
 
 from __future__ import annotations
 

@@ -111,8 +111,7 @@ class Risks(Sequence[Risk]):
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the trajectories, at most six: truth logit over layers, its running mean, and where training lies.
 
-        Into ``ax``, or into a new figure.  Raises ValueError for none, or more than six.
-        """
+        Into ``ax``, or into a new figure.  Raises ValueError for none, or more than six."""
         if not 1 <= len(self.rows) <= len(COLOURS):
             raise ValueError(f"a picture has room for 1 to {len(COLOURS)} prompts, and these are {len(self.rows)}: "
                              "take some, as in risks[:6].plot()")  # fmt: skip
@@ -250,8 +249,7 @@ class Detector:
         >>> risks.trajectory.shape  # prompts, layers
         (2, 8)
         >>> detector.score([{"role": "user", "content": "What is the capital of Italy?"}])[0].flagged
-        False
-        """
+        False"""
         from service.engines.base import Sampling
         from service.policies.guard import GATE
         from service.serving.judgement import Judgement
@@ -299,8 +297,7 @@ def load(
     >>> import hallutracer as ht
     >>> with ht.load("demo") as detector:
     ...     print(detector, round(detector.threshold, 2))
-    <Detector: hallutracer-demo read by demo:1> 0.31
-    """
+    <Detector: hallutracer-demo read by demo:1> 0.31"""
     from service.scoring import Scorer
 
     name = None if model is None else str(model)

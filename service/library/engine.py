@@ -1,8 +1,7 @@
 """Models, their shipped bundles and stores; from options to an engine.
 
 Heavy imports happen inside: what can be refused before them is.  Annotations are no texts, as ``Engine`` is a part of
-the command line's options.
-"""
+the command line's options."""
 
 import difflib
 import os
@@ -108,8 +107,7 @@ def open_store(
     """Return the store in a folder or at a URL, with the shipped bundles behind it; nothing is read yet but the key.
 
     cache: where copies of a URL's bundles are kept; require_signature: a public key, certificates or
-    sigstore:IDENTITY@ISSUER.  Raises InvalidReference, OpenStore and SigningError.
-    """
+    sigstore:IDENTITY@ISSUER.  Raises InvalidReference, OpenStore and SigningError."""
     from probes_store.store import SHIPPED as STORE
     from probes_store.store import Store, Trust
     from probes_store.trust import required_signature
@@ -130,8 +128,7 @@ def load_engine(
     ``report`` takes lines about what takes long.
 
     Raises WrongModel before the weights are read where the first bundle, the default, is another model's, and
-    ModelLoadError; where a model is not to be had, it names the one that the bundle is for.
-    """
+    ModelLoadError; where a model is not to be had, it names the one that the bundle is for."""
     refuse_another_model(options, bundles)
     try:
         if options.engine == "vllm":

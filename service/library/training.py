@@ -133,8 +133,7 @@ def train(
     >>> trained.reference, trained.own.signal
     ('mine:1', 'depth_mean_unit_norm')
     >>> trained.own.low < trained.own.auroc < trained.own.high
-    True
-    """
+    True"""
     from service.trainer.options import TrainOptions
 
     folder = Path(run_dir) if run_dir is not None else Path("runs") / name
@@ -174,8 +173,7 @@ def publish(
     ...     probe, rows, "mine", "demo", evaluate=False, store=folder, run_dir=f"{folder}/run", report=lambda line: None
     ... )
     >>> made.reference, bool((made.bundle.probes.direction == probe.probes_.direction.astype("float32")).all())
-    ('mine:1', True)
-    """
+    ('mine:1', True)"""
     fitted: dict[str, Any] = {
         "c": None if probe.C == "auto" else probe.C, "c_grid": probe.c_grid, "logit_scale": probe.logit_scale,
         "class_balance": probe.class_balance, "folds": probe.folds, "inner_folds": probe.inner_folds,
@@ -196,8 +194,7 @@ def extract(
 
     >>> import hallutracer as ht
     >>> ht.extract(["What is the capital of Italy?", "What is the capital of Palau?"], "demo").shape
-    (2, 8, 4, 32)
-    """
+    (2, 8, 4, 32)"""
     from service.data.collection import batches
     from service.data.options import BATCH_ROWS
     from service.prompts import default_prompt_format, render

@@ -88,8 +88,7 @@ class Policy:
 
     ``withhold_outside``: prompts outside what training saw are treated as flagged ones are, whatever their risk; None,
     which nobody chose: where the policy withholds and the bundle can tell well enough (``Scorer.withholds_outside``).
-    ``withhold_no_fact``: a prompt that asks for no fact is judged by its risk as any other; otherwise it continues.
-    """
+    ``withhold_no_fact``: a prompt that asks for no fact is judged by its risk as any other; otherwise it continues."""
 
     name: str
     action: Action
@@ -118,8 +117,7 @@ BLOCK = Policy("block", Action.BLOCK)
 class Verdict:
     """The decision on one prompt.  ``flagged``: the risk applies and reached the threshold, whatever the action.
 
-    ``message`` stands in for the answer, or where the decision is to continue before it.
-    """
+    ``message`` stands in for the answer, or where the decision is to continue before it."""
 
     decision: Decision
     flagged: bool
@@ -141,8 +139,7 @@ def judge(
 
     ``applies``: false of a prompt that asks for no fact, which is not flagged unless the policy wants it so.
     ``default_threshold``, the bundle's, applies if the policy has none.  ``outside``: the prompt is, or may be, outside
-    what training saw, and the policy treats such prompts as flagged ones (``Scorer.withholds_outside``).
-    """
+    what training saw, and the policy treats such prompts as flagged ones (``Scorer.withholds_outside``)."""
     threshold = check_threshold(default_threshold if policy.threshold is None else policy.threshold)
     flagged = risk >= threshold and (applies or policy.withhold_no_fact)
     stopped = flagged or outside

@@ -90,8 +90,7 @@ class FairShare:
     """Counts waiting prompts by caller and hands out their places: callers share queue and engine evenly.
 
     Start-time fair queueing (Goyal, Vin, Cheng, 1996): a prompt's place is the tokens that its caller had been given
-    before it.  A caller that comes back starts where the others are.  On the event loop only.
-    """
+    before it.  A caller that comes back starts where the others are.  On the event loop only."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
@@ -150,8 +149,7 @@ def check_space(
     """Raise Overloaded where ``prompts`` more do not fit, or could not be answered within ``seconds``.
 
     ``waiting`` of at most ``max_waiting`` prompts wait; ``ahead`` tokens will be read before the new ones;
-    ``tokens_per_second`` is the engine's recent speed under load, None where it has not been measured.
-    """
+    ``tokens_per_second`` is the engine's recent speed under load, None where it has not been measured."""
     wait = ahead / tokens_per_second if tokens_per_second else 0.0
     retry = min(MAX_RETRY_S, max(1, math.ceil(wait)))
     why = None

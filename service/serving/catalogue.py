@@ -56,8 +56,7 @@ class Rollout:
     def chosen(self, default: Scorer, key: Callable[[], str]) -> Scorer:
         """Return the canary for its share of keys, else the default.
 
-        The canary's digest is hashed too, so that it is not the same callers who meet each new version first.
-        """
+        The canary's digest is hashed too, so that it is not the same callers who meet each new version first."""
         if self.canary is None or not self.share:
             return default
         text = f"{self.canary.bundle.manifest.digest}\n{key()}"
@@ -237,8 +236,7 @@ class Catalogue:
     ) -> tuple[Scorer, Policy]:  # fmt: skip
         """Return the scorer and the policy of a request; those of one ``session`` have the canary, or have it not.
 
-        Raises NotFound, NotAllowed and RequestError.
-        """
+        Raises NotFound, NotAllowed and RequestError."""
         scorer = self.scorer(bundle, model)
         if bundle is None:
             scorer = self.rollout.chosen(scorer, lambda: f"{caller.name}\n{session()}")
@@ -257,8 +255,7 @@ class Catalogue:
     def policy(self, name: str | None, threshold: float | None) -> Policy:
         """Return the policy a request names, or the service's; thresholds: the request's, the policy's, the service's.
 
-        Raises NotFound.
-        """
+        Raises NotFound."""
         wanted, named = self.settings.policy if name is None else name, self.policies.named
         if wanted not in named:
             raise NotFound(f"policy {wanted!r} is not known here; known: {', '.join(sorted(named))}", param="policy")
@@ -270,8 +267,7 @@ def untemplated(scorer: Scorer, policy: Policy) -> Policy:
     """Return the policy of a prompt that went through no chat template.
 
     Where training's did, its risk says little: a policy that withholds then withholds what is outside training, unless
-    it says ``withhold_outside = false``.
-    """
+    it says ``withhold_outside = false``."""
     asks = policy.withhold_outside is None and policy.action.withholds
     return replace(policy, withhold_outside=True) if asks and scorer.prompt_format == "chat" else policy
 
@@ -279,8 +275,7 @@ def untemplated(scorer: Scorer, policy: Policy) -> Policy:
 def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy, caller: Caller) -> None:
     """Raise NotAllowed where a choice could let an answer through that the operator's own rule withholds.
 
-    ``scorer`` and ``policy`` apply to the request, ``own_scorer`` and ``own`` where it chooses nothing.
-    """
+    ``scorer`` and ``policy`` apply to the request, ``own_scorer`` and ``own`` where it chooses nothing."""
     if caller.policies is not None and policy.name not in caller.policies:
         allowed = " or ".join(map(repr, caller.policies))
         message = f"requests of key {caller.name!r} are judged by {allowed} alone, not by {policy.name!r}"

@@ -1,7 +1,6 @@
 """Between the API and an engine: a request's handle, admission, a task for each prompt, and giving up a broken engine.
 
-Which prompts run together and in what order is the engine's matter.  Runs on the event loop of the API.
-"""
+Which prompts run together and in what order is the engine's matter.  Runs on the event loop of the API."""
 
 from __future__ import annotations
 
@@ -152,8 +151,7 @@ class Dispatcher:
         """Call on the event loop that admits requests.
 
         ``max_queue`` prompts may wait; ``stall_s`` seconds without anything from the engine although prompts wait make
-        it ``stalled``.  ``on_broken`` is called once if the engine is gone or fails on every prompt.
-        """
+        it ``stalled``.  ``on_broken`` is called once if the engine is gone or fails on every prompt."""
         self._engine, self._metrics, self._stall_s = engine, metrics, stall_s
         self._on_broken, self._clock = on_broken, clock
         self._loop = asyncio.get_running_loop()
@@ -191,8 +189,7 @@ class Dispatcher:
         """Reserve places for a request's prompts, all or none, before they are tokenized.
 
         ``caller`` names whom the request counts for.  ``sampling`` None scores only; with ``streams`` the answer's text
-        comes piece by piece.  Raises Overloaded, or NotReady after ``close``.
-        """
+        comes piece by piece.  Raises Overloaded, or NotReady after ``close``."""
         if self._closing:
             raise NotReady(ENDS)
         self.check_space(caller, prompts, deadline.left, continues=sampling is not None)

@@ -39,8 +39,7 @@ class Feedback:
         """``prompts`` keeps them too; ``days`` after which everything of an answer is deleted, None: never.
 
         ``share`` of the answers that a guarantee is about is drawn at random: labels of these are held against it.
-        Raises FeedbackUnavailable where the database cannot be opened.
-        """
+        Raises FeedbackUnavailable where the database cannot be opened."""
         self.days, self._where, self._prompts, self._share, self._metrics = days, where, prompts, share, metrics
         self._count: Callable[[str, int], None] = lambda fate, number: metrics.count(
             "feedback_answers_total", fate, by=number
@@ -81,8 +80,7 @@ class Feedback:
     async def label(self, caller: Caller, named: str, index: int, label: Label, comment: str | None) -> Stored | None:
         """Store a label by the ``id`` of an answer and return it, on disk; None: no such answer for this caller.
 
-        Raises as ``Writer.label`` does.
-        """
+        Raises as ``Writer.label`` does."""
         request_id, every = PREFIX.sub("", named, count=1), "feedback" in caller.may
         given = Given(request_id, index, caller.name, every, label, comment, time.time())
         stored = await asyncio.wrap_future(self._writer.label(given))

@@ -1,8 +1,7 @@
 """The record of what was judged of one request, of how its answer ended, and of the request that it names.
 
 It is made once.  The reply and its stream, the log line, metrics, spans, the audit log, feedback, the drift monitor and
-the Python API read it; ``observers`` is the list of those that are told of it.
-"""
+the Python API read it; ``observers`` is the list of those that are told of it."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Monitor:
     def observe(self, reports: Sequence[RiskReport], prompts: Sequence[bytes]) -> None:
         """Watch prompts that this bundle judged, with the ``digest_of`` each: one that comes again is counted once.
 
-        Those that ask for no fact are none that the bundle's risks were fitted on.
-        """
+        Those that ask for no fact are none that the bundle's risks were fitted on."""
         if self.reference is None:
             return
         for report, prompt in zip(reports, prompts, strict=True):
@@ -198,8 +196,7 @@ class Retrieval:
 class Retrievals:
     """The risks of prompts that were sent to fetch a passage, until they are asked again with it.
 
-    Each caller's own: an id of another caller tells nothing.  Used on the event loop only.
-    """
+    Each caller's own: an id of another caller tells nothing.  Used on the event loop only."""
 
     def __init__(self, most: int = 10_000, seconds: float = 3600.0) -> None:
         """Remember ``most`` at once, for ``seconds``; the oldest go first."""

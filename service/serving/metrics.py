@@ -8,8 +8,7 @@ alert that cannot fire.
 
 For several processes on one machine, set ``PROMETHEUS_MULTIPROC_DIR`` to an empty folder before they start: each writes
 its values there, and each serves the sum.  The variable belongs to ``prometheus_client``, which reads it on import.
-``process_*`` is then left out: it would be of whichever process answers the scrape.
-"""
+``process_*`` is then left out: it would be of whichever process answers the scrape."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The list of those that are told of a judgement, by our own service and by the vLLM plugin alike.
 
-To add one, write a function, here or in a module of its own, and name it in ``JUDGED`` or ``ENDED``.
-"""
+To add one, write a function, here or in a module of its own, and name it in ``JUDGED`` or ``ENDED``."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ MOST_ID = 256  # characters of the audit log's request id: vLLM takes over whate
 async def judged(service: Service, judgement: Judgement) -> None:
     """Tell ``JUDGED``, before anybody else can know a risk or the request's id.
 
-    Raises AuditUnavailable where the audit log is required and cannot be written.
-    """
+    Raises AuditUnavailable where the audit log is required and cannot be written."""
     for observer in JUDGED:
         await observer(service, judgement)
 
@@ -30,8 +28,7 @@ def ended(
 ) -> None:
     """Tell ``ENDED``, once, when nothing more will be sent.  ``answers``: one for each of the judged prompts.
 
-    ``record`` is the request's log line; None where somebody else writes one.
-    """
+    ``record`` is the request's log line; None where somebody else writes one."""
     for observer in ENDED:
         observer(service, judgement, answers, record)
 

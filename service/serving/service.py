@@ -4,84 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from service.access.callers import OWNERS, Caller, Key, on_loopback
 from service.access.keys import KeyRing
 from service.audit.auditor import SERVICE, Auditor, Who, recorded
-from service.data.judges import make_judge
-from service.data.labels import verdict_on
-from service.data.options import JudgeOptions
-from service.engines.base import Engine, Sampling
+from service.engines.base import Engine
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.judging.evaluation import Sample, SampleQuestion
-from service.policies.guard import OBSERVE
 from service.policies.policy import Policies, built_in
-from service.scoring import RiskReport, Scorer
 from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
 from service.serving.dispatcher import ENDS, Dispatcher
 from service.serving.feedback import Feedback
 from service.serving.judgement import Retrievals
 from service.serving.metrics import Metrics
+from service.serving.sampled import Sampled
 from service.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from service.serving.tracing import Tracing
-
-TOGETHER = 8  # questions; more would crowd out traffic
-Verdict = Literal["right", "wrong", "abstained"]
-VERDICTS: dict[str, Verdict] = {
-    "factual": "right", "hallucinated": "wrong", "abstained": "abstained", "empty": "abstained"
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One question of the sample, answered and judged as in training."""
-
-    question: SampleQuestion
-    report: RiskReport
-    verdict: Verdict
-    answer: str  # what the model said
-
-
-async def ask(scorer: Scorer, sample: Sample, number: int, threshold: float | None = None) -> Answered:
-    """Score and answer question ``number``, whatever the risk.  Raises what ``Scorer.run`` raises.
-
-    ``threshold``: that of the service, where it has one of its own.
-    """
-    question, sampling = sample.questions[number], Sampling(max_tokens=sample.max_tokens)
-    report = await scorer.last_report(scorer.render(question.prompt), OBSERVE.at(threshold), sampling)
-    assert report.completion is not None
-    text = report.completion.text
-    judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
-    verdict = verdict_on(text, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern))
-    return Answered(question, report, VERDICTS[verdict], text.strip())
-
-
-@dataclass
-class Sampled:
-    """The answers of the running service, by the bundle's digest and the question's number."""
-
-    threshold: float | None = None  # the service's own
-    answers: dict[tuple[str, int], Answered] = field(default_factory=dict)
-    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOGETHER))
-
-    async def answer(self, scorer: Scorer, sample: Sample, number: int) -> Answered:
-        """Return what ``ask`` gives, or gave before."""
-        key = scorer.bundle.manifest.digest, number
-        async with self._turn:
-            if key not in self.answers:
-                self.answers[key] = await ask(scorer, sample, number, self.threshold)
-        return self.answers[key]
-
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
@@ -104,8 +50,7 @@ class Access:
     def owned(self) -> bool:
         """Return whether this machine's programs and pages may choose what an operator may.
 
-        Only they reach the service, which asks for no key, and the operator has not said what callers may.
-        """
+        Only they reach the service, which asks for no key, and the operator has not said what callers may."""
         return not (self.settings.callers_may or self.keys.closed) and on_loopback(self.settings.host)
 
     def caller(self, key: Key | None, address: str | None, *, here: bool) -> Caller:
@@ -132,8 +77,7 @@ class Access:
         """Put the file's keys in force.  Whatever is wrong with it, those in force stay.
 
         Returns False where only the audit log is to blame: nothing is then added; what the file takes away is gone all
-        the same.
-        """
+        the same."""
         async with self.keys.reading:
             try:
                 keys, changes = await asyncio.to_thread(self.keys.read)
@@ -164,8 +108,7 @@ class Access:
 class Lifecycle:
     """Loading, readiness, reloading on the running engine, draining.
 
-    ``load`` builds the scorers in a thread of its own; ``load_again`` on the running engine, None: it cannot.
-    """
+    ``load`` builds the scorers in a thread of its own; ``load_again`` on the running engine, None: it cannot."""
 
     settings: ServiceSettings
     metrics: Metrics
@@ -202,8 +145,7 @@ class Lifecycle:
         """Load other bundles on the running engine; requests under way end with the bundle they began with.
 
         One reload at a time, and in the audit log before it begins.  Raises AuditUnavailable and what ``load`` raises;
-        the loaded bundles then stay.
-        """
+        the loaded bundles then stay."""
         async with self._reloading:
             self._check_loaded()
             engine = self.catalogue.scorers[0].engine
@@ -301,8 +243,7 @@ def in_own_thread(load: Callable[[], T]) -> Future[T]:
     """Return what a thread will give that ends with the loading, and does not hold up a process that is to stop.
 
     While a second thread that has run torch is there, OpenMP counts twice the threads, finds too few cores, stops
-    spinning, and a forward pass of a small model takes 2.5 times as long.
-    """
+    spinning, and a forward pass of a small model takes 2.5 times as long."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -358,8 +299,7 @@ class Service:
     async def reload(self, who: Who) -> tuple[str | None, Exception | None]:
         """Read the file of keys and the bundles again, each whatever becomes of the other.
 
-        Returns why the file of keys is not in force, and why the bundles were not swapped; None where they are.
-        """
+        Returns why the file of keys is not in force, and why the bundles were not swapped; None where they are."""
         await self.access.reload(who)
         return self.access.keys.problem, await self.lifecycle.reload_bundles(who)
 

@@ -8,8 +8,7 @@
 
 Spans are queued and sent by a thread of their own: a collector that is slow or gone costs spans, never a request.
 No prompt, answer or key becomes an attribute.  The prompts' spans are written when the request ends, from times that
-were taken anyway.
-"""
+were taken anyway."""
 
 from __future__ import annotations
 

@@ -84,8 +84,7 @@ class PromotionFinding(NamedTuple):
 def promotion_findings(bundle: Bundle, served: Mapping[str, Any], bounds: PromotionBounds) -> list[PromotionFinding]:
     """Return what speaks for and against a bundle, by what a service saw of it as a shadow: GET /v1/bundles.
 
-    Raises HalluTracerError where ``served`` is no such answer.
-    """
+    Raises HalluTracerError where ``served`` is no such answer."""
     try:
         return list(_findings(bundle, served, bounds))
     except (KeyError, TypeError, ZeroDivisionError) as error:

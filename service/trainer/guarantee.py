@@ -89,8 +89,7 @@ class GuaranteePlan:
 def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePlan:
     """Check everything that needs no model.
 
-    Raises DataError, TrainingError (too few groups; the bundle's rows are not known), and what the store raises.
-    """
+    Raises DataError, TrainingError (too few groups; the bundle's rows are not known), and what the store raises."""
     rows = new_rows.read_new_rows(bundle, options, store)
     evaluation, dataset = rows.evaluation, rows.dataset
     gates: dict[str, Any] | None = evaluation.get("out_of_fold", {}).get("gates")
@@ -118,8 +117,7 @@ def guarantee(
     """Publish a version of a bundle with a threshold that is guaranteed; None for a dry run, which spends nothing.
 
     Raises NoThreshold unless ``publish_closed``, DataError, RunMismatch where rows were asked something else before,
-    TrainingError (see ``plan``), and BundleError for another model's bundle or a store that cannot be written.
-    """
+    TrainingError (see ``plan``), and BundleError for another model's bundle or a store that cannot be written."""
     made = plan(bundle, options, store)
     for line in made.described():
         console.print(line)

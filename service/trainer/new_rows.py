@@ -3,8 +3,7 @@
 A guarantee rests on rows that took part in nothing else, so evaluation.json keeps marks of all that a bundle was fitted
 and tested on, and of the sets that guarantees and recalibrations have spent: digests of the prompts, of their words of
 content and of the groups' names, no text.  A mark is 64 bits; that two of a million rows share one by chance has a
-probability of 3e-8.
-"""
+probability of 3e-8."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[
     """Yield the rows that a bundle was fitted and tested on, each set with what it is called.
 
     A bundle of an older trainer records only the digests of its files: ``trained_on`` must name them.
-    Raises TrainingError naming the file that is wanted, and DataError.
-    """
+    Raises TrainingError naming the file that is wanted, and DataError."""
     recorded = evaluation.get("rows_seen", {})
     for what, marks in recorded.items():
         yield f"the {what} rows of {bundle.manifest.name}", Marks.read(marks)
@@ -160,8 +158,7 @@ class NewRows(Generic[Options]):
 def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int | None = None) -> NewRows[Options]:
     """Check everything that needs no model; ``folds`` as in ``read_dataset``.
 
-    Raises DataError, TrainingError, and what the store raises.
-    """
+    Raises DataError, TrainingError, and what the store raises."""
     options.check()
     options = options.of(bundle.manifest.name, bundle.manifest.training)
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
@@ -178,8 +175,7 @@ def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = Fal
     """Return the bundle's risk of each labelled row, as it would be served: [n].
 
     With ``withhold_outside`` 1 for a prompt outside training, where a policy that says nothing withholds these
-    (``Scorer.withholds_outside``).
-    """
+    (``Scorer.withholds_outside``)."""
     manifest, inputs = bundle.manifest, data.inputs
     logits = trajectories(inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes))
     signals = served_signals(logits, inputs.first_token, inputs.prompt_tokens, manifest.signals, manifest.context,

@@ -157,8 +157,7 @@ class NewRowsOptions(RowsOptions):
     def of(self, name: str, training: TrainingRecord) -> Self:
         """Return the options with what they leave open filled in from the record of the bundle ``name``.
 
-        Raises TrainingError where a judge is needed that the record does not describe wholly.
-        """
+        Raises TrainingError where a judge is needed that the record does not describe wholly."""
         filled = replace(self, labels=self.labels or training.labels, new_name=self.new_name or name)
         if self.judge is not None:
             return filled

@@ -63,8 +63,7 @@ def prepare(
 
     sites: what is collected, the site that the probes read first; sampled: soft labels from sampled answers, too;
     folds: how many groups each class must have once the answers are judged; None: any number, also none.
-    Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups.
-    """
+    Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups."""
     folder = options.folder / name
     collection = collect(
         engine, dataset, folder, sites=sites, prompt_format=prompt_format, batch_rows=options.batch_rows,
@@ -165,8 +164,7 @@ def all_logits(
 ) -> tuple[Floats, tuple[Floats, Index]]:
     """Return logits [seeds, n, (1 + A) m] for the reference, and those of the rows that do not apply, with groups [k].
 
-    ``out_of_fold`` [seeds, n, m] are the risk's; no row that does not apply took part in ``final``.
-    """
+    ``out_of_fold`` [seeds, n, m] are the risk's; no row that does not apply took part in ``final``."""
     n, others = len(data.inputs.label), data.dataset.others
     arrays = (array.astype(np.float32) for array in (final.direction, final.bias, scale))
     probe = Probes(data.inputs.readouts.file.site, final.head, *arrays)

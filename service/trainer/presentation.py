@@ -1,7 +1,6 @@
 """What cards and reports have in common: Markdown tables; colours, class bands, layer ticks, thinned curves of figures.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart.
-"""
+Colours are Okabe and Ito's, which colour-blind readers can tell apart."""
 
 from __future__ import annotations
 

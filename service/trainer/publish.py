@@ -65,8 +65,7 @@ def record_golden(
     """Replay G prompts of token ids through ``Engine.score`` and return what a server must reproduce.
 
     ``collected`` [G, (1 + A) m] are the same prompts' logits from the run folder.
-    Raises EngineError: the two differ, so the probes were fitted on something that serving does not read.
-    """
+    Raises EngineError: the two differ, so the probes were fitted on something that serving does not read."""
     needs_first_token = any(name in signals for name in FIRST_TOKEN)
     onsets = engine.score(prompts, probes, first_token=needs_first_token)
     replayed = np.stack([np.concatenate(onset.trajectories) for onset in onsets])
@@ -182,8 +181,7 @@ def by_form(
     """Return rows, share wrong, mean risk, its error, AUROC and the gate of each form, for evaluation.json.
 
     label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  No AUROC where a form has one
-    class only, nothing of answered rows where there are none.  Empty unless every row names its form.
-    """
+    class only, nothing of answered rows where there are none.  Empty unless every row names its form."""
     names = [row[FORM] for row in strata if FORM in row]
     form, table = np.array(names), dict[str, Any]()
     for name in sorted(set(names)) if len(names) == len(strata) else ():

@@ -1,8 +1,7 @@
 """Recalibration for another base rate: labelled rows, and unlabelled traffic -> a map of the risk -> the next version.
 
 Nothing is changed silently: every candidate is judged on labelled rows that it was not fitted on, the table is printed,
-and where the risk as it is does as well nothing is published.
-"""
+and where the risk as it is does as well nothing is published."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def recalibrate(
 ) -> Bundle | None:
     """Publish a version of a bundle whose risk is recalibrated; None for a dry run, and where no map does better.
 
-    Raises DataError, TrainingError (also where prior shift alone does not explain the traffic), and BundleError.
-    """
+    Raises DataError, TrainingError (also where prior shift alone does not explain the traffic), and BundleError."""
     rows, traffic, source = _plan(bundle, options, store)
     dataset = rows.dataset
     groups = len(np.unique(dataset.groups))
@@ -201,8 +199,7 @@ def _prior_shift(
 ) -> tuple[MapFit, dict[str, Any]]:  # fmt: skip
     """Return the map by the share of hallucinations on the traffic, and what evaluation.json has of it.
 
-    Nothing but this share has shifted; a prompt in both files counts as a labelled row.
-    """
+    Nothing but this share has shifted; a prompt in both files counts as a labelled row."""
     used = [data.dataset.rows[place] for place in data.labelled.index.tolist()]
     labelled = {row.prompt_digest for row in used}
     kept = [place for place, row in enumerate(file.rows) if row.prompt_digest not in labelled]

@@ -49,8 +49,7 @@ def train(
     ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.
 
     Raises NoThreshold (the bundle was published, no threshold of it can be guaranteed), DataError, RunMismatch,
-    NoDirection and TrainingError (the data carry no probe under these options), and BundleError (of the store).
-    """
+    NoDirection and TrainingError (the data carry no probe under these options), and BundleError (of the store)."""
     if not NAME.fullmatch(options.name):
         raise TrainingError("name must be 1 to 64 of a-z 0-9 . _ -, begin with a letter or digit and have no '..'; not "
                             f"{options.name!r}", param="name")  # fmt: skip
@@ -210,8 +209,7 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
 def _check_folds(options: TrainOptions, dataset: Dataset) -> None:
     """Make every fold before the model is loaded: in a small set a fold may lack a class.
 
-    Skipped for large sets, where a split takes seconds.  Raises TrainingError naming seed, fold and cure.
-    """
+    Skipped for large sets, where a split takes seconds.  Raises TrainingError naming seed, fold and cure."""
     asking = dataset.asking
     label, group = np.array([dataset.rows[row].label for row in asking.tolist()], np.int64), dataset.groups[asking]
     if min(len(np.unique(group[label == value])) for value in (0, 1)) > 10 * max(options.folds, options.inner_folds):

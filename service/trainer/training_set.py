@@ -91,8 +91,7 @@ def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
 class Fits:
     """Whether the model can be asked messages, and how often not, by form.
 
-    Its context may be short, and its template may refuse a system prompt.
-    """
+    Its context may be short, and its template may refuse a system prompt."""
 
     engine: Engine
     prompt_format: PromptFormat
@@ -133,8 +132,7 @@ def spread(
     """Return training and held-out rows in the forms that the options want; as they are where none are wanted.
 
     The answers of lone questions and the files are kept in the run folder.
-    Raises DataError for rows that do not fit the model by themselves, TrainingError for forms that need a template.
-    """
+    Raises DataError for rows that do not fit the model by themselves, TrainingError for forms that need a template."""
     if not options.wanted_forms:
         return dataset, test
     forms = _forms(options, prompt_format, console)

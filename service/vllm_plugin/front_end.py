@@ -3,8 +3,7 @@
 vLLM loads ``check`` as a general plugin, in each process of any program, before it makes an engine's configuration,
 an engine or a worker.  A configuration can say that a gate is in front of its engine (GATED): HalluTracer's own engine
 does, and vLLM's own server, to which our plugin adds the gate.  Without that word an engine gets no executor.
-An engine's process learns here, too, to end with its parent.
-"""
+An engine's process learns here, too, to end with its parent."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def in_server(frame: FrameType | None) -> bool:
 def name_plugins(environment: MutableMapping[str, str]) -> None:
     """Have vLLM load the guard, by naming all plugins, where the operator has named none.
 
-    It takes those with routes only by name, and then leaves out all that are not named.
-    """
+    It takes those with routes only by name, and then leaves out all that are not named."""
     if "VLLM_PLUGINS" not in environment:
         others = {plugin.name for group in GROUPS for plugin in entry_points(group=f"vllm.{group}_plugins")}
         environment["VLLM_PLUGINS"] = ",".join(sorted(others | {NAME}))

@@ -1,8 +1,7 @@
 """vLLM's ``generate``: the same request, judged at its answer onset and ended there if gated.
 
 Every answer of the server comes through here.  On a route whose response cannot carry a risk, an answer passes only
-under a policy that observes.
-"""
+under a policy that observes."""
 
 from __future__ import annotations
 
@@ -156,8 +155,7 @@ async def _prepare(engine: VllmEngine, scorer: Scorer, policy: Policy, parameter
 def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
     """Take our arguments out of ``vllm_xargs``, and a directive that a caller wrote.
 
-    Raises VLLMValidationError for an argument that looks like ours and would have no effect.
-    """
+    Raises VLLMValidationError for an argument that looks like ours and would have no effect."""
     given = dict(note.xargs or parameters.extra_args or {})
     extra = {name: value for name, value in given.items() if name not in XARGS and name != KEY}
     parameters.extra_args = extra or None

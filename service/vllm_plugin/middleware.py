@@ -2,8 +2,7 @@
 
 ``generation`` fills the note; a context variable connects the two across vLLM's own serving code.  It is written as
 ``hallutracer`` beside ``choices``.  A withheld answer's choice has no text, no counted token, the finish reason
-``content_filter`` and, in chats, the policy's message as its ``refusal``: OpenAI's clients know both.
-"""
+``content_filter`` and, in chats, the policy's message as its ``refusal``: OpenAI's clients know both."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ class RiskNotes:
                  message_in_content: bool = False) -> None:  # fmt: skip
         """``refuses`` tells whether an answer without a verdict must not be sent; ``special_tokens`` are the model's.
 
-        ``message_in_content`` also puts the policy's message where the answer's text would be.
-        """
+        ``message_in_content`` also puts the policy's message where the answer's text would be."""
         self.app, self._refuses, self._message_in_content = app, refuses, message_in_content
         self._special_tokens = special_tokens
 

@@ -1,7 +1,6 @@
 """The plugin's options: the variables behind ``hallutracer serve``'s flags, since vLLM owns the command line.
 
-Raises HalluTracerError naming the variable at fault, before a model is loaded.
-"""
+Raises HalluTracerError naming the variable at fault, before a model is loaded."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ class HalluTracerPlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes beside vLLM's own, and a note to each of its completion requests.
 
-        ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its ``/metrics``.
-        """
+        ``/score``, ``/health``, ``/metrics`` and ``/v1/models`` stay vLLM's; our series join its ``/metrics``."""
         options, settings, metrics, audit = self._options, self._options.settings, Metrics(), None
         if options.audit_log is not None:
             audit = Auditor(options.audit_log, required=options.audit_required, count=metrics.audit_lines)

@@ -1,8 +1,7 @@
 """What becomes of a flagged prompt beside abstaining: a warning, a passage to fetch, another server's answer.
 
 The other server is a second service of ours behind the real routes; only its failures are made by hand, and those that
-answer without end: what is read and kept of them is bounded.
-"""
+answer without end: what is read and kept of them is bounded."""
 
 from __future__ import annotations
 

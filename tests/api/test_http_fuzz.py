@@ -1,8 +1,7 @@
 """Bytes that no client sends, on raw sockets against the server as it is served; thousands of them in the long run.
 
 Every answer must be HTTP with a documented status and no 5xx; no request that was hidden in another is answered; the
-service gives the same risk as before, lets its connections go, and its memory stays within bounds.
-"""
+service gives the same risk as before, lets its connections go, and its memory stays within bounds."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ def lies(draw: random.Random) -> list[bytes]:
 def smuggled(draw: random.Random) -> list[bytes]:
     """Two readers of the same bytes may see other requests in them: here nobody may see ``HIDDEN``.
 
-    Whatever a shape's framing is taken to be, the hidden request is inside the first one's body or after an error.
-    """
+    Whatever a shape's framing is taken to be, the hidden request is inside the first one's body or after an error."""
     body, whole = b"0\r\n\r\n" + HIDDEN, len(b"0\r\n\r\n" + HIDDEN)
     shape = draw.choice((
         b"content-length: %d\r\ntransfer-encoding: chunked\r\n" % whole,

@@ -86,8 +86,7 @@ def padded(size: int) -> bytes:
 class Client:
     """One connection that has sent the head of a request with a body of so many bytes, or in chunks.
 
-    ``status`` is what came back: 100 where the body is awaited.
-    """
+    ``status`` is what came back: 100 where the body is awaited."""
 
     def __init__(self, port: int, length: int | None, key: str | None = A.secret, path: str = "/score") -> None:
         lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json"]

@@ -1,7 +1,6 @@
 """Under a gate that every answer meets, no request gets a token: thousands of them, well formed or not.
 
-The same for vLLM's own server: tests/vllm_plugin/test_gated.py.
-"""
+The same for vLLM's own server: tests/vllm_plugin/test_gated.py."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 
 from service.api.app import HEADERS, pages
 from service.judging.evaluation import SampleQuestion
-from service.serving.service import TOGETHER, Sampled
+from service.serving.sampled import TOGETHER, Sampled
 from tests.judging.test_evaluation import SAMPLE
 from tests.matching import Held, matching_bundle
 from tests.running import App, running, until
@@ -160,7 +160,7 @@ def test_only_a_few_are_asked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
         now -= 1
         return SampleQuestion(str(number), ("a",), "")
 
-    monkeypatch.setattr("service.serving.service.ask", slow)
+    monkeypatch.setattr("service.serving.sampled.ask", slow)
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=SimpleNamespace(digest="sha256:0")))
 
     async def every() -> list[Any]:

@@ -1,6 +1,5 @@
 """Prompts that went through no chat template, on the demo model, whose probes learnt from chats: their risk says
-little, and a policy that withholds withholds those that lie outside training, unless the operator says otherwise.
-"""
+little, and a policy that withholds withholds those that lie outside training, unless the operator says otherwise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The audit log's file: one chain over restarts, rotation, crashes, a full disk and several writers.
 
-Lines that were changed show, whatever is written afterwards; what honest writers do at any moment does not.
-"""
+Lines that were changed show, whatever is written afterwards; what honest writers do at any moment does not."""
 
 from __future__ import annotations
 

@@ -141,10 +141,11 @@ def test_what_was_drawn_is_listed_until_it_has_a_label(tmp_path: Path, capsys: C
     path = tmp_path / "feedback.db"
     place, where = f"--feedback-db={path}", location(str(path))
     kept = partial(Feedback, where, prompts=True, days=1.0, share=1.0)
-    with running(tmp_path, policy="observe", threshold=1.0, feedback=kept) as service:
-        body = {"prompt": ["What is the capital of France?", "What is the capital of Italy?"]}
+    with running(tmp_path, policy="observe", feedback=kept) as service:
+        body = {"prompt": [f"What is the capital of {name}?" for name in ("France", "Italy", "Spain", "Peru", "Chad")]}
         answer = httpx.post(f"{service.url}/score", json=body, timeout=60).json()
-        given = [one["index"] for one in answer["data"]]
+        given = [one["index"] for one in answer["data"] if not one["flagged"]]
+        assert given
 
         def listed() -> list[dict[str, Any]]:
             assert run("feedback", place) == 0

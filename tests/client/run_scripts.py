@@ -3,8 +3,7 @@
     python run_scripts.py SCRIPTS TESTS URL [URL ..]
 
 For each address {script: [output, error]}; then "tests": [output, exit status] of the files in the folder TESTS, at the
-first address.  Both read HALLUTRACER_URL.  It runs in .venv-clients.  Without TESTS ("") it needs no pytest.
-"""
+first address.  Both read HALLUTRACER_URL.  It runs in .venv-clients.  Without TESTS ("") it needs no pytest."""
 
 from __future__ import annotations
 

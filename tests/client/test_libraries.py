@@ -49,8 +49,7 @@ def in_their_environment(*arguments: str | Path, **variables: str) -> subprocess
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """``plain``: the demo model.  ``text``: a scripted one that is refused everything, with --message-in-content.
 
-    Both take any model name, as one that has a quick start's requests needs.
-    """
+    Both take any model name, as one that has a quick start's requests needs."""
     needed()
     shut = {"model_names": ("*",), "message_in_content": True, "threshold": 0.0}
     folder = tmp_path_factory.mktemp("bundles")

@@ -73,7 +73,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Running]
     """Two without keys, which let a caller through nginx choose nothing."""
     folder = tmp_path_factory.mktemp("fleet")
     with ExitStack() as stack:
-        yield [stack.enter_context(running(folder / name, names=["tiny"], callers_may=(), policy="observe"))
+        yield [stack.enter_context(running(folder / name, names=["tiny"], callers_may=()))
                for name in ("one", "two")]  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_nobody_changes_a_replica_through_it(fleet: b.Balancer, path: str) -> No
 def test_no_client_of_it_is_taken_for_the_owner_of_a_replica_without_keys(
     fleet: b.Balancer, services: list[Running]
 ) -> None:
-    for choice in ({"policy": "gate"}, {"threshold": 1.0}):
+    for choice in ({"policy": "observe"}, {"threshold": 1.0}):
         for url, status in ((services[0].url, 200), (fleet.url, 403)):
             assert httpx.post(f"{url}/score", json={"prompt": "x"} | choice, timeout=60).status_code == status
 

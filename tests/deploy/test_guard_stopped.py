@@ -1,11 +1,11 @@
 """docs/runbooks.md by experiment: the sidecar's app whose service is stopped under it, and a service that cannot read.
 
-The Python clients: tests/client/test_service.py.  The balancer: test_balancer.py.
-"""
+The Python clients: tests/client/test_service.py.  The balancer: test_balancer.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,8 @@ def test_the_sidecars_app_and_openais_client(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(FOLDER))
     import rag_app
 
-    with running(tmp_path, names=["tiny"], policy="observe") as service:
+    with ExitStack() as stopped:
+        service = stopped.enter_context(running(tmp_path, names=["tiny"], policy="observe"))
         monkeypatch.setenv("HALLUTRACER_URL", service.url)
         monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", setting)
         theirs = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0).chat.completions
@@ -34,9 +35,7 @@ def test_the_sidecars_app_and_openais_client(tmp_path: Path, monkeypatch: pytest
             question = {"question": "What is the capital of Italy?"}
             assert app.post("/ask", json=question).json()["source"] == "model"
             assert theirs.create(**CHAT).choices  # type: ignore[call-overload]
-            service.server.should_exit = True
-            while service.server.servers:
-                assert app.get("/health").status_code == 200
+            stopped.close()
             after = app.post("/ask", json=question)
             if setting == "refuse":
                 assert (after.status_code, set(after.json())) == (503, {"detail"})

@@ -258,8 +258,7 @@ def targets(pod: p.Document, phase: str = "Running") -> list[dict[str, Any]]:
 def scraped(folder: Path, found: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The labels of the targets that our file leaves, the discovery replaced by what it would find.
 
-    Distributions build Prometheus without it; what Prometheus keeps to itself is left out.
-    """
+    Distributions build Prometheus without it; what Prometheus keeps to itself is left out."""
     shutil.copytree(OURS / "rules", folder / "rules")
     loaded = configured("kubernetes.yml")
     [job] = loaded["scrape_configs"]

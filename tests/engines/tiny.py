@@ -1,8 +1,7 @@
 """Tiny random models of every family, and a byte-level tokenizer: nothing is downloaded.
 
 GQA wherever the family has it, head_dim apart from hidden / heads wherever the config permits, and weights large
-enough that a mistake shows.
-"""
+enough that a mistake shows."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ async def post_all(
 ) -> dict[Said, str]:
     """Post by so many clients at once; return the acknowledged, with their standing.
 
-    ``kill`` is called once half of them are.
-    """
+    ``kill`` is called once half of them are."""
     acknowledged: dict[Said, str] = {}
 
     async def post(client: httpx.AsyncClient, share: Sequence[Said]) -> None:

@@ -23,8 +23,7 @@ def readouts(a: NDArray[np.floating], label: NDArray[np.generic], site: Site = S
 def rows(rng: np.random.Generator, groups: int, share: float, *, size: int = 1) -> Rows:
     """Rows whose class-conditional distributions are training's: x ~ N(+-APART / 2, 1), risk = P(hallucinated | x).
 
-    Rows of one group are of one class, and their x have a correlation of one half.
-    """
+    Rows of one group are of one class, and their x have a correlation of one half."""
     group = np.repeat(np.arange(groups), size)
     bad = (rng.random(groups) < share)[group]
     noise = (rng.standard_normal(groups)[group] + rng.standard_normal(len(group))) / np.sqrt(2)

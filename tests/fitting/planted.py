@@ -1,8 +1,7 @@
 """A scripted engine whose rows carry a planted signal, and the data that go with it.
 
 A prompt's word, "known" or "hidden", gives the sign that is added to some heads of every layer.  Can be run as a
-program, to be killed: ``python -m tests.fitting.planted OPTIONS_JSON``.
-"""
+program, to be killed: ``python -m tests.fitting.planted OPTIONS_JSON``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Workers with a mistake in them, which the start-up self-test and the comparison have to find.
 
---worker-cls tests.parity.faulty.RowTooEarly
-"""
+--worker-cls tests.parity.faulty.RowTooEarly"""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ A separate process, because a failed vLLM leaves its process unusable, and so th
     python -m tests.parity.measure serve
 
 does the same for each line of its input, a JSON list of arguments and a file for the log, in a fork of itself, and
-prints the exit status.  Importing vLLM takes 15 s in each of its three processes, more than all that is compared.
-"""
+prints the exit status.  Importing vLLM takes 15 s in each of its three processes, more than all that is compared."""
 
 from __future__ import annotations
 

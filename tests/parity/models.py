@@ -1,7 +1,6 @@
 """What both engines are compared on: a tiny model of each family on disk, prompts, probes and who wants what, by seed.
 
-The shapes are those that vLLM's CPU attention takes.
-"""
+The shapes are those that vLLM's CPU attention takes."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
     ``changes`` are fields of BundleDraft or of its manifest; ``model`` may be a dict of ModelRecord fields to change,
     ``site``, ``tokenizer`` and ``chat_template`` stand for their records.  Arrays follow the manifest, those of a
     ``context`` included; nothing lies outside its reference, unless it has ``uncertainty``: then that is the unit ball
-    around 0.5.
-    """
+    around 0.5."""
     model = changes.pop("model", MODEL)
     if isinstance(model, dict):
         model = dataclasses.replace(MODEL, **model)

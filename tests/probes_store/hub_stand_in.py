@@ -1,8 +1,7 @@
 """A server of this machine that speaks as much of the Hugging Face hub's HTTP API as a push and a pull need.
 
 It keeps repositories as git does: commits of files, a branch, tags; safetensors and pictures go to large file storage,
-under another host name, as on the real hub.  ``faults`` are asked before every request and may answer in its place.
-"""
+under another host name, as on the real hub.  ``faults`` are asked before every request and may answer in its place."""
 
 from __future__ import annotations
 

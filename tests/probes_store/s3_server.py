@@ -1,7 +1,6 @@
 """moto's S3 server in a process of its own, which answers one request after the other.
 
-Threaded, as ``moto_server`` runs it, two creates of one object could both find none; S3 promises that one wins.
-"""
+Threaded, as ``moto_server`` runs it, two creates of one object could both find none; S3 promises that one wins."""
 
 from __future__ import annotations
 

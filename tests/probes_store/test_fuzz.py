@@ -2,8 +2,7 @@
 
 Each must be refused with an error of the store, or give a bundle that is sound: the same content as before, or, where
 the hashes were made right again, another digest and numbers within their ranges.  Anything else is a failure: another
-exception, a crash, a hang, memory without bound, or other content under the old digest.
-"""
+exception, a crash, a hang, memory without bound, or other content under the old digest."""
 
 from __future__ import annotations
 
@@ -243,8 +242,7 @@ def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) ->
 def fuzz(origin: Bundle, count: int, seed: int, kinds: Counter[str], refused: Counter[str]) -> None:
     """``count`` mutations of one bundle in its folder; counts those that were refused, by mutator and by error.
 
-    ``kinds`` also counts (with "=") those that came out as they were and (with "+") those that were accepted.
-    """
+    ``kinds`` also counts (with "=") those that came out as they were and (with "+") those that were accepted."""
     draw, original = random.Random(seed), {name: (origin.path / name).read_bytes() for name in FILES}
     there = dict(original)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # a hang ends as by Ctrl-C

@@ -61,8 +61,7 @@ def reports(
 ) -> tuple[Any, list[bytes]]:
     """``count`` reports: the share ``top`` has a risk of 1, which is also the distance to the reference.
 
-    In no order, or ``alike`` to their neighbours; all of them different prompts, or those that are ``named``.
-    """
+    In no order, or ``alike`` to their neighbours; all of them different prompts, or those that are ``named``."""
     high = round(top * count)
     risks = [1.0] * high + np.linspace(0, 1, count - high, endpoint=False).tolist()
     found = [SimpleNamespace(risk=risk, context=UNKNOWN, uncertain=SimpleNamespace(outside=n < round(outside * count)))

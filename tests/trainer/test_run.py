@@ -273,7 +273,10 @@ def test_classifier_and_threshold_are_fitted_apart_from_what_measures_them(
     """A fold's classifier comes from its training side; the threshold from all out-of-fold risks of both seeds, not
     from the nested ones, which are there to measure it, nor from those of the refitted probes."""
     fit, chosen = nested_cv.fit_classifier, watched(monkeypatch, trainer_run, "choose_threshold")
-    fitted, used = watched(monkeypatch, nested_cv, "fit_classifier"), watched(monkeypatch, nested_cv, "summary")
+    fitted, used = (
+        watched(monkeypatch, nested_cv, "fit_classifier"),
+        watched(monkeypatch, nested_cv.measures, "summary"),
+    )
     bundle, _ = run(tmp_path, target="wrong<=0.2")
     names = len(nested_cv.NAMES) - len(nested_cv.CONTEXT_NAMES)  # no row has a passage
     assert len(fitted) == len(used) == 2 * 3 * names  # seeds, folds, signals

@@ -50,8 +50,7 @@ class Chosen(Exception):
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Configurations whose engines would have started.
 
-    ``check`` has run with a bundle named; vLLM is as before afterwards.
-    """
+    ``check`` has run with a bundle named; vLLM is as before afterwards."""
     configs: list[Any] = []
     args, executor = vllm("EngineArgs"), vllm("v1.executor.abstract.Executor")
 

@@ -1,8 +1,7 @@
 """The Python client of a HalluTracer service: ``Client`` and ``AsyncClient``.
 
 Depends on httpx and pydantic only.  ``hallutracer_client.langchain``, ``.llamaindex`` and ``.haystack`` put the same
-guard into those frameworks; each needs the extra of its name.
-"""
+guard into those frameworks; each needs the extra of its name."""
 
 from hallutracer_client.client import AsyncClient, Client
 from hallutracer_client.errors import (

@@ -108,8 +108,7 @@ class Client(BaseClient[httpx.BaseTransport]):
     and read.  For a stream it limits the time to the first event (the risk), then each gap between events.
     ``max_retries`` applies to 429, 503 and broken connections (see ``wire``).  The environment is not read, neither
     for the key nor for proxies or certificates: pass ``transport`` for those.  Calls raise ValueError and TypeError
-    before anything is sent, APIError, TransportError and UnexpectedAnswer.
-    """
+    before anything is sent, APIError, TransportError and UnexpectedAnswer."""
 
     _ways = Ways(httpx.Client, time.sleep, httpx.Response.read, httpx.Response.close)
 

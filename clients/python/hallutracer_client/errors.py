@@ -37,8 +37,7 @@ class TimedOut(TransportError):
 class UnexpectedAnswer(ClientError):
     """The answer is not that of a HalluTracer service of a known version.
 
-    ``status`` is the HTTP status, ``retry_after`` the seconds of a Retry-After header.
-    """
+    ``status`` is the HTTP status, ``retry_after`` the seconds of a Retry-After header."""
 
     def __init__(self, message: str, *, status: int, retry_after: float | None = None) -> None:
         super().__init__(message)

@@ -1,8 +1,7 @@
 """What the adapters share: one question to the service before a model may answer.
 
 A risk is that of the service's model.  Before another model it only tells how hard the question is for the first.
-An adapter never lets through what it cannot have scored: every error of the client is raised.
-"""
+An adapter never lets through what it cannot have scored: every error of the client is raised."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Needs ``hallutracer-client[haystack]``.
 
     pipeline.connect("prompt_builder.prompt", "gate.messages")
     pipeline.connect("gate.messages", "llm.messages")    # nothing is sent here where the answer is withheld
-    pipeline.connect("gate.replies", "answers.replies")  # then the policy's message is here
-"""
+    pipeline.connect("gate.replies", "answers.replies")  # then the policy's message is here"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """LangChain: ``RiskGuard`` stands before a model in a chain, ``RiskMiddleware`` before an agent.
 
-Needs ``hallutracer-client[langchain]``.  In async chains and agents the request runs in a thread.
-"""
+Needs ``hallutracer-client[langchain]``.  In async chains and agents the request runs in a thread."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ ROLES = {"system": "system", "developer": "system", "human": "user", "ai": "assi
 class RiskGuard(Runnable[LanguageModelInput, LanguageModelInput]):
     """Passes a model's input on where its risk allows, as in ``prompt | guard | model``; else raises ``Withheld``.
 
-    ``policy``, ``threshold`` and ``bundle`` are those of a request; None: the service's own.
-    """
+    ``policy``, ``threshold`` and ``bundle`` are those of a request; None: the service's own."""
 
     def __init__(
         self, client: Client, *, policy: str | None = None, threshold: float | None = None, bundle: str | None = None
@@ -61,8 +59,7 @@ class RiskGuard(Runnable[LanguageModelInput, LanguageModelInput]):
 class RiskMiddleware(AgentMiddleware):
     """Scores an agent's conversation before it starts; where the risk is too high, it ends with ``refused``.
 
-    The risk is that of answering at once, without a tool: calls of tools and their results are left out.
-    """
+    The risk is that of answering at once, without a tool: calls of tools and their results are left out."""
 
     def __init__(
         self, client: Client, *, policy: str | None = None, threshold: float | None = None, bundle: str | None = None

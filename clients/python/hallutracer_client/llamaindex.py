@@ -1,7 +1,6 @@
 """LlamaIndex: ``GuardedLLM`` wraps any LLM, so that what a query or chat engine asks it is scored first.
 
-Needs ``hallutracer-client[llamaindex]``.  The prompt is scored as the engine wrote it, retrieved passages included.
-"""
+Needs ``hallutracer-client[llamaindex]``.  The prompt is scored as the engine wrote it, retrieved passages included."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class GuardedLLM(LLM):
     """``llm`` where the risk allows an answer, else a response with the policy's message, or ``Withheld``.
 
     ``policy``, ``threshold`` and ``bundle`` are those of a request; None: the service's own.  ``raises``: raise
-    ``Withheld`` instead of answering with the message.  A prompt without messages is one question of a user.
-    """
+    ``Withheld`` instead of answering with the message.  A prompt without messages is one question of a user."""
 
     _llm: LLM = PrivateAttr()
     _guard: Guard = PrivateAttr()

@@ -1,7 +1,6 @@
 """The JSON body of a scoring request, from keyword arguments.
 
-Limits and the names of bundles and policies are checked by the server.
-"""
+Limits and the names of bundles and policies are checked by the server."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ class Guarantee(Checked):
     """The guarantee of the bundle's threshold for this request; ``void`` says why it does not hold.
 
     Of the question groups that are answered, counted equally whatever their size, at most a share ``alpha`` is answered
-    with a hallucination, with confidence 1 - ``delta``.
-    """
+    with a hallucination, with confidence 1 - ``delta``."""
 
     alpha: Share
     delta: Share

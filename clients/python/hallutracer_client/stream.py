@@ -35,8 +35,7 @@ def now(work: Coroutine[Any, Any, T]) -> T:
 class EventReader:
     """Server-sent events from bytes that come in any pieces; of an event's fields only ``data`` is read.
 
-    https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation
-    """
+    https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation"""
 
     def __init__(self) -> None:
         self._rest = b""  # of a line that has not ended
@@ -65,8 +64,7 @@ class EventReader:
 class BaseAnswer(results.OfOneRisk):
     """A streamed answer: check ``gated``, then iterate over pieces of text.  The risk is known from the start.
 
-    Iterating a gated answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for an empty answer.
-    """
+    Iterating a gated answer raises ``Withheld``, so a missing check of ``gated`` cannot pass for an empty answer."""
 
     _advance: Any  # next or anext
     _events: Any

@@ -4,8 +4,7 @@ The only module that turns a status into an error.  No message holds a body or a
 
 Retried: 429, 503, and connections that fail before the response headers arrive.  Scoring has no side effects, so a
 repeated request is harmless, also with ``generate``: no part of the first answer was seen.  Not retried: timeouts (no
-time is left, and a second request does not help a slow server), any other status, and a stream that has begun.
-"""
+time is left, and a second request does not help a slow server), any other status, and a stream that has begun."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ def convert(
 ) -> None:
     """Print JSONL rows (id, prompt or messages, label or answers, group, kind); counts and caveats go to stderr.
 
-    hallutracer data convert truefalse ~/true_false_data > truefalse.jsonl
-    """
+    hallutracer data convert truefalse ~/true_false_data > truefalse.jsonl"""
     if not folder.is_dir():
         raise HalluTracerError(f"{folder} is not a folder")
     info = SETS[name]
@@ -77,8 +76,7 @@ def mix(
 
       hallutracer data mix opentriviaqa.jsonl:3000 nq-open.jsonl:1500 mine.jsonl > rows.jsonl
 
-      hallutracer data mix opentriviaqa.jsonl:500 nq-open.jsonl:200 --without rows.jsonl > held-out.jsonl
-    """
+      hallutracer data mix opentriviaqa.jsonl:500 nq-open.jsonl:200 --without rows.jsonl > held-out.jsonl"""
     if not files:
         raise UsageError("FILES", "name at least one JSONL file")
     found = mixture.mix([_source(file) for file in files], seed, without)
@@ -109,8 +107,7 @@ def in_forms(
 
       hallutracer data forms questions.jsonl > rows.jsonl
 
-      hallutracer data forms questions.jsonl --form turns --form passages --per-row 2 > rows.jsonl
-    """
+      hallutracer data forms questions.jsonl --form turns --form passages --per-row 2 > rows.jsonl"""
     wanted, rows = forms.chosen(form), mixture.read_rows(file)
     own = {} if said is None else forms.read_said(said)
     made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, said=own)
@@ -127,8 +124,7 @@ def tasks(
 
     Each row has messages and `"applies": false`; a bit under half of them stand alone, the others in a conversation.
 
-      hallutracer data tasks > tasks.jsonl
-    """
+      hallutracer data tasks > tasks.jsonl"""
     made = task_rows(count, seed)
     _print(made, "rows", dict(Counter(row["kind"].removeprefix("task/") for row in made).most_common()))
 
@@ -152,8 +148,7 @@ def audit(
 
       hallutracer data audit rows.jsonl --sample ./run > audit.csv
 
-      hallutracer data audit audit.csv
-    """
+      hallutracer data audit audit.csv"""
     if sample is not None:
         judge_audit.write(judge_audit.sample(read_dataset(file, "generate", folds=0), sample, rows, seed), sys.stdout)
         note('write right, wrong or unclear into the column "read", then: hallutracer data audit FILE.csv')

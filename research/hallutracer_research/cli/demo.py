@@ -28,8 +28,7 @@ def build(
 ) -> None:
     """Train the demo model from its facts, choose a seed on the dev split, train both bundles on it.
 
-    One seed takes about ten minutes of one core.  Nothing of the installed package is overwritten.
-    """
+    One seed takes about ten minutes of one core.  Nothing of the installed package is overwritten."""
     from rich.console import Console
 
     from hallutracer_research.demo.build import build as run
@@ -51,8 +50,7 @@ def retrieval(
 
     Writes retrieval.json (every answer) and retrieval.md under --out, and prints the tables.
 
-      hallutracer demo retrieval --model ./my-model --bundle my-probe
-    """
+      hallutracer demo retrieval --model ./my-model --bundle my-probe"""
     from contextlib import closing
 
     from hallutracer_research.demo.retrieval import ask, document, markdown

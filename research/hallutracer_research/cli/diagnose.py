@@ -117,8 +117,7 @@ def diagnose(
       np.savez("mine.npz", trajectory=trajectory, label=label)
       np.savez("mine.npz", trajectory=trajectory, label=label, readout=readout, direction=direction)
 
-      hallutracer diagnose mine.npz --output mine.json
-    """
+      hallutracer diagnose mine.npz --output mine.json"""
     if (file is None) == (not options.data):
         raise UsageError("FILE", "give an .npz file, or --bundle NAME with --data ROWS.jsonl")
     if file is not None and not file.is_file():

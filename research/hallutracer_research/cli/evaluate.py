@@ -67,8 +67,7 @@ def evaluate(
 
       hallutracer evaluate --suite paper    # the demo model on its own questions
       hallutracer evaluate --model ./my-model --data questions.jsonl
-      hallutracer evaluate --model ./my-model --data helm=./helm --data bfcl=./bfcl
-    """
+      hallutracer evaluate --model ./my-model --data helm=./helm --data bfcl=./bfcl"""
     from rich.console import Console
 
     from hallutracer_research.evaluating import BadSource, run_evaluation, source, sources_of

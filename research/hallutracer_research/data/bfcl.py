@@ -5,8 +5,7 @@ A substitute for the paper's "Agentic" set, which cannot be identified: results 
 search is asked closed-book, memory questions have the earlier conversations in the system text.  ``multi_turn_base``
 needs BFCL's simulators; its 200 rows are read, counted and left out.  ``read_bfcl_answerable``: labels known without
 decoding, "an offered function fits" (1) or none does (0): tool-answerability, not hallucination.
-Group = the row; for live files the middle number of the id (mostly the same functions); for memory the scenario.
-"""
+Group = the row; for live files the middle number of the id (mostly the same functions); for memory the scenario."""
 
 from __future__ import annotations
 

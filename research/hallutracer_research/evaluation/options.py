@@ -7,8 +7,7 @@ the blocks' weights, H the head's, T the answer's tokens:
 
 P(True) is C and a second prompt of q tokens: (q N + H) / (n N) more.  Left out are what a method needs to learn,
 attention between tokens, embeddings, the probes, and HalluGuard's gradients.  n and q are means over the set's rows, T
-the longest answer allowed, so that C and D are costs that answers stay below.  All experts of a mixture count.
-"""
+the longest answer allowed, so that C and D are costs that answers stay below.  All experts of a mixture count."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
 
     A set whose own answers are too nearly all right, or all wrong, which is known only once the model has answered, is
     left out with a note.  Raises DataError (rows), RunMismatch (another run's folder), TrainingError and NoDirection
-    (too few rows, too little signal).
-    """
+    (too few rows, too little signal)."""
     begun = time.monotonic()
     rows = [prepare.read_rows(source, options) for source in options.sources]
     for set_rows in rows:

@@ -252,8 +252,7 @@ def uniformity(auroc: Floats, scores: NDArray[np.floating], notes: list[str]) ->
     auc_cv: standard deviation over mean of the AUROC; switches: share of adjacent layers whose best head (ties: lowest)
     differs; correlation: mean pairwise Pearson's of scores; effective_rank: exp(entropy of that matrix's eigenvalues /
     heads), and its share of the heads.  Heads with constant scores are left out of the last three and counted in
-    ``notes``; None where a layer has one head, or one whose score varies.
-    """
+    ``notes``; None where a layer has one head, or one whose score varies."""
     quality = as_float(auroc, "auroc", 2)
     m, heads = quality.shape
     best = np.argmax(quality, axis=1)

@@ -2,8 +2,7 @@
 
 A claim is judged on each set: supported where it is on all that can test it, mixed where they differ.  A threshold
 is the paper's own where it prints one.  Differences of AUROC are judged by the 95 % interval of the difference of mean
-AUROCs over test sides (``fitting.scores``): supported where all of it agrees, not supported where all contradicts.
-"""
+AUROCs over test sides (``fitting.scores``): supported where all of it agrees, not supported where all contradicts."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 ``published.json`` holds the printed numbers by the paper's label; a percentage becomes a share of 1.  Models and sets
 are spelt one way, though the paper varies; tab:isotropy-results is transposed.  Notes say where printed numbers
 disagree. A set that does not support a computation has an empty row and a note with the reason; the others are
-unaffected.
-"""
+unaffected."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Forms of conversation: the same question alone, in a chat, under a system prompt, behind a passage, in other wording.
 
 A form makes of a question the messages in which somebody asks it.  What stands around it comes from ``wordings.toml``
-and from the other questions of the file, never from the question's own group.  ``in_forms`` makes rows to train on.
-"""
+and from the other questions of the file, never from the question's own group.  ``in_forms`` makes rows to train on."""
 
 from __future__ import annotations
 
@@ -326,8 +325,7 @@ def in_forms(
 
     ``said`` is what the model answered, by id, for the forms with its own earlier answers.  A row that has ``messages``
     is what it is: it stays, once, and so does one that does not apply.  A row that fits none of the forms is left out;
-    ``fits`` says whether the model can be asked messages of a form, and where not, the row takes another one.
-    """
+    ``fits`` says whether the model can be asked messages of a form, and where not, the row takes another one."""
     asking = [row for row in rows if "prompt" in row and row.get("applies") is not False]
     questions = {row["id"]: _question(row, said or {}) for row in asking}
     by_kind: dict[str, list[Question]] = defaultdict(list)

@@ -1,8 +1,7 @@
 """Decoding from prefilled caches: one answer's tokens and text, and steps of answers that come and go.
 
 The linear layers of a step run on all rows together (``next_logits``), which reads the weights once, and attention row
-by row on the row's own keys and values, so that nothing is padded or copied and a row may come and go.
-"""
+by row on the row's own keys and values, so that nothing is padded or copied and a row may come and go."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The reference engine and the embedded default: any transformers causal language model of ``families.py``.
 
 A call checks the prompts, runs micro-batches with hooks, and returns numpy arrays in the caller's order.  ``hooks``
-reads activations, ``batching`` pads, ``decoding`` answers, ``loading`` loads the model.
-"""
+reads activations, ``batching`` pads, ``decoding`` answers, ``loading`` loads the model."""
 
 from __future__ import annotations
 

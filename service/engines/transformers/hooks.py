@@ -1,8 +1,7 @@
 """Padded micro-batches of prompts, and the activations that hooks take from their forward passes.
 
 A *sink* takes the activations at t* [batch, width], views in the model's dtype that are valid only during the call:
-``TruthLogits`` computes one number per probe from them (Eq. logit), ``ActivationBuffer`` keeps them for training.
-"""
+``TruthLogits`` computes one number per probe from them (Eq. logit), ``ActivationBuffer`` keeps them for training."""
 
 from __future__ import annotations
 
@@ -247,8 +246,7 @@ def reading(
 ) -> Iterator[None]:
     """Attach one forward pass's hooks at the sink's sites; with ``stop``, the last readout raises LastReadout.
 
-    Without it the head gets the hidden states at t* only: logits are [batch, 1, vocab] in every family.
-    """
+    Without it the head gets the hidden states at t* only: logits are [batch, 1, vocab] in every family."""
     left = set(sink.sites)  # to be read in the last layer
 
     def reader(site: Site, layer: int) -> Any:

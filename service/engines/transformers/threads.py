@@ -1,8 +1,7 @@
 """The number of CPU threads of a forward pass: as many as pay at this moment, found by timing the passes.
 
 OpenMP's threads spin while they wait for each other, which is fastest on cores of their own.  Beside another busy
-process a pass takes three to six times as long; on one thread, as much longer as the core is shared.
-"""
+process a pass takes three to six times as long; on one thread, as much longer as the core is shared."""
 
 from __future__ import annotations
 

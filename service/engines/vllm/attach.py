@@ -5,8 +5,7 @@ operator that the compiler does not look into, and its result is what the output
 
 In each layer a forward pass keeps the rows of the step's answer onsets, and nothing else: one copy a layer.  The truth
 logits (Eq. logit) of every probe slot are computed from them after it, for all layers at once.  Probes are tensors:
-another bundle is copied into a slot, without recompilation or restart.
-"""
+another bundle is copied into a slot, without recompilation or restart."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ TOKENS = 3  # of the input with which an attention block is checked
 class SiteReadout:
     """One site's probe slots and the step's activations on this rank, whose own heads are (first, count).
 
-    Results of all ranks are summed; where each has all heads (``split`` False), only ``leading`` contributes.
-    """
+    Results of all ranks are summed; where each has all heads (``split`` False), only ``leading`` contributes."""
 
     def __init__(
         self, plan: Plan, site: Site, layers: range, heads: tuple[int, int], *, leading: bool, device: torch.device

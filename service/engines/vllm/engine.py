@@ -1,8 +1,7 @@
 """``VllmEngine``: implements ``base.Engine`` on vLLM's own client, ``AsyncLLM``.
 
 vLLM schedules: prompts arrive at any time and share steps; it caches, preempts and cancels them.  Its client and the
-coroutines here run on one event loop; the synchronous methods of ``base.Engine`` submit their work to it and wait.
-"""
+coroutines here run on one event loop; the synchronous methods of ``base.Engine`` submit their work to it and wait."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class VllmEngine:
     def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop, generate: Any | None = None) -> VllmEngine:
         """Return an engine on the caller's ``AsyncLLM``, which runs on ``loop``.  Raises as ``load`` does.
 
-        ``generate``: vLLM's own method, if the caller has replaced it.  Not to be called on ``loop``'s thread.
-        """
+        ``generate``: vLLM's own method, if the caller has replaced it.  Not to be called on ``loop``'s thread."""
         launch.check_installed()
         config = async_llm.vllm_config.model_config
         options = EngineOptions(config.model, config.revision, trust_remote_code=config.trust_remote_code)
@@ -112,8 +110,7 @@ class VllmEngine:
     ) -> VllmEngine:  # fmt: skip
         """Start vLLM on a folder or hub name, and test it.  Raises ModelLoadError, UnknownFamily, EngineError.
 
-        ``sites``, ``slots``: compiled in; ``rows``: gives activations, for training; ``threads``: of all ranks.
-        """
+        ``sites``, ``slots``: compiled in; ``rows``: gives activations, for training; ``threads``: of all ranks."""
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)

@@ -1,8 +1,7 @@
 """The readouts of one step: which rows are answer onsets, their numbers, and which gates close.
 
 A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``, ``gate`` once tokens are
-sampled, and ``payloads``.  A step with onsets copies once to the device and once back, and waits for neither.
-"""
+sampled, and ``payloads``.  A step with onsets copies once to the device and once back, and waits for neither."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A directive is a dictionary under ``KEY`` in ``SamplingParams.extra_args``.  A payload is one float32 vector in
 ``RequestOutput.prompt_token_id_logprobs``, which vLLM provides for log probabilities of chosen tokens at the prompt's
-end: a risk and its first token arrive in one message and cannot be matched with another request's.
-"""
+end: a risk and its first token arrive in one message and cannot be matched with another request's."""
 
 from __future__ import annotations
 

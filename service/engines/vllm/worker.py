@@ -3,8 +3,7 @@
     vllm serve MODEL --worker-cls service.engines.vllm.worker.Worker
 
 The readout is added before anything is compiled, warmed up or captured.  A built runner, V1 or V2, becomes an instance
-of a subclass of its own class, which makes five calls (see ``reader``) where it allows it.  Written for vLLM 0.32.
-"""
+of a subclass of its own class, which makes five calls (see ``reader``) where it allows it.  Written for vLLM 0.32."""
 
 from __future__ import annotations
 

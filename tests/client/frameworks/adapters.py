@@ -1,7 +1,6 @@
 """The adapters with the real libraries, beside a real service on the demo model: HALLUTRACER_URL.
 
-test_libraries.py runs these with the environment of clients/requirements.txt.
-"""
+test_libraries.py runs these with the environment of clients/requirements.txt."""
 
 from __future__ import annotations
 

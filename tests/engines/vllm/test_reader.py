@@ -83,8 +83,7 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
 ) -> None:
     """Random schedules with chunks, cached prefixes, mixed prefills and decodes, preemptions and resumptions.
 
-    requests: prompt tokens, answer tokens, whether they have a directive.
-    """
+    requests: prompt tokens, answer tokens, whether they have a directive."""
     computed = [chance.randrange(prompt) for prompt, _, _ in requests]  # prefix hits
     sampled = [0] * len(requests)
     onsets: list[int] = []

@@ -318,8 +318,7 @@ def test_v1s_rows() -> None:
 def batch(padded: int = 0, **rows: Any) -> Any:
     """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index), the rest left out.
 
-    ``padded`` empty requests follow, as where a captured graph is larger than the batch.
-    """
+    ``padded`` empty requests follow, as where a captured graph is larger than the batch."""
     counts, computed, prefill, states = (np.array(column, np.int32) for column in zip(*rows.values(), strict=True))
     starts = np.concatenate([[0], np.cumsum(counts), np.full(padded, counts.sum())]).astype(np.int32)
     known = {"req_ids": list(rows), "num_reqs": len(rows), "num_scheduled_tokens": counts,

@@ -2,8 +2,7 @@
 
 vLLM asks Triton for a backend of the machine at hand before it believes that it has Triton; there is none for CPUs on
 PyPI, and the interpreter needs none.  With this folder on PYTHONPATH and TRITON_INTERPRET=1 it is told of one, in each
-of its processes.
-"""
+of its processes."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ scaled to unit norm; K = G G^T [T, T], lambda its eigenvalues; sigma_max the lar
 
 **Direction.** A high score means a sound answer, as its authors maximise it in search: the risk is minus the score.
 (log sigma_max has a plus although amplification is their hazard: the formula is as published.)  It reads the answer, so
-it is no peer of the pre-decoding methods.  One token scores 1.  Works on the transformers engine only.
-"""
+it is no peer of the pre-decoding methods.  One token scores 1.  Works on the transformers engine only."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def halluguard_scores(engine: LoadedModel, prompts: Sequence[TokenIds], max_new_
     T is at most ``max_new_tokens``: time grows with T (three passes back through the last block for each token) and K
     with T^2; memory is three copies of the block's parameters.  The dtype's rounding limits kappa: prefer float32.
     Raises EngineError: another engine, kernels that cannot be differentiated twice, a full context; RequestError: the
-    engine's.
-    """
+    engine's."""
     torch_model = engine.torch_model
     if torch_model is None:
         raise EngineError(

@@ -6,8 +6,7 @@
 here on the prompt's.  Inner folds choose between the middle, three quarters of the depth and the last layer.
 ``mind`` (Su et al. 2024): features and training of its published code: the last token's residual stream, mean over
 layers, beside the last layer's, mean over tokens; dropout 0.2, balanced loss, Adam at 5e-4, weight decay 1e-5, the best
-of 20 epochs on a fifth.  **Supervised:** the paper's learns from Wikipedia, here from the training side's labels.
-"""
+of 20 epochs on a fifth.  **Supervised:** the paper's learns from Wikipedia, here from the training side's labels."""
 
 from __future__ import annotations
 

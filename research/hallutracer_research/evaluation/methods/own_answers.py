@@ -11,8 +11,7 @@ be equal.  As in the paper each is compared with the first of each group, in the
 
 **EigenScore** (Chen et al. 2024): Z [d, K], the middle layer's states of the last token of K answers; the score is
 log det(Z^T J_d Z + alpha I) / K, J_d = I - 1 1^T / d, alpha = 0.001.  Unlike theirs: semantic entropy's samples, and no
-extreme features are clipped while the model decodes.
-"""
+extreme features are clipped while the model decodes."""
 
 from __future__ import annotations
 

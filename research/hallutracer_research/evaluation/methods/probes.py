@@ -8,8 +8,7 @@ choose, ties to fewer and lower layers and smaller C.  Of a size at most 12 wind
 ``mass_mean`` (Marks and Tegmark 2023): Sigma^-1 (mean of factual - mean of hallucinated rows), Sigma within the classes
 shrunk on standardised coordinates by Ledoit and Wolf's share (rows as independent), 0.3, or 1: the plain difference.
 ``sep`` (Kossen et al. 2024): the training rows' semantic entropy is cut in two where the squared distances from both
-means are smallest, and a logistic regression learns the side: no label of the set, no samples of test rows.
-"""
+means are smallest, and a logistic regression learns the side: no label of the set, no samples of test rows."""
 
 from __future__ import annotations
 

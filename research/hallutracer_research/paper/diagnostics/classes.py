@@ -2,8 +2,7 @@
 
 Arrays are [N, ...]: rows first; label is 1 for factual, 0 for hallucinated.  The pooled within-class covariance is
 sum_c (n_c / N) Cov_c (App. uniform-proof).  The test of equal means (Chen and Qin 2010, Ann. Statist. 38(2), 808-835)
-needs no probe and no invertible covariance.  Sums over pairs of rows are written in moments or taken in blocks.
-"""
+needs no probe and no invertible covariance.  Sums over pairs of rows are written in moments or taken in blocks."""
 
 from __future__ import annotations
 
@@ -217,8 +216,7 @@ def chen_qin(x: ArrayLike, label: ArrayLike) -> ChenQin:
     T = mean_{i != j} x_i'x_j within each class, less twice the mean across; its variance under H0 is 2 tr(S_F^2) / (n_F
     (n_F - 1)) + 2 tr(S_H^2) / (n_H (n_H - 1)) + 4 tr(S_F S_H) / (n_F n_H), by their leave-out estimators. Their
     tr(S_c^2) changes where all rows are moved; here each class is moved by the OTHER's mean, which is independent of
-    it: the estimator is otherwise theirs.  Raises TrainingError below 3 rows of a class.
-    """
+    it: the estimator is otherwise theirs.  Raises TrainingError below 3 rows of a class."""
     values, factual = labelled(x, label, "x", minimum=MIN_ROWS)
     values = values - values.mean(axis=0)  # changes nothing but rounding: everything below is moved again or invariant
     one, two = values[factual], values[~factual]

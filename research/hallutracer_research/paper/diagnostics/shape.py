@@ -4,8 +4,7 @@ Variance (Table variance-decomp): L_l = mu_l^(c) + alpha_i + eps_{i,l}.  The pap
 Var(alpha-hat) holds sigma_eps^2 / m besides sigma_alpha^2; ``icc_unbiased`` separates them.
 Fisher gap (Thm. uniform-optimal, Table fisher-gap): how much the best linear weighting of layers could gain over the
 mean, by the paper's level and shape parts and directly.  In sample even pure noise seems to help: R^2 is too large by
-about (m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean; ``r_fisher_unbiased`` takes that out.
-"""
+about (m - 1) (1/n_F + 1/n_H) / SNR^2 of the mean; ``r_fisher_unbiased`` takes that out."""
 
 from __future__ import annotations
 
