@@ -17,7 +17,6 @@ from hallutracer_client.errors import (
     TransportError,
     Unauthorized,
     UnexpectedAnswer,
-    Withheld,
 )
 from hallutracer_client.request import Generate, ScoreOptions
 from hallutracer_client.results import (
@@ -35,6 +34,7 @@ from hallutracer_client.results import (
     Risk,
     ScoreResult,
     Usage,
+    Withheld,
 )
 from hallutracer_client.stream import Answer, AsyncAnswer
 from hallutracer_client.version import VERSION as __version__

@@ -5,25 +5,9 @@ A wrong argument raises ValueError or TypeError before anything is sent.  No mes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hallutracer_client.results import Risk
-
 
 class ClientError(Exception):
     """Root of the tree."""
-
-
-class Withheld(ClientError):
-    """The answer was read although the decision is not ``continue``; ``risk`` holds the details."""
-
-    def __init__(self, risk: Risk) -> None:
-        super().__init__(
-            f"the answer was withheld: decision {risk.decision!r} at risk {risk.risk:.3f}, threshold "
-            f"{risk.threshold:.3f}; check 'gated' before reading the answer"
-        )
-        self.risk = risk
 
 
 class TransportError(ClientError):

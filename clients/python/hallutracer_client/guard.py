@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hallutracer_client.client import Client
-from hallutracer_client.errors import Withheld
-from hallutracer_client.results import Risk
+from hallutracer_client.results import Risk, Withheld
 
 WITHHELD = "content_filter"  # the finish reason of a withheld answer, as OpenAI's clients know it
 

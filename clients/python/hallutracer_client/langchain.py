@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from hallutracer_client.client import Client
-from hallutracer_client.errors import Withheld
 from hallutracer_client.guard import Guard, details, turn
-from hallutracer_client.results import Risk
+from hallutracer_client.results import Risk, Withheld
 
 try:
     from langchain.agents.middleware import AgentMiddleware, AgentState, hook_config

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from hallutracer_client.errors import Withheld
+from hallutracer_client.errors import ClientError
 
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -115,6 +115,17 @@ class Risk(Checked):
     def gated(self) -> bool:
         """The answer is withheld: the decision is not ``continue``."""
         return self.decision != "continue"
+
+
+class Withheld(ClientError):
+    """The answer was read although the decision is not ``continue``; ``risk`` holds the details."""
+
+    def __init__(self, risk: Risk) -> None:
+        super().__init__(
+            f"the answer was withheld: decision {risk.decision!r} at risk {risk.risk:.3f}, threshold "
+            f"{risk.threshold:.3f}; check 'gated' before reading the answer"
+        )
+        self.risk = risk
 
 
 class OfOneRisk:

@@ -10,8 +10,18 @@ from typing import Any, TypeVar
 import httpx
 
 from hallutracer_client import results, wire
-from hallutracer_client.errors import TransportError, Withheld
-from hallutracer_client.results import Chunk, Completion, ErrorEnvelope, InvalidBody, Risk, ScoreResult, Usage, parse
+from hallutracer_client.errors import TransportError
+from hallutracer_client.results import (
+    Chunk,
+    Completion,
+    ErrorEnvelope,
+    InvalidBody,
+    Risk,
+    ScoreResult,
+    Usage,
+    Withheld,
+    parse,
+)
 
 T = TypeVar("T")
 DONE = b"[DONE]"

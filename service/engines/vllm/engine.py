@@ -337,7 +337,10 @@ class _Answer:
 
 
 def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
-    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode."""
+    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode.
+
+    Random prompts show what one recorded (golden) prompt cannot: readouts of another prompt or of the token before t*,
+    a forward pass without the readout, or one with an earlier probe."""
 
     def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
         return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
