@@ -119,7 +119,8 @@ def circle(imports: Imports) -> list[str]:
 
 
 def test_no_modules_import_each_other(imports: Imports) -> None:
-    assert circle(imports) == []
+    client = ROOT / "clients" / "python"
+    assert circle(imports) == circle(read(sorted(client.rglob("*.py")), client)) == []
 
 
 @pytest.mark.parametrize("indent", ["", "if TYPE_CHECKING:\n    ", "def late():\n    "])
