@@ -303,7 +303,7 @@ def test_a_killed_run_goes_on_where_it_was(dataset: Dataset, tmp_path: Path) -> 
 
 
 def test_an_engine_that_does_not_pool_says_so_before_the_folder_is_made(dataset: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="cannot pool"):
+    with pytest.raises(EngineError, match="not max, content_mean"):
         pooled(dataset, tmp_path / "run", ScriptedEngine(GEOMETRY))
     assert not (tmp_path / "run").exists()
 
