@@ -1,8 +1,9 @@
-"""Ends every vLLM engine that would answer without the gate its environment asks for; plain ``vllm serve`` gets one.
+"""Gives every vLLM engine the gate its environment asks for, and ends one that would answer without.
 
 vLLM loads ``check`` as a general plugin, in each process of any program, before it makes an engine's configuration,
 an engine or a worker.  A configuration can say that a gate is in front of its engine (GATED): HalluTracer's own engine
-does, and vLLM's own server, to which our plugin adds the gate.  Without that word an engine gets no executor.
+does, and vLLM's own server, to which our plugin adds the gate.  Any other engine gets the gate in its core
+(``engine_gate``), for which its workers must be ours; with others it gets no executor.
 An engine's process learns here, too, to end with its parent."""
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from service.engines.vllm.launch import FOLLOW, WORKER, follow_parent
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import HalluTracerError
 from service.settings import env
+from service.vllm_plugin.options import read_options
 
 log = logging.getLogger("hallutracer")
 NAME = "hallutracer"
@@ -40,9 +42,11 @@ def check() -> None:
     if not _asked():
         return
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.executor.abstract import Executor
 
     create, choose, make = EngineArgs.create_engine_config, Executor.get_class, Executor.__init__
+    make_core, run, add = EngineCore.__init__, EngineCoreProc.run_engine_core, EngineCore.add_request
     if getattr(create, "gates", False):
         return
 
@@ -53,6 +57,8 @@ def check() -> None:
                 _end(reason)
             os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
             name_plugins(os.environ)
+            read_by_default(self, GATED)
+        elif _asked() and not _gated(self):
             read_by_default(self)
         return create(self, *args, **kwargs)
 
@@ -67,9 +73,39 @@ def check() -> None:
         _refuse(vllm_config)
         make(self, vllm_config, *args, **kwargs)
 
+    @functools.wraps(make_core)
+    def make_core_gated(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        make_core(self, vllm_config, *args, **kwargs)
+        self.hallutracer_open = True
+        if _asked() and not _gated(vllm_config):
+            from service.vllm_plugin.engine_gate import open_gate
+
+            try:
+                open_gate(self, read_options())
+            except (HalluTracerError, BundleError) as error:
+                self.shutdown()
+                _end(str(error))
+
+    @functools.wraps(add)
+    def add_gated(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _asked() and not _gated(self.vllm_config) and not hasattr(self, "hallutracer_open"):
+            _end("this engine's core was made before the gate could be put into it; serve with `vllm serve`")
+        add(self, *args, **kwargs)
+
     create_gated.gates = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_gated
+    EngineArgs.create_engine_config, EngineCore.__init__ = create_gated, make_core_gated
+    EngineCore.add_request, EngineCoreProc.run_engine_core = add_gated, staticmethod(run_core)
+    _own[:] = [run]
     Executor.get_class, Executor.__init__ = staticmethod(choose_gated), make_gated
+
+
+_own: list[Callable[..., None]] = []  # vLLM's main function of a core's process
+
+
+def run_core(*args: Any, **kwargs: Any) -> None:
+    """Be the main function of a core's process, where vLLM itself would load plugins when the core is half made."""
+    check()
+    _own[0](*args, **kwargs)
 
 
 def _refuse(config: Any) -> None:
@@ -107,14 +143,19 @@ def name_plugins(environment: MutableMapping[str, str]) -> None:
         environment["VLLM_PLUGINS"] = ",".join(sorted(others | {NAME}))
 
 
-def read_by_default(arguments: Any) -> None:
+def _gated(config: Any) -> bool:
+    """Return whether a configuration, or its arguments, says that a gate is in front of its engine."""
+    additional = config.additional_config
+    return isinstance(additional, dict) and additional.get(GATED) is True
+
+
+def read_by_default(arguments: Any, *marks: str) -> None:
     """Have vLLM start our worker, at the bundles' sites alone, where its command line says nothing else."""
     from service.engines.vllm.engine import slots_for
-    from service.vllm_plugin.options import read_options
 
     if arguments.worker_cls == "auto":
         arguments.worker_cls = WORKER
-    additional = {**(arguments.additional_config or {}), GATED: True}
+    additional = {**(arguments.additional_config or {}), **dict.fromkeys(marks, True)}
     if KEY not in additional:
         try:
             bundles = list(read_options().bundles.values())
@@ -148,13 +189,7 @@ def _keys(argv: Sequence[str]) -> Iterator[str]:
 
 def open_engine(config: Any) -> str | None:
     """Return why the engine of this ``VllmConfig`` would answer unguarded; None where it does not."""
-    additional, worker = config.additional_config, config.parallel_config.worker_cls
-    if not isinstance(additional, dict) or additional.get(GATED) is not True:
-        return (
-            "this program starts a vLLM engine with no gate in front of it, so its answers would be unguarded; serve "
-            "with `vllm serve` (without --grpc) or `hallutracer serve --engine vllm`, score with `hallutracer score "
-            f"--engine vllm`, or unset {env('bundle')} for this program"
-        )
+    worker = config.parallel_config.worker_cls
     if worker != WORKER:
         from vllm.utils.import_utils import resolve_obj_by_qualname
 

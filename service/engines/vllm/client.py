@@ -109,8 +109,15 @@ class ProbeLease:
             self._slots.forget(self._columns)
             raise
         self.release()
+        return self._result(payload, prompt_tokens), payload.gated
+
+    def result(self, wire: Any, prompt_tokens: int) -> PrefillResult:
+        """Return what a worker's payload says; the slots stay held.  Raises what ``Payload.decode`` raises."""
+        return self._result(Payload.decode(wire, self._plan, self.directive), prompt_tokens)
+
+    def _result(self, payload: Payload, prompt_tokens: int) -> PrefillResult:
         trajectories = tuple(payload.trajectories[column] for column in self._columns)
-        return PrefillResult(trajectories, payload.first_token, prompt_tokens), payload.gated
+        return PrefillResult(trajectories, payload.first_token, prompt_tokens)
 
     def release(self) -> None:
         """Free the slots.  Safe to call twice."""

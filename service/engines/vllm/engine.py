@@ -94,8 +94,8 @@ class VllmEngine:
             raise
 
     @classmethod
-    def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop, generate: Any | None = None) -> VllmEngine:
-        """Return an engine on the caller's ``AsyncLLM``, which runs on ``loop``.  Raises as ``load`` does.
+    def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop | None, generate: Any | None = None) -> VllmEngine:
+        """Return an engine on the caller's ``AsyncLLM``, which runs on ``loop``, None: any.  Raises as ``load`` does.
 
         ``generate``: vLLM's own method, if the caller has replaced it.  Not to be called on ``loop``'s thread."""
         launch.check_installed()

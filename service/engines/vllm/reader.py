@@ -64,6 +64,7 @@ class Reader:
     def __init__(self, plan: Plan, sites: dict[Site, SiteReadout], group: Any, device: torch.device) -> None:
         self.plan, self.sites, self.device = plan, sites, device
         self._group = group
+        self.for_all: Directive | None = None  # of every request, whatever it asks for itself
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self._step: list[OnsetRow] = []
         self.keeps = False  # whether the coming forward pass keeps activations, which a captured graph does not
@@ -73,6 +74,12 @@ class Reader:
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
         self._gated: Tensor | None = None  # [n] bool
+
+    def directive_of(self, parameters: Any) -> Directive | None:
+        """Return what is read for a request with these ``SamplingParams``; None: nothing."""
+        if parameters is None or self.for_all is not None:
+            return None if parameters is None else self.for_all
+        return Directive.decode(parameters.extra_args, self.plan)
 
     def before(self, step: list[OnsetRow]) -> None:
         """Start a step: its forward pass keeps what is at these onsets."""

@@ -84,6 +84,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
             "geometry": [*astuple(plan.geometry)], "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
         }  # fmt: skip
 
+    def hallutracer_read_all(self, directive: dict[str, Any]) -> None:
+        """Read every request as an encoded directive says, whatever the request itself asks for."""
+        self.hallutracer_reader.for_all = Directive.decode(directive, self.hallutracer_plan)
+
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
         """Write a probe into a slot of its site; ``numbers`` is float32 [m, dim + 2]: direction, bias, scale."""
         reader = self.hallutracer_reader
@@ -186,8 +190,7 @@ class V1Reading:
 
     def _directive_of(self, request: str) -> Directive | None:
         runner: Any = self
-        parameters = runner.requests[request].sampling_params
-        return None if parameters is None else Directive.decode(parameters.extra_args, self.hallutracer.plan)
+        return self.hallutracer.directive_of(runner.requests[request].sampling_params)
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Call ``gate`` and ``payloads``: the tokens are sampled, and not used yet."""
@@ -217,8 +220,7 @@ class V2Reading:
     def add_requests(self, scheduler_output: Any) -> None:
         """Keep the directives: this runner does not keep sampling parameters by request."""
         for request in scheduler_output.scheduled_new_reqs:
-            parameters = request.sampling_params
-            directive = None if parameters is None else Directive.decode(parameters.extra_args, self.hallutracer.plan)
+            directive = self.hallutracer.directive_of(request.sampling_params)
             if directive is not None:
                 self.hallutracer_directives[request.req_id] = directive
         super().add_requests(scheduler_output)  # type: ignore[misc]

@@ -1,0 +1,201 @@
+"""The gate inside vLLM's engine, for front ends that know nothing of it: ``LLM``, Ray Serve, run-batch, gRPC.
+
+``open_gate`` runs where an engine's core does, before it takes requests: the engine is tested, the golden prompts
+replay, the worker is told to read every request, and the scheduler asks ``Gate`` about each request's first output.
+An answer that the policy withholds ends there, without a token; its ``stop_reason`` says why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from service.engines.bridge import run_on
+from service.engines.vllm.client import ProbeLease
+from service.engines.vllm.engine import VllmEngine
+from service.errors import HalluTracerError
+from service.policies.guard import Decision, Policy
+from service.scoring import Scorer
+from service.serving.catalogue import untemplated
+from service.serving.service import in_own_thread
+from service.settings import env
+from service.vllm_plugin.options import PluginOptions
+
+log = logging.getLogger("hallutracer")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One bundle and policy for every request of an engine."""
+
+    scorer: Scorer
+    policy: Policy
+    lease: ProbeLease
+
+    def reason(self, request: Any, wire: Any) -> str | None:
+        """Return why the answer to a vLLM ``Request`` ends before its first token; None: it goes on.
+
+        ``wire``: the worker's payload for this request, None where it sent none."""
+        scorer, policy, prompt = self.scorer, self.policy, request.prompt_token_ids
+        try:
+            if problem := unreadable(request):
+                raise HalluTracerError(problem)
+            if wire is None:
+                raise HalluTracerError("the worker did not read its prompt")
+            if scorer.prompt_format == "chat" and tuple(prompt[-len(scorer.chat_ending) :]) != scorer.chat_ending:
+                policy = untemplated(scorer, policy)
+            report = scorer.judge(self.lease.result(wire.numpy(), len(prompt)), policy)
+        except HalluTracerError as error:
+            log.warning("request %s has no risk: %s", request.request_id, error)
+            return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
+        if report.decision is Decision.CONTINUE:
+            return None
+        return f"hallutracer: withheld, risk {report.risk:.3f}"
+
+
+def unreadable(request: Any) -> str | None:
+    """Return what in a vLLM ``Request`` keeps its prompt from being read; None where nothing does."""
+    for there, what in (
+        (request.prompt_embeds is not None, "prompt embeddings are not read: send text or token ids"),
+        (request.resumable, "a prompt that arrives in pieces is not read: send it whole"),
+        (request.sampling_params.prompt_logprob_token_ids, "prompt_logprob_token_ids: the gate needs that channel"),
+    ):
+        if there:
+            return what
+    return None
+
+
+class Judging:
+    """What a scheduler does besides: it ends withheld requests with their first output."""
+
+    def __init__(self, scheduler: Any, gate: Gate) -> None:
+        self._gate, self._requests = gate, scheduler.requests
+        self._update, self._update_request = scheduler.update_from_output, scheduler._update_request_with_output
+        self._withheld: dict[str, str] = {}  # request -> reason, of this step
+        scheduler.update_from_output, scheduler._update_request_with_output = self.update, self.update_request
+
+    def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Judge the step's first outputs; the payloads go no further."""
+        wires, sampled = model_runner_output.prompt_token_id_logprobs_dict, model_runner_output.sampled_token_ids
+        self._withheld = {}
+        for name in scheduler_output.num_scheduled_tokens:
+            wire, request = wires.pop(name, None), self._requests.get(name)
+            place = model_runner_output.req_id_to_index.get(name)
+            if request is None or request.num_output_tokens or place is None or not (sampled and sampled[place]):
+                continue
+            if reason := self._gate.reason(request, wire):
+                self._withheld[name] = reason
+        return self._update(scheduler_output, model_runner_output)
+
+    def update_request(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        """Return no token of a withheld answer, and that it has stopped."""
+        if (reason := self._withheld.pop(request.request_id, None)) is None:
+            return self._update_request(request, new_token_ids, *args, **kwargs)
+        from vllm.v1.request import RequestStatus
+
+        request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_STOPPED, reason, False
+        return [], True
+
+
+class _Core:
+    """An engine's core before it takes requests, as the ``AsyncLLM`` that ``VllmEngine`` asks.
+
+    All calls of the core are made on the thread that is in ``serve``: the one that made it, as vLLM makes them."""
+
+    errored, output_handler = False, None
+
+    def __init__(self, core: Any) -> None:
+        self.vllm_config, self._core = core.vllm_config, core
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._outputs: defaultdict[str, deque[Any]] = defaultdict(deque)
+
+    def serve(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, in a thread of its own."""
+        result = in_own_thread(work)
+        result.add_done_callback(lambda _: self._calls.put(None))
+        while (call := self._calls.get()) is not None:
+            try:
+                call[1].set_result(call[0]())
+            except Exception as error:  # whatever it is, it is raised where the call was made
+                call[1].set_exception(error)
+        return result.result()
+
+    async def _call(self, call: Callable[[], T]) -> T:
+        done: Future[T] = Future()
+        self._calls.put((call, done))
+        return await asyncio.wrap_future(done)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call a method of every worker."""
+        return await self._call(lambda: list(self._core.collective_rpc(method, args=args)))
+
+    async def generate(
+        self, prompt: Mapping[str, Any], parameters: Any, name: str, priority: int
+    ) -> AsyncGenerator[Any, None]:
+        """Yield a request's outputs as vLLM's own client would."""
+        from vllm.v1.engine import EngineCoreRequest
+
+        request = EngineCoreRequest(
+            request_id=name, prompt_token_ids=list(prompt["prompt_token_ids"]), mm_features=None,
+            sampling_params=parameters, pooling_params=None, arrival_time=time.time(), lora_request=None,
+            cache_salt=None, data_parallel_rank=None, priority=priority,
+        )  # fmt: skip
+        await self._call(lambda: self._core.add_request(*self._core.preprocess_add_request(request)))
+        finished = False
+        while not finished:
+            while not self._outputs[name]:
+                await self._call(self._step)
+            output = self._outputs[name].popleft()
+            finished = output.finish_reason is not None
+            answer = SimpleNamespace(
+                text="", token_ids=output.new_token_ids, finish_reason=str(output.finish_reason) if finished else None
+            )
+            wire = output.prompt_token_id_logprobs
+            yield SimpleNamespace(
+                outputs=[answer], finished=finished, num_cached_tokens=0, metrics=None,
+                prompt_token_id_logprobs=None if wire is None else wire.numpy(),
+            )  # fmt: skip
+
+    def _step(self) -> None:
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(executed)
+        for of_client in (outputs or {}).values():
+            for output in of_client.outputs:
+                self._outputs[output.request_id].append(output)
+
+    def shutdown(self) -> None:
+        """Leave the core to its owner."""
+
+
+def open_gate(core: Any, options: PluginOptions) -> None:
+    """Put the first bundle's gate into a vLLM ``EngineCore``.  Raises what is wrong with engine, bundle or options."""
+    settings, (name, bundle) = options.settings, next(iter(options.bundles.items()))
+    if options.audit_log is not None:
+        raise HalluTracerError(f"{env('audit-log')} needs `vllm serve` or HalluTracer's own service: unset it here")
+    policy = options.policies.named[settings.policy]
+    policy = policy.at(settings.threshold if policy.threshold is None else None)
+    client = _Core(core)
+
+    def opened() -> Gate:
+        engine = VllmEngine.around(client, None)
+        try:
+            scorer = Scorer(engine, bundle)
+            assert scorer.chat_ending is not None  # made while the engine renders
+            lease = engine.lease(scorer.probes, first_token=scorer.needs_first_token)
+            return Gate(scorer, policy, run_on(engine.loop, lease))
+        finally:
+            engine.close()
+
+    gate = client.serve(opened)
+    core.reset_prefix_cache()
+    core.collective_rpc("hallutracer_read_all", args=(gate.lease.directive.encode(),))
+    Judging(core.scheduler, gate)
+    log.warning("hallutracer: bundle %s judges every request of this engine by the policy %r", name, policy.name)
