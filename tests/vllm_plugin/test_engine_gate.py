@@ -1,0 +1,142 @@
+"""Programs that put an engine of vLLM's behind a front end of their own: its core judges, whatever they send."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hallutracer as ht
+from service.demo import MODEL_DIR
+from service.demo.questions import questions
+from tests.engines.vllm.installed import vllm_or_skip
+from tests.vllm_plugin.conftest import QUIET
+
+vllm_or_skip()
+
+pytestmark = pytest.mark.long
+
+COUNT = 1000
+SAME: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
+                        "gpu_memory_utilization": 0.2}  # fmt: skip
+# Each program answers the questions of questions.json by the model's chat template, a quarter of them with what makes
+# an end token mean nothing, and writes for each its tokens, text and stop reason.
+OFFLINE = f"""\
+import json
+
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    asked = json.load(open("questions.json"))
+    plain, stubborn = SamplingParams(max_tokens=6, temperature=0), SamplingParams(
+        max_tokens=6, temperature=0, ignore_eos=True, min_tokens=6, logprobs=3, n=2, seed=1)
+    chats = [[{{"role": "user", "content": one}}] for one in asked]
+    how = [stubborn if place % 4 == 0 else plain for place in range(len(asked))]
+    for answer in LLM(**{SAME}).chat(chats, how, use_tqdm=False):
+        choices = [[list(one.token_ids), one.text, one.stop_reason, bool(one.logprobs)] for one in answer.outputs]
+        print("ANSWER", json.dumps(choices))
+"""
+ASYNC = f"""\
+import asyncio
+import json
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+async def ask(engine, place, question, gather):
+    kind = RequestOutputKind.DELTA if place % 2 else RequestOutputKind.FINAL_ONLY
+    how = SamplingParams(max_tokens=6, temperature=0, output_kind=kind, extra_args={{"hallutracer": {{
+        "first_token": False, "rows": False, "slot": 0, "probes": []}}}} if place % 4 == 0 else None)  # a directive
+    tokens, text = [], ""
+    chat = engine.get_tokenizer().apply_chat_template([{{"role": "user", "content": question}}],
+                                                      add_generation_prompt=True, return_dict=False)
+    async with gather:
+        async for output in engine.generate({{"prompt_token_ids": chat}}, how, str(place)):
+            one = output.outputs[0]
+            tokens, text = tokens + list(one.token_ids), text + one.text
+    return [[tokens, text, one.stop_reason, False]]
+
+async def main():
+    engine, gather = AsyncLLM.from_engine_args(AsyncEngineArgs(**{SAME})), asyncio.Semaphore(64)
+    work = [ask(engine, *one, gather) for one in enumerate(json.load(open("questions.json")))]
+    for choices in await asyncio.gather(*work):
+        print("ANSWER", json.dumps(choices))
+    engine.shutdown()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+BATCH = f"""\
+import asyncio
+import json
+
+from vllm.entrypoints.launchers import run_batch
+
+if __name__ == "__main__":
+    asked = json.load(open("questions.json"))
+    with open("in.jsonl", "w") as file:
+        for place, one in enumerate(asked):
+            body = {{"model": "demo", "messages": [{{"role": "user", "content": one}}], "max_tokens": 6, "temperature": 0}}
+            file.write(json.dumps({{"custom_id": str(place), "method": "POST", "url": "/v1/chat/completions",
+                                   "body": body | ({{"ignore_eos": True, "logprobs": True}} if place % 4 == 0 else {{}})}}) + "\\n")
+    parser = run_batch.make_arg_parser(run_batch.FlexibleArgumentParser())
+    line = ["-i", "in.jsonl", "-o", "out.jsonl", "--model", {str(MODEL_DIR)!r}, "--served-model-name", "demo",
+            "--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--gpu-memory-utilization", "0.2"]
+    asyncio.run(run_batch.main(parser.parse_args(line)))
+    for line in open("out.jsonl"):
+        (one,) = json.loads(line)["response"]["body"]["choices"]
+        said = (one.get("logprobs") or {{}}).get("content") or []
+        print("ANSWER", json.dumps([[said, one["message"]["content"] or "", one["stop_reason"], bool(said)]]))
+"""
+
+
+def run(folder: Path, program: str, asked: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(program)
+    (folder / "questions.json").write_text(json.dumps(asked))
+    variables = os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo", "HALLUTRACER_POLICY": "gate",
+                                      "VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | environment  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "program.py"], cwd=folder, env=variables, capture_output=True, text=True, timeout=500
+    )
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[str]:
+    return [row["prompt"] for row in questions("test")[:COUNT]]
+
+
+@pytest.fixture(scope="module")
+def withheld(asked: list[str]) -> list[bool]:
+    with ht.load("demo", policy="gate") as detector:
+        return [one.decision != "continue" for one in detector.score(asked)]
+
+
+@pytest.mark.parametrize("program", [OFFLINE, ASYNC, BATCH], ids=["offline", "async", "run-batch"])
+def test_no_token_of_a_withheld_answer(tmp_path: Path, asked: list[str], withheld: list[bool], program: str) -> None:
+    ran = run(tmp_path, program, asked)
+    answers = [
+        json.loads(line.removeprefix("ANSWER ")) for line in ran.stdout.splitlines() if line.startswith("ANSWER")
+    ]
+    assert len(answers) == len(asked), ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert 50 < sum(withheld) < len(asked) - 50
+    for choices, closed in zip(answers, withheld, strict=True):
+        for tokens, text, stop_reason, logprobs in choices:
+            if closed:
+                assert (tokens, text, logprobs) == ([], "", False)
+                assert stop_reason.startswith("hallutracer: withheld, risk 0.")
+            else:
+                assert text
+                assert stop_reason is None
+
+
+def test_an_engine_whose_bundle_reads_another_model_does_not_start(tmp_path: Path) -> None:
+    ran = run(tmp_path, OFFLINE, ["x"], HALLUTRACER_BUNDLE="smollm2")
+    assert ran.returncode != 0
+    assert "ANSWER" not in ran.stdout
+    assert "trained on other weights" in ran.stdout + ran.stderr
