@@ -28,7 +28,7 @@ def run(service: Running, folder: Path, *options: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("examples", "least"), [(25, 500), pytest.param(2_200, 20_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("examples", "least"), [(25, 500), pytest.param(1_050, 10_000, marks=pytest.mark.long)])
 def test_generated_requests(tmp_path: Path, examples: int, least: int) -> None:
     """``examples`` at most for each of the two scoring routes, ``least`` requests in all."""
     where = location(str(tmp_path / "feedback.db"))

@@ -48,7 +48,8 @@ async def post_all(
             try:
                 answer = await client.post("/v1/feedback", json=dict(zip(("id", "index", "label"), one, strict=True)))
             except httpx.TransportError:
-                assert kill is not None  # the service's end is expected, and nothing else
+                if kill is None:  # the service's end is expected, and nothing else
+                    raise
                 return
             assert answer.status_code == 200, answer.text
             acknowledged[one] = answer.json()["standing"]
