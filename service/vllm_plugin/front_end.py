@@ -52,14 +52,13 @@ def check() -> None:
 
     @functools.wraps(create)
     def create_gated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _asked() and in_server(sys._getframe()):
-            if reason := unguarded(sys.argv, os.environ):
-                _end(reason)
+        if _asked() and not _gated(self):
+            if served := in_server(sys._getframe()) and not _in_rust(os.environ):
+                if reason := unguarded(sys.argv, os.environ):
+                    _end(reason)
+                name_plugins(os.environ)
             os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
-            name_plugins(os.environ)
-            read_by_default(self, GATED)
-        elif _asked() and not _gated(self):
-            read_by_default(self)
+            read_by_default(self, {GATED: True} if served else {})
         return create(self, *args, **kwargs)
 
     # An executor's class is chosen in the process that starts an engine, and the executor is made in the engine's.
@@ -149,13 +148,13 @@ def _gated(config: Any) -> bool:
     return isinstance(additional, dict) and additional.get(GATED) is True
 
 
-def read_by_default(arguments: Any, *marks: str) -> None:
+def read_by_default(arguments: Any, marks: Mapping[str, bool]) -> None:
     """Have vLLM start our worker, at the bundles' sites alone, where its command line says nothing else."""
     from service.engines.vllm.engine import slots_for
 
     if arguments.worker_cls == "auto":
         arguments.worker_cls = WORKER
-    additional = {**(arguments.additional_config or {}), **dict.fromkeys(marks, True)}
+    additional = {**(arguments.additional_config or {}), **marks}
     if KEY not in additional:
         try:
             bundles = list(read_options().bundles.values())
@@ -166,10 +165,13 @@ def read_by_default(arguments: Any, *marks: str) -> None:
     arguments.additional_config = additional
 
 
+def _in_rust(environment: Mapping[str, str]) -> bool:
+    """Return whether vLLM's server answers with its Rust front end, which loads no plugin."""
+    return environment.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
+
+
 def unguarded(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
     """Return why vLLM's own server would answer unguarded; None where it does not."""
-    if environment.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
-        return "vLLM's Rust front end has no risks and no gate; unset VLLM_USE_RUST_FRONTEND"
     if NAME not in environment.get("VLLM_PLUGINS", NAME).split(","):
         return f"VLLM_PLUGINS does not name the guard; unset it, or add {NAME}"
     if any(is_placeholder(key) for key in (environment.get("VLLM_API_KEY", ""), *_keys(argv))):

@@ -82,9 +82,10 @@ if __name__ == "__main__":
     asked = json.load(open("questions.json"))
     with open("in.jsonl", "w") as file:
         for place, one in enumerate(asked):
-            body = {{"model": "demo", "messages": [{{"role": "user", "content": one}}], "max_tokens": 6, "temperature": 0}}
-            file.write(json.dumps({{"custom_id": str(place), "method": "POST", "url": "/v1/chat/completions",
-                                   "body": body | ({{"ignore_eos": True, "logprobs": True}} if place % 4 == 0 else {{}})}}) + "\\n")
+            body = {{"messages": [{{"role": "user", "content": one}}], "model": "demo", "max_tokens": 6}}
+            body |= {{"temperature": 0}} | ({{"ignore_eos": True, "logprobs": True}} if place % 4 == 0 else {{}})
+            row = {{"custom_id": str(place), "method": "POST", "url": "/v1/chat/completions", "body": body}}
+            file.write(json.dumps(row) + "\\n")
     parser = run_batch.make_arg_parser(run_batch.FlexibleArgumentParser())
     line = ["-i", "in.jsonl", "-o", "out.jsonl", "--model", {str(MODEL_DIR)!r}, "--served-model-name", "demo",
             "--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--gpu-memory-utilization", "0.2"]
