@@ -56,7 +56,8 @@ async def post_all(
             if kill is not None and len(acknowledged) == len(said) // 2:
                 kill()
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # Shorter than the service keeps an idle connection, which would close just as it is used again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as client:
         await asyncio.gather(*(post(client, said[number::clients]) for number in range(clients)))
     return acknowledged
