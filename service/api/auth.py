@@ -119,9 +119,10 @@ def _names_us(headers: Headers, hosts: Collection[str]) -> bool:
     try:
         if name.startswith("[") and name.endswith("]"):
             return ipaddress.IPv6Address(name[1:-1]).scope_id is None
-        return bool(ipaddress.IPv4Address(name).packed)
+        ipaddress.IPv4Address(name)
     except ValueError:
         return False
+    return True
 
 
 async def running_service(request: Request) -> Service:

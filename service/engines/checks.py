@@ -128,7 +128,8 @@ def check_onset_only(poolings: Sequence[Pooling]) -> None:
     """Raise EngineError if other poolings than last_1 are asked for: engines read t* alone."""
     if others := beyond_onset(poolings):
         said = f"this engine reads only the answer onset (last_1), not {', '.join(others)}"
-        raise EngineError(f"{said}; `hallutracer evaluate` with the transformers engine pools", param="poolings")
+        cure = "`hallutracer evaluate` on the transformers engine reads the others, too"
+        raise EngineError(f"{said}; {cure}", param="poolings")
 
 
 STAND_INS = "\U000f0000", "\U000f03ff"  # of a private plane: 1,024 different special tokens in one request

@@ -245,6 +245,7 @@ def in_own_thread(load: Callable[[], T]) -> Future[T]:
     While a second thread that has run torch is there, OpenMP counts twice the threads, finds too few cores, stops
     spinning, and a forward pass of a small model takes 2.5 times as long."""
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the loading is not
 
     def run() -> None:
         try:
