@@ -172,6 +172,7 @@ class _ResponseWriter:
         self._start: Message | None = None
         self._streams, self._held = False, b""
         self._annotated: set[int] = set()
+        self._complete = False  # whether nothing is left to write into the chunks to come
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -184,7 +185,9 @@ class _ResponseWriter:
             self._held += message.get("body", b"")
             more = bool(message.get("more_body"))
             body: bytes | None = None
-            if self._streams:
+            if self._complete:
+                body, self._held = self._held, b""
+            elif self._streams:
                 *events, self._held = self._held.split(b"\n\n")
                 told = [b"data: " + self._annotated_body(event[6:]) if event.startswith(b"data: ") else event
                         for event in events]  # fmt: skip
@@ -217,6 +220,8 @@ class _ResponseWriter:
             if "data" in found:
                 found["data"] = [item for item in found["data"] if item["index"] not in self._annotated]
                 self._annotated |= {item["index"] for item in found["data"]}
+                prompts = range(len(note.judgements))
+                self._complete = self._annotated.issuperset(prompts) and not any(map(note.withheld, prompts))
             if found.get("data", True):
                 content["hallutracer"] = found
         return json.dumps(content, ensure_ascii=False).encode()

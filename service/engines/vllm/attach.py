@@ -36,6 +36,7 @@ class SiteReadout:
         self, plan: Plan, site: Site, layers: range, heads: tuple[int, int], *, leading: bool, device: torch.device
     ) -> None:
         geometry = plan.geometry
+        self.whole = plan.activations or heads[1] <= plan.slots  # else the heads of the probes are kept alone
         self.site, self.layers, self.heads = site, layers, heads
         self.dim = geometry.dim(site)
         self.width = heads[1] * self.dim
@@ -46,7 +47,7 @@ class SiteReadout:
         self.direction = torch.zeros(*size, self.dim, dtype=torch.float32, device=device)  # v / scale
         self.offset = torch.zeros(size, dtype=torch.float32, device=device)  # b / scale
         self._onsets: Tensor | None = None  # [n], rows of the step
-        self._kept: list[Tensor] = []  # by layer, [n, width]
+        self._kept: list[Tensor] = []  # by layer, [n, heads or slots, dim]
 
     def write(self, slot: int, probes: Probes) -> None:
         """Write this rank's part of a probe into a slot."""
@@ -70,10 +71,13 @@ class SiteReadout:
         """Keep the next layer's rows of ``states`` [tokens, ..], or of its sum with ``residual``."""
         if self._onsets is None:
             return
-        kept = states.reshape(-1, self.width).index_select(0, self._onsets)
-        if residual is not None:
-            kept = kept + residual.reshape(-1, self.width).index_select(0, self._onsets)
-        self._kept.append(kept)
+        parts = [part.reshape(-1, self.heads[1], self.dim) for part in (states, residual) if part is not None]
+        if self.whole:
+            rows = [part.index_select(0, self._onsets) for part in parts]
+        else:
+            heads = self.head[min(len(self._kept), len(self.head) - 1)]  # called too often, it is found out in ``read``
+            rows = [part[self._onsets[:, None], heads] for part in parts]
+        self._kept.append(rows[0] if residual is None else rows[0] + rows[1])
 
     def read(self) -> Tensor:
         """Return truth logits [layers, n, slots] at the onsets; NaN unless every layer was kept once."""
@@ -82,8 +86,8 @@ class SiteReadout:
         slots = self.offset.shape[1]
         if len(self._kept) != layers:
             return self.offset.new_full((layers, count, slots), math.nan)
-        heads = torch.stack(self._kept).view(layers, count, -1, self.dim)
-        if heads.shape[2] > 1:
+        heads = torch.stack(self._kept)
+        if self.whole and self.heads[1] > 1:
             heads = heads.gather(2, self.head[:, None, :, None].expand(-1, count, -1, self.dim))
         return (heads.float() * self.direction[:, None]).sum(-1) + self.offset[:, None]
 
@@ -92,7 +96,7 @@ class SiteReadout:
         assert self._onsets is not None
         if len(self._kept) != len(self.layers):
             return self.offset.new_full((len(self.layers), len(self._onsets), self.width), math.nan)
-        return torch.stack(self._kept).float()
+        return torch.stack(self._kept).flatten(2).float()
 
 
 # Outputs of modules exist only within the compiled graph, so there an operator that the compiler cannot look into

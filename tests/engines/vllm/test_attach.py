@@ -128,8 +128,8 @@ class Model(nn.Module):
 
 
 def installed(model: Model, sites: tuple[Site, ...] = tuple(Site), *, rank: int = 0, ranks: int = 1,
-              dtype: torch.dtype = torch.float32) -> dict[Site, SiteReadout]:  # fmt: skip
-    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, False), rank, ranks, CPU, dtype)
+              dtype: torch.dtype = torch.float32, rows: bool = False) -> dict[Site, SiteReadout]:  # fmt: skip
+    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, rows), rank, ranks, CPU, dtype)
 
 
 def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
@@ -174,11 +174,12 @@ def check_read(read: np.ndarray, slot: int, rows: np.ndarray, probe: Probes, ons
     np.testing.assert_allclose(read[:, :, slot].T, expected(rows[onsets], probe), atol=1e-5)
 
 
-def test_every_slot_of_both_sites_is_the_methods_truth_logit_at_every_onset() -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_every_slot_of_both_sites_is_the_methods_truth_logit_at_every_onset(training: bool) -> None:
     """An unused one is zero, and neither the model's result nor its parameters change."""
     rows, plain, model = activations_of(Model(), hidden()), Model(), Model()
     names = set(plain.state_dict())
-    found = installed(model)
+    found = installed(model, rows=training)
     assert set(model.state_dict()) == names
     made = {(site, slot): probes(site, 10 * slot + number) for number, site in enumerate(Site) for slot in (0, 2)}
     for site, readout in found.items():
@@ -191,8 +192,11 @@ def test_every_slot_of_both_sites_is_the_methods_truth_logit_at_every_onset() ->
         read = found[site].read().numpy()
         check_read(read, slot, rows[site], probe)
         assert (read[:, :, 1] == 0).all()
-        kept = found[site].activations().numpy().swapaxes(0, 1)  # for training
-        np.testing.assert_allclose(kept, rows[site][ONSETS], atol=1e-6)
+        if training:
+            kept = found[site].activations().numpy().swapaxes(0, 1)
+            np.testing.assert_allclose(kept, rows[site][ONSETS], atol=1e-6)
+        else:  # of all heads only the slots'
+            assert max(kept.shape[1] for kept in found[site]._kept) <= SLOTS
     heads, states = found[Site.ATTENTION_HEAD], torch.randn(4, 32).to(torch.bfloat16)
     heads.start(torch.arange(4))
     for _ in range(3):
