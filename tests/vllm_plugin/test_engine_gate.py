@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -116,24 +117,24 @@ def asked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def withheld(asked: list[str]) -> list[bool]:
-    with ht.load("demo", policy="gate") as detector:
+    with ht.load("demo") as detector:
         return [one.decision != "continue" for one in detector.score(asked)]
 
 
 def check_answers(
-    ran: subprocess.CompletedProcess[str], asked: list[str], withheld: list[bool], reason: bool = True
+    ran: subprocess.CompletedProcess[str], asked: list[str], withheld: list[bool], tells: Collection[int] = (0, 1)
 ) -> None:
-    """``reason``: the program has a place for the stop reason."""
+    """``tells``: at even (0) and odd (1) places the program has a place for the stop reason."""
     answers = [
         json.loads(line.removeprefix("ANSWER ")) for line in ran.stdout.splitlines() if line.startswith("ANSWER")
     ]
     assert len(answers) == len(asked), ran.stdout[-2000:] + ran.stderr[-4000:]
     assert 50 < sum(withheld) < len(asked) - 50
-    for choices, closed in zip(answers, withheld, strict=True):
+    for place, (choices, closed) in enumerate(zip(answers, withheld, strict=True)):
         for tokens, text, stop_reason, logprobs in choices:
             if closed:
                 assert (tokens, text, logprobs) == ([], "", False)
-                assert not reason or stop_reason.startswith("hallutracer: withheld, risk 0.")
+                assert place % 2 not in tells or stop_reason.startswith("hallutracer: withheld, risk 0.")
             else:
                 assert text
                 assert stop_reason is None
