@@ -155,5 +155,5 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
     if fleet:
         monkeypatch.setattr(options, "read_options", lambda: SimpleNamespace(bundles=dict(enumerate(old))))
         arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
-        read_by_default(arguments)
+        read_by_default(arguments, {})
         assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": room}
