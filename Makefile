@@ -53,7 +53,7 @@ clients: $(if $(CLIENTS),.venv-clients/.installed)   ## make .venv-clients/: Ope
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement clients/requirements.txt
 	@touch $@
 
-# Ray and vLLM's gRPC server, for the long tests: what they need beside .venv/'s own packages, which this borrows.  300 MB.
+# Ray and vLLM's gRPC server, for the long tests: what they need beside .venv/'s own packages, which this borrows.  430 MB.
 # make test-long PLATFORMS=  leaves them out, and skips their tests.
 PLATFORMS ?= $(VLLM)
 platforms: $(if $(PLATFORMS),.venv-platforms/.installed)   ## make .venv-platforms/: .venv/ with Ray and vLLM's gRPC server
