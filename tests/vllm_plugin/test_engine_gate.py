@@ -35,7 +35,7 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     asked = json.load(open("questions.json"))
     plain, stubborn = SamplingParams(max_tokens=6, temperature=0), SamplingParams(
-        max_tokens=6, temperature=0, ignore_eos=True, min_tokens=6, logprobs=3, n=2, seed=1)
+        max_tokens=6, temperature=0.1, ignore_eos=True, min_tokens=6, logprobs=3, n=2, seed=1)
     chats = [[{{"role": "user", "content": one}}] for one in asked]
     how = [stubborn if place % 4 == 0 else plain for place in range(len(asked))]
     for answer in LLM(**{SAME}).chat(chats, how, use_tqdm=False):
