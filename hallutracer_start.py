@@ -33,13 +33,21 @@ def main() -> None:
 
 def check_vllm() -> None:
     """What vLLM calls in each of its processes: see ``service.vllm_plugin.front_end``.  Raises SystemExit."""
+    broken = None
     if (found := stranger()) is not None:
-        if os.environ.get("HALLUTRACER_BUNDLE"):
-            raise SystemExit(f"hallutracer: HALLUTRACER_BUNDLE is set, and {_taken(found)}")
-        return  # vLLM inside an app that has a ``service`` and wants no risks
-    from service.vllm_plugin.front_end import check
+        broken = _taken(found)
+    else:
+        try:
+            from service.vllm_plugin.front_end import check
 
-    check()
+            check()
+        except Exception as error:
+            broken = f"the guard cannot be loaded: {type(error).__name__}: {error}"
+    if broken and os.environ.get("HALLUTRACER_BUNDLE"):  # else it is vLLM inside an app that wants no risks
+        # vLLM loads plugins once: a program that goes on, and tries again, would have an engine without us.
+        if plugins := sys.modules.get("vllm.plugins"):
+            plugins.plugins_loaded = False  # type: ignore[attr-defined]
+        raise SystemExit(f"hallutracer: HALLUTRACER_BUNDLE is set, and {broken}")
 
 
 def load_vllm() -> HalluTracerPlugin:

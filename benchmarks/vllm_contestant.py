@@ -172,7 +172,7 @@ class Listener(Group):
 
 def start(model: str, kind: str, stats: bool, more: dict[str, Any]) -> Any:
     from service.engines.vllm.launch import ENVIRONMENT
-    from service.engines.vllm.wire import KEY
+    from service.engines.vllm.wire import GATED, KEY
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -182,7 +182,8 @@ def start(model: str, kind: str, stats: bool, more: dict[str, Any]) -> Any:
     arguments = SAME | {"max_model_len": min(MAX_LENGTH, context)} | more | {"disable_log_stats": not stats}
     sites, slots = KINDS[kind]
     if sites:
-        arguments |= {"worker_cls": WORKER, "additional_config": {KEY: {"sites": [*map(str, sites)], "slots": slots}}}
+        plan = {"sites": [*map(str, sites)], "slots": slots}
+        arguments |= {"worker_cls": WORKER, "additional_config": {KEY: plan, GATED: True}}
     return LLM(model=model, **arguments)
 
 

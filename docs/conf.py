@@ -11,7 +11,7 @@ source_suffix = {".md": "markdown"}
 root_doc = "README"
 include_patterns = [
     "README.md", "CHANGELOG.md", "docs/*.md", "clients/python/README.md", "deploy/README.md",
-    "deploy/sidecar/README.md", "probes_store/FORMAT.md",
+    "deploy/platforms/README.md", "deploy/sidecar/README.md", "probes_store/FORMAT.md",
 ]  # fmt: skip
 # Records, not pages: a generated report and a list of licences.
 exclude_patterns = [".*", "build", "runs", "probes", "evaluation", "docs/smollm2-report.md", "docs/licences.md"]
@@ -39,6 +39,7 @@ NAVIGATION = {
         "Serving": "docs/serving",
         "API": "docs/api",
         "vLLM, gateways": "docs/vllm",
+        "In a fleet's own vLLM": "deploy/platforms/README",
         "A guard beside a RAG app": "deploy/sidecar/README",
     },
     "Operate": {

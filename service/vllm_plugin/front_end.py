@@ -23,11 +23,12 @@ from service.access.callers import is_placeholder
 from service.engines.vllm.launch import FOLLOW, WORKER, follow_parent
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import HalluTracerError
-from service.settings import env
+from service.settings import PREFIX, env
 from service.vllm_plugin.options import read_options
 
 log = logging.getLogger("hallutracer")
 NAME = "hallutracer"
+RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"  # of the variables that vLLM hands to its Ray workers
 GROUPS = ("general", "io_processor", "platform", "stat_logger")  # of vLLM's plugins that load unless others are named
 SERVERS = {  # module and function: what starts the engine of vLLM's own server, or another node's part of it
     ("vllm.entrypoints.launchers.api_server.entry", "run_server_worker"),
@@ -42,13 +43,15 @@ def check() -> None:
     if not _asked():
         return
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
     from vllm.v1.executor.abstract import Executor
 
     create, choose, make = EngineArgs.create_engine_config, Executor.get_class, Executor.__init__
     make_core, run, add = EngineCore.__init__, EngineCoreProc.run_engine_core, EngineCore.add_request
     if getattr(create, "gates", False):
         return
+    prefixes = os.environ.get(RAY_PREFIXES, "").split(",")
+    os.environ[RAY_PREFIXES] = ",".join(filter(None, dict.fromkeys([*prefixes, PREFIX])))
 
     @functools.wraps(create)
     def create_gated(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +61,7 @@ def check() -> None:
                     _end(reason)
                 name_plugins(os.environ)
             os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
-            read_by_default(self, {GATED: True} if served else {})
+            read_by_default(self, {GATED: served})
         return create(self, *args, **kwargs)
 
     # An executor's class is chosen in the process that starts an engine, and the executor is made in the engine's.
@@ -75,25 +78,27 @@ def check() -> None:
     @functools.wraps(make_core)
     def make_core_gated(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         make_core(self, vllm_config, *args, **kwargs)
-        self.hallutracer_open = True
-        if _asked() and not _gated(vllm_config):
-            from service.vllm_plugin.engine_gate import open_gate
+        _open(self)
 
-            try:
-                open_gate(self, read_options())
-            except (HalluTracerError, BundleError) as error:
-                self.shutdown()
-                _end(str(error))
-
+    # A core that a Ray actor makes from a configuration of another process loads plugins when it is half made.
     @functools.wraps(add)
     def add_gated(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _asked() and not _gated(self.vllm_config) and not hasattr(self, "hallutracer_open"):
-            _end("this engine's core was made before the gate could be put into it; serve with `vllm serve`")
+        _open(self)
         add(self, *args, **kwargs)
+
+    def loop_gated(loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(loop)
+        def run_loop(self: Any) -> None:
+            _open(self)
+            loop(self)
+
+        return run_loop
 
     create_gated.gates = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config, EngineCore.__init__ = create_gated, make_core_gated
     EngineCore.add_request, EngineCoreProc.run_engine_core = add_gated, staticmethod(run_core)
+    for kind in (EngineCoreProc, DPEngineCoreProc):
+        kind.run_busy_loop = loop_gated(kind.run_busy_loop)
     _own[:] = [run]
     Executor.get_class, Executor.__init__ = staticmethod(choose_gated), make_gated
 
@@ -105,6 +110,23 @@ def run_core(*args: Any, **kwargs: Any) -> None:
     """Be the main function of a core's process, where vLLM itself would load plugins when the core is half made."""
     check()
     _own[0](*args, **kwargs)
+
+
+def _open(core: Any) -> None:
+    """Put the gate into a core that is to judge, once."""
+    if getattr(core, "hallutracer_open", False) or _gated(core.vllm_config) or not _asked():
+        return
+    from service.vllm_plugin.engine_gate import open_gate
+
+    core.hallutracer_open = True  # the self-test's own requests pass
+    try:
+        open_gate(core, read_options())
+    except BaseException as error:
+        core.hallutracer_open = False
+        if isinstance(error, (HalluTracerError, BundleError)):
+            core.shutdown()
+            _end(str(error))
+        raise
 
 
 def _refuse(config: Any) -> None:

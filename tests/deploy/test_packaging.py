@@ -20,6 +20,7 @@ import pytest
 
 from service import __version__
 from service.cli.running import known_hosts
+from service.engines.vllm.launch import WORKER
 from service.policies.policy import read_policies
 from service.settings import NO_OPTIONS, PREFIX, ServiceSettings
 from tests.deploy import packaging as p
@@ -75,6 +76,21 @@ def test_manifests_fit_kubernetes_schemas(version: str) -> None:
     assert [schema_errors(p.documents(path), version) for path in MANIFESTS] == [[], []]
     wrong = MANIFESTS[0].read_text().replace("enableServiceLinks: false", "enableServiceLink: false")
     assert schema_errors(p.load_all(wrong), version)
+
+
+def test_recipes_for_platforms_name_the_worker_and_the_variables() -> None:
+    """KServe's own resources and the stack's chart are not here: deploy/platforms/README.md says what was checked."""
+    recipes = sorted((p.ROOT / "deploy/platforms").glob("*.yaml"))
+    assert [path.stem for path in recipes] == ["kserve", "production-stack", "ray-serve"]
+    for path in recipes:
+        for text in re.split(r"^---$", path.read_text(), flags=re.MULTILINE):
+            engine = "kind: InferenceService" not in text  # it has its runtime's
+            assert (WORKER in text) == engine
+            assert all((f"{PREFIX}{name}" in text) == engine for name in ("BUNDLE", "POLICY", "STORE"))
+    runtime, _, llm = p.documents(recipes[0])
+    for spec in ({name: runtime["spec"][name] for name in ("containers", "volumes")}, llm["spec"]["template"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
+        assert [schema_errors([pod], version) for version in KUBERNETES] == [[], []]
 
 
 def installs() -> Iterator[tuple[list[str], list[str]]]:

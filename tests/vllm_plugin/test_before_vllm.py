@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from hallutracer_start import check_vllm
 from service.errors import HalluTracerError
 from service.judging.guarantee import Shape
 from service.vllm_plugin import load
@@ -58,7 +60,7 @@ def test_what_only_our_own_service_has_or_cannot_be_kept(
 @pytest.mark.parametrize(
     ("variables", "argv", "cure"),
     [
-        ({"VLLM_PLUGINS": "other,hallutracer", "VLLM_USE_RUST_FRONTEND": "1"}, "", "unset VLLM_USE_RUST_FRONTEND"),
+        ({"VLLM_PLUGINS": "other,hallutracer", "VLLM_USE_RUST_FRONTEND": "1"}, "", None),
         ({"VLLM_PLUGINS": "hallutracer2"}, "", "add hallutracer"),
         ({"VLLM_PLUGINS": ""}, "", "unset it"),
         ({"VLLM_API_KEY": "REPLACE-ME-app-one"}, "", "placeholder"),
@@ -90,6 +92,20 @@ def test_a_plugin_that_cannot_be_made_ends_the_server(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "service.vllm_plugin.plugin", None)  # an import that fails
     with pytest.raises(SystemExit, match="does not start without it"):
         load()
+
+
+def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM loads general plugins once, even where one has raised."""
+    vllm_plugins = SimpleNamespace(plugins_loaded=True)
+    monkeypatch.setitem(sys.modules, "vllm.plugins", vllm_plugins)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "service.vllm_plugin.front_end", None)  # type: ignore[arg-type]
+    monkeypatch.delenv("HALLUTRACER_BUNDLE", raising=False)
+    check_vllm()  # an app that wants no risks
+    assert vllm_plugins.plugins_loaded
+    monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo")
+    with pytest.raises(SystemExit, match="HALLUTRACER_BUNDLE is set, and the guard cannot be loaded: .*front_end"):
+        check_vllm()
+    assert not vllm_plugins.plugins_loaded
 
 
 def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) -> Note:

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from service.engines.base import EngineOptions
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.launch import WORKER
 from service.engines.vllm.wire import GATED, KEY
-from service.errors import ModelLoadError
-from service.vllm_plugin.front_end import SERVERS, check
+from service.errors import HalluTracerError, ModelLoadError
+from service.vllm_plugin import engine_gate
+from service.vllm_plugin.front_end import RAY_PREFIXES, SERVERS, check
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.vllm_plugin.conftest import QUIET
 
@@ -68,6 +70,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(executor, "__init__", executor.__init__)
     monkeypatch.setattr(core.EngineCore, "__init__", core.EngineCore.__init__)
     monkeypatch.setattr(core.EngineCore, "add_request", core.EngineCore.add_request)
+    for kind in (core.EngineCoreProc, core.DPEngineCoreProc):
+        monkeypatch.setattr(kind, "run_busy_loop", kind.run_busy_loop)
+    monkeypatch.setenv(RAY_PREFIXES, "MINE_")
     monkeypatch.setattr(core.EngineCoreProc, "run_engine_core", core.EngineCoreProc.run_engine_core)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     check()
@@ -127,7 +132,7 @@ def test_an_engine_of_any_program_reads(engines: list[Any], start: Callable[[], 
     (made,) = engines
     assert made.parallel_config.worker_cls == WORKER
     assert made.additional_config[KEY]["sites"]
-    assert GATED not in made.additional_config
+    assert made.additional_config[GATED] is False
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -141,11 +146,46 @@ def test_an_engine_that_does_not_read_is_not_started(
     assert (UNSAID in caplog.text) == (start is in_a_thread)  # where SystemExit is silent
 
 
-def test_a_core_that_was_made_before_the_gate_takes_no_request(engines: list[Any]) -> None:
-    core = object.__new__(vllm("v1.engine.core.EngineCore"))
-    core.vllm_config = vllm("EngineArgs")(**SAME).create_engine_config()
-    with pytest.raises(SystemExit, match="before the gate could be put into it"):
-        core.add_request(object())
+@pytest.mark.parametrize("start", STARTS)
+def test_no_engine_starts_where_the_guard_cannot_be_loaded(
+    engines: list[Any], start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at a second try either."""
+    monkeypatch.setitem(sys.modules, "service.vllm_plugin.front_end", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(vllm("plugins"), "plugins_loaded", False)
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="the guard cannot be loaded"):
+            start()
+    assert not engines
+
+
+@pytest.mark.parametrize("wrong", [HalluTracerError("another model"), AssertionError("a fault")])
+def test_a_core_that_was_made_before_the_guard_runs_only_behind_a_gate(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch, wrong: Exception
+) -> None:
+    """As Ray's actors make one: from a configuration of another process, so plugins load when it is half made."""
+    opened: list[Any] = []
+
+    def open_gate(core: Any, options: Any) -> None:
+        opened.append(core)
+        raise wrong
+
+    module = vllm("v1.engine.core")
+    monkeypatch.setattr(engine_gate, "open_gate", open_gate)
+    for kind in (module.EngineCoreProc, module.DPEngineCoreProc):
+        core = object.__new__(kind)
+        core.vllm_config = SimpleNamespace(additional_config={GATED: False})
+        core.shutdown = lambda: None
+        for run in (core.run_busy_loop, lambda core=core: module.EngineCore.add_request(core, "r")) * 2:
+            with pytest.raises((SystemExit, AssertionError), match=str(wrong)):
+                run()
+    assert len(opened) == 8
+
+
+def test_rays_workers_get_our_variables(engines: list[Any]) -> None:
+    names = vllm("ray.ray_env.get_env_vars_to_copy")()
+    assert "HALLUTRACER_BUNDLE" in names
+    assert os.environ[RAY_PREFIXES] == "MINE_,HALLUTRACER_"
 
 
 def test_an_engine_is_left_alone_where_no_bundle_is_named(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +257,7 @@ def test_the_rust_front_end_has_the_gate_in_the_engine(engines: list[Any], monke
     with pytest.raises(Chosen):
         api_server()
     (made,) = engines
-    assert GATED not in made.additional_config
+    assert made.additional_config[GATED] is False
     assert made.parallel_config.worker_cls == WORKER
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
@@ -25,11 +26,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from service.engines import families
 from service.engines.vllm import attach
-from service.engines.vllm.launch import refuse_unsupported, say
+from service.engines.vllm.launch import WORKER, refuse_unsupported, say
 from service.engines.vllm.reader import Reader, StepLayout, onset_rows
-from service.engines.vllm.wire import KEY, Directive, Plan, probe_digest
+from service.engines.vllm.wire import GATED, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError
 from service.readout import Probes, Site
+from service.settings import env
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
@@ -47,6 +49,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Raise EngineError for unsupported configurations, and add the readout to the key of vLLM's compile cache."""
         refuse_unsupported(vllm_config)
+        refuse_ungated(vllm_config)
         self.hallutracer_plan = plan = plan_of(vllm_config)
         additional = vllm_config.additional_config
         if not all(families.SITES[site].is_input for site in plan.sites):  # inputs are not read in the graph
@@ -98,6 +101,18 @@ class Worker(VllmWorker):  # type: ignore[misc]
         with torch.inference_mode():
             readout.write(slot, Probes(Site(site), np.asarray(head), direction, bias, scale))
         reader.digests[column] = probe_digest(site, head, numbers)
+
+
+def refuse_ungated(config: VllmConfig) -> None:
+    """Raise EngineError where nothing judges what this worker reads: its class was named, and the guard not loaded."""
+    additional = config.additional_config
+    gated = additional.get(GATED) if isinstance(additional, dict) else None  # False: the engine's core judges
+    if gated is None or not (gated or os.environ.get(env("bundle"))):
+        raise EngineError(
+            f"nothing judges what {WORKER} reads: {env('bundle')} is not set in each "
+            "process of this engine, or vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or "
+            "vLLM's log says 'Failed to load plugin hallutracer')"
+        )
 
 
 def plan_of(config: VllmConfig) -> Plan:

@@ -16,8 +16,7 @@ from service.engines.vllm.wire import KEY, Plan
 from service.errors import EngineError
 from service.library import engine as library
 from service.readout import Geometry, Probes, Site
-from service.vllm_plugin import options
-from service.vllm_plugin.front_end import read_by_default
+from service.vllm_plugin import front_end
 from tests.engines import tiny
 
 GEOMETRY = Geometry(num_layers=2, num_heads=2, head_dim=4, hidden_size=8)
@@ -153,7 +152,7 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
     library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old))
     assert asked == [room]
     if fleet:
-        monkeypatch.setattr(options, "read_options", lambda: SimpleNamespace(bundles=dict(enumerate(old))))
+        monkeypatch.setattr(front_end, "read_options", lambda: SimpleNamespace(bundles=dict(enumerate(old))))
         arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
-        read_by_default(arguments)
+        front_end.read_by_default(arguments, {})
         assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": room}

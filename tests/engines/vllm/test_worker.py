@@ -7,8 +7,9 @@ import importlib.metadata
 import importlib.util
 import inspect
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from service.engines.vllm import attach, launch
 from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.reader import Reader, onset_rows
-from service.engines.vllm.wire import KEY, Directive, Plan, probe_digest
+from service.engines.vllm.wire import GATED, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError, ModelLoadError
 from service.readout import Geometry, Site
 from tests.engines.vllm.installed import vllm_or_skip
@@ -179,6 +180,24 @@ def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     worker.refuse_unsupported(stand_in(pipeline_parallel_size=2))
 
 
+@pytest.mark.parametrize(
+    ("additional", "bundle", "reads"),
+    [({GATED: True}, "", True), ({GATED: False}, "demo", True), ({GATED: False}, "", False),
+     ({}, "demo", False), ({}, "", False), (object(), "demo", False)],
+)  # fmt: skip
+def test_a_worker_whose_class_was_named_reads_only_where_something_judges(
+    monkeypatch: pytest.MonkeyPatch, additional: Any, bundle: str, reads: bool
+) -> None:
+    monkeypatch.setenv("HALLUTRACER_BUNDLE", bundle)
+    found = stand_in()
+    found.additional_config = additional
+    if reads:
+        worker.refuse_ungated(found)
+        return
+    with pytest.raises(EngineError, match="nothing judges .*HALLUTRACER_BUNDLE .*VLLM_PLUGINS"):
+        worker.Worker(found)
+
+
 def test_the_plan_follows_additional_config() -> None:
     plan = worker.plan_of(config())
     assert (plan.sites, plan.slots, plan.activations) == (tuple(Site), worker.SLOTS, False)
@@ -287,6 +306,9 @@ def test_the_fields_that_are_read_exist() -> None:
         assert [name for name in names if f"self.{name}" not in inspect.getsource(runner)] == []
 
 
+directive_of = partial(Reader.directive_of, cast(Any, SimpleNamespace(for_all=None, plan=PLAN)))
+
+
 def v1(**rows: Any) -> Any:
     """A V1 runner's state: name -> (directive's extra_args, tokens in this step, computed, prompt, discarded)."""
     made = object.__new__(type("Runner", (worker.V1Reading,), {}))
@@ -295,7 +317,7 @@ def v1(**rows: Any) -> Any:
         req_ids=list(rows), num_computed_tokens_cpu=np.array([*computed, 99, 99]),
         num_prompt_tokens=np.array([*prompts, 99, 99]),
     )  # fmt: skip
-    made.hallutracer = SimpleNamespace(plan=PLAN)
+    made.hallutracer = SimpleNamespace(directive_of=directive_of)
     made.requests = {
         name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=own))
         for name, own in zip(rows, args, strict=True)
@@ -346,7 +368,7 @@ def v2(prompts: list[int], **requests: Any) -> Any:
     made = type("Runner", (worker.V2Reading, Prepared), {})()
     made.hallutracer_directives = {}
     made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
-    made.hallutracer = SimpleNamespace(calls=[], plan=PLAN)
+    made.hallutracer = SimpleNamespace(calls=[], directive_of=directive_of)
     made.hallutracer.before = made.hallutracer.calls.append
     made.add_requests(step(**requests))
     return made
