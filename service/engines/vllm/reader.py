@@ -33,28 +33,35 @@ class OnsetRow:
     directive: Directive
     token_row: int  # of t*, among the step's tokens
     request_row: int  # of the request, among the step's requests
+    logits_row: int  # of t*, among the rows of the step's logits: one for each request and for each draft token
     prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """A step's n requests in the order of their rows, as reported by its runner."""
+    """A step's n requests in the order of their rows, as reported by its runner.
+
+    Speculative decoding lets draft tokens follow a request's own, also its prompt's last: vLLM pads such a step."""
 
     requests: Sequence[str]
     starts: Counts  # [n + 1]: row of each request's first token, and the end
     computed: Counts  # [n]: tokens already computed by earlier steps or found in the prefix cache
     prompts: Counts  # [n]: tokens of the prompt
     emits: npt.NDArray[np.bool_]  # [n]: whether the step samples a token for it
+    drafts: Counts  # [n]: draft tokens at the end of its part
 
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """Return the requests whose t* is the last token of their part of this step, which samples their first."""
-    ends = step.emits & (step.computed + np.diff(step.starts) == step.prompts)
+    """Return the requests whose t* is the last token, but for drafts, of their part of this step, which samples their
+    first."""
+    ends = step.emits & (step.computed + np.diff(step.starts) - step.drafts == step.prompts)
+    logits_rows = np.arange(len(step.drafts)) + np.cumsum(step.drafts) - step.drafts
     onsets = []
     for row in map(int, np.flatnonzero(ends)):
         request = step.requests[row]
         if (directive := directive_of(request)) is not None:
-            onsets.append(OnsetRow(request, directive, int(step.starts[row + 1]) - 1, row, int(step.prompts[row])))
+            onset = int(step.starts[row + 1] - step.drafts[row]) - 1
+            onsets.append(OnsetRow(request, directive, onset, row, int(logits_rows[row]), int(step.prompts[row])))
     return onsets
 
 
@@ -69,7 +76,7 @@ class Reader:
         self._step: list[OnsetRow] = []
         self.keeps = False  # whether the coming forward pass keeps activations, which a captured graph does not
         self._replaced: list[int] = []  # places in the step whose directives name other probes
-        self._numbers = torch.empty(0)  # [n, 23] on the device: ``_numbers``
+        self._numbers = torch.empty(0)  # [n, 24] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
@@ -121,15 +128,16 @@ class Reader:
         return values
 
     def observe_logits(self, logits: Tensor | None) -> None:
-        """Summarise the first token's distribution from the step's logits [requests, vocab], if a request needs it."""
+        """Summarise the first token's distribution from the step's logits [rows, vocab], if a request needs it."""
         if self._summary is not None:
             return  # V2 computes logits of other rows, too, for requests that want log probabilities of the prompt
         if logits is None or not any(row.directive.needs_first_token for row in self._step):
             return
-        self._summary = summarise(logits.index_select(0, self._numbers[:, REQUEST_ROW].long()).float())
+        self._summary = summarise(logits.index_select(0, self._numbers[:, LOGITS_ROW].long()).float())
 
     def gate(self, sampled: Tensor) -> Tensor:
-        """Replace the sampled tokens [requests, 1] of requests whose gate closes by their end tokens (Eq. detector)."""
+        """Replace the first of the sampled tokens [requests, 1 + drafts] by the end token where the gate closes
+        (Eq. detector); vLLM's scheduler drops those behind an end token."""
         if self._values is None or all(row.directive.gate is None for row in self._step):
             return sampled
         numbers, count = self._numbers, len(self._step)
@@ -179,9 +187,9 @@ class Reader:
 
 
 # Columns of the numbers that a step copies to the device, for each onset; float64 holds every index and token id.
-TOKEN_ROW, REQUEST_ROW, END_TOKEN, INTERCEPT, BOUND = range(5)
-WEIGHTS, LOG_TOKENS = slice(5, 11), 11
-SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(12, 16), slice(16, 19), slice(19, 22), 22
+TOKEN_ROW, REQUEST_ROW, LOGITS_ROW, END_TOKEN, INTERCEPT, BOUND = range(6)
+WEIGHTS, LOG_TOKENS = slice(6, 12), 12
+SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(13, 17), slice(17, 20), slice(20, 23), 23
 
 
 def _numbers(row: OnsetRow) -> list[float]:
@@ -189,7 +197,7 @@ def _numbers(row: OnsetRow) -> list[float]:
     directive, gate = row.directive, row.directive.gate
     terms = [0.0, -math.inf] if gate is None else [gate.intercept, _bound(gate.threshold)]
     weights = [0.0] * len(SIGNALS) if gate is None else gate.weight
-    tokens = [row.token_row, row.request_row, directive.end_token or 0]
+    tokens = [row.token_row, row.request_row, row.logits_row, directive.end_token or 0]
     return [*tokens, *terms, *weights, math.log(row.prompt_tokens), directive.slot, *directive.context]
 
 

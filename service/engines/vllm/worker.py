@@ -165,7 +165,7 @@ class V1Reading:
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``before``: the step's rows are known, and which graph will run is not decided yet."""
         prepared = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        self.hallutracer.before(onset_rows(self._step_layout(), self._directive_of))
+        self.hallutracer.before(onset_rows(self._step_layout(prepared[1]), self._directive_of))
         return prepared
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
@@ -180,13 +180,14 @@ class V1Reading:
             output.tensors[STAGE_KEY] = values
         return output
 
-    def _step_layout(self) -> StepLayout:
+    def _step_layout(self, speculation: Any) -> StepLayout:
         runner: Any = self
         batch = runner.input_batch
         count = len(batch.req_ids)
         computed, prompts = batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
         starts, emits = runner.query_start_loc.np[: count + 1], ~runner.discard_request_mask.np[:count]
-        return StepLayout(batch.req_ids, starts, computed, prompts, emits)
+        drafts = np.zeros_like(prompts) if speculation is None else np.array(speculation.num_draft_tokens, np.int32)
+        return StepLayout(batch.req_ids, starts, computed, prompts, emits, drafts)
 
     def _directive_of(self, request: str) -> Directive | None:
         runner: Any = self
@@ -263,7 +264,8 @@ class V2Reading:
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]  # a captured batch is padded with empty requests
         # Known tokens beyond the prompt were sampled before a preemption: this step does not sample at t*.
         emits = batch.prefill_len_np <= prompts
-        return StepLayout(batch.req_ids, starts, batch.num_computed_tokens_np, prompts, emits)
+        drafts = np.diff(batch.cu_num_logits_np) - 1
+        return StepLayout(batch.req_ids, starts, batch.num_computed_tokens_np, prompts, emits, drafts)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``gate``: the tokens are sampled, and not used yet."""
