@@ -75,20 +75,23 @@ def check() -> None:
     @functools.wraps(make_core)
     def make_core_gated(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         make_core(self, vllm_config, *args, **kwargs)
-        self.hallutracer_open = True
+        self.hallutracer_open = None
         if _asked() and not _gated(vllm_config):
             from service.vllm_plugin.engine_gate import open_gate
 
             try:
-                open_gate(self, read_options())
+                self.hallutracer_open = open_gate(self, read_options())
             except (HalluTracerError, BundleError) as error:
                 self.shutdown()
                 _end(str(error))
 
     @functools.wraps(add)
     def add_gated(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _asked() and not _gated(self.vllm_config) and not hasattr(self, "hallutracer_open"):
-            _end("this engine's core was made before the gate could be put into it; serve with `vllm serve`")
+        if _asked() and not _gated(self.vllm_config):
+            if not hasattr(self, "hallutracer_open"):
+                _end("this engine's core was made before the gate could be put into it; serve with `vllm serve`")
+            if self.hallutracer_open is not None:
+                self.hallutracer_open.open_again()
         add(self, *args, **kwargs)
 
     create_gated.gates = True  # type: ignore[attr-defined]

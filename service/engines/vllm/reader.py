@@ -17,7 +17,7 @@ import torch
 from probes_store.manifest import SIGNALS
 from service.engines.checks import summarise
 from service.engines.vllm.attach import SiteReadout
-from service.engines.vllm.wire import EXTRAS, REPLACED, Directive, Plan
+from service.engines.vllm.wire import EXTRAS, REPLACED, STALE, Directive, Plan
 from service.readout import Site
 
 Tensor = torch.Tensor
@@ -73,9 +73,10 @@ class Reader:
         self._group = group
         self.for_all: Directive | None = None  # of every request, whatever it asks for itself
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
+        self.weights = 0  # how often they have changed since they were loaded
         self._step: list[OnsetRow] = []
         self.keeps = False  # whether the coming forward pass keeps activations, which a captured graph does not
-        self._replaced: list[int] = []  # places in the step whose directives name other probes
+        self._refused: dict[int, float] = {}  # places in the step whose directives name other probes or weights
         self._numbers = torch.empty(0)  # [n, 24] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers]
         self._activations: list[Tensor] = []
@@ -92,9 +93,9 @@ class Reader:
         """Start a step: its forward pass keeps what is at these onsets."""
         self._step, self._activations = step, []
         self._values = self._summary = self._gated = None
-        written = self.digests.get
-        replaced = [any(written(column) != digest for column, digest in row.directive.probes) for row in step]
-        self._replaced = [place for place, other in enumerate(replaced) if other]
+        self._refused = {
+            place: why for place, row in enumerate(step) if (why := self._refusal(row.directive)) is not None
+        }
         if not step:
             self._start_sites(None)
             return
@@ -102,6 +103,11 @@ class Reader:
         on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
         self._numbers = on_host.to(self.device, non_blocking=True)
         self._start_sites(self._numbers[:, TOKEN_ROW].long())
+
+    def _refusal(self, directive: Directive) -> float | None:
+        if directive.weights != self.weights:
+            return STALE
+        return REPLACED if any(self.digests.get(column) != digest for column, digest in directive.probes) else None
 
     def _start_sites(self, onsets: Tensor | None) -> None:
         self.keeps = onsets is not None
@@ -115,8 +121,8 @@ class Reader:
         read = torch.cat([site.read() for site in self.sites.values()], dim=-1)
         # One all-reduce of truth logits, not of activations.
         values: Tensor = read if self._group is None else self._group.all_reduce(read.contiguous())
-        if self._replaced:
-            values[:, self._replaced] = math.nan  # no gate takes it for a risk
+        if self._refused:
+            values[:, [*self._refused]] = math.nan  # no gate takes it for a risk
         if earlier is not None:
             values = torch.cat([earlier, values])
         if any(row.directive.activations for row in self._step):
@@ -172,8 +178,8 @@ class Reader:
         extras[:, :3] = math.nan if self._summary is None else self._summary.to(extras)
         if self._gated is not None:
             extras[:, 3] = self._gated.to(extras)
-        if self._replaced:
-            extras[self._replaced, 3] = REPLACED
+        for place, why in self._refused.items():
+            extras[place, 3] = why
         parts = [self._values.permute(1, 0, 2).reshape(count, -1), extras]
         # Everything in one copy, also where only some ask for activations: training asks for all.
         parts += [activations.transpose(0, 1).reshape(count, -1) for activations in self._activations]

@@ -27,7 +27,7 @@ from service.engines import families
 from service.engines.vllm import attach
 from service.engines.vllm.launch import refuse_unsupported, say
 from service.engines.vllm.reader import Reader, StepLayout, onset_rows
-from service.engines.vllm.wire import KEY, Directive, Plan, probe_digest
+from service.engines.vllm.wire import CHANGES, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError
 from service.readout import Probes, Site
 
@@ -63,7 +63,9 @@ class Worker(VllmWorker):  # type: ignore[misc]
         config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
         family, rank, ranks = families.family_of(config.hf_config), group.rank_in_group, group.world_size
         found = attach.install(self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype)
+        earlier: Reader | None = getattr(self, "hallutracer_reader", None)
         self.hallutracer_reader = Reader(plan, found, group if ranks > 1 else None, self.device)
+        self.hallutracer_reader.weights = 0 if earlier is None else earlier.weights + 1
         adopt(self.model_runner, self.hallutracer_reader)
 
     def determine_available_memory(self) -> Any:
@@ -81,11 +83,12 @@ class Worker(VllmWorker):  # type: ignore[misc]
         plan = self.hallutracer_plan
         return {
             "sites": [str(site) for site in plan.sites], "slots": plan.slots, "rows": plan.activations,
-            "geometry": [*astuple(plan.geometry)], "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
+            "weights": self.hallutracer_reader.weights, "geometry": [*astuple(plan.geometry)],
+            "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
         }  # fmt: skip
 
-    def hallutracer_read_all(self, directive: dict[str, Any]) -> None:
-        """Read every request as an encoded directive says, whatever the request itself asks for."""
+    def hallutracer_read_all(self, directive: dict[str, Any] | None) -> None:
+        """Read every request as an encoded directive says, whatever the request itself asks for; None: as it asks."""
         self.hallutracer_reader.for_all = Directive.decode(directive, self.hallutracer_plan)
 
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
@@ -98,6 +101,19 @@ class Worker(VllmWorker):  # type: ignore[misc]
         with torch.inference_mode():
             readout.write(slot, Probes(Site(site), np.asarray(head), direction, bias, scale))
         reader.digests[column] = probe_digest(site, head, numbers)
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    def changing(self: Worker, *args: Any, **kwargs: Any) -> Any:
+        self.hallutracer_reader.weights += 1  # first: whatever becomes of it, nothing is read that was asked for before
+        return getattr(VllmWorker, name)(self, *args, **kwargs)
+
+    return changing
+
+
+for _name in CHANGES:
+    if hasattr(VllmWorker, _name):
+        setattr(Worker, _name, _changing(_name))
 
 
 def plan_of(config: VllmConfig) -> Plan:
