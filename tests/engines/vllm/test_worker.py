@@ -244,11 +244,11 @@ def test_a_slot_that_was_not_written_to_its_end_has_no_digest(monkeypatch: pytes
 def test_whatever_changes_the_weights_has_requests_of_before_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method of vLLM's worker that may change what its model computes is known: a new one fails here."""
     kept = {
-        "compute_weight_checksums", "init_weight_transfer_engine", "load_model", "save_sharded_state",
-        "save_tensorized_model", "shutdown_weight_transfer_engine", "supports_draft_weight_updates",
-        "start_draft_weight_update", "update_config", "update_max_model_len", "sleep_mode_backend",
+        "checkpoint_restore", "compute_weight_checksums", "init_weight_transfer_engine", "load_model",
+        "shutdown_weight_transfer_engine", "sleep_mode_backend", "start_draft_weight_update",
+        "supports_draft_weight_updates", "update_config", "update_max_model_len",
     }  # fmt: skip
-    kinds = ("weight", "load", "sleep", "wake", "discard", "apply", "update", "elastic", "_model", "restore")
+    kinds = ("weight", "load", "sleep", "wake", "discard", "apply", "update", "elastic", "restore")
     public = {name for name in dir(worker.VllmWorker) if not name.startswith("_")}
     named = {name for name in public if any(kind in name for kind in kinds)}
     assert named - kept == {*CHANGES}
@@ -314,6 +314,10 @@ def test_the_fields_that_are_read_exist() -> None:
         assert [name for name in names if f"self.{name}" not in inspect.getsource(runner)] == []
 
 
+def directive_of(parameters: Any) -> Directive | None:
+    return None if parameters is None else Directive.decode(parameters.extra_args, PLAN)
+
+
 def v1(**rows: Any) -> Any:
     """A V1 runner's state: name -> (directive's extra_args, tokens in this step, computed, prompt, discarded)."""
     made = object.__new__(type("Runner", (worker.V1Reading,), {}))
@@ -322,7 +326,7 @@ def v1(**rows: Any) -> Any:
         req_ids=list(rows), num_computed_tokens_cpu=np.array([*computed, 99, 99]),
         num_prompt_tokens=np.array([*prompts, 99, 99]),
     )  # fmt: skip
-    made.hallutracer = SimpleNamespace(plan=PLAN)
+    made.hallutracer = SimpleNamespace(plan=PLAN, directive_of=directive_of)
     made.requests = {
         name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=own))
         for name, own in zip(rows, args, strict=True)
@@ -382,7 +386,7 @@ def v2(prompts: list[int], **requests: Any) -> Any:
     made = type("Runner", (worker.V2Reading, Prepared), {})()
     made.hallutracer_directives = {}
     made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
-    made.hallutracer = SimpleNamespace(calls=[], plan=PLAN)
+    made.hallutracer = SimpleNamespace(calls=[], plan=PLAN, directive_of=directive_of)
     made.hallutracer.before = made.hallutracer.calls.append
     made.add_requests(step(**requests))
     return made
