@@ -52,8 +52,7 @@ class StepLayout:
 
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """Return the requests whose t* is the last token, but for drafts, of their part of this step, which samples their
-    first."""
+    """Return the requests whose t* is the last token before drafts of their part of this step, which samples."""
     ends = step.emits & (step.computed + np.diff(step.starts) - step.drafts == step.prompts)
     logits_rows = np.arange(len(step.drafts)) + np.cumsum(step.drafts) - step.drafts
     onsets = []
@@ -93,9 +92,8 @@ class Reader:
         """Start a step: its forward pass keeps what is at these onsets."""
         self._step, self._activations = step, []
         self._values = self._summary = self._gated = None
-        self._refused = {
-            place: why for place, row in enumerate(step) if (why := self._refusal(row.directive)) is not None
-        }
+        refusals = enumerate(self._refusal(row.directive) for row in step)
+        self._refused = {place: why for place, why in refusals if why is not None}
         if not step:
             self._start_sites(None)
             return
@@ -142,8 +140,7 @@ class Reader:
         self._summary = summarise(logits.index_select(0, self._numbers[:, LOGITS_ROW].long()).float())
 
     def gate(self, sampled: Tensor) -> Tensor:
-        """Replace the first of the sampled tokens [requests, 1 + drafts] by the end token where the gate closes
-        (Eq. detector); vLLM's scheduler drops those behind an end token."""
+        """Replace the first of the sampled tokens [requests, 1 + drafts] by an end token where a gate closes."""
         if self._values is None or all(row.directive.gate is None for row in self._step):
             return sampled
         numbers, count = self._numbers, len(self._step)
@@ -162,6 +159,7 @@ class Reader:
         # A signal with weight 0 may be anything, including a NaN.
         used = torch.where(weights == 0, torch.zeros_like(signals), signals)
         applies = told[:, 0] >= numbers[:, APPLIES_FROM] + GATE_MARGIN
+        # Eq. detector.  vLLM's scheduler drops what is behind an end token.
         self._gated = ((weights * used).sum(-1) + intercept < bound - GATE_MARGIN) & applies
         targets = numbers[:, REQUEST_ROW].long()
         kept = sampled[targets, 0]

@@ -32,7 +32,7 @@ REPLACED = -1.0  # a slot holds another probe than the request side has written
 STALE = -2.0  # the request side has tested other weights than the worker has
 # The worker's methods after which its model may compute something else.
 CHANGES = ("sleep", "wake_up", "discard", "reset_weights", "reload_weights", "start_weight_update", "update_weights",
-           "finish_weight_update", "apply_model", "elastic_ep_execute")  # fmt: skip
+           "finish_weight_update", "apply_model")  # fmt: skip
 
 
 def probe_digest(site: str, head: Sequence[int], numbers: bytes) -> str:

@@ -63,9 +63,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
         family, rank, ranks = families.family_of(config.hf_config), group.rank_in_group, group.world_size
         found = attach.install(self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype)
-        earlier: Reader | None = getattr(self, "hallutracer_reader", None)
         self.hallutracer_reader = Reader(plan, found, group if ranks > 1 else None, self.device)
-        self.hallutracer_reader.weights = 0 if earlier is None else earlier.weights + 1
         adopt(self.model_runner, self.hallutracer_reader)
 
     def determine_available_memory(self) -> Any:
