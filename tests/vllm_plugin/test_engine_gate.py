@@ -152,7 +152,7 @@ def asked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def withheld(asked: list[str]) -> list[bool]:
-    with ht.load("demo", policy="gate") as detector:
+    with ht.load("demo") as detector:
         return [one.decision != "continue" for one in detector.score(asked)]
 
 
