@@ -113,6 +113,9 @@ NonFiniteReadout = _kind(EngineError, 500, "non_finite_readout", "A NaN or infin
 # The next request writes it again.
 ProbeReplaced = _kind(EngineError, 503, "probe_replaced", "Another server has put its probe into this slot of vLLM's.",
                       retry_after_s=1)  # fmt: skip
+# The golden prompts have to be replayed first.
+WeightsChanged = _kind(EngineError, 503, "weights_changed", "The model's weights are not those that were tested.",
+                       retry_after_s=5)  # fmt: skip
 
 
 class TrainingError(HalluTracerError, status=500, code="training_error"):

@@ -15,7 +15,7 @@ from typing import Literal
 from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.syntax import PIN
 from service.access.callers import Caller
-from service.errors import FeedbackUnavailable, NonFiniteReadout, NotAllowed, NotFound
+from service.errors import FeedbackUnavailable, NonFiniteReadout, NotAllowed, NotFound, WeightsChanged
 from service.feedback.rows import Tally
 from service.judging.drift import DriftLimits
 from service.policies.guard import OBSERVE, Action, Policy
@@ -201,7 +201,7 @@ class Catalogue:
                 prompts = scorer.bundle.golden.prompts()
                 scorer.replayed([await scorer.last_report(prompt, OBSERVE) for prompt in prompts])
                 monitor.golden(None)
-            except (GoldenMismatch, NonFiniteReadout) as error:
+            except (GoldenMismatch, NonFiniteReadout, WeightsChanged) as error:
                 monitor.golden(str(error))
 
     def in_force(self) -> list[dict[str, str]]:

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from service.engines.base import FIRST_COME, Engine, Sampling, TokenIds, Turn, Update, unfinished
-from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, ProbeReplaced, RequestError
+from service.errors import (
+    DeadlineExceeded,
+    EngineError,
+    NonFiniteReadout,
+    NotReady,
+    ProbeReplaced,
+    RequestError,
+    WeightsChanged,
+)
 from service.policies.guard import OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space
@@ -278,7 +286,7 @@ class Dispatcher:
             self._break(EngineError(f"the engine is gone: {error}"))
         request.cancel(error)
         # A device in an error state (CUDA keeps one until the process ends) fails every prompt from then on.
-        self._failures += not isinstance(error, RequestError | NonFiniteReadout | ProbeReplaced)
+        self._failures += not isinstance(error, RequestError | NonFiniteReadout | ProbeReplaced | WeightsChanged)
         if self._failures >= MAX_FAILURES:
             self._break(EngineError(f"{self._failures} prompts in a row failed; the last: {error}"))
 

@@ -13,13 +13,15 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from probes_store.errors import BundleError
 from service.engines.bridge import run_on
 from service.engines.vllm.client import ProbeLease
 from service.engines.vllm.engine import VllmEngine
+from service.engines.vllm.wire import CHANGES
 from service.errors import HalluTracerError
 from service.policies.guard import Decision, Policy
 from service.scoring import Scorer
@@ -74,16 +76,56 @@ def unreadable(request: Any) -> str | None:
 
 
 class Judging:
-    """What a scheduler does besides: it ends withheld requests with their first output."""
+    """What a core does besides: its scheduler ends withheld requests with their first output."""
 
-    def __init__(self, scheduler: Any, gate: Gate) -> None:
-        self._gate, self._requests = gate, scheduler.requests
+    def __init__(self, core: Any, opened: Callable[[], Gate]) -> None:
+        """``opened`` tests the engine, replays the golden prompts and returns the gate, or raises."""
+        scheduler, executor = core.scheduler, core.model_executor
+        self._core, self._opened, self._requests = core, opened, scheduler.requests
+        self._gate: Gate | None = None  # while ``opened`` runs
+        self._changed = False  # whether the weights may have, since
         self._update, self._update_request = scheduler.update_from_output, scheduler._update_request_with_output
+        self._rpc, executor.collective_rpc = executor.collective_rpc, self.rpc
         self._withheld: dict[str, str] = {}  # request -> reason, of this step
         scheduler.update_from_output, scheduler._update_request_with_output = self.update, self.update_request
 
+    def rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of every worker."""
+        self._changed |= not isinstance(method, str) or method in CHANGES  # a function may do anything
+        return self._rpc(method, *args, **kwargs)
+
+    def open(self) -> None:
+        """Judge every request from now on.  Raises what ``opened`` does; where a gate was open before, it stays, and
+        nothing is read."""
+        gate, self._gate, self._changed = self._gate, None, False
+        directive = None if gate is None else replace(gate.lease.directive, weights=-1)
+        self._core.collective_rpc("hallutracer_read_all", args=(None,))
+        self._core.reset_prefix_cache()
+        try:
+            gate = self._opened()
+            directive = gate.lease.directive
+        finally:
+            self._gate = gate
+            self._core.reset_prefix_cache()
+            if directive is not None:
+                self._core.collective_rpc("hallutracer_read_all", args=(directive.encode(),))
+
+    def open_again(self) -> None:
+        """Open the gate again after a change of the weights, while nothing else runs: no request is read before."""
+        idle = not (self._core.scheduler.has_unfinished_requests() or self._core.is_sleeping())
+        alone = self._core.vllm_config.parallel_config.data_parallel_size == 1  # the others step along
+        if self._gate is None or not (self._changed and idle and alone):
+            return
+        try:
+            self.open()
+            log.warning("hallutracer: the golden prompts were replayed after a change of the weights")
+        except (HalluTracerError, BundleError) as error:
+            log.critical("hallutracer: the weights have changed, and no request is read any more: %s", error)
+
     def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Judge the step's first outputs; the payloads go no further."""
+        if self._gate is None:
+            return self._update(scheduler_output, model_runner_output)
         wires, sampled = model_runner_output.prompt_token_id_logprobs_dict, model_runner_output.sampled_token_ids
         self._withheld = {}
         for name in scheduler_output.num_scheduled_tokens:
@@ -175,7 +217,7 @@ class _Core:
         """Leave the core to its owner."""
 
 
-def open_gate(core: Any, options: PluginOptions) -> None:
+def open_gate(core: Any, options: PluginOptions) -> Judging:
     """Put the first bundle's gate into a vLLM ``EngineCore``.  Raises what is wrong with engine, bundle or options."""
     settings, (name, bundle) = options.settings, next(iter(options.bundles.items()))
     if options.audit_log is not None:
@@ -194,8 +236,7 @@ def open_gate(core: Any, options: PluginOptions) -> None:
         finally:
             engine.close()
 
-    gate = client.serve(opened)
-    core.reset_prefix_cache()
-    core.collective_rpc("hallutracer_read_all", args=(gate.lease.directive.encode(),))
-    Judging(core.scheduler, gate)
+    judging = Judging(core, lambda: client.serve(opened))
+    judging.open()
     log.warning("hallutracer: bundle %s judges every request of this engine by the policy %r", name, policy.name)
+    return judging

@@ -113,16 +113,20 @@ def run_core(*args: Any, **kwargs: Any) -> None:
 
 
 def _open(core: Any) -> None:
-    """Put the gate into a core that is to judge, once."""
-    if getattr(core, "hallutracer_open", False) or _gated(core.vllm_config) or not _asked():
+    """Put the gate into a core that is to judge, once; later open it again where the weights have changed."""
+    if _gated(core.vllm_config) or not _asked():
+        return
+    if hasattr(core, "hallutracer_open"):
+        if core.hallutracer_open is not None:
+            core.hallutracer_open.open_again()
         return
     from service.vllm_plugin.engine_gate import open_gate
 
-    core.hallutracer_open = True  # the self-test's own requests pass
+    core.hallutracer_open = None  # the self-test's own requests pass
     try:
-        open_gate(core, read_options())
+        core.hallutracer_open = open_gate(core, read_options())
     except BaseException as error:
-        core.hallutracer_open = False
+        del core.hallutracer_open
         if isinstance(error, (HalluTracerError, BundleError)):
             core.shutdown()
             _end(str(error))

@@ -94,7 +94,7 @@ async def _judged(
     def unread(error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
         if policy.action is not Action.OBSERVE:
-            raise error
+            raise HTTPException(error.status, str(error)) from error
         note.unread = str(error)
 
     def judge(lease: ProbeLease, output: Any) -> Judgement:

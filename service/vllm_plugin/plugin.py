@@ -53,6 +53,7 @@ class HalluTracerPlugin:
         self._engine: VllmEngine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._weights = 0  # how often they had changed when the golden prompts were last replayed
         self.service: Service
 
     def attach_router(self, app: FastAPI) -> None:
@@ -91,5 +92,26 @@ class HalluTracerPlugin:
 
     def _load(self) -> dict[str, Scorer]:
         assert self._loop is not None
-        self._engine = VllmEngine.around(self._client, self._loop, self._generate)
-        return {name: Scorer(self._engine, bundle) for name, bundle in self._options.bundles.items()}
+        engine = VllmEngine.around(self._client, self._loop, self._generate)
+        scorers = {name: Scorer(engine, bundle) for name, bundle in self._options.bundles.items()}
+        self._engine, engine.on_changed = engine, self._replay_soon
+        return scorers
+
+    def _replay_soon(self) -> None:
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.create_task(self._replay())
+
+    async def _replay(self) -> None:
+        """Replay the golden prompts once after each change of the weights; what they refuse stays unread."""
+        weights = (await self._client.collective_rpc("hallutracer_describe"))[0]["weights"]
+        if weights == self._weights:
+            return
+        self._weights, on_prefill = weights, self._engine.on_prefill
+        await self._client.reset_prefix_cache()
+        try:
+            await self.service.lifecycle.reload(lambda _: self._load())
+        except Exception as error:  # whatever it is, those of before stay, which read other weights
+            log.critical("the weights have changed, and no request is read any more: %s", error)
+        else:
+            self._engine.on_prefill = on_prefill
+            log.warning("the golden prompts were replayed after a change of the weights")

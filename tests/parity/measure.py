@@ -36,6 +36,7 @@ from tests.parity import models as q
 CHUNK = 48  # tokens per step: most prompts are chunked
 EXTRACTED = 40  # prompts with activations and full answers
 ANSWER = Sampling(max_tokens=12)
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 LATER = 2  # bundles that replace others in their slots
 Arrays = dict[str, Any]
 
@@ -147,6 +148,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
             "cancelled_after": np.array([len(own) for own, one in zip(found, asked, strict=True) if one.cancelled]),
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
+            "accepted": np.array(counter(ACCEPTED) if "speculative_config" in arguments else 0),
             "runner": np.array(run_on(engine.loop, engine._describe())["runner"]),
             "open": np.array(engine.counters.open_continuations),
         }

@@ -4,7 +4,7 @@ The shapes are those that vLLM's CPU attention takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
 PROMPTS = {"llama": 200}  # the family that is run in most ways
 FEWER_PROMPTS = 100  # of the others: what differs between families shows in any prompt
 LONGEST = 150
+ALONE = 129  # tokens of a prompt whose last one is all that is not in the prefix cache, whose blocks are 32 tokens
 TEXT_TOKENS = 94  # printable ASCII: a prompt that ends within a character would begin its answer's text, in vLLM
 BUNDLES = 3  # probes at each site, at the same time
 
@@ -89,8 +90,9 @@ def questions(family: str, seed: int = 5) -> list[Question]:
 
 
 def repeated(asked: list[Question]) -> list[Question]:
-    """Long prompts that are asked once more, when their blocks are in the prefix cache."""
-    return [question for question in asked if len(question.prompt) > LONGEST - 20][:4]
+    """Long prompts that are asked once more, when their blocks are in the prefix cache, the first but for its end."""
+    first, *others = [question for question in asked if len(question.prompt) > LONGEST - 20][:4]
+    return [replace(first, prompt=first.prompt[:ALONE]), *others]
 
 
 def probes(geometry: Geometry, bundle: int) -> list[Probes]:

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,28 @@ import hallutracer as ht
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.vllm_plugin.conftest import QUIET
+from tests.vllm_plugin.conftest import KNOWN, QUIET
 
 vllm_or_skip()
 
 pytestmark = pytest.mark.long
 
-COUNT = 1000
+COUNT, FEW = 1000, 40
 SAME: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
                         "gpu_memory_utilization": 0.2}  # fmt: skip
 # Each program answers the questions of questions.json by the model's chat template, a quarter of them with what makes
 # an end token mean nothing, and writes for each its tokens, text and stop reason.
+# This one speculates, and then changes the weights, at last for worse, and back.
 OFFLINE = f"""\
 import json
 
 from vllm import LLM, SamplingParams
+
+DRAFTS = {{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}}
+
+def worsen(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.05)
 
 if __name__ == "__main__":
     asked = json.load(open("questions.json"))
@@ -38,9 +47,37 @@ if __name__ == "__main__":
         max_tokens=6, temperature=0.1, ignore_eos=True, min_tokens=6, logprobs=3, n=2, seed=1)
     chats = [[{{"role": "user", "content": one}}] for one in asked]
     how = [stubborn if place % 4 == 0 else plain for place in range(len(asked))]
-    for answer in LLM(**{SAME}).chat(chats, how, use_tqdm=False):
-        choices = [[list(one.token_ids), one.text, one.stop_reason, bool(one.logprobs)] for one in answer.outputs]
-        print("ANSWER", json.dumps(choices))
+
+    def say(name, answers):
+        for answer in answers:
+            choices = [[list(one.token_ids), one.text, one.stop_reason, bool(one.logprobs)] for one in answer.outputs]
+            print(name, json.dumps(choices))
+
+    def ask(name, count):
+        say(name, llm.chat(chats[:count], how[:count], use_tqdm=False))
+
+    llm = LLM(**{SAME}, speculative_config=DRAFTS, disable_log_stats=False)
+    ask("ANSWER", len(asked))
+    [accepted] = [one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens"]
+    print("ACCEPTED", accepted)
+    llm.sleep(1)
+    llm.wake_up()
+    ask("WOKEN", {FEW})
+    engine, chat = llm.llm_engine, [{{"role": "user", "content": {KNOWN!r}}}]
+    known = llm.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    engine.add_request("long", {{"prompt_token_ids": known}}, SamplingParams(max_tokens=60, ignore_eos=True))
+    engine.step()
+    llm.collective_rpc("reload_weights")
+    engine.add_request("late", {{"prompt_token_ids": known}}, plain)
+    while engine.has_unfinished_requests():
+        for answer in engine.step():
+            if answer.finished:
+                say(answer.request_id.upper(), [answer])
+    ask("LOADED", {FEW})
+    llm.apply_model(worsen)
+    ask("WORSE", {FEW})
+    llm.collective_rpc("reload_weights")
+    ask("MENDED", {FEW})
 """
 ASYNC = f"""\
 import asyncio
@@ -121,28 +158,51 @@ def withheld(asked: list[str]) -> list[bool]:
         return [one.decision != "continue" for one in detector.score(asked)]
 
 
-def check_answers(
-    ran: subprocess.CompletedProcess[str], asked: list[str], withheld: list[bool], tells: Collection[int] = (0, 1)
-) -> None:
+def said_by(ran: subprocess.CompletedProcess[str]) -> dict[str, list[Any]]:
+    """What a program printed, by the first word of its lines."""
+    said: dict[str, list[Any]] = defaultdict(list)
+    for name, _, what in (line.partition(" ") for line in ran.stdout.splitlines()):
+        with suppress(ValueError):
+            said[name].append(json.loads(what))
+    return said
+
+
+def check(answers: list[Any], closed: Sequence[bool], why: str = "hallutracer: withheld, risk 0.",
+          tells: Collection[int] = (0, 1)) -> None:  # fmt: skip
     """``tells``: at even (0) and odd (1) places the program has a place for the stop reason."""
-    answers = [
-        json.loads(line.removeprefix("ANSWER ")) for line in ran.stdout.splitlines() if line.startswith("ANSWER")
-    ]
-    assert len(answers) == len(asked), ran.stdout[-2000:] + ran.stderr[-4000:]
-    assert 50 < sum(withheld) < len(asked) - 50
-    for place, (choices, closed) in enumerate(zip(answers, withheld, strict=True)):
+    for place, (choices, ends) in enumerate(zip(answers, closed, strict=True)):
         for tokens, text, stop_reason, logprobs in choices:
-            if closed:
+            if ends:
                 assert (tokens, text, logprobs) == ([], "", False)
-                assert place % 2 not in tells or stop_reason.startswith("hallutracer: withheld, risk 0.")
+                assert place % 2 not in tells or stop_reason.startswith(why)
             else:
                 assert text
                 assert stop_reason is None
 
 
+def check_answers(ran: subprocess.CompletedProcess[str], asked: list[str], withheld: list[bool],
+                  tells: Collection[int] = (0, 1)) -> dict[str, list[Any]]:  # fmt: skip
+    said = said_by(ran)
+    assert len(said["ANSWER"]) == len(asked), ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert 50 < sum(withheld) < len(asked) - 50
+    check(said["ANSWER"], withheld, tells=tells)
+    return said
+
+
 @pytest.mark.parametrize("program", [OFFLINE, ASYNC, BATCH], ids=["offline", "async", "run-batch"])
 def test_no_token_of_a_withheld_answer(tmp_path: Path, asked: list[str], withheld: list[bool], program: str) -> None:
-    check_answers(run(tmp_path, program, asked), asked, withheld)
+    """Nor a draft token; nor any whose risk was not read, since the weights have changed."""
+    offline = program is OFFLINE
+    ran = run(tmp_path, program, asked, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if offline else {}))
+    said = check_answers(ran, asked, withheld)
+    if offline:
+        assert said["ACCEPTED"][0] > 0, "no draft token was part of an answer"
+        changed = "hallutracer: withheld, since the model's weights have changed"
+        for name in ("WOKEN", "LOADED", "MENDED"):
+            check(said[name], withheld[:FEW])
+        check([*said["LONG"], *said["LATE"]], [False, True], changed)
+        check(said["WORSE"], [True] * FEW, changed)
+        assert "golden prompt" in ran.stderr
 
 
 def test_an_engine_whose_bundle_reads_another_model_does_not_start(tmp_path: Path) -> None:

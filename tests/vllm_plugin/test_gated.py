@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,10 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
+from tests.running import until  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -70,8 +73,11 @@ NO_ANSWER = {
 
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with serving(log, "--root-path", PREFIX, HALLUTRACER_POLICY="gate", VLLM_SERVER_DEV_MODE="1") as address:
+    """A server that decodes by speculation."""
+    log, drafts = tmp_path_factory.mktemp("vllm") / "log", {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    arguments = ("--root-path", PREFIX, "--speculative-config",
+                 json.dumps({"method": "ngram", "num_speculative_tokens": 3, **drafts}))  # fmt: skip
+    with serving(log, *arguments, HALLUTRACER_POLICY="gate", VLLM_SERVER_DEV_MODE="1") as address:
         yield address
 
 
@@ -163,6 +169,47 @@ def test_another_encoding_hides_nothing(gated: str, encoding: str) -> None:
     refused = post(f"{gated}{CHATS}", body)
     assert refused.status_code == 400
     assert WRONG not in refused.text
+
+
+def test_after_a_change_of_the_weights_nothing_is_answered_before_the_golden_prompts_have_been_replayed(
+    gated: str, tmp_path: Path
+) -> None:
+    """Nor afterwards, where they do not give their risks: until the weights are those of before again."""
+    known, unknown = (SHORT | {"messages": turn(text)} for text in (KNOWN, UNKNOWN))
+    risk = post(f"{gated}{CHATS}", known).json()["hallutracer"]["data"][0]["risk"]
+
+    def reloads(**path: str) -> None:
+        answer = httpx.post(f"{gated}/collective_rpc", json={"method": "reload_weights", "kwargs": path}, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    def closed() -> bool:
+        refused = post(f"{gated}{CHATS}", known)
+        assert refused.status_code in (200, 503), refused.text
+        assert refused.status_code == 200 or "weights have changed" in refused.text
+        return refused.status_code == 503
+
+    def opens_again() -> None:
+        assert closed()
+        until(lambda: not closed(), 60)
+        answered = post(f"{gated}{CHATS}", known)
+        assert ANSWER in answered.text
+        assert answered.json()["hallutracer"]["data"][0]["risk"] == pytest.approx(risk, abs=1e-6)
+        assert "content_filter" in post(f"{gated}{CHATS}", unknown).text
+
+    for path in ("/sleep?level=1", "/wake_up"):
+        assert httpx.post(f"{gated}{path}", timeout=60).status_code == 200
+    opens_again()
+    reloads()
+    opens_again()
+    shutil.copytree(MODEL_DIR, tmp_path / "worse")
+    weights = load_file(MODEL_DIR / "model.safetensors")
+    save_file({name: 1.05 * value for name, value in weights.items()}, tmp_path / "worse" / "model.safetensors")
+    reloads(weights_path=str(tmp_path / "worse"))
+    assert closed()
+    until(lambda: "golden prompt" in httpx.get(f"{gated}/v1/bundles").text, 60)
+    assert closed()
+    reloads(weights_path=str(MODEL_DIR))
+    opens_again()
 
 
 def test_a_gate_that_is_not_there_does_not_stand_open(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from service.engines.base import PrefillResult, Sampling
 from service.engines.checks import check_probe
 from service.engines.vllm.wire import Directive, Payload, Plan
-from service.errors import EngineError, ProbeReplaced
+from service.errors import EngineError, ProbeReplaced, WeightsChanged
 from service.readout import Probes, Site
 
 
@@ -96,17 +96,22 @@ class Slots:
 class ProbeLease:
     """Keeps a request's probes in their slots until its prefill has been read."""
 
-    def __init__(self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots) -> None:
-        self.directive = directive
+    def __init__(
+        self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots, on_changed: Callable[[], None]
+    ) -> None:
+        self.directive, self._on_changed = directive, on_changed
         self._plan, self._columns, self._slots = plan, list(columns), slots
         self._held = list(columns)
 
     def prefill(self, output: Any, prompt_tokens: int) -> tuple[PrefillResult, bool]:
-        """Return the result and whether the gate closed; free the slots.  Raises EngineError, ProbeReplaced."""
+        """Return the result and whether the gate closed; free the slots.  Raises EngineError and its kinds."""
         try:
             payload = payload_of(output, self._plan, self.directive)
         except ProbeReplaced:
             self._slots.forget(self._columns)
+            raise
+        except WeightsChanged:
+            self._on_changed()
             raise
         self.release()
         return self._result(payload, prompt_tokens), payload.gated

@@ -48,6 +48,7 @@ class VllmEngine:
 
     scores_overtake_answers = False
     torch_model = None  # the modules are in vLLM's processes
+    _request_numbers = count()  # of all engines, several of which may be around one ``AsyncLLM``
 
     def __init__(
         self, async_llm: Any, files: loading.ModelFiles, loop: asyncio.AbstractEventLoop | None = None,
@@ -55,13 +56,14 @@ class VllmEngine:
     ) -> None:  # fmt: skip
         """See ``load`` and ``around``; without ``loop`` it has one of its own and owns ``async_llm``."""
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
+        self.on_changed: Callable[[], None] = lambda: None  # a request was not read: the weights have changed
         self._own_loop: LoopThread | None = None
         if loop is None:
             self._own_loop = LoopThread("vllm-client")
             loop = self._own_loop.loop
         self.loop = loop
         self._async_llm, self._generate = async_llm, generate or async_llm.generate
-        self._request_numbers, self._closed = count(), False
+        self._closed = False
         self._outboxes, self.counters = Outboxes(), base.Counters()
         try:
             tokens, config = Tokens(files.tokenizer), async_llm.vllm_config
@@ -74,7 +76,7 @@ class VllmEngine:
             described = run_on(self.loop, self._describe())
             sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
             self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
-            self._slots = Slots(self._plan, self._write)
+            self._slots, self._weights = Slots(self._plan, self._write), int(described["weights"])
             changes = launch.changes_at_load(config, files.config)
             self.identity = base.ModelIdentity(
                 model=files.name, revision=loading.revision_of(files.config),
@@ -145,7 +147,7 @@ class VllmEngine:
             raise EngineError("this engine was started for scoring; start it with rows=True to extract activations")
         if sampling is not None:
             check_sampling(sampling)
-        found = self._answers(prompts, sampling, Directive(activations=True))
+        found = self._answers(prompts, sampling, Directive(activations=True, weights=self._weights))
         payloads = [payload for payload, _ in found if payload is not None]
         if len(payloads) < len(prompts):
             raise base.unfinished()
@@ -238,9 +240,9 @@ class VllmEngine:
             first_token=first_token, slot=columns[0] if columns else 0, gate=gate,
             end_token=None if gate is None else self.end_token,
             context=context_terms(None if gate is None else gate.context, columns[1:]),
-            probes=self._slots.digests(columns),
+            probes=self._slots.digests(columns), weights=self._weights,
         )  # fmt: skip
-        return ProbeLease(directive, self._plan, columns, self._slots)
+        return ProbeLease(directive, self._plan, columns, self._slots, self.on_changed)
 
     def close(self) -> None:
         """End all requests and vLLM's processes.  Not to be called on ``loop``; later calls raise EngineError."""

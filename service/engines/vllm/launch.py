@@ -138,7 +138,9 @@ def refuse_unsupported(config: Any) -> None:
     parallel, model, graphs = config.parallel_config, config.model_config, config.compilation_config
     stages_in_vain = parallel.pipeline_parallel_size > 1 and model.enforce_eager and current_platform.is_cpu()
     for unsupported, feature in (
-        (config.speculative_config is not None, "speculative decoding"),
+        # The device alone knows how many drafts are left of which request, and so in which rows the others are.
+        (getattr(config.speculative_config, "enable_adaptive_verification", False),
+         "adaptive verification of drafts (enable_adaptive_verification, which DSpark's drafts need set to false)"),
         (config.lora_config is not None, "LoRA adapters"),
         (parallel.use_ubatching, "dual-batch overlap or micro-batches"),
         (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),

@@ -17,7 +17,7 @@ import torch
 from probes_store.manifest import SIGNALS
 from service.engines.checks import summarise
 from service.engines.vllm.attach import SiteReadout
-from service.engines.vllm.wire import EXTRAS, REPLACED, Directive, Plan
+from service.engines.vllm.wire import EXTRAS, REPLACED, STALE, Directive, Plan
 from service.readout import Site
 
 Tensor = torch.Tensor
@@ -33,28 +33,34 @@ class OnsetRow:
     directive: Directive
     token_row: int  # of t*, among the step's tokens
     request_row: int  # of the request, among the step's requests
+    logits_row: int  # of t*, among the rows of the step's logits: one for each request and for each draft token
     prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """A step's n requests in the order of their rows, as reported by its runner."""
+    """A step's n requests in the order of their rows, as reported by its runner.
+
+    Speculative decoding lets draft tokens follow a request's own, also its prompt's last: vLLM pads such a step."""
 
     requests: Sequence[str]
     starts: Counts  # [n + 1]: row of each request's first token, and the end
     computed: Counts  # [n]: tokens already computed by earlier steps or found in the prefix cache
     prompts: Counts  # [n]: tokens of the prompt
     emits: npt.NDArray[np.bool_]  # [n]: whether the step samples a token for it
+    drafts: Counts  # [n]: draft tokens at the end of its part
 
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
-    """Return the requests whose t* is the last token of their part of this step, which samples their first."""
-    ends = step.emits & (step.computed + np.diff(step.starts) == step.prompts)
+    """Return the requests whose t* is the last token before drafts of their part of this step, which samples."""
+    ends = step.emits & (step.computed + np.diff(step.starts) - step.drafts == step.prompts)
+    logits_rows = np.arange(len(step.drafts)) + np.cumsum(step.drafts) - step.drafts
     onsets = []
     for row in map(int, np.flatnonzero(ends)):
         request = step.requests[row]
         if (directive := directive_of(request)) is not None:
-            onsets.append(OnsetRow(request, directive, int(step.starts[row + 1]) - 1, row, int(step.prompts[row])))
+            onset = int(step.starts[row + 1] - step.drafts[row]) - 1
+            onsets.append(OnsetRow(request, directive, onset, row, int(logits_rows[row]), int(step.prompts[row])))
     return onsets
 
 
@@ -66,10 +72,11 @@ class Reader:
         self._group = group
         self.for_all: Directive | None = None  # of every request, whatever it asks for itself
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
+        self.weights = 0  # how often they have changed since they were loaded
         self._step: list[OnsetRow] = []
         self.keeps = False  # whether the coming forward pass keeps activations, which a captured graph does not
-        self._replaced: list[int] = []  # places in the step whose directives name other probes
-        self._numbers = torch.empty(0)  # [n, 23] on the device: ``_numbers``
+        self._refused: dict[int, float] = {}  # places in the step whose directives name other probes or weights
+        self._numbers = torch.empty(0)  # [n, 24] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers]
         self._activations: list[Tensor] = []
         self._summary: Tensor | None = None  # [n, 3]
@@ -85,9 +92,8 @@ class Reader:
         """Start a step: its forward pass keeps what is at these onsets."""
         self._step, self._activations = step, []
         self._values = self._summary = self._gated = None
-        written = self.digests.get
-        replaced = [any(written(column) != digest for column, digest in row.directive.probes) for row in step]
-        self._replaced = [place for place, other in enumerate(replaced) if other]
+        refusals = enumerate(self._refusal(row.directive) for row in step)
+        self._refused = {place: why for place, why in refusals if why is not None}
         if not step:
             self._start_sites(None)
             return
@@ -95,6 +101,11 @@ class Reader:
         on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
         self._numbers = on_host.to(self.device, non_blocking=True)
         self._start_sites(self._numbers[:, TOKEN_ROW].long())
+
+    def _refusal(self, directive: Directive) -> float | None:
+        if directive.weights != self.weights:
+            return STALE
+        return REPLACED if any(self.digests.get(column) != digest for column, digest in directive.probes) else None
 
     def _start_sites(self, onsets: Tensor | None) -> None:
         self.keeps = onsets is not None
@@ -108,8 +119,8 @@ class Reader:
         read = torch.cat([site.read() for site in self.sites.values()], dim=-1)
         # One all-reduce of truth logits, not of activations.
         values: Tensor = read if self._group is None else self._group.all_reduce(read.contiguous())
-        if self._replaced:
-            values[:, self._replaced] = math.nan  # no gate takes it for a risk
+        if self._refused:
+            values[:, [*self._refused]] = math.nan  # no gate takes it for a risk
         if earlier is not None:
             values = torch.cat([earlier, values])
         if any(row.directive.activations for row in self._step):
@@ -121,15 +132,15 @@ class Reader:
         return values
 
     def observe_logits(self, logits: Tensor | None) -> None:
-        """Summarise the first token's distribution from the step's logits [requests, vocab], if a request needs it."""
+        """Summarise the first token's distribution from the step's logits [rows, vocab], if a request needs it."""
         if self._summary is not None:
             return  # V2 computes logits of other rows, too, for requests that want log probabilities of the prompt
         if logits is None or not any(row.directive.needs_first_token for row in self._step):
             return
-        self._summary = summarise(logits.index_select(0, self._numbers[:, REQUEST_ROW].long()).float())
+        self._summary = summarise(logits.index_select(0, self._numbers[:, LOGITS_ROW].long()).float())
 
     def gate(self, sampled: Tensor) -> Tensor:
-        """Replace the sampled tokens [requests, 1] of requests whose gate closes by their end tokens (Eq. detector)."""
+        """Replace the first of the sampled tokens [requests, 1 + drafts] by an end token where a gate closes."""
         if self._values is None or all(row.directive.gate is None for row in self._step):
             return sampled
         numbers, count = self._numbers, len(self._step)
@@ -148,6 +159,7 @@ class Reader:
         # A signal with weight 0 may be anything, including a NaN.
         used = torch.where(weights == 0, torch.zeros_like(signals), signals)
         applies = told[:, 0] >= numbers[:, APPLIES_FROM] + GATE_MARGIN
+        # Eq. detector.  vLLM's scheduler drops what is behind an end token.
         self._gated = ((weights * used).sum(-1) + intercept < bound - GATE_MARGIN) & applies
         targets = numbers[:, REQUEST_ROW].long()
         kept = sampled[targets, 0]
@@ -164,8 +176,8 @@ class Reader:
         extras[:, :3] = math.nan if self._summary is None else self._summary.to(extras)
         if self._gated is not None:
             extras[:, 3] = self._gated.to(extras)
-        if self._replaced:
-            extras[self._replaced, 3] = REPLACED
+        for place, why in self._refused.items():
+            extras[place, 3] = why
         parts = [self._values.permute(1, 0, 2).reshape(count, -1), extras]
         # Everything in one copy, also where only some ask for activations: training asks for all.
         parts += [activations.transpose(0, 1).reshape(count, -1) for activations in self._activations]
@@ -179,9 +191,9 @@ class Reader:
 
 
 # Columns of the numbers that a step copies to the device, for each onset; float64 holds every index and token id.
-TOKEN_ROW, REQUEST_ROW, END_TOKEN, INTERCEPT, BOUND = range(5)
-WEIGHTS, LOG_TOKENS = slice(5, 11), 11
-SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(12, 16), slice(16, 19), slice(19, 22), 22
+TOKEN_ROW, REQUEST_ROW, LOGITS_ROW, END_TOKEN, INTERCEPT, BOUND = range(6)
+WEIGHTS, LOG_TOKENS = slice(6, 12), 12
+SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(13, 17), slice(17, 20), slice(20, 23), 23
 
 
 def _numbers(row: OnsetRow) -> list[float]:
@@ -189,7 +201,7 @@ def _numbers(row: OnsetRow) -> list[float]:
     directive, gate = row.directive, row.directive.gate
     terms = [0.0, -math.inf] if gate is None else [gate.intercept, _bound(gate.threshold)]
     weights = [0.0] * len(SIGNALS) if gate is None else gate.weight
-    tokens = [row.token_row, row.request_row, directive.end_token or 0]
+    tokens = [row.token_row, row.request_row, row.logits_row, directive.end_token or 0]
     return [*tokens, *terms, *weights, math.log(row.prompt_tokens), directive.slot, *directive.context]
 
 

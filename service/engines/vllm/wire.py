@@ -19,16 +19,20 @@ from probes_store.manifest import SIGNALS
 from probes_store.records import Context, ContextName
 from service.engines.base import EngineGate, FirstToken
 from service.engines.checks import first_token_of
-from service.errors import EngineError, NonFiniteReadout, ProbeReplaced
+from service.errors import EngineError, NonFiniteReadout, ProbeReplaced, WeightsChanged
 from service.readout import Geometry, Site
 
 KEY = "hallutracer"
 GATED = f"{KEY}_gated"  # in an engine's ``additional_config``: requests reach it through our gate only
 MAX_TOKEN = 2**31 - 1
-EXTRAS = 4  # log max probability, entropy, greedy token, and 1 where the gate closed or REPLACED
+EXTRAS = 4  # log max probability, entropy, greedy token, and 1 where the gate closed, REPLACED or STALE
 CONTEXT_NAMES: tuple[ContextName, ...] = get_args(ContextName)
 CERTAIN = 50.0  # log odds of a probability that is 1 in float64
 REPLACED = -1.0  # a slot holds another probe than the request side has written
+STALE = -2.0  # the request side has tested other weights than the worker has
+# The worker's methods after which its model may compute something else.
+CHANGES = ("sleep", "wake_up", "discard", "reset_weights", "reload_weights", "start_weight_update", "update_weights",
+           "finish_weight_update", "apply_model")  # fmt: skip
 
 
 def probe_digest(site: str, head: Sequence[int], numbers: bytes) -> str:
@@ -88,11 +92,12 @@ class Directive:
     context: tuple[float, ...] = NO_CONTEXT  # what the gate reads of the context probes
     # (column, ``probe_digest``) that the request side has written: where a worker finds another, it reports no number.
     probes: tuple[tuple[int, str], ...] = ()
+    weights: int = 0  # how often they had changed (``CHANGES``) when the golden prompts were replayed
 
     def encode(self) -> dict[str, Any]:
         """Return ``SamplingParams(extra_args=...)``: plain values only, because vLLM sends them to another process."""
         wire: dict[str, Any] = {"first_token": self.first_token, "rows": self.activations, "slot": self.slot,
-                                "probes": [list(probe) for probe in self.probes]}  # fmt: skip
+                                "probes": [list(probe) for probe in self.probes], "weights": self.weights}  # fmt: skip
         if self.gate is not None:
             wire["gate"] = [*self.gate.weight, self.gate.intercept, self.gate.threshold]
             wire["context"] = [*self.context]
@@ -116,7 +121,7 @@ class Directive:
                     return None
             probes = tuple((int(column), str(digest)) for column, digest in wire["probes"])
             first, rows, slot = bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"])
-            directive = cls(first, rows, slot, gate, end_token, context, probes)
+            directive = cls(first, rows, slot, gate, end_token, context, probes, int(wire.get("weights", 0)))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
         columns = len(plan.sites) * plan.slots
@@ -140,7 +145,8 @@ class Payload:
 
     @classmethod
     def decode(cls, wire: NDArray[np.float32], plan: Plan, directive: Directive) -> Payload:
-        """Read a payload.  Raises EngineError for one of the wrong length, ProbeReplaced, and NonFiniteReadout."""
+        """Read a payload.  Raises EngineError for one of the wrong length, ProbeReplaced, WeightsChanged and
+        NonFiniteReadout."""
         flat = np.asarray(wire, np.float32).reshape(-1)
         expected = plan.payload + (plan.activation_floats() if directive.activations else 0)
         if flat.size != expected:
@@ -150,6 +156,11 @@ class Payload:
             )
         layers, extras = plan.geometry.num_layers, flat[plan.payload - EXTRAS : plan.payload]
         logits = flat[: plan.payload - EXTRAS].reshape(-1, layers)
+        if extras[3] == STALE:
+            raise WeightsChanged(
+                "the model's weights have changed: nothing is read before the golden prompts have been replayed; where "
+                "that is not done by itself, restart the engine"
+            )
         if extras[3] == REPLACED:
             raise ProbeReplaced("another server of this vLLM has put its own probe into a slot; try again")
         if not np.isfinite(logits).all():

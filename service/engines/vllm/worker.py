@@ -28,7 +28,7 @@ from service.engines import families
 from service.engines.vllm import attach
 from service.engines.vllm.launch import WORKER, refuse_unsupported, say
 from service.engines.vllm.reader import Reader, StepLayout, onset_rows
-from service.engines.vllm.wire import GATED, KEY, Directive, Plan, probe_digest
+from service.engines.vllm.wire import CHANGES, GATED, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError
 from service.readout import Probes, Site
 from service.settings import env
@@ -84,11 +84,12 @@ class Worker(VllmWorker):  # type: ignore[misc]
         plan = self.hallutracer_plan
         return {
             "sites": [str(site) for site in plan.sites], "slots": plan.slots, "rows": plan.activations,
-            "geometry": [*astuple(plan.geometry)], "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
+            "weights": self.hallutracer_reader.weights, "geometry": [*astuple(plan.geometry)],
+            "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
         }  # fmt: skip
 
-    def hallutracer_read_all(self, directive: dict[str, Any]) -> None:
-        """Read every request as an encoded directive says, whatever the request itself asks for."""
+    def hallutracer_read_all(self, directive: dict[str, Any] | None) -> None:
+        """Read every request as an encoded directive says, whatever the request itself asks for; None: as it asks."""
         self.hallutracer_reader.for_all = Directive.decode(directive, self.hallutracer_plan)
 
     def hallutracer_write(self, slot: int, site: str, head: list[int], numbers: bytes) -> None:
@@ -113,6 +114,19 @@ def refuse_ungated(config: VllmConfig) -> None:
             "process of this engine, or vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or "
             "vLLM's log says 'Failed to load plugin hallutracer')"
         )
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    def changing(self: Worker, *args: Any, **kwargs: Any) -> Any:
+        self.hallutracer_reader.weights += 1  # first: whatever becomes of it, nothing is read that was asked for before
+        return getattr(VllmWorker, name)(self, *args, **kwargs)
+
+    return changing
+
+
+for _name in CHANGES:
+    if hasattr(VllmWorker, _name):
+        setattr(Worker, _name, _changing(_name))
 
 
 def plan_of(config: VllmConfig) -> Plan:
@@ -180,7 +194,7 @@ class V1Reading:
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``before``: the step's rows are known, and which graph will run is not decided yet."""
         prepared = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        self.hallutracer.before(onset_rows(self._step_layout(), self._directive_of))
+        self.hallutracer.before(onset_rows(self._step_layout(prepared[1]), self._directive_of))
         return prepared
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
@@ -195,13 +209,14 @@ class V1Reading:
             output.tensors[STAGE_KEY] = values
         return output
 
-    def _step_layout(self) -> StepLayout:
+    def _step_layout(self, speculation: Any) -> StepLayout:
         runner: Any = self
         batch = runner.input_batch
         count = len(batch.req_ids)
         computed, prompts = batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
         starts, emits = runner.query_start_loc.np[: count + 1], ~runner.discard_request_mask.np[:count]
-        return StepLayout(batch.req_ids, starts, computed, prompts, emits)
+        drafts = np.zeros_like(prompts) if speculation is None else np.array(speculation.num_draft_tokens, np.int32)
+        return StepLayout(batch.req_ids, starts, computed, prompts, emits, drafts)
 
     def _directive_of(self, request: str) -> Directive | None:
         runner: Any = self
@@ -278,7 +293,8 @@ class V2Reading:
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]  # a captured batch is padded with empty requests
         # Known tokens beyond the prompt were sampled before a preemption: this step does not sample at t*.
         emits = batch.prefill_len_np <= prompts
-        return StepLayout(batch.req_ids, starts, batch.num_computed_tokens_np, prompts, emits)
+        drafts = np.diff(batch.cu_num_logits_np) - 1
+        return StepLayout(batch.req_ids, starts, batch.num_computed_tokens_np, prompts, emits, drafts)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``gate``: the tokens are sampled, and not used yet."""

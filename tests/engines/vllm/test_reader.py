@@ -18,7 +18,7 @@ from service.engines.checks import summarise
 from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.reader import OnsetRow, Reader, StepLayout, onset_rows
 from service.engines.vllm.wire import EXTRAS, Directive, Payload, Plan, context_terms
-from service.errors import NonFiniteReadout, ProbeReplaced
+from service.errors import NonFiniteReadout, ProbeReplaced, WeightsChanged
 from service.readout import Geometry, Site
 from service.risk import risk
 from tests.engines import tiny
@@ -63,12 +63,14 @@ class Part:
     prompt: int
     ours: bool = True
     emits: bool = True
+    drafts: int = 0  # of ``count``
 
 
 def onsets_of(parts: list[Part]) -> list[OnsetRow]:
     counts = np.array([(part.computed, part.prompt) for part in parts], np.int32).reshape(-1, 2)
     starts, emits = np.cumsum([0, *(part.count for part in parts)]), np.array([part.emits for part in parts], np.bool_)
-    layout = StepLayout([part.request for part in parts], starts, counts[:, 0], counts[:, 1], emits)
+    drafts = np.array([part.drafts for part in parts], np.int32)
+    layout = StepLayout([part.request for part in parts], starts, counts[:, 0], counts[:, 1], emits, drafts)
     directives = {part.request: OURS for part in parts if part.ours}
     return onset_rows(layout, directives.get)
 
@@ -81,7 +83,8 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6), st.booleans
 def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
     requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random
 ) -> None:
-    """Random schedules with chunks, cached prefixes, mixed prefills and decodes, preemptions and resumptions.
+    """Random schedules with chunks, cached prefixes, mixed prefills and decodes, preemptions and resumptions, and draft
+    tokens, of which some are accepted, behind any request that samples.
 
     requests: prompt tokens, answer tokens, whether they have a directive."""
     computed = [chance.randrange(prompt) for prompt, _, _ in requests]  # prefix hits
@@ -92,7 +95,7 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
         if not running:
             break
         order = chance.sample(running, len(running))
-        scheduled, tokens, room = [], [], budget
+        scheduled, tokens, logits, room = [], [], [], budget
         for number in order:
             prompt, _, ours = requests[number]
             left = prompt + sampled[number] - computed[number]
@@ -101,20 +104,24 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
                 continue
             room -= count
             emits = count == left
-            scheduled.append(Part(str(number), count, computed[number], prompt, ours, emits))
-            tokens += [(number, computed[number] + offset) for offset in range(count)]
+            drafts = chance.randrange(3) if emits else 0
+            scheduled.append(Part(str(number), count + drafts, computed[number], prompt, ours, emits, drafts))
+            own = [(number, computed[number] + offset) for offset in range(count + drafts)]
+            tokens += own
+            logits += own[count - 1 :]
         samples = {int(part.request) for part in scheduled if part.emits}
         for onset in onsets_of(scheduled):
             number = int(onset.request)
             assert tokens[onset.token_row] == (number, requests[number][0] - 1)
+            assert logits[onset.logits_row] == (number, requests[number][0] - 1)
             assert scheduled[onset.request_row].request == onset.request
             if sampled[number] == 0:
                 assert number in samples, "an onset whose step emits nothing: its payload would be lost"
                 onsets.append(number)
         for part in scheduled:
-            computed[int(part.request)] += part.count
-        for number in samples:
-            sampled[number] += 1
+            accepted = chance.randint(0, part.drafts)
+            computed[int(part.request)] += part.count - part.drafts + accepted
+            sampled[int(part.request)] += accepted + 1 if part.emits else 0
         if preemptions and chance.random() < 0.2:
             preemptions -= 1
             computed[chance.choice(running)] = 0  # everything is computed again, like a prompt
@@ -128,7 +135,12 @@ def test_the_row_is_counted_from_the_requests_own_first_row() -> None:
         Part("decoding", 1, 9, 9), Part("chunk", 4, 4, 12, emits=False), Part("other", 3, 0, 3, ours=False),
         Part("ends", 4, 8, 12), Part("whole", 1, 0, 1),
     ]  # fmt: skip
-    assert onsets_of(step) == [OnsetRow("ends", OURS, 11, 3, 12), OnsetRow("whole", OURS, 12, 4, 1)]
+    assert onsets_of(step) == [OnsetRow("ends", OURS, 11, 3, 3, 12), OnsetRow("whole", OURS, 12, 4, 4, 1)]
+
+
+def test_drafts_have_rows_of_the_logits_and_may_follow_a_prompts_last_token() -> None:
+    step = [Part("decoding", 3, 9, 9, drafts=2), Part("padded", 4, 31, 32, drafts=3), Part("ends", 4, 8, 12)]
+    assert onsets_of(step) == [OnsetRow("padded", OURS, 3, 1, 3, 32), OnsetRow("ends", OURS, 10, 2, 7, 12)]
 
 
 def test_an_answer_that_is_computed_again_after_a_preemption_has_no_second_onset() -> None:
@@ -142,8 +154,8 @@ PROMPT = 5
 
 
 def step(*directives: Directive) -> list[OnsetRow]:
-    """Onsets at rows 1, 3, 5, ...; requests 1, 2, 3, ..., of ``PROMPT`` tokens each."""
-    return [OnsetRow(f"r{n}", directive, 2 * n + 1, n + 1, PROMPT) for n, directive in enumerate(directives)]
+    """Onsets at rows 1, 3, 5, ... of the tokens and of the logits; requests 1, 2, 3, ..., of ``PROMPT`` tokens each."""
+    return [OnsetRow(f"r{n}", directive, 2 * n + 1, n + 1, 2 * n + 1, PROMPT) for n, directive in enumerate(directives)]
 
 
 def run(
@@ -166,7 +178,7 @@ def run(
 def test_each_request_gets_its_own_rows_numbers_and_the_steps_first_logits() -> None:
     """V2 also computes logits of the prompt, for requests that want its log probabilities: they are not looked at."""
     made = reader()
-    logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(1))
     onsets = step(Directive(first_token=True), Directive(), Directive(first_token=True))
     made.before(onsets)
     read = forward(made)
@@ -179,8 +191,8 @@ def test_each_request_gets_its_own_rows_numbers_and_the_steps_first_logits() -> 
         np.testing.assert_array_equal(payload.trajectories, read[:, number].T.numpy())
         if row.directive.first_token:
             assert payload.first_token is not None
-            assert payload.first_token.token == int(logits[number + 1].argmax())
-            assert payload.first_token.entropy == pytest.approx(float(expected[number + 1, 1]))
+            assert payload.first_token.token == int(logits[2 * number + 1].argmax())
+            assert payload.first_token.entropy == pytest.approx(float(expected[2 * number + 1, 1]))
     assert made.payloads() == {}, "a payload is sent once"
 
 
@@ -223,6 +235,19 @@ def test_a_prompt_whose_probe_was_replaced_gets_no_number_and_its_neighbours_the
     assert set(sampled.flatten().tolist()) == {3}
     [payload] = run(made, step(directives[0])).values()
     assert np.isfinite(Payload.decode(payload.numpy(), made.plan, directives[0]).trajectories).all()
+
+
+def test_a_request_that_was_tested_on_other_weights_gets_no_number_whatever_its_gate() -> None:
+    made, sampled = reader(), torch.full((10, 1), 3)
+    made.weights = 2
+    directives = [Directive(weights=weights, gate=SHUT, end_token=END) for weights in (0, 2, 3)]
+    first, second, third = (payload.numpy() for payload in run(made, step(*directives), None, sampled).values())
+    for payload, directive in ((first, directives[0]), (third, directives[2])):
+        assert np.isnan(payload[:, :-EXTRAS]).all()
+        with pytest.raises(WeightsChanged):
+            Payload.decode(payload, made.plan, directive)
+    assert Payload.decode(second, made.plan, directives[1]).gated
+    assert sampled[:, 0].tolist() == [3, 3, END, *[3] * 7]
 
 
 def test_a_step_without_onsets_does_nothing() -> None:
@@ -276,7 +301,7 @@ def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: py
     made = reader()
     gate = EngineGate((1.0, 0.5, 0.5, 0.0, 0.0, 0.0), 0.0, 0.5)
     directive = Directive(first_token=True, gate=gate, end_token=END, slot=1)
-    onsets, logits = step(directive, Directive(), directive), torch.randn(4, VOCABULARY)
+    onsets, logits = step(directive, Directive(), directive), torch.randn(6, VOCABULARY)
     sampled = torch.zeros(4, 1).long()
     made_tensors: list[object] = []
     tensor = torch.tensor
@@ -391,7 +416,7 @@ def test_gates_of_one_step_are_independent() -> None:
         Directive(gate=SHUT, end_token=END + 1, slot=3),
     )  # fmt: skip
     sampled = torch.arange(6).unsqueeze(1)
-    payloads = run(made, onsets, torch.randn(6, VOCABULARY), sampled)
+    payloads = run(made, onsets, torch.randn(8, VOCABULARY), sampled)
     assert sampled[:, 0].tolist() == [0, 1, 2, END, END + 1, 5]
     closed_gates = [Payload.decode(payloads[row.request].numpy(), made.plan, row.directive).gated for row in onsets]
     assert closed_gates == [False, False, True, True]

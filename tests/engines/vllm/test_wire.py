@@ -48,6 +48,7 @@ def wire(*, activations: bool = False) -> np.ndarray:
         Directive(),
         Directive(first_token=True, slot=3),
         Directive(probes=((0, "a1"), (3, "b2"))),
+        Directive(weights=7),
         Directive(activations=True),
         Directive(gate=GATE, end_token=5, slot=1),
         Directive(gate=replace(GATE, weight=(0.1, 0.0, 0.0, 1.5, -2.5, 0.3)), end_token=5, context=TERMS),

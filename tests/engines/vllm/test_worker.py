@@ -22,7 +22,7 @@ from service.engines.vllm import attach, launch
 from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.reader import Reader, onset_rows
-from service.engines.vllm.wire import GATED, KEY, Directive, Plan, probe_digest
+from service.engines.vllm.wire import CHANGES, GATED, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError, ModelLoadError
 from service.readout import Geometry, Site
 from tests.engines.vllm.installed import vllm_or_skip
@@ -33,6 +33,7 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import BatchReqState  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner  # noqa: E402
@@ -85,7 +86,7 @@ def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, "speculative decoding"),
+        ({"enable_lora": "true"}, "LoRA"),
         ({"max_num_seqs": "-3"}, "vLLM could not start"),
     ],
 )
@@ -162,7 +163,8 @@ def stand_in(**changed: Any) -> Any:
 
 def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for changed, what in (
-        ({"speculative_config": object()}, "speculative decoding"), ({"lora_config": object()}, "LoRA"),
+        ({"speculative_config": SimpleNamespace(enable_adaptive_verification=True)}, "adaptive verification"),
+        ({"lora_config": object()}, "LoRA"),
         ({"use_ubatching": True}, "dual-batch overlap or micro-batches"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
@@ -174,7 +176,10 @@ def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ):  # fmt: skip
         with pytest.raises(EngineError, match=what):
             worker.refuse_unsupported(stand_in(**changed))
-    for taken in (config(), stand_in(), stand_in(pipeline_parallel_size=2, enforce_eager=False)):
+    drafts = SimpleNamespace(enable_adaptive_verification=False)
+    for taken in (
+        config(), stand_in(speculative_config=drafts), stand_in(pipeline_parallel_size=2, enforce_eager=False)
+    ):  # fmt: skip
         worker.refuse_unsupported(taken)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
     worker.refuse_unsupported(stand_in(pipeline_parallel_size=2))
@@ -255,6 +260,25 @@ def test_a_slot_that_was_not_written_to_its_end_has_no_digest(monkeypatch: pytes
     assert made.hallutracer_reader.digests == {}
 
 
+def test_whatever_changes_the_weights_has_requests_of_before_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method of vLLM's worker that may change what its model computes is known: a new one fails here."""
+    kept = {
+        "checkpoint_restore", "compute_weight_checksums", "elastic_ep_execute",  # experts move to other ranks
+        "init_weight_transfer_engine", "load_model", "shutdown_weight_transfer_engine", "sleep_mode_backend",
+        "start_draft_weight_update", "supports_draft_weight_updates", "update_config", "update_max_model_len",
+    }  # fmt: skip
+    kinds = ("weight", "load", "sleep", "wake", "discard", "apply", "update", "elastic", "restore")
+    public = {name for name in dir(worker.VllmWorker) if not name.startswith("_")}
+    named = {name for name in public if any(kind in name for kind in kinds)}
+    assert named - kept == {*CHANGES}
+    made = object.__new__(worker.Worker)
+    for count, name in enumerate(CHANGES, 1):
+        made.hallutracer_reader = SimpleNamespace(weights=count - 1)  # type: ignore[assignment]
+        monkeypatch.setattr(worker.VllmWorker, name, lambda self, *args, **kwargs: (args, kwargs))
+        assert getattr(made, name)(1, two=2) == ((1,), {"two": 2})
+        assert made.hallutracer_reader.weights == count
+
+
 # The runners
 
 OURS = Directive(first_token=True)
@@ -296,7 +320,10 @@ def test_the_runners_call_in_the_order_that_is_needed() -> None:
 
 def test_the_fields_that_are_read_exist() -> None:
     fields = {field.name for field in dataclasses.fields(InputBatch)}
-    assert {"req_ids", "idx_mapping_np", "query_start_loc_np", "num_computed_tokens_np", "prefill_len_np"} <= fields
+    assert {"req_ids", "idx_mapping_np", "query_start_loc_np", "num_computed_tokens_np", "prefill_len_np",
+            "cu_num_logits_np"} <= fields  # fmt: skip
+    assert "num_draft_tokens" in {field.name for field in dataclasses.fields(SpecDecodeMetadata)}
+    assert "logits_indices, spec_decode_metadata" in inspect.getsource(V1Runner.execute_model)
     assert {"req_ids", "is_prefilling_np"} <= set(BatchReqState._fields)
     assert "prompt_token_id_logprobs_dict" in {field.name for field in dataclasses.fields(ModelRunnerOutput)}
     for runner, names in (
@@ -333,19 +360,28 @@ def test_v1s_rows() -> None:
         ends=(ARGS, 6, 14, 20, False), resumed=(ARGS, 6, 14, 20, True),
     )  # fmt: skip
     del runner.requests["decode"], runner.requests["chunk"]  # only those of prompts that end are looked at
-    [onset] = onset_rows(runner._step_layout(), runner._directive_of)
+    [onset] = onset_rows(runner._step_layout(None), runner._directive_of)
     assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", 1 + 5 + 4 + 5, 3, OURS)
+    drafts = SimpleNamespace(num_draft_tokens=[2, 0, 0, 3])  # vLLM pads a prompt's last token with drafts
+    runner = v1(decode=(ARGS, 3, 9, 9, False), chunk=(ARGS, 5, 0, 20, True), ends=(ARGS, 6, 14, 20, False),
+                padded=(ARGS, 4, 19, 20, False))  # fmt: skip
+    first, second = onset_rows(runner._step_layout(drafts), runner._directive_of)
+    assert [(one.request, one.token_row, one.logits_row) for one in (first, second)] == [
+        ("ends", 3 + 5 + 5, 3 + 1), ("padded", 3 + 5 + 6, 3 + 1 + 1),
+    ]  # fmt: skip
 
 
 def batch(padded: int = 0, **rows: Any) -> Any:
-    """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index), the rest left out.
+    """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index, drafts), the rest left out.
 
     ``padded`` empty requests follow, as where a captured graph is larger than the batch."""
-    counts, computed, prefill, states = (np.array(column, np.int32) for column in zip(*rows.values(), strict=True))
+    parts = [row if len(row) == 5 else (*row, 0) for row in rows.values()]
+    counts, computed, prefill, states, drafts = (np.array(one, np.int32) for one in zip(*parts, strict=True))
     starts = np.concatenate([[0], np.cumsum(counts), np.full(padded, counts.sum())]).astype(np.int32)
     known = {"req_ids": list(rows), "num_reqs": len(rows), "num_scheduled_tokens": counts,
              "num_reqs_after_padding": len(rows) + padded, "query_start_loc_np": starts,
-             "num_computed_tokens_np": computed, "prefill_len_np": prefill, "idx_mapping_np": states}  # fmt: skip
+             "num_computed_tokens_np": computed, "prefill_len_np": prefill, "idx_mapping_np": states,
+             "cu_num_logits_np": np.concatenate([[0], np.cumsum(drafts + 1)])}  # fmt: skip
     return InputBatch(**{field.name: known.get(field.name) for field in dataclasses.fields(InputBatch)})
 
 
@@ -397,6 +433,10 @@ def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
         assert runner.prepare_inputs(made) is made
         [[onset]] = runner.hallutracer.calls
         assert (onset.request, onset.token_row, onset.request_row, onset.directive) == ("ends", token, row, OURS)
+    drafted = v2([9, 20], decode=ARGS, ends=ARGS)
+    drafted.prepare_inputs(batch(decode=(3, 9, 9, 0, 2), ends=(4, 19, 20, 1, 3)))
+    [[onset]] = drafted.hallutracer.calls
+    assert (onset.request, onset.token_row, onset.request_row, onset.logits_row) == ("ends", 3, 1, 3)
 
 
 def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:

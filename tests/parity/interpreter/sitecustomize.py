@@ -2,14 +2,27 @@
 
 vLLM asks Triton for a backend of the machine at hand before it believes that it has Triton; there is none for CPUs on
 PyPI, and the interpreter needs none.  With this folder on PYTHONPATH and TRITON_INTERPRET=1 it is told of one, in each
-of its processes."""
+of its processes.  The interpreter also takes masks that are integers, as the kernels of n-gram drafts make them."""
 
 from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.backends import backends
+    from triton.runtime.interpreter import InterpreterBuilder
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return load(self, ptrs, mask, *others)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return store(self, ptrs, value, mask, *others)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = masked_load, masked_store
