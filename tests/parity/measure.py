@@ -147,6 +147,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
             "cancelled_after": np.array([len(own) for own, one in zip(found, asked, strict=True) if one.cancelled]),
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
+            "version": np.array(launch.check_installed().split("+")[0]),
             "runner": np.array(run_on(engine.loop, engine._describe())["runner"]),
             "open": np.array(engine.counters.open_continuations),
         }
