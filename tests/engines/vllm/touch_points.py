@@ -82,7 +82,8 @@ POINTS = [
         "self._prepare_inputs(", "self._determine_batch_execution_and_padding(", "self._model_forward(")),
     Point("worker", V1, "GPUModelRunner._determine_batch_execution_and_padding", order=("self._is_uniform_decode(",)),
     Point("worker", V1, "AsyncGPUModelRunnerOutput", has="_model_runner_output"),
-    Point("worker", "v1/worker/gpu_input_batch.py", "InputBatch", has="req_ids num_computed_tokens_cpu num_prompt_tokens"),
+    Point("worker", "v1/worker/gpu_input_batch.py", "InputBatch", has=(
+        "req_ids num_computed_tokens_cpu num_prompt_tokens")),
     Point("worker", "v1/worker/gpu_input_batch.py", "CachedRequestState", has="sampling_params"),
     Point("worker", "v1/utils.py", "CpuGpuBuffer", has="np"),
     Point("worker", V2, "GPUModelRunner.add_requests", "scheduler_output"),
@@ -159,9 +160,9 @@ POINTS = [
         "index text token_ids finish_reason stop_reason logprobs cumulative_logprob")),
     Point("client", "v1/metrics/stats.py", "RequestStateStats", has="queued_ts scheduled_ts first_token_ts"),
     Point("client", "sampling_params.py", "SamplingParams", has=(
-        "n max_tokens min_tokens temperature top_p seed stop stop_token_ids detokenize output_kind extra_args skip_clone "
-        "ignore_eos structured_outputs presence_penalty frequency_penalty repetition_penalty logit_bias bad_words "
-        "allowed_token_ids prompt_logprob_token_ids clone")),
+        "n max_tokens min_tokens temperature top_p seed stop stop_token_ids detokenize output_kind extra_args "
+        "skip_clone ignore_eos structured_outputs presence_penalty frequency_penalty repetition_penalty logit_bias "
+        "bad_words allowed_token_ids prompt_logprob_token_ids clone")),
     Point("client", "sampling_params.py", "RequestOutputKind", has="DELTA CUMULATIVE FINAL_ONLY"),
     Point("wire", "v1/engine/__init__.py", "EngineCoreOutput", has=(
         "request_id new_token_ids finish_reason prompt_token_id_logprobs")),
@@ -289,11 +290,11 @@ def members(node: ast.AST) -> set[str]:
         match one:
             case ast.Assign() | ast.AnnAssign():
                 targets = one.targets if isinstance(one, ast.Assign) else [one.target]
-                for target in (inner for target in targets for inner in ast.walk(target)):
-                    if isinstance(target, ast.Name):
-                        found.add(target.id)
-                    elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-                        found |= {target.attr} if target.value.id == "self" else set()
+                for inner in (inner for target in targets for inner in ast.walk(target)):
+                    if isinstance(inner, ast.Name):
+                        found.add(inner.id)
+                    elif isinstance(inner, ast.Attribute) and ast.unparse(inner.value) == "self":
+                        found.add(inner.attr)
                 if module and isinstance(one.value, ast.Dict):  # names that vLLM's package imports when they are used
                     found |= {str(key.value) for key in one.value.keys if isinstance(key, ast.Constant)}
             case ast.ImportFrom():
