@@ -40,9 +40,9 @@ def packages_of(version: str) -> Path:
     given = os.environ.get("HALLUTRACER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer"
     folder = Path(given).expanduser() / f"vllm-{version}-{hashlib.sha256(made_of).hexdigest()[:16]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_suffix(".lock")):
+    with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.is_dir():
-            making = folder.with_suffix(".making")
+            making = folder.with_name(f"{folder.name}.making")
             shutil.rmtree(making, ignore_errors=True)
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
             command = [*pip, "--no-deps", "--require-hashes", "--target", str(making), "--requirement", str(wanted)]
