@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import httpx
 import httpx2
 from huggingface_hub import HfApi
 from huggingface_hub import errors as of_hub
@@ -28,6 +29,7 @@ from probes_store.syntax import HubAddress, parse_address
 
 T = TypeVar("T")
 MAIN = "main"
+NO_ANSWER = (httpx.HTTPError, httpx2.HTTPError)  # or half of one, as huggingface_hub 1 and 2 raise it
 TAG = re.compile(r"v[1-9][0-9]*")  # of a version
 _TOKEN = "log in with 'hf auth login', or set HF_TOKEN to a token of https://huggingface.co/settings/tokens"
 
@@ -137,7 +139,7 @@ class Hub:
             yield
         except BundleError:
             raise
-        except (of_hub.EntryNotFoundError, httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
+        except (of_hub.EntryNotFoundError, *NO_ANSWER, OSError, ValueError, RuntimeError) as error:
             kind, problem, cure = self._explained(error)
             raise kind(problem, file=str(HubAddress(self.repository, revision)), cure=cure) from error
 
@@ -165,7 +167,7 @@ class Hub:
                 if status >= 500 or status == 429:
                     return HubUnreachable, problem, f"Wait, and run {later}"
                 return HubError, problem, "Correct that, or run the command again"
-            case httpx2.HTTPError():  # no answer, or half of one
+            case httpx.HTTPError() | httpx2.HTTPError():
                 problem = f"no answer from {self.api.endpoint}: {one_line(error)}"
                 return HubUnreachable, problem, f"Check the connection and run {later}"
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error

@@ -117,10 +117,9 @@ def check_engine(engine: str, ranks: int) -> Iterator[Finding]:
     if engine == "transformers":
         yield ok("engine", f"transformers {version('transformers')}, torch {version('torch')}")
         return
-    from service.engines.vllm.launch import VERSION, check_installed
+    from service.engines.vllm.launch import RANGE, check_installed
 
-    check_installed()
-    yield ok("engine", f"vLLM {VERSION}, torch {version('torch')}")
+    yield ok("engine", f"vLLM {check_installed()} (tested: {RANGE}), torch {version('torch')}")
     if "+cpu" in version("torch") and find_library("numa") is None:
         yield fail("engine", "vLLM on a CPU loads libnuma.so.1, which is not here", "apt-get install libnuma1")
     if not any(map(shutil.which, ("g++", "gcc", "clang", "cc"))):

@@ -319,7 +319,7 @@ def test_a_limit_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_and_what_it_loads_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engines.vllm.launch.check_installed", lambda: None)
+    monkeypatch.setattr("service.engines.vllm.launch.check_installed", lambda: "0.33.0")
     monkeypatch.setattr(machine, "find_library", lambda _: None)
     monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
     monkeypatch.setattr(shutil, "which", lambda _: None)

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from hallutracer_research.demo.build import METHODS
 from service.access.keys import KeyTable, parse_keys
 from service.engines.families import FAMILIES
+from service.engines.vllm.launch import TESTED
 from service.errors import HalluTracerError
 from service.policies.policy import read_policies
 from tests.docs.pages import PAGES, RECORDS, ROOT, blocks
@@ -45,9 +46,12 @@ def test_the_readme_is_one_page_and_its_first_screen_one_screen() -> None:
 
 
 def test_the_recipe_is_for_the_vllm_that_the_plugin_reads() -> None:
-    extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
-    pinned = next(iter(Requirement(extras["vllm"][0]).specifier)).version
-    assert f"FROM vllm/vllm-openai:v{pinned}\n" in text_of("docs/vllm.md")
+    oldest, newest = TESTED
+    assert f"FROM vllm/vllm-openai:v{newest}\n" in text_of("docs/vllm.md")
+    assert f"each version is tested: {oldest} to {newest}." in text_of("docs/vllm.md")
+    assert f"vLLM {oldest} to {newest}." in text_of("README.md")
+    for name in ("cpu", "cuda"):  # what is pinned is what is run
+        assert re.search(rf"^vllm(-cpu)?=={newest} ", text_of(f"requirements-vllm-{name}.txt"), re.MULTILINE)
 
 
 def errors(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]]:

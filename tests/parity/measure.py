@@ -149,6 +149,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
             "cached_again": np.array([update.cached_tokens for update in repeated]),
             "preemptions": np.array(counter("vllm:num_preemptions_total")),
             "accepted": np.array(counter(ACCEPTED) if "speculative_config" in arguments else 0),
+            "version": np.array(launch.check_installed().split("+")[0]),
             "runner": np.array(run_on(engine.loop, engine._describe())["runner"]),
             "open": np.array(engine.counters.open_continuations),
         }

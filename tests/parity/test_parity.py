@@ -1,7 +1,8 @@
 """Every number that vLLM gives equals the reference engine's, to 1e-5 in float32, however vLLM is run.
 
 ``make test`` runs one start of vLLM, ``make test-long`` all families, compiled and eager, tensor and pipeline
-parallel.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest differences to."""
+parallel.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest differences to; docs/vllm.md then gets its
+rows of versions, too."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from service.readout import Site
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.parity import models
+from tests.parity import models, versions
 
 vllm_or_skip()
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,7 @@ class Run:
     parallel: dict[str, int] = field(default_factory=dict)
     runner: str = "V1"  # vLLM's model runner; V2 is its default on CUDA
     drafts: str | None = None  # vLLM's method of speculative decoding
+    packages: Path | None = None  # of another version of vLLM than the installed one
 
     def __str__(self) -> str:
         parts = [self.family, "eager" if self.eager else "compiled", *(["V2"] if self.runner == "V2" else [])]
@@ -56,11 +58,11 @@ class Run:
     @property
     def environment(self) -> dict[str, str]:
         """What the process gets besides: for V2, Triton's interpreter in place of a GPU."""
-        if self.runner == "V1":
-            return {}
-        interpreter = str(Path(__file__).parent / "interpreter")
-        path = os.pathsep.join([interpreter, *filter(None, [os.environ.get("PYTHONPATH")])])
-        return {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": path}
+        own = [str(self.packages)] if self.packages else []
+        given = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"} if self.runner == "V2" else {}
+        own += [str(Path(__file__).parent / "interpreter")] if given else []
+        path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+        return given | ({"PYTHONPATH": path} if own else {})
 
     @property
     def arguments(self) -> list[str]:
@@ -121,8 +123,9 @@ def table() -> list[str]:
 class Measurer:
     """``measure serve``: one process that has imported everything, for all measurements that need no other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, more: Mapping[str, str] = MappingProxyType({})) -> None:
         environment = os.environ | {"VLLM_CACHE_ROOT": str(folder / "vllm-cache"), "VLLM_LOGGING_LEVEL": "WARNING"}
+        environment |= more
         self._environment = environment
         self._process = self._start(["serve"], environment)
 
@@ -176,17 +179,9 @@ def reference(measure: Measurer, folder: Path, family: str) -> tuple[Path, dict[
     return model, load(out)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_vllm_reads_and_says_what_transformers_does(
-    run: Run, measure: Measurer, folder: Path, table: list[str]
-) -> None:
-    model, expected = reference(measure, folder, run.family)
-    found = measure("vllm", model, folder / f"{run}.npz", *run.arguments, more=run.environment)
+def check(run: Run, expected: dict[str, Array], found: dict[str, Array]) -> dict[str, float]:
+    """Return ``differences`` of a run that says and does what it is to."""
     apart = differences(expected, found)
-    table.append(row(str(run), [f"{apart[number]:.1e}" if apart[number] else "-" for number in NUMBERS]))
-    if path := os.environ.get("HALLUTRACER_PARITY_TABLE"):
-        Path(path).write_text("\n".join([row("model", [*NUMBERS]), "|---" * 6 + "|", *table]) + "\n")
     assert max(apart.values()) <= TOLERANCE, apart
     assert apart["truth logits"] > 0.0, "two implementations that agree to the last bit are one implementation"
     assert ("rows_attention_head" in found) is ("pipeline_parallel_size" not in run.parallel)
@@ -202,6 +197,22 @@ def test_vllm_reads_and_says_what_transformers_does(
     assert bool(found["accepted"] > 0) is (run.drafts is not None)
     # The last token of the first of them is alone in its step: vLLM lets drafts that it does not have follow it.
     assert found["cached_again"][0] == models.ALONE - 1 or run.family in WINDOWED
+    return apart
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_vllm_reads_and_says_what_transformers_does(
+    run: Run, measure: Measurer, folder: Path, table: list[str]
+) -> None:
+    model, expected = reference(measure, folder, run.family)
+    found = measure("vllm", model, folder / f"{run}.npz", *run.arguments, more=run.environment)
+    apart = check(run, expected, found)
+    if run.family in versions.FAMILIES and not run.parallel and run.eager is (run.runner == "V2"):
+        versions.note(versions.INSTALLED, run.runner, run.family, max(apart.values()))
+    table.append(row(str(run), [f"{apart[number]:.1e}" if apart[number] else "-" for number in NUMBERS]))
+    if path := os.environ.get("HALLUTRACER_PARITY_TABLE"):
+        Path(path).write_text("\n".join([row("model", [*NUMBERS]), "|---" * 6 + "|", *table]) + "\n")
 
 
 @pytest.mark.long

@@ -48,7 +48,7 @@ def turn(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-# Every POST route of vLLM 0.32, by what becomes of an answer under a gate; a new route fails the first test.
+# Every POST route of vLLM, by what becomes of an answer under a gate; a new route fails the first test.
 WITHHOLDS: dict[str, Any] = {
     TEXTS: lambda text: SHORT | {"prompt": token_ids(text)},
     CHATS: lambda text: SHORT | {"messages": turn(text)},

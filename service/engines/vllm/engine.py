@@ -374,6 +374,6 @@ def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
             (apart(mirrored, -alone[:2]) <= most, "ignores a change of its probe: clear vLLM's compile cache too"),
         ):  # fmt: skip
             if not holds:
-                raise EngineError(f"self-test: the readout at {site} {problem}; install the supported vLLM version")
+                raise EngineError(f"self-test: the readout at {site} {problem}; install vLLM {launch.RANGE}")
     for rows in DECODED:
         engine.generate(prompts[:rows], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker

