@@ -75,6 +75,9 @@ class Engine:
     """How a model is loaded; the fields are the options of the command line (``hallutracer score --help``)."""
 
     revision: Annotated[str | None, option("Hub revision of the model.")] = None
+    adapter: Annotated[str | None, option(
+        "Folder of a LoRA adapter that the model runs with, as PEFT saves it; its bundles are its own (transformers: "
+        "needs hallutracer[lora]).")] = None  # fmt: skip
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option(
         "auto: float32 on CPU, the checkpoint's own on CUDA.")] = "auto"  # fmt: skip
     device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
@@ -96,7 +99,7 @@ class Engine:
         return EngineOptions(
             model=str(MODEL_DIR) if name == DEMO else name, revision=self.revision,
             dtype=self.dtype, device=self.device, max_batch_tokens=self.max_batch_tokens, engine=self.engine,
-            extra=dict(self.extra),
+            adapter=self.adapter, extra=dict(self.extra),
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -26,10 +27,12 @@ from service.scoring import Scorer
 from service.serving.catalogue import untemplated
 from service.serving.service import in_own_thread
 from service.settings import env
+from service.vllm_plugin.adapters import Adapters
 from service.vllm_plugin.options import PluginOptions
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
+OWN_ADAPTERS = 1 << 30  # numbers that no front end gives
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Gate:
     scorer: Scorer
     policy: Policy
     lease: ProbeLease
+    places: Mapping[Scorer, int]  # of each scorer's first trajectory in what is read of every request
+    adapters: Adapters
 
     def reason(self, request: Any, wire: Any) -> str | None:
         """Return why the answer to a vLLM ``Request`` ends before its first token; None: it goes on.
@@ -46,13 +51,16 @@ class Gate:
         ``wire``: the worker's payload for this request, None where it sent none."""
         scorer, policy, prompt = self.scorer, self.policy, request.prompt_token_ids
         try:
+            if request.lora_request is not None:
+                scorer = self.adapters.scorer(request.lora_request)
             if problem := unreadable(request):
                 raise HalluTracerError(problem)
             if wire is None:
                 raise HalluTracerError("the worker did not read its prompt")
             if scorer.prompt_format == "chat" and tuple(prompt[-len(scorer.chat_ending) :]) != scorer.chat_ending:
                 policy = untemplated(scorer, policy)
-            report = scorer.judge(self.lease.result(wire.numpy(), len(prompt)), policy)
+            result = self.lease.result(wire.numpy(), len(prompt))
+            report = scorer.judge(result, policy, place=self.places[scorer])
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
@@ -80,7 +88,14 @@ class Judging:
         self._gate, self._requests = gate, scheduler.requests
         self._update, self._update_request = scheduler.update_from_output, scheduler._update_request_with_output
         self._withheld: dict[str, str] = {}  # request -> reason, of this step
+        self._add = scheduler.add_request
         scheduler.update_from_output, scheduler._update_request_with_output = self.update, self.update_request
+        scheduler.add_request = self.add
+
+    def add(self, request: Any) -> None:
+        """Take a request, after which earlier ones of an adapter that it replaces are no longer read."""
+        self._gate.adapters.note(request.lora_request)
+        self._add(request)
 
     def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Judge the step's first outputs; the payloads go no further."""
@@ -138,14 +153,14 @@ class _Core:
         return await self._call(lambda: list(self._core.collective_rpc(method, args=args)))
 
     async def generate(
-        self, prompt: Mapping[str, Any], parameters: Any, name: str, priority: int
+        self, prompt: Mapping[str, Any], parameters: Any, name: str, priority: int, lora_request: Any
     ) -> AsyncGenerator[Any, None]:
         """Yield a request's outputs as vLLM's own client would."""
         from vllm.v1.engine import EngineCoreRequest
 
         request = EngineCoreRequest(
             request_id=name, prompt_token_ids=list(prompt["prompt_token_ids"]), mm_features=None,
-            sampling_params=parameters, pooling_params=None, arrival_time=time.time(), lora_request=None,
+            sampling_params=parameters, pooling_params=None, arrival_time=time.time(), lora_request=lora_request,
             cache_salt=None, data_parallel_rank=None, priority=priority,
         )  # fmt: skip
         await self._call(lambda: self._core.add_request(*self._core.preprocess_add_request(request)))
@@ -183,19 +198,35 @@ def open_gate(core: Any, options: PluginOptions) -> None:
     policy = options.policies.named[settings.policy]
     policy = policy.at(settings.threshold if policy.threshold is None else None)
     client = _Core(core)
+    from vllm.lora.request import LoRARequest
 
     def opened() -> Gate:
         engine = VllmEngine.around(client, None)
         try:
-            scorer = Scorer(engine, bundle)
-            assert scorer.chat_ending is not None  # made while the engine renders
-            lease = engine.lease(scorer.probes, first_token=scorer.needs_first_token)
-            return Gate(scorer, policy, run_on(engine.loop, lease))
+            scorers, adapters = [Scorer(engine, bundle)], Adapters(options.bundles)
+            for number, folder in enumerate(options.adapters, 1):
+                request = LoRARequest(folder.name, OWN_ADAPTERS + number, str(folder.resolve()))
+                scorers += adapters.load(engine, request).values()
+            for waiting in adapters.waiting:
+                log.warning("bundle %s reads an adapter that %s does not name", waiting, env("adapter"))
+            assert all(scorer.chat_ending is not None for scorer in scorers)  # made while the engine renders
+            probes = [probe for scorer in scorers for probe in scorer.probes]
+            lease = engine.lease(probes, first_token=any(scorer.needs_first_token for scorer in scorers))
+            starts = accumulate((len(scorer.probes) for scorer in scorers), initial=0)
+            places = dict(zip(scorers, starts, strict=False))
+            return Gate(scorers[0], policy, run_on(engine.loop, lease), places, adapters)
         finally:
             engine.close()
 
     gate = client.serve(opened)
     core.reset_prefix_cache()
+    load = core.add_lora
+
+    def add_lora(request: Any) -> Any:
+        gate.adapters.note(request)
+        return load(request)
+
+    core.add_lora = add_lora
     core.collective_rpc("hallutracer_read_all", args=(gate.lease.directive.encode(),))
     Judging(core.scheduler, gate)
     log.warning("hallutracer: bundle %s judges every request of this engine by the policy %r", name, policy.name)

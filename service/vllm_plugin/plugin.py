@@ -12,13 +12,16 @@ from prometheus_client import REGISTRY
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from probes_store.errors import BundleError
 from service.access.routes import SCORE_ROUTES
 from service.api.app import create_app
 from service.audit.auditor import Auditor
 from service.engines.vllm.engine import VllmEngine
+from service.errors import HalluTracerError
 from service.scoring import Scorer
 from service.serving.metrics import Metrics
 from service.serving.service import Service
+from service.vllm_plugin.adapters import Adapters
 from service.vllm_plugin.generation import judging_generate, observes
 from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.options import read_options
@@ -51,6 +54,9 @@ class HalluTracerPlugin:
         self._client: Any = None
         self._generate: Any = None  # vLLM's own
         self._engine: VllmEngine
+        self._adapters = Adapters(self._options.bundles)
+        self._scorers: dict[str, Scorer] = {}  # all, by the reference that was given
+        self._started_with: tuple[Any, ...] = ()  # ``LoRARequest``s of --lora-modules
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
         self.service: Service
@@ -79,8 +85,19 @@ class HalluTracerPlugin:
             return
         self._client, self._loop = engine_client, asyncio.get_running_loop()
         self._generate = engine_client.generate
-        engine_client.generate = judging_generate(self._generate, self.service, lambda: self._engine)
-        self._loading = asyncio.create_task(self._start())
+        engine_client.generate = judging_generate(
+            self._generate, self.service, lambda: self._engine, self._adapters
+        )  # fmt: skip
+        self._started_with = tuple(state.openai_serving_models.lora_requests.values())
+        self._loading, add = asyncio.create_task(self._start()), engine_client.add_lora
+
+        async def add_lora(request: Any) -> Any:
+            self._adapters.note(request)
+            added = await add(request)
+            await self._adopt(request)
+            return added
+
+        engine_client.add_lora = add_lora
 
     async def _start(self) -> None:
         lifecycle = self.service.lifecycle
@@ -89,7 +106,27 @@ class HalluTracerPlugin:
         if lifecycle.failure is not None:
             log.critical("not ready, and will not be: %s", lifecycle.failure)
 
+    async def _adopt(self, request: Any) -> None:
+        """Have its bundles read an adapter that vLLM has loaded while it runs."""
+        assert self._loading is not None
+        await asyncio.shield(self._loading)
+        if self.service.lifecycle.is_ready and (found := await asyncio.to_thread(self._read, request)):
+            await self.service.lifecycle.reload(lambda engine: self._scorers | found)
+            self._scorers |= found
+
+    def _read(self, request: Any) -> dict[str, Scorer]:
+        try:
+            return self._adapters.load(self._engine, request)
+        except (HalluTracerError, BundleError) as error:
+            log.error("the adapter %s is not read: %s", request.lora_name, error)
+            return {}
+
     def _load(self) -> dict[str, Scorer]:
         assert self._loop is not None
         self._engine = VllmEngine.around(self._client, self._loop, self._generate)
-        return {name: Scorer(self._engine, bundle) for name, bundle in self._options.bundles.items()}
+        bundles = self._options.bundles.items()
+        own = {name: Scorer(self._engine, bundle) for name, bundle in bundles if name not in self._adapters.waiting}
+        for request in self._started_with:
+            own |= self._read(request)
+        self._scorers = own
+        return own

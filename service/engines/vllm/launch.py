@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from service.engines.adapters import config_of
 from service.engines.base import EngineOptions
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import EngineError, ModelLoadError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 WORKER = "service.engines.vllm.worker.Worker"
 VERSION = "0.32.0"
 CPU_CACHE_BYTES = 1 << 30
+RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # that vLLM makes room for
 FOLLOW = "_HALLUTRACER_FOLLOW"  # set by the parent, inherited by its children
 STAGES = "_HALLUTRACER_STAGES"  # the file of ``stages``, inherited by vLLM's processes
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -100,6 +102,9 @@ def start(
     from service.engines.loading import choose_device, choose_dtype
 
     device, arguments = choose_device(options.device), engine_arguments(options)
+    if options.adapter is not None:
+        rank = int(config_of(options.adapter)["r"])
+        arguments = {"enable_lora": True, "max_lora_rank": min(one for one in RANKS if one >= rank)} | arguments
     if device.type == "cpu":
         _bind_cores(arguments, threads)
         cache_sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
@@ -139,7 +144,6 @@ def refuse_unsupported(config: Any) -> None:
     stages_in_vain = parallel.pipeline_parallel_size > 1 and model.enforce_eager and current_platform.is_cpu()
     for unsupported, feature in (
         (config.speculative_config is not None, "speculative decoding"),
-        (config.lora_config is not None, "LoRA adapters"),
         (parallel.use_ubatching, "dual-batch overlap or micro-batches"),
         (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),

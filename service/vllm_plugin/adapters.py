@@ -1,0 +1,70 @@
+"""Which bundle reads which of an engine's LoRA adapters: the one that names the adapter's digest, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from probes_store.bundle import Bundle
+from service.engines.adapters import digest_of
+from service.engines.vllm.engine import VllmEngine
+from service.errors import EngineError
+from service.scoring import Scorer
+
+
+class Adapters:
+    """The adapters that were looked at; ``load`` and ``scorer`` take vLLM's ``LoRARequest``."""
+
+    def __init__(self, bundles: Mapping[str, Bundle]) -> None:
+        """``bundles``: all that are served, by reference; those for the base model do not matter here."""
+        self.waiting = {name: bundle for name, bundle in bundles.items() if bundle.manifest.model.adapter is not None}
+        self._scorers: dict[str, Scorer] = {}  # by the adapter's digest
+        self._digests: dict[tuple[int, str, str], str] = {}
+        self._replaced: set[int] = set()  # numbers of adapters whose weights were replaced under requests
+
+    def load(self, engine: VllmEngine, request: Any) -> dict[str, Scorer]:
+        """Return scorers for the bundles that read this adapter, by reference; each has replayed its golden prompts.
+
+        None of them may be there yet.  Raises what ``Scorer`` raises, ModelLoadError, and EngineError."""
+        digest = self._digest(request)
+        own = {name: one for name, one in self.waiting.items() if one.manifest.model.adapter == digest}
+        found = {name: Scorer(engine.adapted(request, digest), bundle) for name, bundle in own.items()}
+        for name, scorer in found.items():
+            self._scorers.setdefault(digest, scorer)
+            del self.waiting[name]
+        return found
+
+    def note(self, request: Any) -> None:
+        """Remember an adapter that takes another's place: vLLM reads its files anew with every step."""
+        if request is not None and request.load_inplace:
+            self._replaced.add(request.lora_int_id)
+
+    def scorer(self, request: Any) -> Scorer:
+        """Return the scorer for a request that runs with this adapter.  Raises EngineError, ModelLoadError."""
+        self.note(request)
+        if request.lora_int_id in self._replaced:
+            raise EngineError(f"the adapter {request.lora_name!r} was replaced in place, and is not read: load it "
+                              "under a name and a path of its own")  # fmt: skip
+        if (scorer := self._scorers.get(self._digest(request))) is None:
+            raise EngineError(f"no bundle here reads the adapter {request.lora_name!r}: train one for it, and name it "
+                              "beside the others")  # fmt: skip
+        return scorer
+
+    def check(self, request: Any, scorer: Scorer) -> None:
+        """Raise EngineError unless the scorer's bundle reads what this adapter makes of the model, None: the model."""
+        own = None if request is None else self.scorer(request).engine.identity.adapter
+        if scorer.engine.identity.adapter != own:
+            raise EngineError(f"bundle {scorer.bundle.reference} reads another adapter, or the model without one")
+
+    def _digest(self, request: Any) -> str:
+        key = (request.lora_int_id, request.lora_name, request.lora_path)
+        if key not in self._digests:
+            from vllm.lora.utils import get_adapter_absolute_path
+
+            digest = digest_of(get_adapter_absolute_path(request.lora_path))
+            if any(known[1:] == key[1:] and other != digest for known, other in self._digests.items()):
+                # vLLM's prefix cache knows an adapter by its name and path: it would give the earlier one's blocks.
+                raise EngineError(f"the files of the adapter {request.lora_name!r} have changed: load it from another "
+                                  "path")  # fmt: skip
+            self._digests[key] = digest
+        return self._digests[key]
