@@ -92,7 +92,7 @@ def _load_adapter(model: Any, folder: str, options: EngineOptions) -> None:
     if importlib.util.find_spec("peft") is None:
         raise ModelLoadError("an adapter needs PEFT: pip install 'hallutracer[lora]'", param="adapter")
     place = str(Path(folder).resolve())
-    report = _attempt("adapter", options, lambda: model.load_adapter(place, local_files_only=True))
+    report = _attempt("adapter", options, lambda: model.load_adapter(place))
     if wrong := sorted({*report.missing_keys, *report.unexpected_keys, *map(str, report.mismatched_keys)}):
         said = f"{len(wrong)} of its weights do not fit {options.model}, first {wrong[0]}; name its base model"
         raise ModelLoadError(f"the adapter {folder} is another model's: {said}", param="adapter")

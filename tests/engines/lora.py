@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers as hf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from probes_store.bundle import Bundle, BundleDraft
+from probes_store.store import SHIPPED, Store
+from probes_store.tensors import Golden
+from service.engines.adapters import identity_with
+from service.engines.base import EngineOptions
+from service.engines.transformers.engine import TransformersEngine
+from service.policies.guard import OBSERVE
+from service.readout import Probes, Site
+from service.scoring import Scorer
+from tests.probes_store.factory import write_bundle
 
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -18,7 +32,7 @@ def _layers(model: Any) -> dict[str, torch.nn.Linear]:
     return {name: one for name, one in model.named_modules() if name.rpartition(".")[2] in TARGETS}
 
 
-def save_adapter(base: Path, folder: Path, seed: int = 0, scale: float = 0.3) -> Path:
+def save_adapter(base: Path, folder: Path, seed: int = 0, scale: float = 0.7) -> Path:
     """An adapter of the model in ``base`` whose answers are others, in ``folder``."""
     model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -37,9 +51,7 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, scale: float = 0.3) ->
 
 def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
     """The model of ``base`` with W + alpha / r B A for each W: what the adapter computes, without any adapter."""
-    from safetensors.torch import load_file
-
-    model, weights = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), None
+    model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     weights = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
         for name, layer in _layers(model).items():
@@ -48,3 +60,28 @@ def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
     model.save_pretrained(folder)
     hf.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return folder
+
+
+def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
+    """The embedded engine on the merged weights, under the identity of the model with the adapter."""
+    plain = TransformersEngine.load(EngineOptions(str(base), dtype="float32"))
+    found = TransformersEngine.load(EngineOptions(str(save_merged(base, adapter, merged)), dtype="float32"))
+    found.identity = identity_with(plain.identity, adapter)
+    return found
+
+
+def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
+    """The demo's bundle with the readings of this engine, and its adapter's digest, as one of a store in ``folder``."""
+    shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+    probes = Probes.all_of(Site(shipped.manifest.readout.site), shipped.probes)
+    prompts = shipped.golden.prompts()
+    found = engine.score(prompts, probes)
+    logits = np.stack([np.concatenate(one.trajectories) for one in found])
+    model = replace(shipped.manifest.model, adapter=engine.identity.adapter)
+    manifest = replace(shipped.manifest, name=name, model=model)
+    scorer = SimpleNamespace(bundle=replace(shipped, manifest=manifest), probes=probes)
+    risk = np.array([Scorer.judge(cast(Any, scorer), one, OBSERVE).risk for one in found])
+    draft = BundleDraft(
+        manifest, shipped.probes, Golden.record(prompts, logits, risk), shipped.evaluation(), "A test's."
+    )
+    return write_bundle(draft, folder / name / "1")
