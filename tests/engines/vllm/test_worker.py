@@ -161,7 +161,7 @@ def stand_in(**changed: Any) -> Any:
 
 def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for changed, what in (
-        ({"speculative_config": object()}, "speculative decoding"), ({"lora_config": object()}, "LoRA"),
+        ({"speculative_config": object()}, "speculative decoding"),
         ({"use_ubatching": True}, "dual-batch overlap or micro-batches"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
@@ -173,7 +173,12 @@ def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ):  # fmt: skip
         with pytest.raises(EngineError, match=what):
             worker.refuse_unsupported(stand_in(**changed))
-    for taken in (config(), stand_in(), stand_in(pipeline_parallel_size=2, enforce_eager=False)):
+    for taken in (
+        config(),
+        stand_in(),
+        stand_in(lora_config=object()),
+        stand_in(pipeline_parallel_size=2, enforce_eager=False),
+    ):
         worker.refuse_unsupported(taken)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
     worker.refuse_unsupported(stand_in(pipeline_parallel_size=2))
