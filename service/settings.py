@@ -117,7 +117,7 @@ BundleNames = Annotated[tuple[str, ...], option(
     "serve several, the first is the default.", "bundle", everyday=True)]  # fmt: skip
 AdapterFolders = Annotated[tuple[str, ...], option(
     "Folder of a LoRA adapter that requests run with and a bundle reads, where something else than vLLM's own server "
-    "holds its engine; repeatable.", "adapter")]  # fmt: skip
+    "holds its engine; repeatable.", "adapters")]  # fmt: skip
 StorePlace = Annotated[str, option(
     "Folder or URL (s3://BUCKET/PREFIX, gs://, az://, hf://OWNER/NAME) of published bundles; those shipped with the "
     "package are found as well.", everyday=True)]  # fmt: skip

@@ -208,7 +208,7 @@ def open_gate(core: Any, options: PluginOptions) -> None:
                 request = LoRARequest(folder.name, OWN_ADAPTERS + number, str(folder.resolve()))
                 scorers += adapters.load(engine, request).values()
             for waiting in adapters.waiting:
-                log.warning("bundle %s reads an adapter that %s does not name", waiting, env("adapter"))
+                log.warning("bundle %s reads an adapter that %s does not name", waiting, env("adapters"))
             assert all(scorer.chat_ending is not None for scorer in scorers)  # made while the engine renders
             probes = [probe for scorer in scorers for probe in scorer.probes]
             lease = engine.lease(probes, first_token=any(scorer.needs_first_token for scorer in scorers))

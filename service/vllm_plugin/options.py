@@ -29,7 +29,7 @@ class PluginVariables:
     """What the plugin reads; names, types and limits are those of ``hallutracer serve``."""
 
     bundle: settings.BundleNames = ()
-    adapter: settings.AdapterFolders = ()
+    adapters: settings.AdapterFolders = ()
     store: settings.StorePlace = settings.DEFAULT_STORE
     store_cache: settings.StoreCache = None
     require_signature: settings.RequireSignature = None
@@ -88,4 +88,4 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     elif variables.audit_required:
         raise HalluTracerError(f"{env('audit-required')} needs {env('audit-log')}")
     return PluginOptions(store, bundles, policies, served, variables.audit_log, variables.audit_required,
-                         tuple(map(Path, variables.adapter)))  # fmt: skip
+                         tuple(map(Path, variables.adapters)))  # fmt: skip

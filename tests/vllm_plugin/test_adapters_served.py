@@ -94,7 +94,7 @@ def test_the_gate_in_the_engine_judges_each_adapter_by_its_own_bundle(made: Made
     (tmp_path / "questions.json").write_text(json.dumps(ASKED))
     variables = os.environ | QUIET | {
         "HALLUTRACER_BUNDLE": "demo adapted", "HALLUTRACER_STORE": str(made.store), "HALLUTRACER_POLICY": "gate",
-        "HALLUTRACER_ADAPTER": str(made.terse), "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "HALLUTRACER_ADAPTERS": str(made.terse), "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }  # fmt: skip
     ran = subprocess.run([sys.executable, "program.py", str(made.terse), str(made.other)], cwd=tmp_path, env=variables,
                          capture_output=True, text=True, timeout=450)  # fmt: skip
