@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from fastapi import FastAPI, HTTPException
+from prometheus_client import REGISTRY
 
 from service.engines.adapters import CONFIG, WEIGHTS, digest_of
 from service.engines.base import PrefillResult
@@ -27,10 +31,16 @@ from tests.scripted_engine import ScriptedEngine
 
 vllm_or_skip()
 
+from vllm import SamplingParams  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
+from service.vllm_plugin import generation, plugin  # noqa: E402
 from service.vllm_plugin.adapters import Adapters  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
+from service.vllm_plugin.middleware import CURRENT, Note  # noqa: E402
+from service.vllm_plugin.options import PluginOptions  # noqa: E402
+from service.vllm_plugin.plugin import HalluTracerPlugin  # noqa: E402
 
 PROMPT = [256, 65, 66]
 
@@ -137,3 +147,92 @@ def test_the_catalogue_serves_each_model_its_own_bundles(made: Made) -> None:
             catalogue.scorer(bundle, model)
     with pytest.raises(NotFound, match="'base', 'alias'"):
         catalogue.scorer(None, "other")
+
+
+class Client:
+    """vLLM's engine, of which the plugin takes ``generate`` and ``add_lora``."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    async def generate(self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None) -> Any:
+        yield "an answer that nobody has judged"
+
+    async def add_lora(self, request: Any) -> bool:
+        self.loaded.append(request.lora_name)
+        return True
+
+
+def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which scorer a request gets, and that it gets none where there is none."""
+    policies, settings = Policies(built_in()), ServiceSettings(policy="gate", callers_may=("policy", "bundle"))
+    store: Any = SimpleNamespace(aliases=lambda name: {})
+    options = PluginOptions(store, made.bundles, policies, settings)
+    monkeypatch.setattr(plugin, "read_options", lambda: options)
+    monkeypatch.setattr(plugin.VllmEngine, "around", lambda *_: made.engine)
+    monkeypatch.setattr(generation, "_judged", lambda start, service, engine, scorer, *_: scorer.bundle.manifest.name)
+    client, served = Client(), SimpleNamespace(lora_requests={})
+
+    def ask(adapter: Any, **xargs: Any) -> tuple[Any, str | None]:
+        note = Note()
+        token = CURRENT.set(note)
+        try:
+            return client.generate({}, SamplingParams(extra_args=xargs), "1", lora_request=adapter), note.unread
+        finally:
+            CURRENT.reset(token)
+
+    async def scenario() -> None:
+        guard = HalluTracerPlugin()
+        guard.attach_router(FastAPI())
+        served.lora_requests["terse"] = made.request()
+        await guard.init_state(client, SimpleNamespace(openai_serving_models=served), Namespace())
+        with pytest.raises(HTTPException):  # it is loading
+            ask(made.request())
+        assert guard._loading is not None
+        await guard._loading
+        other, later = made.request(2, "other", made.other), made.request(3, "later")
+        assert ask(None) == ("base", None)
+        assert ask(made.request()) == ("adapted", None)
+        with pytest.raises(VLLMValidationError, match="no bundle here reads the adapter 'other'"):
+            ask(other)
+        answers, unread = ask(other, hallutracer_policy="observe")
+        assert [one async for one in answers] == ["an answer that nobody has judged"]
+        assert "no bundle here reads the adapter 'other'" in str(unread)
+        for adapter, bundle in ((None, "adapted"), (made.request(), "base")):
+            with pytest.raises(VLLMValidationError, match="does not read the model"):
+                ask(adapter, hallutracer_bundle=bundle)
+        assert await client.add_lora(later)
+        assert await client.add_lora(other)
+        assert client.loaded == ["later", "other"]
+        assert ask(later) == ("adapted", None)
+        await client.add_lora(made.request(3, "later", made.other, load_inplace=True))
+        with pytest.raises(VLLMValidationError, match="was replaced in place"):
+            ask(later)
+        REGISTRY.unregister(guard.service.metrics.collector)
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_that_vllm_loads_while_it_runs_is_read_from_then_on(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = PluginOptions(cast(Any, SimpleNamespace(aliases=lambda name: {})), made.bundles, Policies(built_in()),
+                            ServiceSettings(policy="gate"))  # fmt: skip
+    monkeypatch.setattr(plugin, "read_options", lambda: options)
+    monkeypatch.setattr(plugin.VllmEngine, "around", lambda *_: made.engine)
+
+    async def scenario() -> None:
+        guard, client = HalluTracerPlugin(), Client()
+        guard.attach_router(FastAPI())
+        state = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}))
+        await guard.init_state(client, state, Namespace())
+        assert await client.add_lora(made.request())  # waits until the model itself is read
+        names = [one.bundle.manifest.name for one in guard.service.catalogue.scorers]
+        assert names == ["base", "adapted"]
+        assert guard.service.catalogue.loaded.aliases == {"b": "base:1", "a": "adapted:1"}
+        assert set(guard.service.catalogue.monitors) == {"base:1", "adapted:1"}
+        REGISTRY.unregister(guard.service.metrics.collector)
+
+    asyncio.run(scenario())
