@@ -133,6 +133,8 @@ def load_engine(
     Raises WrongModel before the weights are read where the first bundle, the default, is another model's, and
     ModelLoadError; where a model is not to be had, it names the one that the bundle is for."""
     refuse_another_model(options, bundles)
+    if bundles:
+        refuse_another_adapter(options, bundles[0])
     try:
         if options.engine == "vllm":
             return _vllm(options, bundles, rows, threads, report)
@@ -198,6 +200,17 @@ def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) 
         reachable(options.model, options.revision)
     except ModelLoadError as error:
         raise _with_owner(error, bundles) from None
+
+
+def refuse_another_adapter(options: "EngineOptions", bundle: "Bundle") -> None:
+    """Raise WrongModel where the bundle reads another adapter, and ModelLoadError where the option names none."""
+    from service.engines.adapters import digest_of
+
+    own, given = bundle.manifest.model.adapter, None if options.adapter is None else digest_of(options.adapter)
+    if own != given:
+        found, expected = (f"the adapter {one[:12]}" if one else "no adapter" for one in (given, own))
+        raise WrongModel(f"{owner(bundle)} with {expected}, and this is one with {found}",
+                         cure="Name the adapter that it was trained with, or another bundle")  # fmt: skip
 
 
 def _wrong(bundle: "Bundle", why: str) -> WrongModel:

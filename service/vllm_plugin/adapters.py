@@ -31,7 +31,7 @@ class Adapters:
         found = {name: Scorer(engine.adapted(request, digest), bundle) for name, bundle in own.items()}
         for name, scorer in found.items():
             self._scorers.setdefault(digest, scorer)
-            del self.waiting[name]
+            self.waiting.pop(name, None)
         return found
 
     def note(self, request: Any) -> None:

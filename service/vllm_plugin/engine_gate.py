@@ -7,6 +7,7 @@ An answer that the policy withholds ends there, without a token; its ``stop_reas
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import queue
 import time
@@ -222,6 +223,7 @@ def open_gate(core: Any, options: PluginOptions) -> None:
     core.reset_prefix_cache()
     load = core.add_lora
 
+    @functools.wraps(load)  # vLLM decodes what it is given by its signature
     def add_lora(request: Any) -> Any:
         gate.adapters.note(request)
         return load(request)

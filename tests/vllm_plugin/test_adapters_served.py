@@ -76,6 +76,7 @@ if __name__ == "__main__":
     llm = LLM(model={str(MODEL_DIR)!r}, dtype="float32", enforce_eager=True, max_model_len=128, enable_lora=True,
               gpu_memory_utilization=0.2, max_loras=2, max_cpu_loras=4)
     chats, how = [[{{"role": "user", "content": one}}] for one in asked], SamplingParams(max_tokens=6, temperature=0)
+    llm.llm_engine.add_lora(LoRARequest("terse", 1, terse))
     for adapters in (
         [None, LoRARequest("terse", 1, terse), LoRARequest("another name", 2, terse), LoRARequest("other", 3, other)],
         [LoRARequest("fresh", 4, terse, load_inplace=True)],  # whose files are read anew at any time
