@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ def _layers(model: Any) -> dict[str, torch.nn.Linear]:
     return {name: one for name, one in model.named_modules() if name.rpartition(".")[2] in TARGETS}
 
 
-def save_adapter(base: Path, folder: Path, seed: int = 0, scale: float = 0.7) -> Path:
+def save_adapter(base: Path, folder: Path, seed: int = 0, scale: float = 1.0) -> Path:
     """An adapter of the model in ``base`` whose answers are others, in ``folder``."""
     model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -73,15 +72,13 @@ def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
 def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
     """The demo's bundle with the readings of this engine, and its adapter's digest, as one of a store in ``folder``."""
     shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
-    probes = Probes.all_of(Site(shipped.manifest.readout.site), shipped.probes)
-    prompts = shipped.golden.prompts()
-    found = engine.score(prompts, probes)
-    logits = np.stack([np.concatenate(one.trajectories) for one in found])
     model = replace(shipped.manifest.model, adapter=engine.identity.adapter)
     manifest = replace(shipped.manifest, name=name, model=model)
-    scorer = SimpleNamespace(bundle=replace(shipped, manifest=manifest), probes=probes)
-    risk = np.array([Scorer.judge(cast(Any, scorer), one, OBSERVE).risk for one in found])
-    draft = BundleDraft(
-        manifest, shipped.probes, Golden.record(prompts, logits, risk), shipped.evaluation(), "A test's."
-    )
+    scorer = Scorer.__new__(Scorer)  # its golden prompts are to be made
+    scorer.engine, scorer.bundle, scorer.needs_first_token = engine, replace(shipped, manifest=manifest), False
+    scorer.probes = Probes.all_of(Site(manifest.readout.site), shipped.probes)
+    prompts = shipped.golden.prompts()
+    found = scorer.score(prompts, OBSERVE)
+    golden = Golden.record(prompts, np.stack([one.logits for one in found]), np.array([one.risk for one in found]))
+    draft = BundleDraft(manifest, shipped.probes, golden, shipped.evaluation(), "A test's.")
     return write_bundle(draft, folder / name / "1")

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return lora.save_adapter(model, tmp_path_factory.mktemp("adapter") / "terse")
+    return lora.save_adapter(model, tmp_path_factory.mktemp("adapter") / "terse", scale=0.5)
 
 
 @pytest.fixture(scope="module")
