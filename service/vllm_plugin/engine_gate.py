@@ -25,10 +25,10 @@ from service.engines.vllm.engine import VllmEngine
 from service.errors import HalluTracerError
 from service.policies.guard import Decision, Policy
 from service.scoring import Scorer
+from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
 from service.serving.service import in_own_thread
 from service.settings import env
-from service.vllm_plugin.adapters import Adapters
 from service.vllm_plugin.options import PluginOptions
 
 log = logging.getLogger("hallutracer")
@@ -200,11 +200,12 @@ def open_gate(core: Any, options: PluginOptions) -> None:
     policy = policy.at(settings.threshold if policy.threshold is None else None)
     client = _Core(core)
     from vllm.lora.request import LoRARequest
+    from vllm.lora.utils import get_adapter_absolute_path
 
     def opened() -> Gate:
         engine = VllmEngine.around(client, None)
         try:
-            scorers, adapters = [Scorer(engine, bundle)], Adapters(options.bundles)
+            scorers, adapters = [Scorer(engine, bundle)], Adapters(options.bundles, get_adapter_absolute_path)
             for number, folder in enumerate(options.adapters, 1):
                 request = LoRARequest(folder.name, OWN_ADAPTERS + number, str(folder.resolve()))
                 scorers += adapters.load(engine, request).values()
@@ -213,8 +214,7 @@ def open_gate(core: Any, options: PluginOptions) -> None:
             assert all(scorer.chat_ending is not None for scorer in scorers)  # made while the engine renders
             probes = [probe for scorer in scorers for probe in scorer.probes]
             lease = engine.lease(probes, first_token=any(scorer.needs_first_token for scorer in scorers))
-            starts = accumulate((len(scorer.probes) for scorer in scorers), initial=0)
-            places = dict(zip(scorers, starts, strict=False))
+            places = dict(zip(scorers, accumulate((len(one.probes) for one in scorers), initial=0), strict=False))
             return Gate(scorers[0], policy, run_on(engine.loop, lease), places, adapters)
         finally:
             engine.close()

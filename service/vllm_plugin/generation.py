@@ -26,11 +26,11 @@ from service.judging.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_violation
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import Scorer
 from service.serving import observers
+from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.service import Service
 from service.settings import env
-from service.vllm_plugin.adapters import Adapters
 from service.vllm_plugin.middleware import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.lora.utils import get_adapter_absolute_path
 
 from probes_store.errors import BundleError
 from service.access.routes import SCORE_ROUTES
@@ -19,9 +22,9 @@ from service.audit.auditor import Auditor
 from service.engines.vllm.engine import VllmEngine
 from service.errors import HalluTracerError
 from service.scoring import Scorer
+from service.serving.adapters import Adapters
 from service.serving.metrics import Metrics
 from service.serving.service import Service
-from service.vllm_plugin.adapters import Adapters
 from service.vllm_plugin.generation import judging_generate, observes
 from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.options import read_options
@@ -54,9 +57,9 @@ class HalluTracerPlugin:
         self._client: Any = None
         self._generate: Any = None  # vLLM's own
         self._engine: VllmEngine
-        self._adapters = Adapters(self._options.bundles)
+        self._adapters = Adapters(self._options.bundles, get_adapter_absolute_path)
         self._scorers: dict[str, Scorer] = {}  # all, by the reference that was given
-        self._started_with: tuple[Any, ...] = ()  # ``LoRARequest``s of --lora-modules
+        self._models: Any = None  # vLLM's names of models and adapters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
         self.service: Service
@@ -85,19 +88,9 @@ class HalluTracerPlugin:
             return
         self._client, self._loop = engine_client, asyncio.get_running_loop()
         self._generate = engine_client.generate
-        engine_client.generate = judging_generate(
-            self._generate, self.service, lambda: self._engine, self._adapters
-        )  # fmt: skip
-        self._started_with = tuple(state.openai_serving_models.lora_requests.values())
-        self._loading, add = asyncio.create_task(self._start()), engine_client.add_lora
-
-        async def add_lora(request: Any) -> Any:
-            self._adapters.note(request)
-            added = await add(request)
-            await self._adopt(request)
-            return added
-
-        engine_client.add_lora = add_lora
+        engine_client.generate = judging_generate(self._generate, self.service, lambda: self._engine, self._adapters)
+        engine_client.add_lora = partial(self._add_lora, engine_client.add_lora)
+        self._models, self._loading = state.openai_serving_models, asyncio.create_task(self._start())
 
     async def _start(self) -> None:
         lifecycle = self.service.lifecycle
@@ -106,13 +99,16 @@ class HalluTracerPlugin:
         if lifecycle.failure is not None:
             log.critical("not ready, and will not be: %s", lifecycle.failure)
 
-    async def _adopt(self, request: Any) -> None:
-        """Have its bundles read an adapter that vLLM has loaded while it runs."""
+    async def _add_lora(self, add: Callable[[Any], Awaitable[bool]], request: Any) -> bool:
+        """Have vLLM ``add`` an adapter while it runs, and its bundles read it."""
+        self._adapters.note(request)
+        added = await add(request)
         assert self._loading is not None
         await asyncio.shield(self._loading)
         if self.service.lifecycle.is_ready and (found := await asyncio.to_thread(self._read, request)):
             await self.service.lifecycle.reload(lambda engine: self._scorers | found)
             self._scorers |= found
+        return added
 
     def _read(self, request: Any) -> dict[str, Scorer]:
         try:
@@ -126,7 +122,7 @@ class HalluTracerPlugin:
         self._engine = VllmEngine.around(self._client, self._loop, self._generate)
         bundles = self._options.bundles.items()
         own = {name: Scorer(self._engine, bundle) for name, bundle in bundles if name not in self._adapters.waiting}
-        for request in self._started_with:
+        for request in [*self._models.lora_requests.values()]:  # of --lora-modules
             own |= self._read(request)
         self._scorers = own
         return own

@@ -35,8 +35,8 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
+from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation, plugin  # noqa: E402
-from service.vllm_plugin.adapters import Adapters  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
 from service.vllm_plugin.middleware import CURRENT, Note  # noqa: E402
 from service.vllm_plugin.options import PluginOptions  # noqa: E402
@@ -63,7 +63,7 @@ class Made:
         adapted = Scheduled(tuned)
         self.engine.adapted = lambda request, digest: adapted
         self.bundles = {"b": matching_bundle(base, folder, "base"), "a": matching_bundle(tuned, folder, "adapted", 1)}
-        self.adapters, self.base = Adapters(self.bundles), Scorer(self.engine, self.bundles["b"])
+        self.adapters, self.base = Adapters(self.bundles, str), Scorer(self.engine, self.bundles["b"])
 
     def request(self, number: int = 1, name: str = "terse", folder: Path | None = None, **more: Any) -> Any:
         return LoRARequest(name, number, str(folder or self.terse), **more)

@@ -1,13 +1,12 @@
-"""Which bundle reads which of an engine's LoRA adapters: the one that names the adapter's digest, and no other."""
+"""Which bundle reads which of vLLM's LoRA adapters: the one that names the adapter's digest, and no other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from probes_store.bundle import Bundle
 from service.engines.adapters import digest_of
-from service.engines.vllm.engine import VllmEngine
 from service.errors import EngineError
 from service.scoring import Scorer
 
@@ -15,17 +14,18 @@ from service.scoring import Scorer
 class Adapters:
     """The adapters that were looked at; ``load`` and ``scorer`` take vLLM's ``LoRARequest``."""
 
-    def __init__(self, bundles: Mapping[str, Bundle]) -> None:
-        """``bundles``: all that are served, by reference; those for the base model do not matter here."""
+    def __init__(self, bundles: Mapping[str, Bundle], place: Callable[[str], str]) -> None:
+        """``bundles``: all that are served, by reference; ``place``: where vLLM finds what a request names."""
         self.waiting = {name: bundle for name, bundle in bundles.items() if bundle.manifest.model.adapter is not None}
-        self._scorers: dict[str, Scorer] = {}  # by the adapter's digest
+        self._place, self._scorers = place, dict[str, Scorer]()  # by the adapter's digest
         self._digests: dict[tuple[int, str, str], str] = {}
         self._replaced: set[int] = set()  # numbers of adapters whose weights were replaced under requests
 
-    def load(self, engine: VllmEngine, request: Any) -> dict[str, Scorer]:
-        """Return scorers for the bundles that read this adapter, by reference; each has replayed its golden prompts.
+    def load(self, engine: Any, request: Any) -> dict[str, Scorer]:
+        """Return scorers for the bundles that read this adapter, by reference, where there were none yet.
 
-        None of them may be there yet.  Raises what ``Scorer`` raises, ModelLoadError, and EngineError."""
+        ``engine`` is a ``VllmEngine``; each has replayed its golden prompts with the adapter.  Raises what ``Scorer``
+        raises, ModelLoadError, and EngineError."""
         digest = self._digest(request)
         own = {name: one for name, one in self.waiting.items() if one.manifest.model.adapter == digest}
         found = {name: Scorer(engine.adapted(request, digest), bundle) for name, bundle in own.items()}
@@ -59,9 +59,7 @@ class Adapters:
     def _digest(self, request: Any) -> str:
         key = (request.lora_int_id, request.lora_name, request.lora_path)
         if key not in self._digests:
-            from vllm.lora.utils import get_adapter_absolute_path
-
-            digest = digest_of(get_adapter_absolute_path(request.lora_path))
+            digest = digest_of(self._place(request.lora_path))
             if any(known[1:] == key[1:] and other != digest for known, other in self._digests.items()):
                 # vLLM's prefix cache knows an adapter by its name and path: it would give the earlier one's blocks.
                 raise EngineError(f"the files of the adapter {request.lora_name!r} have changed: load it from another "
