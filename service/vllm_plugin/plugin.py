@@ -99,13 +99,13 @@ class HalluTracerPlugin:
         if lifecycle.failure is not None:
             log.critical("not ready, and will not be: %s", lifecycle.failure)
 
-    async def _add_lora(self, add: Callable[[Any], Awaitable[bool]], request: Any) -> bool:
+    async def _add_lora(self, add: Callable[[Any], Awaitable[bool]], lora_request: Any) -> bool:
         """Have vLLM ``add`` an adapter while it runs, and its bundles read it."""
-        self._adapters.note(request)
-        added = await add(request)
+        self._adapters.note(lora_request)
+        added = await add(lora_request)
         assert self._loading is not None
         await asyncio.shield(self._loading)
-        if self.service.lifecycle.is_ready and (found := await asyncio.to_thread(self._read, request)):
+        if self.service.lifecycle.is_ready and (found := await asyncio.to_thread(self._read, lora_request)):
             await self.service.lifecycle.reload(lambda engine: self._scorers | found)
             self._scorers |= found
         return added
