@@ -26,6 +26,8 @@ class Adapters:
 
         ``engine`` is a ``VllmEngine``; each has replayed its golden prompts with the adapter.  Raises what ``Scorer``
         raises, ModelLoadError, and EngineError."""
+        if request.load_inplace:
+            return {}  # what it is in the next step is not known
         digest = self._digest(request)
         own = {name: one for name, one in self.waiting.items() if one.manifest.model.adapter == digest}
         found = {name: Scorer(engine.adapted(request, digest), bundle) for name, bundle in own.items()}
@@ -38,6 +40,15 @@ class Adapters:
         """Remember an adapter that takes another's place: vLLM reads its files anew with every step."""
         if request is not None and request.load_inplace:
             self._replaced.add(request.lora_int_id)
+
+    def keep(self, request: Any) -> None:
+        """Raise EngineError for an adapter that takes the place of one that a bundle reads; else ``note`` it."""
+        number, read = request.lora_int_id, self._scorers
+        if request.load_inplace and any(key[0] == number and one in read for key, one in self._digests.items()):
+            raise EngineError(
+                f"a bundle reads the adapter {request.lora_name!r}: load its successor under another name"
+            )
+        self.note(request)
 
     def scorer(self, request: Any) -> Scorer:
         """Return the scorer for a request that runs with this adapter.  Raises EngineError, ModelLoadError."""

@@ -101,7 +101,7 @@ class HalluTracerPlugin:
 
     async def _add_lora(self, add: Callable[[Any], Awaitable[bool]], lora_request: Any) -> bool:
         """Have vLLM ``add`` an adapter while it runs, and its bundles read it."""
-        self._adapters.note(lora_request)
+        self._adapters.keep(lora_request)
         added = await add(lora_request)
         assert self._loading is not None
         await asyncio.shield(self._loading)

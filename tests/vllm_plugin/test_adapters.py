@@ -207,9 +207,14 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
         assert await client.add_lora(other)
         assert client.loaded == ["later", "other"]
         assert ask(later) == ("adapted", None)
-        await client.add_lora(made.request(3, "later", made.other, load_inplace=True))
-        with pytest.raises(VLLMValidationError, match="was replaced in place"):
-            ask(later)
+        with pytest.raises(EngineError, match="a bundle reads the adapter 'later'"):
+            await client.add_lora(made.request(3, "later", made.other, load_inplace=True))
+        assert ask(later) == ("adapted", None)
+        await client.add_lora(made.request(2, "other", made.terse, load_inplace=True))  # which none has read
+        assert client.loaded == ["later", "other", "other"]
+        for replaced in (other, made.request(2, "other", made.terse, load_inplace=True)):
+            with pytest.raises(VLLMValidationError, match="was replaced in place"):
+                ask(replaced)
         REGISTRY.unregister(guard.service.metrics.collector)
 
     asyncio.run(scenario())

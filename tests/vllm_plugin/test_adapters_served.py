@@ -154,8 +154,13 @@ def test_vllms_server_judges_each_adapter_by_its_own_bundle(made: Made, tmp_path
         assert client.post("/v1/load_lora_adapter", json=load).status_code == 200
         check("later", "adapted", made.adapted)
         load = {"lora_name": "later", "lora_path": str(made.other), "load_inplace": True}
+        answer = client.post("/v1/load_lora_adapter", json=load)
+        assert answer.status_code == 500
+        assert "a bundle reads the adapter 'later'" in answer.text
+        check("later", "adapted", made.adapted)
+        load = {"lora_name": "other", "lora_path": str(made.terse), "load_inplace": True}
         assert client.post("/v1/load_lora_adapter", json=load).status_code == 200
-        refused("later", "was replaced in place")
+        refused("other", "was replaced in place")
         check("terse", "adapted", made.adapted)
         scored = client.post("/v1/risk/score", json={"model": "terse", "prompt": ASKED[0]}).json()
         assert scored["data"][0]["risk"] == pytest.approx(made.adapted[0][1], abs=2e-4)
