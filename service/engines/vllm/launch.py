@@ -103,8 +103,8 @@ def start(
 
     device, arguments = choose_device(options.device), engine_arguments(options)
     if options.adapter is not None:
-        rank = int(config_of(options.adapter)["r"])
-        arguments = {"enable_lora": True, "max_lora_rank": min(one for one in RANKS if one >= rank)} | arguments
+        rank = next((one for one in RANKS if one >= config_of(options.adapter)["r"]), RANKS[-1])
+        arguments = {"enable_lora": True, "max_lora_rank": rank} | arguments
     if device.type == "cpu":
         _bind_cores(arguments, threads)
         cache_sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
