@@ -6,7 +6,6 @@ be published."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -134,7 +133,7 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
     }
     records = {name: vars(manifests.record_of(data)) for name, data in files.items()}
     set_here = {"version": 1, "created": manifests.UNSET_TIME, "files": records}
-    fields = plain(dataclasses.asdict(draft.manifest) | set_here, MANIFEST)
+    fields = plain(manifests.as_document(draft.manifest) | set_here, MANIFEST)
     manifest = manifests.read_record(manifests.with_seal(fields), MANIFEST)
     read_probes(files[PROBES], manifest)
     read_golden(files[GOLDEN], manifest)

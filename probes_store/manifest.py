@@ -60,6 +60,7 @@ class ModelRecord(Record):
     num_heads: Positive  # query heads
     head_dim: Positive
     hidden_size: Positive
+    adapter: Filled | None = None  # digest over the adapter that ran on it; absent in the file where none did
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,15 @@ class Manifest(Record):
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the only bytes that bundle.json of this manifest may have."""
-    return readable_json(dataclasses.asdict(manifest))
+    return readable_json(as_document(manifest))
+
+
+def as_document(manifest: Manifest) -> dict[str, Any]:
+    """Return bundle.json's values."""
+    document = dataclasses.asdict(manifest)
+    if manifest.model.adapter is None:  # so that bundles from before there were adapters keep their bytes
+        del document["model"]["adapter"]
+    return document
 
 
 def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +251,7 @@ def with_seal(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def sealed(manifest: Manifest, *, version: int = 1, created: str = UNSET_TIME) -> Manifest:
     """Return the same content under a version and a time, with digest and seal.  Raises what ``read_record`` raises."""
-    document = dataclasses.asdict(manifest) | {"version": version, "created": created}
+    document = as_document(manifest) | {"version": version, "created": created}
     return read_record(with_seal(document), MANIFEST)
 
 
@@ -287,7 +296,11 @@ def read_record(document: Any, file: str) -> Manifest:
             if isinstance(part, dict) and field.name not in part:
                 raise MissingField("the field is missing", file=file, field=f"{where}{field.name}")
     try:
-        return _ADAPTER.validate_python(document)
+        manifest = _ADAPTER.validate_python(document)
+        if manifest.model.adapter is None and "adapter" in document["model"]:
+            raise BadValue("bad value", file=file, field="model.adapter", expected="a digest, or no such field",
+                           found=None)  # fmt: skip
+        return manifest
     except ValidationError as error:  # its first, those about a field's presence before those about its value
         found = min(error.errors(), key=lambda one: [*_PROBLEMS, one["type"]].index(one["type"]))
     context = found.get("ctx", {})
@@ -305,6 +318,7 @@ def read_record(document: Any, file: str) -> Manifest:
 _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
     "model.architecture": ("architecture", errors.WrongModel, "another architecture"),
     "model.fingerprint": ("fingerprint", errors.WrongModel, "other weights, or weights and caches of other types"),
+    "model.adapter": ("adapter", errors.WrongModel, "another adapter"),
     "model.revision": ("revision", errors.WrongRevision, "another revision"),
     "model.num_layers": ("geometry.num_layers", errors.WrongGeometry, "another shape"),
     "model.num_heads": ("geometry.num_heads", errors.WrongGeometry, "another shape"),
@@ -323,7 +337,8 @@ def check_identity(manifest: Manifest, loaded: object) -> None:
     for field, (attribute, error, difference) in _IDENTITY.items():
         expected, found = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
         if expected != found:
-            what = "" if field.startswith("model.") else f"the {attribute.replace('_', ' ')} of "
+            of_model = field.startswith("model.") and attribute != "adapter"
+            what = "" if of_model else f"the {attribute.replace('_', ' ')} of "
             expected, found = ("none" if value is None else value for value in (expected, found))
             raise error(f"bundle {manifest.reference} was trained on {difference}", field=field, expected=expected,
                         found=found, cure=f"Load {what}{at}, or train a bundle for what is loaded")  # fmt: skip

@@ -115,6 +115,9 @@ AuditRequired = Annotated[bool, option(
 BundleNames = Annotated[tuple[str, ...], option(
     "Bundle that reads the model, as name, name@alias or name:version, with @sha256:DIGEST to pin it; repeatable to "
     "serve several, the first is the default.", "bundle", everyday=True)]  # fmt: skip
+AdapterFolders = Annotated[tuple[str, ...], option(
+    "Folder of a LoRA adapter that requests run with and a bundle reads, where something else than vLLM's own server "
+    "holds its engine; repeatable.", "adapters")]  # fmt: skip
 StorePlace = Annotated[str, option(
     "Folder or URL (s3://BUCKET/PREFIX, gs://, az://, hf://OWNER/NAME) of published bundles; those shipped with the "
     "package are found as well.", everyday=True)]  # fmt: skip

@@ -48,6 +48,7 @@ def train(
     print_line(f"{trained.reference}  {trained.bundle.manifest.digest}\n{trained.folder}")
     where = [] if store.store == DEFAULT_STORE else ["--store", store.store]
     model = [] if engine.model is None else ["--model", engine.model]
+    model += [] if engine.adapter is None else ["--adapter", engine.adapter]
     name = trained.bundle.manifest.name
     note("next:")
     for command in (

@@ -71,6 +71,8 @@ def collect(
         engine.extract([], (), others)  # raises before the folder is made
     prompts = render_all(engine, dataset, prompt_format, max_new_tokens or 0)
     geometry, identity = engine.identity.geometry, asdict(engine.identity)
+    if identity["adapter"] is None:
+        del identity["adapter"]  # as in runs from before there were adapters
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
     run = {"data": dataset.digest, "model": identity, "sites": sorted(sites), "prompt_format": prompt_format,
            "batch_rows": batch_rows, "max_new_tokens": max_new_tokens}  # fmt: skip

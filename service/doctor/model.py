@@ -90,6 +90,7 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         return
     if place is None and not places.reachable(options.model, options.revision):
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
+    from service.engines.adapters import digest_of
     from service.engines.checks import Tokens
     from service.engines.families import geometry
     from service.engines.loading import (
@@ -125,6 +126,7 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         fingerprint=folder_fingerprint(files.folder), revision=revision_of(config), geometry=geometry(config),
         architecture=str((config.architectures or [type(config).__name__])[0]), tokenizer=tokens.digest,
         chat_template=tokens.chat_template_digest,
+        adapter=None if options.adapter is None else digest_of(options.adapter),
     )  # fmt: skip
     for number, (name, bundle) in enumerate(list(loaded.items())):
         try:

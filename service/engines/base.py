@@ -37,6 +37,7 @@ class EngineOptions:
     padding_side: str = "right"
     trust_remote_code: bool = False
     engine: EngineName = "transformers"
+    adapter: str | None = None  # folder of a LoRA adapter: with it, the model is another one
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -54,6 +55,7 @@ class ModelIdentity:
     dtype: str  # float32 | bfloat16 | float16
     geometry: Geometry
     max_tokens: int  # longest prompt plus answer
+    adapter: str | None = None  # sha256 over the adapter, ``adapters.digest_of``
 
 
 @dataclass(frozen=True, slots=True)

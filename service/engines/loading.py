@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from service.engines import places
+from service.engines.adapters import config_of
 from service.engines.base import EngineOptions
 from service.engines.families import family_of, text_config
 from service.errors import ModelLoadError
@@ -76,7 +78,24 @@ def load(options: EngineOptions) -> tuple[Any, ModelFiles]:
     if missing := sorted(report["missing_keys"]):
         said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
         raise ModelLoadError(f"{said}; download the model again", param="model")
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers does so by itself
+        raise ModelLoadError(f"{options.model} holds an adapter beside its weights: move it out, and name it as the "
+                             "adapter", param="model")  # fmt: skip
+    if options.adapter is not None:
+        _load_adapter(model, options.adapter, options)
     return _attempt("weights", options, lambda: model.to(device)), files
+
+
+def _load_adapter(model: Any, folder: str, options: EngineOptions) -> None:
+    """Put an adapter into the model's layers.  Raises ModelLoadError without PEFT, or where weights do not fit."""
+    config_of(folder)
+    if importlib.util.find_spec("peft") is None:
+        raise ModelLoadError("an adapter needs PEFT: pip install 'hallutracer[lora]'", param="adapter")
+    place = str(Path(folder).resolve())
+    report = _attempt("adapter", options, lambda: model.load_adapter(place))
+    if wrong := sorted({*report.missing_keys, *report.unexpected_keys, *map(str, report.mismatched_keys)}):
+        said = f"{len(wrong)} of its weights do not fit {options.model}, first {wrong[0]}; name its base model"
+        raise ModelLoadError(f"the adapter {folder} is another model's: {said}", param="adapter")
 
 
 def check_options(options: EngineOptions) -> None:

@@ -75,6 +75,9 @@ class Engine:
     """How a model is loaded; the fields are the options of the command line (``hallutracer score --help``)."""
 
     revision: Annotated[str | None, option("Hub revision of the model.")] = None
+    adapter: Annotated[str | None, option(
+        "Folder of a LoRA adapter that the model runs with, as PEFT saves it; its bundles are its own (transformers: "
+        "needs hallutracer[lora]).")] = None  # fmt: skip
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option(
         "auto: float32 on CPU, the checkpoint's own on CUDA.")] = "auto"  # fmt: skip
     device: Annotated[Literal["auto", "cpu", "cuda"], option("auto: CUDA where there is one.", everyday=True)] = "auto"
@@ -96,7 +99,7 @@ class Engine:
         return EngineOptions(
             model=str(MODEL_DIR) if name == DEMO else name, revision=self.revision,
             dtype=self.dtype, device=self.device, max_batch_tokens=self.max_batch_tokens, engine=self.engine,
-            extra=dict(self.extra),
+            adapter=self.adapter, extra=dict(self.extra),
         )  # fmt: skip
 
 
@@ -130,6 +133,8 @@ def load_engine(
     Raises WrongModel before the weights are read where the first bundle, the default, is another model's, and
     ModelLoadError; where a model is not to be had, it names the one that the bundle is for."""
     refuse_another_model(options, bundles)
+    if bundles:
+        refuse_another_adapter(options, bundles[0])
     try:
         if options.engine == "vllm":
             return _vllm(options, bundles, rows, threads, report)
@@ -195,6 +200,17 @@ def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) 
         reachable(options.model, options.revision)
     except ModelLoadError as error:
         raise _with_owner(error, bundles) from None
+
+
+def refuse_another_adapter(options: "EngineOptions", bundle: "Bundle") -> None:
+    """Raise WrongModel where the bundle reads another adapter, and ModelLoadError where the option names none."""
+    from service.engines.adapters import digest_of
+
+    own, given = bundle.manifest.model.adapter, None if options.adapter is None else digest_of(options.adapter)
+    if own != given:
+        found, expected = (f"the adapter {one[:12]}" if one else "no adapter" for one in (given, own))
+        raise WrongModel(f"{owner(bundle)} with {expected}, and this is one with {found}",
+                         cure="Name the adapter that it was trained with, or another bundle")  # fmt: skip
 
 
 def _wrong(bundle: "Bundle", why: str) -> WrongModel:

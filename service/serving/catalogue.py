@@ -72,7 +72,7 @@ class Rollout:
     def watching(self, scorer: Scorer) -> tuple[Scorer, ...]:
         """Return the shadows of a request that ``scorer`` judges: other bundles, which read the same token ids."""
         own, prompt_format = scorer.bundle.manifest.digest, scorer.prompt_format  # two aliases may mean one bundle
-        others = (one for one in self.shadows if one.bundle.manifest.digest != own)
+        others = (one for one in self.shadows if one.bundle.manifest.digest != own and one.engine is scorer.engine)
         return tuple(one for one in others if one.prompt_format == prompt_format)
 
     def shadowed(self, digest: str) -> bool:
@@ -211,13 +211,16 @@ class Catalogue:
 
     def scorer(self, bundle: str | None, model: str | None) -> Scorer:
         """Return the loaded scorer that a request names, else the first.  Raises NotFound."""
-        names = (self.scorers[0].engine.identity.model, *self.settings.model_names)
-        if model is not None and not {model, "*"} & {*names}:
-            listed = ", ".join(map(repr, names))
+        models = {one.engine.identity.model: one for one in reversed(self.scorers)}  # the default of each adapter, too
+        base = self.scorers[0]
+        models |= dict.fromkeys((base.engine.identity.model, *self.settings.model_names, "*"), base)
+        if model is not None and model not in models:
+            listed = ", ".join(repr(name) for name in models if name != "*")
             said = f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)"
             raise NotFound(said, param="model")
+        own = base if model is None else models[model]
         if bundle is None:
-            return self.scorers[0]
+            return own
         name, pin, digest = bundle.partition(PIN)
         aliases = self.loaded.aliases
         wanted = aliases.get(bundle) or aliases.get(name, name)
@@ -226,6 +229,8 @@ class Catalogue:
             if wanted in (manifest.name, manifest.reference):
                 if pin and manifest.digest != f"sha256:{digest}":
                     break  # a pin checks, and does not search
+                if model is not None and scorer.engine.identity.adapter != own.engine.identity.adapter:
+                    raise NotFound(f"bundle {bundle!r} does not read the model {model!r}", param="bundle")
                 return scorer
         loaded = ", ".join(scorer.bundle.reference for scorer in self.scorers)
         raise NotFound(f"bundle {bundle!r} is not loaded; loaded: {loaded}", param="bundle")
@@ -238,12 +243,12 @@ class Catalogue:
 
         Raises NotFound, NotAllowed and RequestError."""
         scorer = self.scorer(bundle, model)
-        if bundle is None:
+        if bundle is None and scorer is self.scorers[0]:
             scorer = self.rollout.chosen(scorer, lambda: f"{caller.name}\n{session()}")
         served = scorer.engine.identity.model
         ruled = next((rule.policy for rule in self.policies.rules if rule.fits(route, served, caller.name)), None)
         wanted = self.policy(ruled if policy is None else policy, threshold)
-        own = scorer if bundle is None else self.scorers[0]
+        own = scorer if bundle is None else self.scorer(None, model)
         check_choice(scorer, wanted, own, self.policy(ruled, None), caller)
         return scorer, wanted
 

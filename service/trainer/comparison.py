@@ -56,7 +56,7 @@ def _cell(value: Any) -> str:
 
 
 def _caveats(bundles: Sequence[Bundle], documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if len({bundle.manifest.model.fingerprint for bundle in bundles}) > 1:
+    if len({(bundle.manifest.model.fingerprint, bundle.manifest.model.adapter) for bundle in bundles}) > 1:
         yield "the bundles read different models, which answer different questions right"
     if len({bundle.manifest.training.data_digest for bundle in bundles}) > 1:
         yield "trained on different rows: the nested figures are not of the same questions"

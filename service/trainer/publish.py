@@ -91,7 +91,7 @@ def model_record(identity: ModelIdentity) -> stored.ModelRecord:
         name=folder.resolve().name if folder.is_dir() else identity.model, revision=identity.revision,
         fingerprint=identity.fingerprint, architecture=identity.architecture, model_type=identity.model_type,
         num_layers=geometry.num_layers, num_heads=geometry.num_heads, head_dim=geometry.head_dim,
-        hidden_size=geometry.hidden_size,
+        hidden_size=geometry.hidden_size, adapter=identity.adapter,
     )  # fmt: skip
 
 

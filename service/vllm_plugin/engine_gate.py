@@ -7,6 +7,7 @@ An answer that the policy withholds ends there, without a token; its ``stop_reas
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import queue
 import time
@@ -14,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from service.engines.vllm.wire import CHANGES
 from service.errors import HalluTracerError
 from service.policies.guard import Decision, Policy
 from service.scoring import Scorer
+from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
 from service.serving.service import in_own_thread
 from service.settings import env
@@ -32,6 +35,7 @@ from service.vllm_plugin.options import PluginOptions
 
 log = logging.getLogger("hallutracer")
 T = TypeVar("T")
+OWN_ADAPTERS = 1 << 30  # numbers that no front end gives
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Gate:
     scorer: Scorer
     policy: Policy
     lease: ProbeLease
+    places: Mapping[Scorer, int]  # of each scorer's first trajectory in what is read of every request
+    adapters: Adapters
 
     def reason(self, request: Any, wire: Any) -> str | None:
         """Return why the answer to a vLLM ``Request`` ends before its first token; None: it goes on.
@@ -48,13 +54,16 @@ class Gate:
         ``wire``: the worker's payload for this request, None where it sent none."""
         scorer, policy, prompt = self.scorer, self.policy, request.prompt_token_ids
         try:
+            if request.lora_request is not None:
+                scorer = self.adapters.scorer(request.lora_request)
             if problem := unreadable(request):
                 raise HalluTracerError(problem)
             if wire is None:
                 raise HalluTracerError("the worker did not read its prompt")
             if scorer.prompt_format == "chat" and tuple(prompt[-len(scorer.chat_ending) :]) != scorer.chat_ending:
                 policy = untemplated(scorer, policy)
-            report = scorer.judge(self.lease.result(wire.numpy(), len(prompt)), policy)
+            result = self.lease.result(wire.numpy(), len(prompt))
+            report = scorer.judge(result, policy, place=self.places[scorer])
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
@@ -87,7 +96,23 @@ class Judging:
         self._update, self._update_request = scheduler.update_from_output, scheduler._update_request_with_output
         self._rpc, executor.collective_rpc = executor.collective_rpc, self.rpc
         self._withheld: dict[str, str] = {}  # request -> reason, of this step
+        self._add = scheduler.add_request
         scheduler.update_from_output, scheduler._update_request_with_output = self.update, self.update_request
+        scheduler.add_request, self._add_lora = self.add, core.add_lora
+        # vLLM decodes what it is given by its signature.
+        core.add_lora = functools.wraps(self._add_lora)(lambda request: self.add_lora(request))
+
+    def add(self, request: Any) -> None:
+        """Take a request, after which earlier ones of an adapter that it replaces are no longer read."""
+        if self._gate is not None:
+            self._gate.adapters.note(request.lora_request)
+        self._add(request)
+
+    def add_lora(self, request: Any) -> Any:
+        """Load an adapter; the same holds for what it replaces."""
+        if self._gate is not None:
+            self._gate.adapters.note(request)
+        return self._add_lora(request)
 
     def rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a method of every worker."""
@@ -180,14 +205,14 @@ class _Core:
         return await self._call(lambda: list(self._core.collective_rpc(method, args=args)))
 
     async def generate(
-        self, prompt: Mapping[str, Any], parameters: Any, name: str, priority: int
+        self, prompt: Mapping[str, Any], parameters: Any, name: str, priority: int, lora_request: Any
     ) -> AsyncGenerator[Any, None]:
         """Yield a request's outputs as vLLM's own client would."""
         from vllm.v1.engine import EngineCoreRequest
 
         request = EngineCoreRequest(
             request_id=name, prompt_token_ids=list(prompt["prompt_token_ids"]), mm_features=None,
-            sampling_params=parameters, pooling_params=None, arrival_time=time.time(), lora_request=None,
+            sampling_params=parameters, pooling_params=None, arrival_time=time.time(), lora_request=lora_request,
             cache_salt=None, data_parallel_rank=None, priority=priority,
         )  # fmt: skip
         await self._call(lambda: self._core.add_request(*self._core.preprocess_add_request(request)))
@@ -225,14 +250,26 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
     policy = options.policies.named[settings.policy]
     policy = policy.at(settings.threshold if policy.threshold is None else None)
     client = _Core(core)
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    replaced: set[int] = set()  # remembered when the gate opens again
 
     def opened() -> Gate:
         engine = VllmEngine.around(client, None)
         try:
-            scorer = Scorer(engine, bundle)
-            assert scorer.chat_ending is not None  # made while the engine renders
-            lease = engine.lease(scorer.probes, first_token=scorer.needs_first_token)
-            return Gate(scorer, policy, run_on(engine.loop, lease))
+            scorers = [Scorer(engine, bundle)]
+            adapters = Adapters(options.bundles, get_adapter_absolute_path, replaced)
+            for number, folder in enumerate(options.adapters, 1):
+                request = LoRARequest(folder.name, OWN_ADAPTERS + number, str(folder.resolve()))
+                scorers += adapters.load(engine, request).values()
+            for waiting in adapters.waiting:
+                log.warning("bundle %s reads an adapter that %s does not name", waiting, env("adapters"))
+            assert all(scorer.chat_ending is not None for scorer in scorers)  # made while the engine renders
+            probes = [probe for scorer in scorers for probe in scorer.probes]
+            lease = engine.lease(probes, first_token=any(scorer.needs_first_token for scorer in scorers))
+            places = dict(zip(scorers, accumulate((len(one.probes) for one in scorers), initial=0), strict=False))
+            return Gate(scorers[0], policy, run_on(engine.loop, lease), places, adapters)
         finally:
             engine.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import HTTPException
@@ -25,6 +26,7 @@ from service.judging.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_violation
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import Scorer
 from service.serving import observers
+from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.service import Service
@@ -35,7 +37,9 @@ Generate = Callable[..., AsyncGenerator[Any, None]]
 XARGS = tuple(name for name in Arguments.model_fields if not name.endswith("retrieval_of"))  # our own service's alone
 
 
-def judging_generate(generate: Generate, service: Service, engine_of: Callable[[], VllmEngine]) -> Generate:
+def judging_generate(
+    generate: Generate, service: Service, engine_of: Callable[[], VllmEngine], adapters: Adapters
+) -> Generate:
     """Return ``generate`` with risks.  ``service`` may be loading, or have failed; ``engine_of`` is for a ready one."""
 
     def wrapped(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
@@ -43,6 +47,7 @@ def judging_generate(generate: Generate, service: Service, engine_of: Callable[[
         if isinstance(parameters, SamplingParams):
             parameters = parameters.clone()
             xargs = _take_xargs(note, parameters)
+        adapter = kwargs.get("lora_request")
 
         def start() -> AsyncGenerator[Any, None]:
             return generate(prompt, parameters, request_id, *args, **kwargs)
@@ -53,10 +58,14 @@ def judging_generate(generate: Generate, service: Service, engine_of: Callable[[
             return start()
         place = note.add()
         try:
-            scorer, policy = _resolve(service, xargs)
-        except NotReady as error:
+            base = service.ready.scorers[0]
+            scorer, policy = _resolve(service, xargs, base if adapter is None else adapters.scorer(adapter))
+            adapters.check(adapter, scorer)
+        except HalluTracerError as error:
             if not observes(service, xargs):
-                raise HTTPException(error.status, str(error)) from error
+                if isinstance(error, NotReady):
+                    raise HTTPException(error.status, str(error)) from error
+                raise VLLMValidationError(str(error), parameter="model") from error
             note.unread = str(error)
             return start()
         withholds = policy.action is not Action.OBSERVE
@@ -77,14 +86,15 @@ def judging_generate(generate: Generate, service: Service, engine_of: Callable[[
         note.choices = parameters.n
         shapes = shape_violations(scorer.bundle.manifest, [note.shape(place)])
         note.violations = tuple(dict.fromkeys((*note.violations, *_violations(parameters), *rendering, *shapes)))
-        return _judged(start, service, engine_of(), scorer, policy, note, place, parameters, request_id)
+        same = partial(adapters.check, adapter, scorer)
+        return _judged(start, service, engine_of(), scorer, policy, note, place, parameters, request_id, same)
 
     return wrapped
 
 
 async def _judged(
     start: Callable[[], AsyncGenerator[Any, None]], service: Service, engine: VllmEngine, scorer: Scorer,
-    policy: Policy, note: Note, place: int, parameters: Any, request_id: str,
+    policy: Policy, note: Note, place: int, parameters: Any, request_id: str, same: Callable[[], None],
 ) -> AsyncGenerator[Any, None]:  # fmt: skip
     """Yield vLLM's outputs of one prompt; of a gated answer one, empty and finished."""
     lease: ProbeLease | None = None
@@ -98,6 +108,7 @@ async def _judged(
         note.unread = str(error)
 
     def judge(lease: ProbeLease, output: Any) -> Judgement:
+        same()
         token_ids = output.prompt_token_ids or ()
         result, _ = lease.prefill(output, len(token_ids))
         report = scorer.judge(result, policy, cached_tokens=int(output.num_cached_tokens or 0))
@@ -166,15 +177,16 @@ def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
     return {name: given[name] for name in XARGS if name in given}
 
 
-def _resolve(service: Service, xargs: dict[str, Any]) -> tuple[Scorer, Policy]:
+def _resolve(service: Service, xargs: dict[str, Any], own: Scorer) -> tuple[Scorer, Policy]:
     """Return the scorer and policy that apply.  Raises NotReady, and VLLMValidationError naming the argument."""
     bundle, policy, threshold = (xargs.get(name) for name in XARGS)
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
         raise VLLMValidationError(f"{XARGS[2]} must be a number in [0, 1]", parameter=f"vllm_xargs.{XARGS[2]}")
     try:
         return service.ready.choose(
-            Caller(may=frozenset(service.settings.callers_may)), "", model=None, threshold=threshold,
+            Caller(may=frozenset(service.settings.callers_may)), "", model=own.engine.identity.model,
             bundle=None if bundle is None else str(bundle), policy=None if policy is None else str(policy),
+            threshold=threshold,
         )  # fmt: skip
     except NotReady:
         raise

@@ -29,6 +29,7 @@ class PluginVariables:
     """What the plugin reads; names, types and limits are those of ``hallutracer serve``."""
 
     bundle: settings.BundleNames = ()
+    adapters: settings.AdapterFolders = ()
     store: settings.StorePlace = settings.DEFAULT_STORE
     store_cache: settings.StoreCache = None
     require_signature: settings.RequireSignature = None
@@ -55,6 +56,7 @@ class PluginOptions:
     settings: ServiceSettings
     audit_log: Path | None = None
     audit_required: bool = False
+    adapters: tuple[Path, ...] = ()  # whose bundles are among these
 
 
 def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
@@ -78,8 +80,12 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content")
     served = ServiceSettings(**{name: getattr(variables, name) for name in names})
     bundles = {name: store.load(name) for name in variables.bundle}
+    if next(iter(bundles.values())).manifest.model.adapter is not None:
+        said = f"{variables.bundle[0]} reads an adapter; name one of the model itself before it"
+        raise HalluTracerError(f"{env('bundle')}: {said}")
     if variables.audit_log is not None:
         AuditFile(variables.audit_log).close()  # said now, and not once vLLM answers
     elif variables.audit_required:
         raise HalluTracerError(f"{env('audit-required')} needs {env('audit-log')}")
-    return PluginOptions(store, bundles, policies, served, variables.audit_log, variables.audit_required)
+    return PluginOptions(store, bundles, policies, served, variables.audit_log, variables.audit_required,
+                         tuple(map(Path, variables.adapters)))  # fmt: skip

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.lora.utils import get_adapter_absolute_path
 
+from probes_store.errors import BundleError
 from service.access.routes import SCORE_ROUTES
 from service.api.app import create_app
 from service.audit.auditor import Auditor
 from service.engines.vllm.engine import VllmEngine
+from service.errors import HalluTracerError
 from service.scoring import Scorer
+from service.serving.adapters import Adapters
 from service.serving.metrics import Metrics
 from service.serving.service import Service
 from service.vllm_plugin.generation import judging_generate, observes
@@ -51,6 +57,9 @@ class HalluTracerPlugin:
         self._client: Any = None
         self._generate: Any = None  # vLLM's own
         self._engine: VllmEngine
+        self._adapters = Adapters(self._options.bundles, get_adapter_absolute_path)
+        self._scorers: dict[str, Scorer] = {}  # all, by the reference that was given
+        self._models: Any = None  # vLLM's names of models and adapters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
         self._weights = 0  # how often they had changed when the golden prompts were last replayed
@@ -80,8 +89,9 @@ class HalluTracerPlugin:
             return
         self._client, self._loop = engine_client, asyncio.get_running_loop()
         self._generate = engine_client.generate
-        engine_client.generate = judging_generate(self._generate, self.service, lambda: self._engine)
-        self._loading = asyncio.create_task(self._start())
+        engine_client.generate = judging_generate(self._generate, self.service, lambda: self._engine, self._adapters)
+        engine_client.add_lora = partial(self._add_lora, engine_client.add_lora)
+        self._models, self._loading = state.openai_serving_models, asyncio.create_task(self._start())
 
     async def _start(self) -> None:
         lifecycle = self.service.lifecycle
@@ -90,12 +100,35 @@ class HalluTracerPlugin:
         if lifecycle.failure is not None:
             log.critical("not ready, and will not be: %s", lifecycle.failure)
 
+    async def _add_lora(self, add: Callable[[Any], Awaitable[bool]], lora_request: Any) -> bool:
+        """Have vLLM ``add`` an adapter while it runs, and its bundles read it."""
+        self._adapters.keep(lora_request)
+        added = await add(lora_request)
+        assert self._loading is not None
+        await asyncio.shield(self._loading)
+        ready = self.service.lifecycle.is_ready
+        if ready and (found := await asyncio.to_thread(self._read, self._engine, lora_request)):
+            await self.service.lifecycle.reload(lambda engine: self._scorers | found)
+            self._scorers |= found
+        return added
+
+    def _read(self, engine: VllmEngine, request: Any) -> dict[str, Scorer]:
+        try:
+            return self._adapters.load(engine, request)
+        except (HalluTracerError, BundleError) as error:
+            log.error("the adapter %s is not read: %s", request.lora_name, error)
+            return {}
+
     def _load(self) -> dict[str, Scorer]:
         assert self._loop is not None
         engine = VllmEngine.around(self._client, self._loop, self._generate)
-        scorers = {name: Scorer(engine, bundle) for name, bundle in self._options.bundles.items()}
-        self._engine, engine.on_changed = engine, self._replay_soon
-        return scorers
+        self._adapters.forget()
+        bundles = self._options.bundles.items()
+        own = {name: Scorer(engine, bundle) for name, bundle in bundles if name not in self._adapters.waiting}
+        for request in [*self._models.lora_requests.values()]:  # of --lora-modules
+            own |= self._read(engine, request)
+        self._engine, engine.on_changed, self._scorers = engine, self._replay_soon, own
+        return own
 
     def _replay_soon(self) -> None:
         if self._loading is None or self._loading.done():

@@ -293,6 +293,7 @@ OTHER = "sha256:" + "9" * 64
 WRONG: list[tuple[type[errors.BundleRefused], str, dict[str, Any]]] = [
     (errors.WrongModel, "model.architecture", {"architecture": "GPT2LMHeadModel"}),
     (errors.WrongModel, "model.fingerprint", {"fingerprint": OTHER}),
+    (errors.WrongModel, "model.adapter", {"adapter": OTHER}),
     (errors.WrongRevision, "model.revision", {"revision": "0123abcd"}),
     *((errors.WrongGeometry, f"model.{size}", {"geometry": Geometry(*shape)}) for size, shape in (
         ("num_layers", (4, 2, 4, 8)), ("num_heads", (3, 1, 4, 8)), ("head_dim", (3, 2, 8, 8)),
@@ -316,6 +317,20 @@ def test_each_difference_of_the_model_has_its_own_error_and_the_first_in_order_i
             assert (type(caught.value), caught.value.field) == (error, field)
             for part in ("tiny:1", "tiny-llama at revision local", "expected", "found"):
                 assert part in caught.value.message
+
+
+def test_an_adapter_is_named_where_there_is_one_and_no_field_where_there_is_none() -> None:
+    assert "adapter" not in DOCUMENT["model"]
+    tuned = render(make_draft(model={"adapter": OTHER}))[0]
+    data = manifest_bytes(tuned)
+    assert json.loads(data)["model"] == DOCUMENT["model"] | {"adapter": OTHER}
+    assert read_manifest(data) == tuned
+    assert sealed(tuned, version=2).model.adapter == OTHER
+    for wrong in (None, "", 3):
+        refuses(BadValue, "model.adapter", changed(DOCUMENT, ["model"], {"adapter": wrong}))
+    check_identity(tuned, dataclasses.replace(LOADED, adapter=OTHER))
+    with pytest.raises(errors.WrongModel, match="another adapter.*expected sha256:9.*found none.*Load the adapter of"):
+        check_identity(tuned, LOADED)
 
 
 def tree(kind: type[errors.BundleError]) -> list[type[errors.BundleError]]:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from service.engines import base, loading
+from service.engines import adapters, base, loading
 from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
 from service.engines.families import ModelModules, locate
@@ -82,7 +82,10 @@ class TransformersEngine:
         """Load a model folder or hub name.  Raises ModelLoadError naming the cause, or UnknownFamily."""
         model, files = loading.load(options)
         named, fingerprint = replace(options, model=files.name), loading.folder_fingerprint(files.folder)
-        return cls(model, files.tokenizer, options=named, fingerprint=fingerprint)
+        engine = cls(model, files.tokenizer, options=named, fingerprint=fingerprint)
+        if options.adapter is not None:
+            engine.identity = adapters.identity_with(engine.identity, options.adapter)
+        return engine
 
     @property
     def torch_model(self) -> base.TorchModel | None:

@@ -200,12 +200,16 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
         given.append(states)
         raise _Reached
 
+    # Adapters' wrappers, which compute with tables that a step of the runner writes.
+    wrappers: list[Any] = [one for one in parent.modules() if hasattr(one, "base_layer")]
     hidden = torch.linspace(-1, 1, TOKENS * hidden_size).view(TOKENS, -1).to(like)
     values: dict[str, Any] = {"positions": torch.arange(TOKENS, device=like.device), "hidden_states": hidden}
     takes = inspect.signature(parent.forward).parameters
     if "position_embeddings" in takes:  # transformers' own module, which vLLM's backend for it runs
         one = hidden.new_ones(1, TOKENS, 1)
         values = {"hidden_states": hidden[None], "position_embeddings": (one, 0 * one), "attention_mask": None}
+    for wrapper in wrappers:
+        wrapper.forward = wrapper.base_layer.forward
     attention.forward, projection.forward = lambda *args, **kwargs: made, projected
     try:
         with torch.inference_mode(), suppress(_Reached):
@@ -213,7 +217,8 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
     except Exception as error:  # whatever a kernel raises
         raise refused(f"'s attention block cannot be checked: {type(error).__name__}: {error}") from error
     finally:
-        del attention.forward, projection.forward
+        for changed in {attention, projection, *wrappers}:
+            del changed.forward
     if len(given) != 1 or given[0].numel() != made.numel() or not torch.equal(given[0].reshape(made.shape), made):
         raise refused(f"'s {family.projection} does not read its attention's result as it is")
     return attention

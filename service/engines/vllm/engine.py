@@ -9,16 +9,18 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
-from service.engines import base, loading
+from service.engines import adapters, base, loading
 from service.engines.base import Completion, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update
 from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, refuse_tracing
@@ -26,7 +28,7 @@ from service.engines.families import text_config
 from service.engines.vllm import launch
 from service.engines.vllm.client import ProbeLease, Slots, parameters_for, payload_of, times
 from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms, probe_digest
-from service.errors import EngineError, RequestError
+from service.errors import EngineError, ModelLoadError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class VllmEngine:
 
     def __init__(
         self, async_llm: Any, files: loading.ModelFiles, loop: asyncio.AbstractEventLoop | None = None,
-        generate: Any | None = None,
+        generate: Any | None = None, adapter: str | None = None,
     ) -> None:  # fmt: skip
         """See ``load`` and ``around``; without ``loop`` it has one of its own and owns ``async_llm``."""
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
@@ -65,6 +67,7 @@ class VllmEngine:
         self._async_llm, self._generate = async_llm, generate or async_llm.generate
         self._closed = False
         self._outboxes, self.counters = Outboxes(), base.Counters()
+        self._adapter: Any = None  # ``LoRARequest`` of every request made here
         try:
             tokens, config = Tokens(files.tokenizer), async_llm.vllm_config
             self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
@@ -87,6 +90,9 @@ class VllmEngine:
                 dtype=str(config.model_config.dtype).removeprefix("torch."),
                 max_tokens=int(config.model_config.max_model_len),
             )  # fmt: skip
+            if adapter is not None:
+                self.identity = adapters.identity_with(self.identity, adapter)
+                self._adapter = run_on(self.loop, self._load_adapter(Path(adapter).resolve()))
             launch.say("testing what is read")
             # Embedding rows beyond the tokenizer's vocabulary are often padding and identical.
             self_test(self, self._plan, min(self._vocabulary, len(files.tokenizer)))
@@ -117,7 +123,16 @@ class VllmEngine:
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)
         launch.say("starting its processes")
-        return cls(launch.start(options, files, sites, slots, rows=rows, threads=threads), files)
+        started = launch.start(options, files, sites, slots, rows=rows, threads=threads)
+        return cls(started, files, adapter=options.adapter)
+
+    def adapted(self, request: Any, digest: str) -> VllmEngine:
+        """Return this engine for prompts that run with an adapter, a ``LoRARequest``: another model."""
+        found = copy(self)
+        found._adapter = request
+        found.on_prefill = lambda prompts, tokens: self.on_prefill(prompts, tokens)
+        found.identity = replace(self.identity, model=request.lora_name, adapter=digest)
+        return found
 
     @property
     def alive(self) -> bool:
@@ -269,7 +284,8 @@ class VllmEngine:
         self.counters.open_continuations += 1
         first = True
         name = f"hallutracer-{next(self._request_numbers)}"
-        stream = self._generate(tokens_input(list(prompt)), parameters, name, priority=priority)
+        given = tokens_input(list(prompt))
+        stream = self._generate(given, parameters, name, priority=priority, lora_request=self._adapter)
         try:
             async for output in stream:
                 decoded = 0 if first else len(output.outputs[0].token_ids)
@@ -287,6 +303,17 @@ class VllmEngine:
         finally:
             self.counters.open_continuations -= 1
             await stream.aclose()
+
+    async def _load_adapter(self, folder: Path) -> Any:
+        """Load an adapter into vLLM; return its ``LoRARequest``.  Raises ModelLoadError for one that vLLM refuses."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(folder.name, 1, str(folder))
+        try:
+            await self._async_llm.add_lora(request)
+        except Exception as error:
+            raise ModelLoadError(f"vLLM cannot run the adapter {folder}: {error}", param="adapter") from error
+        return request
 
     async def _describe(self) -> dict[str, Any]:
         """Return the first worker's description of its readout.  Raises EngineError if the worker class is not ours."""

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from service.engines.adapters import config_of
 from service.engines.base import EngineOptions
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import EngineError, ModelLoadError
@@ -32,6 +33,7 @@ WORKER = "service.engines.vllm.worker.Worker"
 TESTED = ("0.31.0", "0.32.0")
 RANGE = " to ".join(TESTED)
 CPU_CACHE_BYTES = 1 << 30
+RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # that vLLM makes room for
 FOLLOW = "_HALLUTRACER_FOLLOW"  # set by the parent, inherited by its children
 STAGES = "_HALLUTRACER_STAGES"  # the file of ``stages``, inherited by vLLM's processes
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -114,6 +116,9 @@ def start(
     from service.engines.loading import choose_device, choose_dtype
 
     device, arguments = choose_device(options.device), engine_arguments(options)
+    if options.adapter is not None:
+        rank = next((one for one in RANKS if one >= config_of(options.adapter)["r"]), RANKS[-1])
+        arguments = {"enable_lora": True, "max_lora_rank": rank} | arguments
     if device.type == "cpu":
         _bind_cores(arguments, threads)
         cache_sizes = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
@@ -155,7 +160,6 @@ def refuse_unsupported(config: Any) -> None:
         # The device alone knows how many drafts are left of which request, and so in which rows the others are.
         (getattr(config.speculative_config, "enable_adaptive_verification", False),
          "adaptive verification of drafts (enable_adaptive_verification, which DSpark's drafts need set to false)"),
-        (config.lora_config is not None, "LoRA adapters"),
         (parallel.use_ubatching, "dual-batch overlap or micro-batches"),
         (config.cache_config.kv_sharing_fast_prefill, "fast prefill with a shared KV cache"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),

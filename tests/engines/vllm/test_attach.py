@@ -101,6 +101,20 @@ class Quantized(nn.Module):
         return nn.functional.linear(states, (self.weight_scale * self.weight).to(states))
 
 
+class Adapted(nn.Module):
+    """As vLLM's LoRA layers: wraps a layer, and computes with tables that only a step of the runner writes."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.base_layer, self.ready = layer, False
+        self.input_size = getattr(layer, "input_size", 0)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            raise RuntimeError("no adapter mapping")
+        return 2 * self.base_layer(states)
+
+
 class Block(nn.Module):
     """Returns hidden states and residual separately, as vLLM's blocks do."""
 
@@ -273,6 +287,24 @@ def test_the_compilers_graph_has_one_operator_a_layer_at_the_residual_site_and_n
             torch.compile(model, backend=look, dynamic=True)(hidden())
         ours = [node for node in graphs if "keep_residual" in node]
         assert (len(ours), len(set(ours))) == (count, min(count, 1))
+
+
+def test_what_is_read_is_what_the_adapters_layers_make() -> None:
+    """The check runs without their tables, and leaves them as they were."""
+    models = Model(), Model()
+    for model in models:
+        for block in model.model.layers:
+            block.self_attn.v_proj, block.self_attn.o_proj = map(
+                Adapted, (block.self_attn.v_proj, block.self_attn.o_proj)
+            )
+    found = installed(models[1])
+    for layer in (one for model in models for one in model.modules() if isinstance(one, Adapted)):
+        layer.ready = True
+    made = probes(Site.ATTENTION_HEAD, 3)
+    found[Site.ATTENTION_HEAD].write(1, made)
+    run(models[1], found, hidden(), ONSETS)
+    rows = activations_of(models[0], hidden())[Site.ATTENTION_HEAD]
+    check_read(found[Site.ATTENTION_HEAD].read().numpy(), 1, rows, made)
 
 
 @pytest.mark.parametrize("calls", [0, 2, 4])

@@ -169,7 +169,6 @@ def stand_in(**changed: Any) -> Any:
 def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for changed, what in (
         ({"speculative_config": SimpleNamespace(enable_adaptive_verification=True)}, "adaptive verification"),
-        ({"lora_config": object()}, "LoRA"),
         ({"use_ubatching": True}, "dual-batch overlap or micro-batches"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
@@ -183,7 +182,8 @@ def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
             worker.refuse_unsupported(stand_in(**changed))
     drafts = SimpleNamespace(enable_adaptive_verification=False)
     for taken in (
-        config(), stand_in(speculative_config=drafts), stand_in(pipeline_parallel_size=2, enforce_eager=False)
+        config(), stand_in(speculative_config=drafts), stand_in(lora_config=object()),
+        stand_in(pipeline_parallel_size=2, enforce_eager=False),
     ):  # fmt: skip
         worker.refuse_unsupported(taken)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))

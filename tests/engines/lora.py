@@ -1,0 +1,84 @@
+"""A random LoRA adapter of a Llama folder, as PEFT saves one, and the same model with it merged into its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+from probes_store.bundle import Bundle, BundleDraft
+from probes_store.store import SHIPPED, Store
+from probes_store.tensors import Golden
+from service.engines.adapters import identity_with
+from service.engines.base import EngineOptions
+from service.engines.transformers.engine import TransformersEngine
+from service.policies.guard import OBSERVE
+from service.readout import Probes, Site
+from service.scoring import Scorer
+from tests.probes_store.factory import write_bundle
+
+RANK, ALPHA = 4, 8
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _layers(model: Any) -> dict[str, torch.nn.Linear]:
+    return {name: one for name, one in model.named_modules() if name.rpartition(".")[2] in TARGETS}
+
+
+def save_adapter(base: Path, folder: Path, seed: int = 0, scale: float = 1.0) -> Path:
+    """An adapter of the model in ``base`` whose answers are others, in ``folder``."""
+    model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, layer in _layers(model).items():
+        for part, shape in (("A", (RANK, layer.in_features)), ("B", (layer.out_features, RANK))):
+            values = torch.randn(shape, generator=generator) * scale * layer.in_features**-0.5
+            weights[f"base_model.model.{name}.lora_{part}.weight"] = values * (RANK if part == "B" else 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0,
+              "target_modules": list(TARGETS), "bias": "none", "base_model_name_or_path": str(base)}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
+    """The model of ``base`` with W + alpha / r B A for each W: what the adapter computes, without any adapter."""
+    model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, layer in _layers(model).items():
+            down, up = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+            layer.weight += ALPHA / RANK * (up @ down)
+    model.save_pretrained(folder)
+    hf.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+def reference(base: Path, adapter: Path, merged: Path) -> TransformersEngine:
+    """The embedded engine on the merged weights, under the identity of the model with the adapter."""
+    plain = TransformersEngine.load(EngineOptions(str(base), dtype="float32"))
+    found = TransformersEngine.load(EngineOptions(str(save_merged(base, adapter, merged)), dtype="float32"))
+    found.identity = identity_with(plain.identity, adapter)
+    return found
+
+
+def save_bundle(engine: Any, folder: Path, name: str = "adapted") -> Bundle:
+    """The demo's bundle with the readings of this engine, and its adapter's digest, as one of a store in ``folder``."""
+    shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+    model = replace(shipped.manifest.model, adapter=engine.identity.adapter)
+    manifest = replace(shipped.manifest, name=name, model=model)
+    scorer = Scorer.__new__(Scorer)  # its golden prompts are to be made
+    scorer.engine, scorer.bundle, scorer.needs_first_token = engine, replace(shipped, manifest=manifest), False
+    scorer.probes = Probes.all_of(Site(manifest.readout.site), shipped.probes)
+    prompts = shipped.golden.prompts()
+    found = scorer.score(prompts, OBSERVE)
+    golden = Golden.record(prompts, np.stack([one.logits for one in found]), np.array([one.risk for one in found]))
+    draft = BundleDraft(manifest, shipped.probes, golden, shipped.evaluation(), "A test's.")
+    return write_bundle(draft, folder / name / "1")

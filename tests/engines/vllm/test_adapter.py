@@ -1,0 +1,80 @@
+"""The readout where vLLM runs with a LoRA adapter, against the same weights merged and read by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.engines.base import EngineOptions, Sampling
+from service.errors import ModelLoadError
+from service.readout import Site
+from tests.engines import lora
+from tests.engines.vllm.installed import vllm_or_skip
+from tests.parity import models
+
+vllm_or_skip()
+
+from service.engines.vllm.engine import VllmEngine  # noqa: E402
+
+pytestmark = pytest.mark.long
+
+CLOSE = 1e-5  # truth logits
+ANSWER = Sampling(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lora.save_adapter(model, tmp_path_factory.mktemp("adapter") / "terse", scale=0.5)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, adapter: Path) -> Iterator[VllmEngine]:
+    extra = {"max_model_len": "128", "max_num_seqs": "32"}  # compiled
+    options = EngineOptions(str(model), dtype="float32", max_batch_tokens=32, adapter=str(adapter), extra=extra)
+    loaded = VllmEngine.load(options, rows=True)
+    yield loaded
+    loaded.close()
+
+
+def test_the_adapter_is_read_and_no_other(engine: VllmEngine, model: Path, adapter: Path, tmp_path: Path) -> None:
+    """Chunked, with prefix hits, beside requests without it; the numbers are those of the merged weights."""
+    merged = lora.reference(model, adapter, tmp_path / "merged")
+    assert engine.identity.adapter == merged.identity.adapter
+    assert (engine.identity.model, engine.identity.fingerprint) == (merged.identity.model, merged.identity.fingerprint)
+    prompts = [one.prompt[:110] for one in models.questions("llama")[:40]]
+    probes = models.probes(engine.identity.geometry, 0)
+
+    def read(one: Any) -> Any:
+        return np.array([found.trajectories for found in one.score(prompts, probes)])
+
+    wanted, plain = read(merged), copy(engine)
+    plain._adapter = None
+    for _ in range(2):  # from the prefix cache, too, which the model without it shares
+        assert np.abs(read(engine) - wanted).max() < CLOSE
+        assert np.abs(read(plain) - wanted).max() > 1000 * CLOSE
+    answers = [[answer.text for answer in one.generate(prompts[:8], ANSWER)] for one in (engine, merged, plain)]
+    assert answers[0] == answers[1]
+    assert not set(answers[0]) & set(answers[2])
+    rows = [one.extract(prompts, list(Site)).activations for one in (engine, merged)]
+    for site in Site:
+        assert np.abs(rows[0][site] - rows[1][site]).max() < 2 * CLOSE
+
+
+def test_what_vllm_cannot_run_is_refused(engine: VllmEngine, adapter: Path, tmp_path: Path) -> None:
+    """By its own loader, whose words are kept."""
+    from service.engines.bridge import run_on
+    from tests.engines.test_adapters import changed
+
+    dora = changed(adapter, tmp_path / "dora", use_dora=True)
+    with pytest.raises(ModelLoadError, match="DoRA"):
+        run_on(engine.loop, engine._load_adapter(dora))

@@ -1,0 +1,167 @@
+"""Requests that run with a LoRA adapter: only the bundle that names it judges them, and without one nothing passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from probes_store.bundle import Bundle
+from probes_store.store import SHIPPED, Store
+from service.demo import MODEL_DIR
+from service.demo.questions import questions
+from service.policies.guard import GATE
+from service.scoring import Scorer
+from tests.engines import lora
+from tests.engines.vllm.installed import vllm_or_skip
+from tests.vllm_plugin.conftest import MODEL, QUIET, serving
+
+vllm_or_skip()
+
+pytestmark = pytest.mark.long
+
+COUNT = 60
+ASKED = [row["prompt"] for row in questions("test")[:COUNT]]
+
+
+class Made(NamedTuple):
+    """What both programs are given, and what they must say of ``ASKED``: whether it is withheld, and the risk."""
+
+    terse: Path  # read by the bundle "adapted"
+    other: Path  # read by none
+    store: Path
+    base: list[tuple[bool, float]]
+    adapted: list[tuple[bool, float]]
+
+
+def judged(engine: Any, bundle: Bundle) -> list[tuple[bool, float]]:
+    scorer = Scorer(engine, bundle)
+    found = scorer.score([scorer.render(one) for one in ASKED], GATE)
+    return [(one.decision.value != "continue", one.risk) for one in found]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("lora")
+    terse, other = (lora.save_adapter(MODEL_DIR, folder / name, seed) for seed, name in enumerate(("terse", "other")))
+    engine = lora.reference(MODEL_DIR, terse, folder / "merged")
+    bundle = lora.save_bundle(engine, folder / "store")
+    adapted = judged(engine, bundle)
+    shipped = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+    from service.engines.base import EngineOptions
+    from service.engines.transformers.engine import TransformersEngine
+
+    base = judged(TransformersEngine.load(EngineOptions(str(MODEL_DIR), dtype="float32")), shipped)
+    assert 5 < sum(withheld for withheld, _ in base) < COUNT - 5
+    apart = sum(one[0] != two[0] for one, two in zip(base, adapted, strict=True))
+    assert apart > 2, "the wrong bundle must be seen"
+    return Made(terse, other, folder / "store", base, adapted)
+
+
+OFFLINE = f"""\
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+if __name__ == "__main__":
+    asked, terse, other = json.load(open("questions.json")), sys.argv[1], sys.argv[2]
+    llm = LLM(model={str(MODEL_DIR)!r}, dtype="float32", enforce_eager=True, max_model_len=128, enable_lora=True,
+              gpu_memory_utilization=0.2, max_loras=2, max_cpu_loras=4)
+    chats, how = [[{{"role": "user", "content": one}}] for one in asked], SamplingParams(max_tokens=6, temperature=0)
+    llm.llm_engine.add_lora(LoRARequest("terse", 1, terse))
+    for adapters in (
+        [None, LoRARequest("terse", 1, terse), LoRARequest("another name", 2, terse), LoRARequest("other", 3, other)],
+        [LoRARequest("fresh", 4, terse, load_inplace=True)],  # whose files are read anew at any time
+        [LoRARequest("another name", 2, terse), LoRARequest("fresh", 4, terse)],
+    ):
+        every = [one for one in adapters for _ in asked]
+        found = llm.chat(chats * len(adapters), how, use_tqdm=False, lora_request=every)
+        for place, adapter in enumerate(adapters):
+            own = [one.outputs[0] for one in found[place * len(asked):(place + 1) * len(asked)]]
+            print("ANSWER", json.dumps([adapter and adapter.lora_name, [[one.text, one.stop_reason] for one in own]]))
+"""
+
+
+def test_the_gate_in_the_engine_judges_each_adapter_by_its_own_bundle(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(OFFLINE)
+    (tmp_path / "questions.json").write_text(json.dumps(ASKED))
+    variables = os.environ | QUIET | {
+        "HALLUTRACER_BUNDLE": "demo adapted", "HALLUTRACER_STORE": str(made.store), "HALLUTRACER_POLICY": "gate",
+        "HALLUTRACER_ADAPTERS": str(made.terse), "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }  # fmt: skip
+    ran = subprocess.run([sys.executable, "program.py", str(made.terse), str(made.other)], cwd=tmp_path, env=variables,
+                         capture_output=True, text=True, timeout=450)  # fmt: skip
+    lines = [json.loads(line.removeprefix("ANSWER ")) for line in ran.stdout.splitlines() if line.startswith("ANSWER")]
+    told = ran.stdout[-2000:] + ran.stderr[-4000:]
+    names = ["terse", "another name", "other", "fresh", "another name", "fresh"]
+    assert [name for name, _ in lines] == [None, *names], told
+    for place, wanted in ((0, made.base), (1, made.adapted), (2, made.adapted), (5, made.adapted)):
+        for (text, reason), (withheld, risk) in zip(lines[place][1], wanted, strict=True):
+            assert (reason is not None) == withheld
+            assert text == "" if withheld else text
+            assert not withheld or float(reason.rpartition(" ")[2]) == pytest.approx(risk, abs=2e-3)
+    for place, said in ((3, "no bundle here reads the adapter 'other'"), (4, "was replaced in place"),
+                        (6, "was replaced in place")):  # fmt: skip
+        assert all(text == "" and said in reason for text, reason in lines[place][1]), lines[place][1][:3]
+
+
+def test_vllms_server_judges_each_adapter_by_its_own_bundle(made: Made, tmp_path: Path) -> None:
+    arguments = ("--enable-lora", "--max-loras", "2", "--lora-modules", f"terse={made.terse}", f"other={made.other}")
+    variables = {"HALLUTRACER_BUNDLE": "demo adapted", "HALLUTRACER_STORE": str(made.store),
+                 "HALLUTRACER_POLICY": "gate", "HALLUTRACER_CALLERS_MAY": "bundle",
+                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # fmt: skip
+    with serving(tmp_path / "log", *arguments, **variables) as url, httpx.Client(base_url=url, timeout=60) as client:
+
+        def ask(model: str, text: str, **more: Any) -> httpx.Response:
+            body = {
+                "model": model,
+                "max_tokens": 6,
+                "temperature": 0.0,
+                "messages": [{"role": "user", "content": text}],
+            }
+            return client.post("/v1/chat/completions", json=body | more)
+
+        def check(model: str, bundle: str, wanted: list[tuple[bool, float]]) -> None:
+            for text, (withheld, risk) in zip(ASKED[:20], wanted, strict=False):
+                answer = ask(model, text).json()
+                said, choice = answer["hallutracer"], answer["choices"][0]
+                assert said["bundle"]["name"] == bundle
+                assert said["data"][0]["risk"] == pytest.approx(risk, abs=2e-4)
+                assert (choice["finish_reason"] == "content_filter") == withheld
+                assert bool(choice["message"]["content"]) != withheld
+
+        def refused(model: str, said: str, **more: Any) -> None:
+            answer = ask(model, ASKED[0], **more)
+            assert answer.status_code == 400
+            assert said in answer.text
+
+        check(MODEL, "demo", made.base)
+        check("terse", "adapted", made.adapted)
+        for more in ({}, {"stream": True}):
+            refused("other", "no bundle here reads the adapter 'other'", **more)
+        refused(MODEL, "does not read the model", vllm_xargs={"hallutracer_bundle": "adapted"})
+        refused("terse", "does not read the model", vllm_xargs={"hallutracer_bundle": "demo"})
+        # While it runs: under another name, and in the place of one that it has judged.
+        load = {"lora_name": "later", "lora_path": str(made.terse)}
+        assert client.post("/v1/load_lora_adapter", json=load).status_code == 200
+        check("later", "adapted", made.adapted)
+        load = {"lora_name": "later", "lora_path": str(made.other), "load_inplace": True}
+        answer = client.post("/v1/load_lora_adapter", json=load)
+        assert answer.status_code == 500
+        assert "a bundle reads the adapter 'later'" in answer.text
+        check("later", "adapted", made.adapted)
+        load = {"lora_name": "other", "lora_path": str(made.terse), "load_inplace": True}
+        assert client.post("/v1/load_lora_adapter", json=load).status_code == 200
+        refused("other", "was replaced in place")
+        check("terse", "adapted", made.adapted)
+        scored = client.post("/v1/risk/score", json={"model": "terse", "prompt": ASKED[0]}).json()
+        assert scored["data"][0]["risk"] == pytest.approx(made.adapted[0][1], abs=2e-4)
+        assert scored["bundle"]["name"] == "adapted"
