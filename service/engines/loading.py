@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from service.engines import places
 from service.engines.base import EngineOptions
-from service.engines.families import family_of, text_config
+from service.engines.families import check_sites, text_config
 from service.errors import ModelLoadError
+from service.readout import Site
 
 MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,7 +40,7 @@ class ModelFiles:
 
 
 def find_model_files(options: EngineOptions) -> ModelFiles:
-    """Return what a folder, GGUF file, package or hub has but weights.  Raises ModelLoadError, UnknownFamily."""
+    """Return what a folder, GGUF file, package or hub has but weights.  Raises ModelLoadError."""
     local, offline = places.place_of(options.model), True
     if local is not None:
         if options.revision is not None:
@@ -53,7 +54,6 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
     arguments |= {"local_files_only": offline, "trust_remote_code": options.trust_remote_code}
     arguments |= {"revision": options.revision} if local is None else {}
     config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments))
-    family_of(config)
     tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments))
     if local is not None:
         # The folder's name without its path, because the name is sent to clients.
@@ -62,21 +62,29 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
     return ModelFiles(arguments, config, tokenizer, options.model, Path(str(cached)).parent)
 
 
-def load(options: EngineOptions) -> tuple[Any, ModelFiles]:
-    """Load the model of a folder or a hub name.  Raises ModelLoadError, or UnknownFamily before any weight is read."""
+def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, ModelFiles]:
+    """Load a folder or hub name, to be read at ``sites``.  Raises ModelLoadError, or UnknownFamily before the weights.
+    """
     check_options(options)
     device = choose_device(options.device)
     files = find_model_files(options)
+    check_sites(str(files.config.model_type), sites)
     # Only ``eager`` caps attention logits (Gemma 2).
     capped = getattr(text_config(files.config), "attn_logit_softcapping", None) is not None
     attention = {"attn_implementation": "eager"} if capped else {}
     arguments = files.loader_arguments | {"config": files.config, "output_loading_info": True} | attention
     arguments |= {"dtype": choose_dtype(options.dtype, files.config, device), **options.extra}
-    model, report = _attempt("weights", options, lambda: AutoModelForCausalLM.from_pretrained(**arguments))
+    model, report = _attempt("weights", options, lambda: _loader(files.config).from_pretrained(**arguments))
     if missing := sorted(report["missing_keys"]):
         said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
         raise ModelLoadError(f"{said}; download the model again", param="model")
     return _attempt("weights", options, lambda: model.to(device)), files
+
+
+def _loader(config: Any) -> Any:
+    """Return transformers' class for a model's text; some that read images, too, are no causal language models."""
+    images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if images and type(config) not in AutoModelForCausalLM._model_mapping else AutoModelForCausalLM
 
 
 def check_options(options: EngineOptions) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from service.engines.families import family_of
 from service.errors import HalluTracerError, ModelLoadError
 
 CONFIG = "config.json"
@@ -166,7 +165,7 @@ def _folder_in(cache: Path, file: Path) -> Path:
 
 
 def folder_of(file: Path) -> Path:
-    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
+    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError."""
     cache = cache_folder()
     folder = _folder_in(cache, file)
     if any(cache.glob(f"*/{MAKING}*")):  # left half made by killed processes, unless one is at work there now
@@ -262,7 +261,6 @@ def _convert(file: Path, facts: _Facts, folder: Path) -> None:
     source["local_files_only"] = True
     try:
         config = AutoConfig.from_pretrained(**source)
-        family_of(config)
         if facts.head_dim is not None and hasattr(config, "head_dim"):
             config.head_dim = facts.head_dim  # which the conversion forgets
         tokenizer = AutoTokenizer.from_pretrained(**source)

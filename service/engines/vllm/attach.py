@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from service.engines.families import SITES, Family
+from service.engines.families import SITES, Family, block_list
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
@@ -107,6 +108,8 @@ _sites: list[SiteReadout] = []
 
 def _keep_residual(hidden: Tensor, residual: Tensor | None, order: Tensor, site: int) -> None:
     """Say that it changes ``order``, which keeps the calls in the order of the layers."""
+    if hidden.shape[-1] != _sites[site].width:
+        raise EngineError(f"a block hands on {hidden.shape[-1]} numbers, not hidden states of {_sites[site].width}")
     _sites[site].keep(hidden, residual)
 
 
@@ -133,34 +136,91 @@ def install(
                 attention = _checked_attention(blocks[layer], family, layer, plan.geometry.hidden_size, like)
                 _read_attention(attention, found[site])
             continue
+        if not family.projection:  # not one of those whose every number is compared in tests
+            _check_stream(model, blocks, family, plan.geometry, like)
         _sites.append(found[site])
         order = torch.zeros(1, device=device)
         for layer in layers:
-            _read_output(blocks[layer].get_submodule(where.path(family)), len(_sites) - 1, order)
+            _read_output(blocks[layer].get_submodule(where.path(family) or ""), len(_sites) - 1, order)
     return found
+
+
+def _language(model: Any) -> nn.Module:
+    return model.get_language_model() if hasattr(model, "get_language_model") else model  # type: ignore[no-any-return]
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:
     """Return this rank's blocks by layer, also inside modules that vLLM's backends add.  Raises EngineError."""
-    tail = family.blocks.split(".", 1)[-1]
-    for path in (family.blocks, f"model.{tail}", f"language_model.model.{tail}", f"model.language_model.{tail}"):
+    _, blocks = block_list(_language(model), num_layers, f"{family.name} in vLLM")
+    return {layer: block for layer, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"}
+
+
+def _check_stream(
+    model: nn.Module, blocks: dict[int, nn.Module], family: Family, geometry: Geometry, like: Tensor
+) -> None:
+    """Raise EngineError unless the residual stream is what each block returns: one tensor, or the sum of two.
+
+    Runs the decoder with its blocks replaced: each must be given what the one before returned, and what follows the
+    last must read two tensors as their sum alone."""
+    decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
+    shape = (TOKENS, geometry.hidden_size)
+    one, two = (torch.linspace(*ends, shape[0] * shape[1]).view(shape).to(like) for ends in ((-1, 1), (0.5, -0.25)))
+    takes, calls, made = inspect.signature(type(decoder).forward).parameters, list[list[Any]](), list[Any]()
+
+    def run(last: Any) -> Tensor:
+        batched = "attention_mask" in takes  # transformers' own module, which vLLM's backend for it runs
+        calls.clear()
+        made.clear()
+
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            calls.append([*args, *kwargs.values()])
+            own = tuple((part[None] if batched else part).clone() for part in (last if isinstance(last, tuple) else [last]))
+            made.append(own if isinstance(last, tuple) else own[0])
+            return made[-1]
+
+        positions = torch.arange(TOKENS, device=like.device)
+        values = {"input_ids": None, "positions": positions, "position_ids": positions, "intermediate_tensors": None,
+                  "inputs_embeds": one}  # fmt: skip
+        if batched:
+            values |= {"position_ids": positions[None], "inputs_embeds": one[None], "use_cache": False}
+        for block in blocks.values():
+            block.forward = stub
         try:
-            container = model.get_submodule(path)
-        except AttributeError:
-            continue
-        children = list(container.children())
-        if len(children) != num_layers:
-            raise EngineError(f"{family.name}: {path} has {len(children)} blocks in vLLM, {num_layers} were expected")
-        return {layer: block for layer, block in enumerate(children) if type(block).__name__ != "PPMissingLayer"}
-    said = f"vLLM's {type(model).__name__} has no blocks at the known paths; use --engine transformers"
-    raise EngineError(f"{family.name}: {said}")
+            with torch.inference_mode():
+                output = type(decoder).forward(decoder, **{name: value for name, value in values.items() if name in takes})
+        finally:
+            for block in blocks.values():
+                del block.forward
+        return output if isinstance(output, Tensor) else output[0]  # type: ignore[no-any-return]
+
+    def handed_on(parts: Callable[[Any], Sequence[Any]]) -> bool:
+        after = list(zip(made, calls[1:], strict=False))
+        return len(calls) == geometry.num_layers > 1 and all(
+            any(given is part for given in call) for own, call in after for part in parts(own))
+
+    problem = "returns neither one tensor nor two that the next is given"
+    try:
+        with suppress(Exception):
+            pair = run((one, two))
+        if handed_on(tuple):
+            whole, half = run((one + two, 0 * two)), run((one, 0 * two))
+            reads = torch.allclose(pair, whole, atol=0.05) and not torch.allclose(pair, half, atol=0.05)
+            problem = "" if reads else "returns two tensors that are not read as their sum"
+        elif handed_on(lambda own: [own]):
+            run(one)
+            problem = "" if handed_on(lambda own: [own]) else problem
+    except Exception as error:  # whatever a kernel raises
+        problem = f"cannot be checked: {type(error).__name__}: {error}"
+    if problem or len(blocks) < geometry.num_layers:
+        said = f"a block of vLLM's {type(model).__name__} {problem or 'cannot be checked across pipeline stages'}"
+        raise EngineError(f"{family.name}: {said}; use --engine transformers")
 
 
 def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int, family: Family) -> int:
     """Return the number of QUERY heads on this rank.  Raises EngineError if a projection's width does not fit them."""
     heads, head_dim = geometry.num_heads, geometry.head_dim
     for layer, block in blocks.items():
-        projection = block.get_submodule(family.projection)
+        projection = block.get_submodule(family.in_vllm or family.projection)
         width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
             said = f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
@@ -177,7 +237,7 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
 
     Runs the block with its attention replaced, in the dtype and on the device of ``like``, which finds gates and norms.
     """
-    path, _, name = family.projection.rpartition(".")
+    path, _, name = (family.in_vllm or family.projection).rpartition(".")
     parent: Any = block.get_submodule(path)
     projection = parent.get_submodule(name)
 
@@ -188,7 +248,8 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
     if len(found) != 1 or getattr(found[0], "use_direct_call", False):
         raise refused(f" has {len(found)} attention layers that are read between pieces of the graph, not one")
     [attention] = found
-    width = attention.num_heads * getattr(attention, "head_size_v", attention.head_size)
+    size = getattr(attention, "v_head_dim", None) or getattr(attention, "head_size_v", None) or attention.head_size
+    width = attention.num_heads * size
     made = torch.linspace(-1, 1, TOKENS * width).view(TOKENS, width).to(like)
     given: list[Tensor] = []
 
@@ -216,7 +277,9 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
 
 
 def _read_attention(attention: Any, site: SiteReadout) -> None:
-    forward = attention.impl.forward
+    # Latent attention makes its heads from its implementation's results.
+    owner, name = (attention, "forward_impl") if hasattr(attention, "forward_impl") else (attention.impl, "forward")
+    forward = getattr(owner, name)
 
     def reading(*args: Any, output: Tensor, **kwargs: Any) -> Any:
         result = forward(*args, output=output, **kwargs)
@@ -224,7 +287,7 @@ def _read_attention(attention: Any, site: SiteReadout) -> None:
             site.keep(output)
         return result
 
-    attention.impl.forward = reading
+    setattr(owner, name, reading)
 
 
 def _read_output(module: nn.Module, site: int, order: Tensor) -> None:
