@@ -74,17 +74,18 @@ def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, Model
     attention = {"attn_implementation": "eager"} if capped else {}
     arguments = files.loader_arguments | {"config": files.config, "output_loading_info": True} | attention
     arguments |= {"dtype": choose_dtype(options.dtype, files.config, device), **options.extra}
-    model, report = _attempt("weights", options, lambda: _loader(files.config).from_pretrained(**arguments))
+    model, report = _attempt("weights", options, lambda: loader(files.config).from_pretrained(**arguments))
     if missing := sorted(report["missing_keys"]):
         said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
         raise ModelLoadError(f"{said}; download the model again", param="model")
     return _attempt("weights", options, lambda: model.to(device)), files
 
 
-def _loader(config: Any) -> Any:
-    """Return transformers' class for a model's text; some that read images, too, are no causal language models."""
-    images = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if images and type(config) not in AutoModelForCausalLM._model_mapping else AutoModelForCausalLM
+def loader(config: Any) -> Any:
+    """Return transformers' class that loads a model of text, or of text and images."""
+    mappings: Any = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
+    text, images = (type(config) in mapping for mapping in mappings)
+    return AutoModelForImageTextToText if images and not text else AutoModelForCausalLM
 
 
 def check_options(options: EngineOptions) -> None:

@@ -198,11 +198,11 @@ def _check_stream(
         return len(calls) == geometry.num_layers > 1 and all(
             any(given is part for given in call) for own, call in after for part in parts(own))
 
-    problem = "returns neither one tensor nor two that the next is given"
+    problem, pair = "returns neither one tensor nor two that the next is given", None
     try:
-        with suppress(Exception):
+        with suppress(Exception):  # of what takes one tensor and is given two
             pair = run((one, two))
-        if handed_on(tuple):
+        if pair is not None and handed_on(tuple):
             whole, half = run((one + two, 0 * two)), run((one, 0 * two))
             reads = torch.allclose(pair, whole, atol=0.05) and not torch.allclose(pair, half, atol=0.05)
             problem = "" if reads else "returns two tensors that are not read as their sum"
