@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from service.engines.families import family_of
 from service.errors import HalluTracerError, ModelLoadError
 
 CONFIG = "config.json"
@@ -261,6 +262,8 @@ def _convert(file: Path, facts: _Facts, folder: Path) -> None:
     source["local_files_only"] = True
     try:
         config = AutoConfig.from_pretrained(**source)
+        if not family_of(config).projection:  # one whose conversion nobody compared
+            raise _refused(f"{file.name}: {config.model_type} is not read from GGUF; use its safetensors")
         if facts.head_dim is not None and hasattr(config, "head_dim"):
             config.head_dim = facts.head_dim  # which the conversion forgets
         tokenizer = AutoTokenizer.from_pretrained(**source)
