@@ -267,9 +267,12 @@ def _convert(file: Path, facts: _Facts, folder: Path) -> None:
         if facts.head_dim is not None and hasattr(config, "head_dim"):
             config.head_dim = facts.head_dim  # which the conversion forgets
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float16)
+        source |= {"config": config, "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float16)
+        if missing := sorted(report["missing_keys"]):  # which the conversion does not know
+            raise _refused(f"{file.name}: {config.model_type} is not converted whole, first lacking {missing[0]}")
         if not all(bool(torch.isfinite(one).all()) for one in model.parameters()):  # beyond float16's range
-            model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.bfloat16)
+            model, _ = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
         settings = model.config.to_dict()
         settings.pop("quantization_config", None)  # refuses to be saved
         with torch.device("meta"):
