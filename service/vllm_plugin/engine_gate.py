@@ -50,7 +50,8 @@ class Gate:
                 raise HalluTracerError(problem)
             if wire is None:
                 raise HalluTracerError("the worker did not read its prompt")
-            if scorer.prompt_format == "chat" and tuple(prompt[-len(scorer.chat_ending) :]) != scorer.chat_ending:
+            ends = scorer.prompt_format != "chat" or tuple(prompt[-len(scorer.chat_ending) :]) == scorer.chat_ending
+            if not ends or getattr(request, "mm_features", None):  # images, audio: training had text
                 policy = untemplated(scorer, policy)
             report = scorer.judge(self.lease.result(wire.numpy(), len(prompt)), policy)
         except HalluTracerError as error:
