@@ -58,8 +58,13 @@ FAMILIES: tuple[Family, ...] = (
     Family("Qwen2-MoE", ("qwen2_moe",), O_PROJ, "mixture of experts"),
     Family("Qwen3-MoE", ("qwen3_moe",), O_PROJ, "mixture of experts"),
     Family("OLMoE", ("olmoe",), O_PROJ, "mixture of experts"),
-    Family("gpt-oss", ("gpt_oss",), O_PROJ, "mixture of experts; windows alternate, and heads have sinks",
-           in_vllm="attn.o_proj"),
+    Family(
+        "gpt-oss",
+        ("gpt_oss",),
+        O_PROJ,
+        "mixture of experts; windows alternate, and heads have sinks",
+        in_vllm="attn.o_proj",
+    ),
     Family("DeepSeek V2, V3, R1, Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2"), O_PROJ, LATENT, alone=True),
     Family("Llama 4", ("llama4", "llama4_text"), O_PROJ, "mixture of experts; attention in chunks"),
     Family("GLM-4", ("glm", "glm4"), O_PROJ, "GLM-4-0414's norms follow the attention, too"),
@@ -132,8 +137,8 @@ def check_sites(model_type: str, sites: Iterable[Site]) -> None:
             why = (f"Its attention heads need one row in service/engines/families.py: Family(name, ({model_type!r},), "
                    "the path from a block to its attention's output projection)")  # fmt: skip
         raise UnknownFamily(
-            f"model_type {model_type!r} is read at {Site.RESIDUAL_STREAM} only, not at {', '.join(missing)}: train with "
-            f"--readout {Site.RESIDUAL_STREAM}. {why}"
+            f"model_type {model_type!r} is read at {Site.RESIDUAL_STREAM} only, not at {', '.join(missing)}: train "
+            f"with --readout {Site.RESIDUAL_STREAM}. {why}"
         )
 
 
@@ -159,8 +164,7 @@ def geometry(config: Any) -> Geometry:
 
 
 def block_list(language: nn.Module, num_layers: int, name: str) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """Return a language model's one outermost list of ``num_layers`` modules, and what holds it.  Raises EngineError.
-    """
+    """Return what holds a model's one outermost list of ``num_layers`` modules, and these.  Raises EngineError."""
     from torch.nn import ModuleList
 
     lists = [path for path, one in language.named_modules() if isinstance(one, ModuleList) and len(one) == num_layers]

@@ -63,8 +63,9 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
 
 
 def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, ModelFiles]:
-    """Load a folder or hub name, to be read at ``sites``.  Raises ModelLoadError, or UnknownFamily before the weights.
-    """
+    """Load a folder or hub name, to be read at ``sites``.
+
+    Raises ModelLoadError, and UnknownFamily for a site that is not read, before any weight is."""
     check_options(options)
     device = choose_device(options.device)
     files = find_model_files(options)

@@ -170,7 +170,8 @@ def backwards(block: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(narrower, "size 32|does not run as a decoder"), (backwards, "from left to right|other hidden")]
+    ("change", "said"),
+    [(narrower, "size 32|does not run as a decoder"), (backwards, "from left to right|other hidden")],
 )
 def test_what_is_no_chain_of_blocks_is_refused(change: Any, said: str) -> None:
     model = tiny.model(UNKNOWN)

@@ -93,7 +93,8 @@ def more_families(base: dict[str, Any], wide: dict[str, Any], window: int, exper
     states = {"mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": hidden // 2}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [head // 8, head // 4, head // 4]}
     qwen_sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
-    qwen_images = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 262, "vision_end_token_id": 263}
+    qwen_images = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 262,
+                   "vision_end_token_id": 263}  # fmt: skip
     sight = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
              "num_attention_heads": 1, "head_dim": 32, "image_size": 28, "patch_size": 14}  # fmt: skip
     return {

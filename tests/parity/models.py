@@ -4,6 +4,7 @@ The shapes are those that vLLM's CPU attention takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import transformers as hf
 
 from service.engines.base import Sampling
+from service.engines.families import FAMILIES
 from service.readout import Geometry, Probes, Site
 from tests.engines import tiny
 
@@ -34,12 +36,29 @@ def _gemma2(cap: float | None) -> hf.Gemma2Config:
 # at 5 it changes 0.37), and multiplies what vLLM's tanh on AVX-512 loses by 50: 2.3e-5 apart.
 CAPPED = {"gemma2": lambda: _gemma2(None), "gemma2_capped": lambda: _gemma2(5.0)}
 CONFIGS: dict[str, Any] = tiny.families(BASE, WIDE, WINDOW, 64) | CAPPED
+MORE: dict[str, Any] = tiny.more_families(BASE, WIDE, WINDOW, 64)  # compared in fewer ways
+
+# What vLLM 0.32's CPU build does not run, and why; it says so when it starts.
+NOT_IN_VLLM: dict[str, str] = {}
+BOUNDS: dict[str, float] = {}  # where kernels round more, relative to the largest number
+
+
+def table() -> list[str]:
+    """The rows of docs/vllm.md's table of families, from the engines' own and from what is compared here."""
+    rows = ["| family | attention heads | vLLM |", "| --- | --- | --- |"]
+    for family in FAMILIES:
+        tried = [name for name in family.model_types if name in CONFIGS or name in MORE]
+        why = next((NOT_IN_VLLM[name] for name in tried if name in NOT_IN_VLLM), None)
+        compared = any(name not in NOT_IN_VLLM for name in tried)
+        heads = f"`{family.projection}`" if family.projection else f"no: {family.notes}"
+        rows.append(f"| {family.name} | {heads} | {'compared' if compared else f'not run: {why}'} |")
+    return [*rows, "| any other decoder | no: it has no row | its stream is checked when it starts, not compared |"]
 
 
 def save(family: str, folder: Path, seed: int = 0) -> Path:
     """A model folder as a user would have one: configuration, float32 weights, tokenizer."""
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[family]()).float().eval()
+    model = tiny.from_config((CONFIGS | MORE)[family]()).float().eval()
     with torch.no_grad():  # biases and norms that are all zeros or ones would hide that they are left out
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -93,6 +112,6 @@ def repeated(asked: list[Question]) -> list[Question]:
     return [question for question in asked if len(question.prompt) > LONGEST - 20][:4]
 
 
-def probes(geometry: Geometry, bundle: int) -> list[Probes]:
+def probes(geometry: Geometry, bundle: int, sites: Sequence[Site] = tuple(Site)) -> list[Probes]:
     """One bundle's probes at every site: random heads, biases and scales."""
-    return [tiny.probes(geometry, site, 10 * bundle + place, scaled=True) for place, site in enumerate(Site)]
+    return [tiny.probes(geometry, site, 10 * bundle + place, scaled=True) for place, site in enumerate(sites)]

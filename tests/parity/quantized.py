@@ -101,6 +101,8 @@ METHODS: Mapping[str, tuple[Callable[[Tensor], Made], dict[str, Any]]] = {
     "gptq": (_gptq, FOUR | {"quant_method": "gptq", "desc_act": False, "sym": True}),
     "awq": (_awq, FOUR | {"quant_method": "awq", "zero_point": True, "version": "gemm"}),
 }
+# The largest difference, relative to the largest number, and the dtype that vLLM computes in.
+BOUNDS = {"int8": (0.05, "float32")}
 
 
 def quantize(plain: Path, method: str, folder: Path) -> tuple[Path, Path]:
@@ -121,5 +123,6 @@ def quantize(plain: Path, method: str, folder: Path) -> tuple[Path, Path]:
             if file.suffix == ".json":
                 (place / file.name).write_bytes(file.read_bytes())
         (place / "config.json").write_text(json.dumps(config | more))
-        save_file({name: one.contiguous() for name, one in tensors.items()}, place / "model.safetensors", {"format": "pt"})
+        whole = {name: one.contiguous() for name, one in tensors.items()}
+        save_file(whole, place / "model.safetensors", {"format": "pt"})
     return found

@@ -22,9 +22,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from service.engines.loading import folder_fingerprint
 from service.readout import Site
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.parity import models
+from tests.parity import models, quantized
 
 vllm_or_skip()
 ROOT = Path(__file__).parents[2]
@@ -193,6 +194,50 @@ def test_vllm_reads_and_says_what_transformers_does(
     assert len(found["cancelled_after"]) > 5
     assert found["open"] == 0
     assert found["runner"] == run.runner
+
+
+def apart(found: dict[str, Array], what: str) -> float:
+    """The largest difference of what both engines say, over all sites, relative to the largest number."""
+    expected = {
+        name.removeprefix("expected_"): array for name, array in found.items() if name.startswith(f"expected_{what}")
+    }
+    assert expected
+    return max(
+        float(np.abs(array - found[f"found_{name}"]).max() / np.abs(array).max()) for name, array in expected.items()
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [family for family in models.MORE if family not in models.NOT_IN_VLLM])
+def test_more_families_are_read_as_transformers_reads_them(family: str, measure: Measurer, folder: Path) -> None:
+    model = models.save(family, folder / family)
+    found = measure("both", model, folder / f"{family}.npz", *Run(family, True).arguments)
+    for what in ("logits", "rows"):
+        assert apart(found, what) <= models.BOUNDS.get(family, TOLERANCE), what
+    assert np.array_equal(found["expected_answers"], found["found_answers"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted(models.NOT_IN_VLLM))
+def test_what_vllm_does_not_run_it_refuses(family: str, measure: Measurer, folder: Path) -> None:
+    model = models.save(family, folder / family)
+    with pytest.raises(AssertionError, match=models.NOT_IN_VLLM[family]):
+        measure("both", model, folder / f"{family}.npz", *Run(family, True).arguments)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", quantized.METHODS)
+def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
+    method: str, measure: Measurer, folder: Path
+) -> None:
+    plain = reference(measure, folder, "llama")[0]
+    packed, meant = quantized.quantize(plain, method, folder)
+    bound, dtype = quantized.BOUNDS[method]
+    arguments = [*Run("llama", True).arguments, "--reference", str(meant), "--dtype", dtype]
+    found = measure("both", packed, folder / f"{method}.npz", *arguments)
+    for what in ("logits", "rows"):
+        assert 0.0 < apart(found, what) <= bound, what
+    assert len({str(found["expected_fingerprint"]), str(found["found_fingerprint"]), folder_fingerprint(plain)}) == 3
 
 
 @pytest.mark.long

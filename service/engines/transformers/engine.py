@@ -75,9 +75,9 @@ class TransformersEngine:
         self.counters = base.Counters()
         own = config or model.config
         self.identity = base.ModelIdentity(
-            model=self._options.model, revision=loading.revision_of(own),
-            fingerprint=fingerprint or loading.memory_fingerprint(model),
-            architecture=str((own.architectures or [type(model).__name__])[0]), model_type=str(own.model_type), tokenizer=tokens.digest,
+            model=self._options.model, revision=loading.revision_of(own), model_type=str(own.model_type),
+            fingerprint=fingerprint or loading.memory_fingerprint(model), tokenizer=tokens.digest,
+            architecture=str((own.architectures or [type(model).__name__])[0]),
             chat_template=tokens.chat_template_digest, geometry=self._modules.geometry,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
             max_tokens=hooks.context_length(model.config),

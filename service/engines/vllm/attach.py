@@ -163,7 +163,9 @@ def _check_stream(
     Runs the decoder with its blocks replaced: each must be given what the one before returned, and what follows the
     last must read two tensors as their sum alone."""
     decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
-    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(TOKENS, -1)  # lines of numbers look alike to norms
+    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(
+        TOKENS, -1
+    )  # lines of numbers look alike to norms
     one, two = angles.sin().to(like), angles.cos().to(like)
     takes, calls, made = inspect.signature(type(decoder).forward).parameters, list[list[Any]](), list[Any]()
 
@@ -174,7 +176,9 @@ def _check_stream(
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             calls.append([*args, *kwargs.values()])
-            own = tuple((part[None] if batched else part).clone() for part in (last if isinstance(last, tuple) else [last]))
+            own = tuple(
+                (part[None] if batched else part).clone() for part in (last if isinstance(last, tuple) else [last])
+            )
             made.append(own if isinstance(last, tuple) else own[0])
             return made[-1]
 
@@ -187,7 +191,9 @@ def _check_stream(
             block.forward = stub
         try:
             with torch.inference_mode():
-                output = type(decoder).forward(decoder, **{name: value for name, value in values.items() if name in takes})
+                output = type(decoder).forward(
+                    decoder, **{name: value for name, value in values.items() if name in takes}
+                )
         finally:
             for block in blocks.values():
                 del block.forward
@@ -196,7 +202,8 @@ def _check_stream(
     def handed_on(parts: Callable[[Any], Sequence[Any]]) -> bool:
         after = list(zip(made, calls[1:], strict=False))
         return len(calls) == geometry.num_layers > 1 and all(
-            any(given is part for given in call) for own, call in after for part in parts(own))
+            any(given is part for given in call) for own, call in after for part in parts(own)
+        )
 
     problem, pair = "returns neither one tensor nor two that the next is given", None
     try:

@@ -110,7 +110,8 @@ class VllmEngine:
     ) -> VllmEngine:  # fmt: skip
         """Start vLLM on a folder or hub name, and test it.  Raises ModelLoadError, UnknownFamily, EngineError.
 
-        ``sites`` (None: all of its family), ``slots``: compiled in; ``rows``: gives activations, for training; ``threads``: of all ranks."""
+        ``sites`` (None: all of the family), ``slots``: compiled in; ``rows``: gives activations, for training;
+        ``threads``: of all ranks."""
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)

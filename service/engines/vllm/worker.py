@@ -105,7 +105,8 @@ def plan_of(config: VllmConfig) -> Plan:
     additional = config.additional_config
     given = additional.get(KEY, {}) if isinstance(additional, dict) else {}
     model = config.model_config.hf_config
-    wanted, slots, rows = given.get("sites", families.family_of(model).sites), given.get("slots", SLOTS), bool(given.get("rows", False))
+    wanted, slots = given.get("sites", families.family_of(model).sites), given.get("slots", SLOTS)
+    rows = bool(given.get("rows", False))
     sites = tuple(site for site in Site if site in wanted)
     stages = config.parallel_config.pipeline_parallel_size > 1
     for wrong, problem in (

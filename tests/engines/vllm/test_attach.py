@@ -345,7 +345,7 @@ class Two(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As vLLM's: takes embeddings in place of tokens, and ends with a norm; ``reads`` makes its input of two tensors."""
+    """As vLLM's: takes embeddings in place of tokens; ``reads`` makes one tensor of two for the norm at its end."""
 
     def __init__(self, block: type[nn.Module], reads: Any = lambda hidden, residual: hidden + residual) -> None:
         super().__init__()
