@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -163,61 +162,51 @@ def _check_stream(
     Runs the decoder with its blocks replaced: each must be given what the one before returned, and what follows the
     last must read two tensors as their sum alone."""
     decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
-    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(
-        TOKENS, -1
-    )  # lines of numbers look alike to norms
+    takes, calls, made = inspect.signature(type(decoder).forward).parameters, list[list[Any]](), list[list[Tensor]]()
+    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(TOKENS, -1)  # norms take lines for one another
+    positions = torch.arange(TOKENS, device=like.device)
+    if "attention_mask" in takes:  # transformers' own module, which vLLM's backend for it runs
+        angles, positions = angles[None], positions[None]
     one, two = angles.sin().to(like), angles.cos().to(like)
-    takes, calls, made = inspect.signature(type(decoder).forward).parameters, list[list[Any]](), list[Any]()
+    values = {"input_ids": None, "positions": positions, "position_ids": positions, "intermediate_tensors": None,
+              "inputs_embeds": one, "use_cache": False}  # fmt: skip
 
-    def run(last: Any) -> Tensor:
-        batched = "attention_mask" in takes  # transformers' own module, which vLLM's backend for it runs
-        calls.clear()
-        made.clear()
-
+    def run(*parts: Tensor) -> Tensor:
         def stub(*args: Any, **kwargs: Any) -> Any:
             calls.append([*args, *kwargs.values()])
-            own = tuple(
-                (part[None] if batched else part).clone() for part in (last if isinstance(last, tuple) else [last])
-            )
-            made.append(own if isinstance(last, tuple) else own[0])
-            return made[-1]
+            made.append([part.clone() for part in parts])
+            return tuple(made[-1]) if len(parts) > 1 else made[-1][0]
 
-        positions = torch.arange(TOKENS, device=like.device)
-        values = {"input_ids": None, "positions": positions, "position_ids": positions, "intermediate_tensors": None,
-                  "inputs_embeds": one}  # fmt: skip
-        if batched:
-            values |= {"position_ids": positions[None], "inputs_embeds": one[None], "use_cache": False}
+        calls.clear()
+        made.clear()
         for block in blocks.values():
             block.forward = stub
         try:
             with torch.inference_mode():
-                output = type(decoder).forward(
-                    decoder, **{name: value for name, value in values.items() if name in takes}
-                )
+                output = type(decoder).forward(decoder, **{name: values[name] for name in takes if name in values})
         finally:
             for block in blocks.values():
                 del block.forward
         return output if isinstance(output, Tensor) else output[0]  # type: ignore[no-any-return]
 
-    def handed_on(parts: Callable[[Any], Sequence[Any]]) -> bool:
-        after = list(zip(made, calls[1:], strict=False))
-        return len(calls) == geometry.num_layers > 1 and all(
-            any(given is part for given in call) for own, call in after for part in parts(own)
-        )
+    def handed_on() -> bool:
+        after = zip(made, calls[1:], strict=False)
+        found = [any(given is part for given in call) for own, call in after for part in own]
+        return len(calls) == geometry.num_layers > 1 and all(found)
 
     problem, pair = "returns neither one tensor nor two that the next is given", None
     try:
         with suppress(Exception):  # of what takes one tensor and is given two
-            pair = run((one, two))
-        if pair is not None and handed_on(tuple):
-            whole, half = run((one + two, 0 * two)), run((one, 0 * two))
+            pair = run(one, two)
+        if pair is not None and handed_on():
+            whole, half = run(one + two, 0 * two), run(one, 0 * two)
             reads = torch.allclose(pair, whole, atol=0.05) and not torch.allclose(pair, half, atol=0.05)
             problem = "" if reads else "returns two tensors that are not read as their sum"
-        elif handed_on(lambda own: [own]):
+        else:
             run(one)
-            problem = "" if handed_on(lambda own: [own]) else problem
+            problem = "" if handed_on() else problem
     except Exception as error:  # whatever a kernel raises
-        problem = f"cannot be checked: {type(error).__name__}: {error}"
+        problem += f" ({type(error).__name__}: {error})"
     if problem or len(blocks) < geometry.num_layers:
         said = f"a block of vLLM's {type(model).__name__} {problem or 'cannot be checked across pipeline stages'}"
         raise EngineError(f"{family.name}: {said}; use --engine transformers")
