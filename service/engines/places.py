@@ -268,11 +268,12 @@ def _convert(file: Path, facts: _Facts, folder: Path) -> None:
             config.head_dim = facts.head_dim  # which the conversion forgets
         tokenizer = AutoTokenizer.from_pretrained(**source)
         source |= {"config": config, "output_loading_info": True}
-        model, report = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float16)
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, report = load(**source, dtype=torch.float16)
         if missing := sorted(report["missing_keys"]):  # which the conversion does not know
             raise _refused(f"{file.name}: {config.model_type} is not converted whole, first lacking {missing[0]}")
         if not all(bool(torch.isfinite(one).all()) for one in model.parameters()):  # beyond float16's range
-            model, _ = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+            model, _ = load(**source, dtype=torch.bfloat16)
         settings = model.config.to_dict()
         settings.pop("quantization_config", None)  # refuses to be saved
         with torch.device("meta"):

@@ -187,7 +187,7 @@ def _check_stream(
         finally:
             for block in blocks.values():
                 del block.forward
-        return output if isinstance(output, Tensor) else output[0]  # type: ignore[no-any-return]
+        return output if isinstance(output, Tensor) else output[0]
 
     def handed_on() -> bool:
         after = zip(made, calls[1:], strict=False)
