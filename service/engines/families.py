@@ -31,6 +31,7 @@ class Family:
     notes: str = ""
     alone: bool = False
     in_vllm: str = ""  # ``projection`` in vLLM's block, where it is called otherwise
+    summed: bool = True  # whether two tensors of vLLM's block are read as their sum; which is seen unless it has stages
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -72,7 +73,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("Phi-2", ("phi",), "self_attn.dense", "attention and MLP in parallel"),
     Family("Phi-3.5-MoE", ("phimoe",), O_PROJ, "mixture of experts"),
     Family("Granite", ("granite", "granitemoe"), O_PROJ, "what a block adds is multiplied"),
-    Family("Command", ("cohere", "cohere2"), O_PROJ, "attention and MLP in parallel; newer ones have windows"),
+    Family("Command", ("cohere", "cohere2"), O_PROJ, "newer ones have windows, one token wider in vLLM", summed=False),
     Family("Falcon", ("falcon",), "self_attention.dense", "attention and MLP in parallel", alone=True),
     Family("Falcon-H1", ("falcon_h1",), O_PROJ, "a Mamba beside the attention of each block", alone=True),
     Family("Gemma", ("gemma",), O_PROJ),

@@ -91,7 +91,7 @@ def more_families(base: dict[str, Any], wide: dict[str, Any], window: int, exper
     mamba = {"mamba_n_heads": 4, "mamba_d_head": hidden // 2, "mamba_d_state": 16, "mamba_n_groups": 1,
              "mamba_expand": 2, "mamba_d_conv": 4, "mamba_chunk_size": 16}  # fmt: skip
     states = {"mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": hidden // 2}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [head // 8, head // 4, head // 4]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [hidden // 16, hidden // 32, hidden // 32]}
     qwen_sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
     qwen_images = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 262,
                    "vision_end_token_id": 263}  # fmt: skip
@@ -100,7 +100,7 @@ def more_families(base: dict[str, Any], wide: dict[str, Any], window: int, exper
     return {
         "gpt_oss": lambda: hf.GptOssConfig(**wide, **sliding, **local),
         "deepseek_v2": lambda: hf.DeepseekV2Config(**latent, **routed, topk_method="greedy"),
-        "deepseek_v3": lambda: hf.DeepseekV3Config(**latent, **routed),
+        "deepseek_v3": lambda: hf.DeepseekV3Config(**latent, **routed, topk_method="noaux_tc", scoring_func="sigmoid"),
         "kimi_linear": lambda: hf.KimiLinearConfig(
             **latent, **hybrid, **local, n_group=1, linear_head_dim=head, linear_num_heads=4,
             moe_intermediate_size=expert, first_k_dense_replace=1),
@@ -116,7 +116,7 @@ def more_families(base: dict[str, Any], wide: dict[str, Any], window: int, exper
             **base, residual_multiplier=0.5, embedding_multiplier=2.0, logits_scaling=2.0, attention_multiplier=0.2),
         "granitemoe": lambda: hf.GraniteMoeConfig(**base, **local),
         "cohere": lambda: hf.CohereConfig(**base),
-        "cohere2": lambda: hf.Cohere2Config(**wide, **sliding),
+        "cohere2": lambda: hf.Cohere2Config(**base, **sliding),
         "falcon": lambda: hf.FalconConfig(**no_gqa, new_decoder_architecture=True, num_kv_heads=2, bias=False),
         "falcon_h1": lambda: hf.FalconH1Config(**wide, **mamba, mamba_d_ssm=2 * hidden),
         "gemma": lambda: hf.GemmaConfig(**wide),

@@ -135,12 +135,11 @@ def install(
                 attention = _checked_attention(blocks[layer], family, layer, plan.geometry.hidden_size, like)
                 _read_attention(attention, found[site])
             continue
-        if not family.projection:  # not one of those whose every number is compared in tests
-            _check_stream(model, blocks, family, plan.geometry, like)
+        summed = _stream_is_sum(model, blocks, family, plan.geometry, like)
         _sites.append(found[site])
         order = torch.zeros(1, device=device)
         for layer in layers:
-            _read_output(blocks[layer].get_submodule(where.path(family) or ""), len(_sites) - 1, order)
+            _read_output(blocks[layer].get_submodule(where.path(family) or ""), len(_sites) - 1, order, summed=summed)
     return found
 
 
@@ -154,13 +153,15 @@ def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn
     return {layer: block for layer, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"}
 
 
-def _check_stream(
+def _stream_is_sum(
     model: nn.Module, blocks: dict[int, nn.Module], family: Family, geometry: Geometry, like: Tensor
-) -> None:
-    """Raise EngineError unless the residual stream is what each block returns: one tensor, or the sum of two.
+) -> bool:
+    """Return whether the residual stream is the sum of two tensors that a block returns, or else the first.
 
     Runs the decoder with its blocks replaced: each must be given what the one before returned, and what follows the
-    last must read two tensors as their sum alone."""
+    last must read their sum alone, or the first alone.  Raises EngineError where it is otherwise."""
+    if len(blocks) < geometry.num_layers and family.projection:
+        return family.summed  # a stage runs a part of them
     decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
     takes, calls, made = inspect.signature(type(decoder).forward).parameters, list[list[Any]](), list[list[Tensor]]()
     angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(TOKENS, -1)  # norms take lines for one another
@@ -199,9 +200,12 @@ def _check_stream(
         with suppress(Exception):  # of what takes one tensor and is given two
             pair = run(one, two)
         if pair is not None and handed_on():
-            whole, half = run(one + two, 0 * two), run(one, 0 * two)
-            reads = torch.allclose(pair, whole, atol=0.05) and not torch.allclose(pair, half, atol=0.05)
-            problem = "" if reads else "returns two tensors that are not read as their sum"
+            whole, first = (
+                torch.allclose(pair, run(*other), atol=0.05) for other in ((one + two, 0 * two), (one, 0 * two))
+            )
+            if whole != first:
+                return whole
+            problem = "returns two tensors of which neither the sum nor the first is read"
         else:
             run(one)
             problem = "" if handed_on() else problem
@@ -210,6 +214,7 @@ def _check_stream(
     if problem or len(blocks) < geometry.num_layers:
         said = f"a block of vLLM's {type(model).__name__} {problem or 'cannot be checked across pipeline stages'}"
         raise EngineError(f"{family.name}: {said}; use --engine transformers")
+    return False
 
 
 def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int, family: Family) -> int:
@@ -254,7 +259,11 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
         raise _Reached
 
     hidden = torch.linspace(-1, 1, TOKENS * hidden_size).view(TOKENS, -1).to(like)
-    values: dict[str, Any] = {"positions": torch.arange(TOKENS, device=like.device), "hidden_states": hidden}
+    values: dict[str, Any] = {
+        "positions": torch.arange(TOKENS, device=like.device),
+        "hidden_states": hidden,
+        "residual": None,
+    }
     takes = inspect.signature(parent.forward).parameters
     if "position_embeddings" in takes:  # transformers' own module, which vLLM's backend for it runs
         one = hidden.new_ones(1, TOKENS, 1)
@@ -286,7 +295,7 @@ def _read_attention(attention: Any, site: SiteReadout) -> None:
     setattr(owner, name, reading)
 
 
-def _read_output(module: nn.Module, site: int, order: Tensor) -> None:
+def _read_output(module: nn.Module, site: int, order: Tensor, *, summed: bool) -> None:
     """Make ``module`` an instance of a subclass with the readout; its parameters and their names do not change."""
     base: Any = type(module)
 
@@ -294,7 +303,7 @@ def _read_output(module: nn.Module, site: int, order: Tensor) -> None:
         output = base.forward(self, *args, **kwargs)
         # vLLM's blocks return (hidden states, residual) and leave the addition to the next block's norm.
         hidden, residual = output if isinstance(output, tuple) else (output, None)
-        torch.ops.hallutracer.keep_residual(hidden, residual, self.hallutracer_order, site)
+        torch.ops.hallutracer.keep_residual(hidden, residual if summed else None, self.hallutracer_order, site)
         return output
 
     module.register_buffer("hallutracer_order", order, persistent=False)
