@@ -32,6 +32,7 @@ from service.engines.bridge import run_on
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 from tests.parity import models as q
+from tests.parity import quantized
 
 CHUNK = 48  # tokens per step: most prompts are chunked
 EXTRACTED = 40  # prompts with activations and full answers
@@ -106,8 +107,10 @@ def transformers(folder: str) -> Arrays:
     return flat(everything, onsets) | more | shared(engine, asked, rows=True) | {"answers": answers(completions)}
 
 
-def both(folder: str, reference: str, dtype: str, arguments: dict[str, str]) -> Arrays:
-    """Activations, truth logits and answers of few prompts: by the reference engine on ``reference``, and by vLLM."""
+def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[str, str]) -> Arrays:
+    """Activations, truth logits and answers of few prompts: by the reference engine on ``reference``, and by vLLM.
+
+    ``method``: how ``folder`` is quantized, "" for not at all."""
     from service.engines.families import family_of
     from service.engines.loading import find_model_files
     from service.engines.transformers.engine import TransformersEngine
@@ -123,6 +126,8 @@ def both(folder: str, reference: str, dtype: str, arguments: dict[str, str]) -> 
         ("expected", lambda: TransformersEngine.load(plain)), ("found", lambda: VllmEngine.load(options, rows=True)),
     ):  # fmt: skip
         engine: Any = load()
+        if engine.torch_model is not None:
+            quantized.round_inputs(engine.torch_model.model, method)
         probes = q.probes(engine.identity.geometry, 0, sites)
         scored = np.array([one.trajectories for one in engine.score(prompts, probes)])
         found |= {f"{name}_logits_{site}": scored[:, place] for place, site in enumerate(sites)}
@@ -279,6 +284,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--argument", action="append", default=[], help="one of vLLM's, as NAME=VALUE")
     parser.add_argument("--reference", help="the reference engine's folder, if it is another")
+    parser.add_argument("--method", default="", help="of tests.parity.quantized")
     parser.add_argument("--dtype", default="float32", help="vLLM's")
     parser.add_argument("--faulty", help="a worker class of tests.parity.faulty")
     given = parser.parse_args(argv)
@@ -291,7 +297,7 @@ def main(argv: Sequence[str]) -> None:
         start_vllms_processes_by_fork()
         arguments = dict(one.split("=", 1) for one in given.argument)
         if given.backend == "both":
-            arrays = both(given.folder, given.reference or given.folder, given.dtype, arguments)
+            arrays = both(given.folder, given.reference or given.folder, given.dtype, given.method, arguments)
         else:
             arrays = vllm(given.folder, arguments, given.faulty)
     with given.out.open("wb") as file:

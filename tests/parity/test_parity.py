@@ -233,7 +233,7 @@ def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
     plain = reference(measure, folder, "llama")[0]
     packed, meant = quantized.quantize(plain, method, folder)
     bound, dtype = quantized.BOUNDS[method]
-    arguments = [*Run("llama", True).arguments, "--reference", str(meant), "--dtype", dtype]
+    arguments = [*Run("llama", True).arguments, "--reference", str(meant), "--dtype", dtype, "--method", method]
     found = measure("both", packed, folder / f"{method}.npz", *arguments)
     for what in ("logits", "rows"):
         assert 0.0 < apart(found, what) <= bound, what
