@@ -33,8 +33,7 @@ MINUTES = 10
 NUMBERS = ("truth logits", "depth mean", "later bundles", "first token", "activations")
 TOLERANCE = 1e-5  # absolute, float32
 Array = NDArray[Any]
-# vLLM's Gemma 3 imports its image processor, which wants torchvision; the CPU install leaves that out.
-SERVED = [family for family in models.CONFIGS if family != "gemma3"]
+SERVED = [family for family in models.CONFIGS if family not in models.NOT_IN_VLLM]
 # vLLM frees blocks behind a window: little is preempted, and less of a prefix is kept.
 WINDOWED = {"mistral", "gemma2", "gemma2_capped", "gemma3_text"}
 
@@ -208,21 +207,13 @@ def apart(found: dict[str, Array], what: str) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in models.MORE if family not in models.NOT_IN_VLLM])
+@pytest.mark.parametrize("family", models.COMPARED)
 def test_more_families_are_read_as_transformers_reads_them(family: str, measure: Measurer, folder: Path) -> None:
     model = models.save(family, folder / family)
     found = measure("both", model, folder / f"{family}.npz", *Run(family, True).arguments)
     for what in ("logits", "rows"):
         assert apart(found, what) <= models.BOUNDS.get(family, TOLERANCE), what
     assert np.array_equal(found["expected_answers"], found["found_answers"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", sorted(models.NOT_IN_VLLM))
-def test_what_vllm_does_not_run_it_refuses(family: str, measure: Measurer, folder: Path) -> None:
-    model = models.save(family, folder / family)
-    with pytest.raises(AssertionError, match=models.NOT_IN_VLLM[family]):
-        measure("both", model, folder / f"{family}.npz", *Run(family, True).arguments)
 
 
 @pytest.mark.long
@@ -234,7 +225,12 @@ def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
     packed, meant = quantized.quantize(plain, method, folder)
     bound, dtype = quantized.BOUNDS[method]
     arguments = [*Run("llama", True).arguments, "--reference", str(meant), "--dtype", dtype, "--method", method]
-    found = measure("both", packed, folder / f"{method}.npz", *arguments)
+    try:
+        found = measure("both", packed, folder / f"{method}.npz", *arguments)
+    except AssertionError as error:
+        if quantized.KERNELS.get(method, "none") not in str(error):
+            raise
+        pytest.skip(f"vLLM's build for this CPU has no {quantized.KERNELS[method]}, which its start said")
     for what in ("logits", "rows"):
         assert 0.0 < apart(found, what) <= bound, what
     assert len({str(found["expected_fingerprint"]), str(found["found_fingerprint"]), folder_fingerprint(plain)}) == 3
