@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Family:
     """Model types, and the path from a block to the module whose INPUT is all its heads; "" if not every block has one.
 
-    ``alone``: prompts share no padding and no step of decoding, because more than plain keys and values is cached."""
+    ``alone``: prompts share no padding and no step of decoding, as their caches are more than keys and values that each
+    later token sees."""
 
     name: str
     model_types: tuple[str, ...]  # config.model_type
@@ -67,7 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         in_vllm="attn.o_proj",
     ),
     Family("DeepSeek V2, V3, R1, Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2"), O_PROJ, LATENT, alone=True),
-    Family("Llama 4", ("llama4", "llama4_text"), O_PROJ, "mixture of experts; attention in chunks"),
+    Family("Llama 4", ("llama4", "llama4_text"), O_PROJ, "mixture of experts; attention in chunks", alone=True),
     Family("GLM-4", ("glm", "glm4"), O_PROJ, "GLM-4-0414's norms follow the attention, too"),
     Family("GLM-4-MoE", ("glm4_moe",), O_PROJ, "GLM-4.5 to 4.7; mixture of experts"),
     Family("Phi-2", ("phi",), "self_attn.dense", "attention and MLP in parallel"),
