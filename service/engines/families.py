@@ -32,7 +32,7 @@ class Family:
     notes: str = ""
     alone: bool = False
     in_vllm: str = ""  # ``projection`` in vLLM's block, where it is called otherwise
-    summed: bool = True  # whether two tensors of vLLM's block are read as their sum; which is seen unless it has stages
+    summed: bool | None = None  # whether two tensors of vLLM's block are summed, by comparison; None: it must be seen
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -45,37 +45,38 @@ SOME = "only some of its blocks have attention"
 LATENT = "latent attention: a head's size is v_head_dim"
 O_PROJ = "self_attn.o_proj"
 FAMILIES: tuple[Family, ...] = (
-    Family("Llama 2 and 3", ("llama",), O_PROJ),
-    Family("Qwen2, Qwen2.5", ("qwen2",), O_PROJ, "biases on q, k and v only"),
-    Family("Qwen3", ("qwen3",), O_PROJ, "head_dim differs from hidden / heads"),
-    Family("Mistral", ("mistral",), O_PROJ, "older ones have a sliding window"),
-    Family("Gemma 2", ("gemma2",), O_PROJ, "a norm follows o_proj; windows alternate"),
-    Family("Gemma 3 text", ("gemma3_text",), O_PROJ, "a norm follows o_proj"),
-    Family("Gemma 3 multimodal", ("gemma3",), O_PROJ, "text prompts only"),
-    Family("Phi-3, Phi-4", ("phi3",), O_PROJ, "one qkv_proj; longrope depends on the length"),
-    Family("OLMo-2", ("olmo2",), O_PROJ, "norms follow the attention, not precede it"),
-    Family("GPT-NeoX, Pythia", ("gpt_neox",), "attention.dense", "attention and MLP in parallel"),
-    Family("GPT-2", ("gpt2",), "attn.c_proj", "Conv1D: the weight is [in, out]"),
-    Family("Mixtral", ("mixtral",), O_PROJ, "mixture of experts"),
-    Family("Qwen2-MoE", ("qwen2_moe",), O_PROJ, "mixture of experts"),
-    Family("Qwen3-MoE", ("qwen3_moe",), O_PROJ, "mixture of experts"),
-    Family("OLMoE", ("olmoe",), O_PROJ, "mixture of experts"),
+    Family("Llama 2 and 3", ("llama",), O_PROJ, summed=True),
+    Family("Qwen2, Qwen2.5", ("qwen2",), O_PROJ, "biases on q, k and v only", summed=True),
+    Family("Qwen3", ("qwen3",), O_PROJ, "head_dim differs from hidden / heads", summed=True),
+    Family("Mistral", ("mistral",), O_PROJ, "older ones have a sliding window", summed=True),
+    Family("Gemma 2", ("gemma2",), O_PROJ, "a norm follows o_proj; windows alternate", summed=True),
+    Family("Gemma 3 text", ("gemma3_text",), O_PROJ, "a norm follows o_proj", summed=True),
+    Family("Gemma 3 multimodal", ("gemma3",), O_PROJ, "text prompts only", summed=True),
+    Family("Phi-3, Phi-4", ("phi3",), O_PROJ, "one qkv_proj; longrope depends on the length", summed=True),
+    Family("OLMo-2", ("olmo2",), O_PROJ, "norms follow the attention, not precede it", summed=True),
+    Family("GPT-NeoX, Pythia", ("gpt_neox",), "attention.dense", "attention and MLP in parallel", summed=True),
+    Family("GPT-2", ("gpt2",), "attn.c_proj", "Conv1D: the weight is [in, out]", summed=True),
+    Family("Mixtral", ("mixtral",), O_PROJ, "mixture of experts", summed=True),
+    Family("Qwen2-MoE", ("qwen2_moe",), O_PROJ, "mixture of experts", summed=True),
+    Family("Qwen3-MoE", ("qwen3_moe",), O_PROJ, "mixture of experts", summed=True),
+    Family("OLMoE", ("olmoe",), O_PROJ, "mixture of experts", summed=True),
     Family(
         "gpt-oss",
         ("gpt_oss",),
         O_PROJ,
         "mixture of experts; windows alternate, and heads have sinks",
         in_vllm="attn.o_proj",
+        summed=True,
     ),
     Family("DeepSeek V2, V3, R1, Kimi K2", ("deepseek_v2", "deepseek_v3", "kimi_k2"), O_PROJ, LATENT, alone=True),
     Family("Llama 4", ("llama4", "llama4_text"), O_PROJ, "mixture of experts; attention in chunks", alone=True),
-    Family("GLM-4", ("glm", "glm4"), O_PROJ, "GLM-4-0414's norms follow the attention, too"),
+    Family("GLM-4", ("glm", "glm4"), O_PROJ, "GLM-4-0414's norms follow the attention, too", summed=True),
     Family("GLM-4-MoE", ("glm4_moe",), O_PROJ, "GLM-4.5 to 4.7; mixture of experts"),
     Family("Phi-2", ("phi",), "self_attn.dense", "attention and MLP in parallel"),
     Family("Phi-3.5-MoE", ("phimoe",), O_PROJ, "mixture of experts"),
-    Family("Granite", ("granite", "granitemoe"), O_PROJ, "what a block adds is multiplied"),
+    Family("Granite", ("granite", "granitemoe"), O_PROJ, "what a block adds is multiplied", summed=True),
     Family("Command", ("cohere", "cohere2"), O_PROJ, "newer ones have windows, one token wider in vLLM", summed=False),
-    Family("Falcon", ("falcon",), "self_attention.dense", "attention and MLP in parallel", alone=True),
+    Family("Falcon", ("falcon",), "self_attention.dense", "attention and MLP in parallel", alone=True, summed=True),
     Family("Falcon-H1", ("falcon_h1",), O_PROJ, "a Mamba beside the attention of each block", alone=True),
     Family("Gemma", ("gemma",), O_PROJ),
     Family("OLMo-3", ("olmo3",), O_PROJ, "as OLMo-2; windows alternate"),

@@ -160,8 +160,8 @@ def _stream_is_sum(
 
     Runs the decoder with its blocks replaced: each must be given what the one before returned, and what follows the
     last must read their sum alone, or the first alone.  Raises EngineError where it is otherwise."""
-    if len(blocks) < geometry.num_layers and family.projection:
-        return family.summed  # a stage runs a part of them
+    if family.summed is not None:
+        return family.summed
     decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
     takes, calls, made = inspect.signature(type(decoder).forward).parameters, list[list[Any]](), list[list[Tensor]]()
     angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(TOKENS, -1)  # norms take lines for one another
@@ -170,7 +170,7 @@ def _stream_is_sum(
         angles, positions = angles[None], positions[None]
     one, two = angles.sin().to(like), angles.cos().to(like)
     values = {"input_ids": None, "positions": positions, "position_ids": positions, "intermediate_tensors": None,
-              "inputs_embeds": one, "use_cache": False}  # fmt: skip
+              "use_cache": False}  # fmt: skip
 
     def run(*parts: Tensor) -> Tensor:
         def stub(*args: Any, **kwargs: Any) -> Any:
@@ -180,6 +180,7 @@ def _stream_is_sum(
 
         calls.clear()
         made.clear()
+        values["inputs_embeds"] = one.clone()  # which some scale in place
         for block in blocks.values():
             block.forward = stub
         try:
