@@ -108,7 +108,7 @@ class ModelLoadError(EngineError, status=500, code="model_load_error"):
     """The model could not be loaded."""
 
 
-UnknownFamily = _kind(HalluTracerError, 500, "unknown_family", "The type has no entry in ``engines/families.py``.")
+UnknownFamily = _kind(HalluTracerError, 500, "unknown_family", "A model of the type is not read at that site.")
 NonFiniteReadout = _kind(EngineError, 500, "non_finite_readout", "A NaN or infinity came out of the forward pass.")
 # The next request writes it again.
 ProbeReplaced = _kind(EngineError, 503, "probe_replaced", "Another server has put its probe into this slot of vLLM's.",

@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from service.engines import places
 from service.engines.adapters import config_of
 from service.engines.base import EngineOptions
-from service.engines.families import family_of, text_config
+from service.engines.families import check_sites, text_config
 from service.errors import ModelLoadError
+from service.readout import Site
 
 MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,7 +42,7 @@ class ModelFiles:
 
 
 def find_model_files(options: EngineOptions) -> ModelFiles:
-    """Return what a folder, GGUF file, package or hub has but weights.  Raises ModelLoadError, UnknownFamily."""
+    """Return what a folder, GGUF file, package or hub has but weights.  Raises ModelLoadError."""
     local, offline = places.place_of(options.model), True
     if local is not None:
         if options.revision is not None:
@@ -55,7 +56,6 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
     arguments |= {"local_files_only": offline, "trust_remote_code": options.trust_remote_code}
     arguments |= {"revision": options.revision} if local is None else {}
     config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments))
-    family_of(config)
     tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments))
     if local is not None:
         # The folder's name without its path, because the name is sent to clients.
@@ -64,17 +64,20 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
     return ModelFiles(arguments, config, tokenizer, options.model, Path(str(cached)).parent)
 
 
-def load(options: EngineOptions) -> tuple[Any, ModelFiles]:
-    """Load the model of a folder or a hub name.  Raises ModelLoadError, or UnknownFamily before any weight is read."""
+def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, ModelFiles]:
+    """Load a folder or hub name, to be read at ``sites``.
+
+    Raises ModelLoadError, and UnknownFamily for a site that is not read, before any weight is."""
     check_options(options)
     device = choose_device(options.device)
     files = find_model_files(options)
+    check_sites(str(files.config.model_type), sites)
     # Only ``eager`` caps attention logits (Gemma 2).
     capped = getattr(text_config(files.config), "attn_logit_softcapping", None) is not None
     attention = {"attn_implementation": "eager"} if capped else {}
     arguments = files.loader_arguments | {"config": files.config, "output_loading_info": True} | attention
     arguments |= {"dtype": choose_dtype(options.dtype, files.config, device), **options.extra}
-    model, report = _attempt("weights", options, lambda: AutoModelForCausalLM.from_pretrained(**arguments))
+    model, report = _attempt("weights", options, lambda: loader(files.config).from_pretrained(**arguments))
     if missing := sorted(report["missing_keys"]):
         said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
         raise ModelLoadError(f"{said}; download the model again", param="model")
@@ -96,6 +99,13 @@ def _load_adapter(model: Any, folder: str, options: EngineOptions) -> None:
     if wrong := sorted({*report.missing_keys, *report.unexpected_keys, *map(str, report.mismatched_keys)}):
         said = f"{len(wrong)} of its weights do not fit {options.model}, first {wrong[0]}; name its base model"
         raise ModelLoadError(f"the adapter {folder} is another model's: {said}", param="adapter")
+
+
+def loader(config: Any) -> Any:
+    """Return transformers' class that loads a model of text, or of text and images."""
+    mappings: Any = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
+    text, images = (type(config) in mapping for mapping in mappings)
+    return AutoModelForImageTextToText if images and not text else AutoModelForCausalLM
 
 
 def check_options(options: EngineOptions) -> None:

@@ -166,7 +166,7 @@ def _folder_in(cache: Path, file: Path) -> Path:
 
 
 def folder_of(file: Path) -> Path:
-    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError, UnknownFamily."""
+    """Return the plain model folder of a GGUF file, made at the first call.  Raises ModelLoadError."""
     cache = cache_folder()
     folder = _folder_in(cache, file)
     if any(cache.glob(f"*/{MAKING}*")):  # left half made by killed processes, unless one is at work there now
@@ -262,13 +262,18 @@ def _convert(file: Path, facts: _Facts, folder: Path) -> None:
     source["local_files_only"] = True
     try:
         config = AutoConfig.from_pretrained(**source)
-        family_of(config)
+        if not family_of(config).projection:  # one whose conversion nobody compared
+            raise _refused(f"{file.name}: {config.model_type} is not read from GGUF; use its safetensors")
         if facts.head_dim is not None and hasattr(config, "head_dim"):
             config.head_dim = facts.head_dim  # which the conversion forgets
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float16)
+        source |= {"config": config, "output_loading_info": True}
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, report = load(**source, dtype=torch.float16)
+        if missing := sorted(report["missing_keys"]):  # which the conversion does not know
+            raise _refused(f"{file.name}: {config.model_type} is not converted whole, first lacking {missing[0]}")
         if not all(bool(torch.isfinite(one).all()) for one in model.parameters()):  # beyond float16's range
-            model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.bfloat16)
+            model, _ = load(**source, dtype=torch.bfloat16)
         settings = model.config.to_dict()
         settings.pop("quantization_config", None)  # refuses to be saved
         with torch.device("meta"):

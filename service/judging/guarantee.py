@@ -79,6 +79,7 @@ def has_passage(text: str) -> bool:
 
 TOKEN_IDS = "rendering: the prompt came as token ids"
 NO_TEMPLATE = "rendering: this route applies no chat template"
+MEDIA = "prompt: an image, audio or video, where training had text"
 OTHER_ENDING = "rendering: the prompt does not end as the chat template ends a question"
 ANSWERED = "rendering: the last message is the assistant's"
 

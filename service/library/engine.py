@@ -139,14 +139,15 @@ def load_engine(
         if options.engine == "vllm":
             return _vllm(options, bundles, rows, threads, report)
         with progress(f"loading {_shown(options)}", report):
-            return _transformers(options, bundles, threads, max_kv_tokens, max_wait_s)
+            return _transformers(options, bundles, rows, threads, max_kv_tokens, max_wait_s)
     except ModelLoadError as error:
         raise _with_owner(error, bundles) from error.__cause__
 
 
 def _transformers(
-    options: "EngineOptions", bundles: Sequence["Bundle"], threads: int | None, max_kv_tokens: int, max_wait_s: float
-) -> "base.Engine":
+    options: "EngineOptions", bundles: Sequence["Bundle"], rows: Sequence["Site"], threads: int | None,
+    max_kv_tokens: int, max_wait_s: float,
+) -> "base.Engine":  # fmt: skip
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm in a notebook; our bars are lines of text
         import torch
@@ -167,7 +168,7 @@ def _transformers(
     adapt, most = threads is None and "OMP_NUM_THREADS" not in os.environ, threads or cpu_count()
     if threads is not None or adapt:
         torch.set_num_threads(most)
-    batch = TransformersEngine.load(options)
+    batch = TransformersEngine.load(options, rows)
     loaded = batch.torch_model
     if adapt and loaded is not None and loaded.device.type == "cpu" and most > 1:
         AdaptiveThreads(loaded.model, most)

@@ -60,7 +60,8 @@ class Gate:
                 raise HalluTracerError(problem)
             if wire is None:
                 raise HalluTracerError("the worker did not read its prompt")
-            if scorer.prompt_format == "chat" and tuple(prompt[-len(scorer.chat_ending) :]) != scorer.chat_ending:
+            ends = scorer.prompt_format != "chat" or tuple(prompt[-len(scorer.chat_ending) :]) == scorer.chat_ending
+            if not ends or getattr(request, "mm_features", None):  # images, audio: training had text
                 policy = untemplated(scorer, policy)
             result = self.lease.result(wire.numpy(), len(prompt))
             report = scorer.judge(result, policy, place=self.places[scorer])

@@ -22,7 +22,7 @@ from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import KEY
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.judging.guarantee import NO_TEMPLATE, OTHER_ENDING, shape_violations
+from service.judging.guarantee import MEDIA, NO_TEMPLATE, OTHER_ENDING, shape_violations
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import Scorer
 from service.serving import observers
@@ -206,6 +206,8 @@ def observes(service: Service, xargs: dict[str, Any]) -> bool:
 
 def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
     """Return how the prompt departs from what the chat template makes of a question; nothing without a template."""
+    if isinstance(prompt, Mapping) and prompt.get("mm_placeholders"):
+        return (MEDIA,)
     if scorer.prompt_format != "chat":
         return ()
     if not note.templated:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,11 +25,13 @@ from service.engines import places
 from service.engines.base import EngineOptions
 from service.engines.places import PACKAGED, PackagedModel
 from service.engines.vllm.launch import STAGES, say, stages
-from service.errors import ModelLoadError
+from service.errors import ModelLoadError, UnknownFamily
 from service.library.engine import DEMO, SMOLLM2, default_model, load_engine
 from service.library.engine import SHIPPED as OWN
 from service.progress import progress
+from service.trainer.options import TrainOptions
 from tests.command_line import hallutracer
+from tests.engines import tiny
 from tests.local_server import answer, listening
 from tests.running import until
 
@@ -202,3 +206,15 @@ def test_what_a_starting_worker_says_is_reported_as_it_begins() -> None:
     assert lines[-1].startswith("loading m: done in ")
     assert STAGES not in os.environ
     assert last() == ""
+
+
+def test_training_on_a_family_without_heads_ends_before_the_weights_and_names_the_option(tmp_path: Path) -> None:
+    config = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    tiny.tokenizer().save_pretrained(tmp_path)
+    for engine in ("transformers", "vllm"):
+        if engine == "vllm" and find_spec("vllm") is None:
+            continue
+        with pytest.raises(UnknownFamily, match="--readout residual_stream"):
+            load_engine(EngineOptions(model=str(tmp_path), engine=engine), rows=[TrainOptions(name="a").site])

@@ -20,11 +20,11 @@ from packaging.requirements import Requirement
 
 from hallutracer_research.demo.build import METHODS
 from service.access.keys import KeyTable, parse_keys
-from service.engines.families import FAMILIES
 from service.engines.vllm.launch import TESTED
 from service.errors import HalluTracerError
 from service.policies.policy import read_policies
 from tests.docs.pages import PAGES, RECORDS, ROOT, blocks
+from tests.parity import models
 from tests.serve_process import inherited
 
 # Errors that no HTTP answer carries: of the command line, of loading (served as not_ready), and of a client that left.
@@ -97,11 +97,8 @@ def test_the_demo_models_table_is_the_report() -> None:
         assert never[title] == "| " + " | ".join([title, *(cells(row[f"no_refusal_{key}"]) for key in columns)]) + " |"
 
 
-def test_the_model_families_are_all_named() -> None:
-    section = text_of("docs/contributing.md").partition("### Model families")[2].partition("\n### ")[0]
-    for family in FAMILIES:
-        name = re.split(r"[ ,]", family.name)[0]
-        assert name.split("-")[0] in section, family.name
+def test_the_table_of_model_families_is_what_the_engines_read_and_the_tests_compare() -> None:
+    assert "\n\n" + "\n".join(models.table()) + "\n\n" in text_of("docs/vllm.md")
 
 
 def test_named_files_exist() -> None:

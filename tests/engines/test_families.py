@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -11,7 +10,9 @@ import pytest
 import torch
 
 from probes_store.manifest import SiteName
-from service.engines.families import FAMILIES, SITES, SiteModule, family_of, geometry, locate
+from service.engines.base import Sampling
+from service.engines.families import FAMILIES, SITES, SiteModule, check_sites, family_of, geometry, locate
+from service.engines.transformers.engine import TransformersEngine
 from service.errors import EngineError, UnknownFamily
 from service.readout import Site
 from tests.engines import tiny
@@ -33,12 +34,19 @@ def capture(model: Any, modules: list[Any], prompt: list[int], *, inputs: bool =
     return captured
 
 
-def test_every_model_type_and_every_site_of_the_tables_is_tested() -> None:
-    assert sorted(name for family in FAMILIES for name in family.model_types) == tiny.ALL
+UNKNOWN = "opt"  # a decoder without a row
+MORE = [pytest.param(name, marks=pytest.mark.long) for name in tiny.MORE]
+WITH_HEADS = [*tiny.ALL, *(one for one in MORE if family_of(tiny.MORE[str(one.values[0])]()).projection)]
+
+
+def test_every_family_and_every_site_of_the_tables_is_tested() -> None:
+    tested = {*tiny.ALL, *tiny.MORE}
+    assert [family.name for family in FAMILIES if not tested & {*family.model_types}] == []
+    assert tested - {name for family in FAMILIES for name in family.model_types} == {UNKNOWN}
     assert list(SITES) == list(Site)
 
 
-@pytest.mark.parametrize("name", tiny.ALL)
+@pytest.mark.parametrize("name", WITH_HEADS)
 def test_heads_put_back_through_the_projection_give_the_attention_output(name: str):
     engine = tiny.shared_engine(name)
     model = tiny.modules(engine).model
@@ -62,15 +70,15 @@ def test_heads_put_back_through_the_projection_give_the_attention_output(name: s
         np.testing.assert_allclose(rebuilt, attention[layer][-1].numpy(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", tiny.ALL)
+@pytest.mark.parametrize("name", [*tiny.ALL, *MORE, UNKNOWN])
 def test_activations_equal_an_independent_capture(name: str):
     engine = tiny.shared_engine(name)
     model = tiny.modules(engine).model
     located = locate(model)
     prompt = tiny.prompts([13], seed=5)[0]
-    activations = engine.extract([prompt], list(Site)).activations
+    activations = engine.extract([prompt], list(located.at)).activations
     blocks = capture(model, list(located.blocks), prompt)
-    projected = capture(model, list(located.at[Site.ATTENTION_HEAD]), prompt, inputs=True)
+    projected = capture(model, list(located.at.get(Site.ATTENTION_HEAD, ())), prompt, inputs=True)
     with torch.no_grad():
         hidden = model(input_ids=torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
     for layer in range(located.geometry.num_layers):
@@ -78,6 +86,8 @@ def test_activations_equal_an_independent_capture(name: str):
         np.testing.assert_allclose(residual, blocks[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
         if layer < located.geometry.num_layers - 1:  # transformers' last hidden state is after the final norm
             np.testing.assert_allclose(residual, hidden[layer + 1][0, -1].numpy(), rtol=1e-5, atol=1e-6)
+        if not projected:
+            continue
         head = activations[Site.ATTENTION_HEAD][0, layer]
         np.testing.assert_allclose(head, projected[layer][-1].numpy(), rtol=1e-5, atol=1e-6)
 
@@ -107,15 +117,91 @@ def test_geometry_counts_query_heads_and_takes_the_configs_head_dim_or_the_quoti
         geometry(config)
 
 
-def test_an_unknown_family_names_the_known_ones_and_the_place_to_add_it():
-    with pytest.raises(UnknownFamily, match=r"mamba.*qwen3_moe.*service/engines/families\.py"):
-        family_of(SimpleNamespace(model_type="mamba"))
+@pytest.mark.parametrize("name", [*MORE, UNKNOWN])
+def test_prompts_together_are_read_and_answered_as_each_alone(name: str):
+    engine = tiny.shared_engine(name)
+    model, prompts = tiny.modules(engine).model, tiny.prompts([11, 13, 11, 5])
+    sites = list(family_of(model.config).sites)
+    together = engine.extract(prompts, sites).activations
+    for row, prompt in enumerate(prompts):
+        for site, alone in engine.extract([prompt], sites).activations.items():
+            np.testing.assert_allclose(together[site][row], alone[0], rtol=1e-4, atol=1e-5)
+    answers = engine.generate(prompts, Sampling(max_tokens=6))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        whole = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=False, use_cache=False)
+        assert list(answer.token_ids) == whole[0, len(prompt) :].tolist()
+
+
+def test_a_family_without_a_row_is_read_at_the_residual_stream_alone() -> None:
+    engine = tiny.shared_engine(UNKNOWN)
+    prompts, geometry = tiny.prompts([7]), engine.identity.geometry
+    said = r"'opt' is read at residual_stream only, not at attention_head: train with --readout residual_stream.*row in"
+    for reads in (
+        lambda: engine.extract(prompts, list(Site)),
+        lambda: engine.score(prompts, [tiny.probes(geometry)]),
+        lambda: engine.begin(prompts, [tiny.probes(geometry)]),
+    ):
+        with pytest.raises(UnknownFamily, match=said):
+            reads()
+    [result] = engine.score(prompts, [tiny.probes(geometry, Site.RESIDUAL_STREAM)])
+    assert np.isfinite(result.trajectories[0]).all()
+    with pytest.raises(UnknownFamily, match="heads cannot be read: only some of its blocks have attention"):
+        check_sites("qwen3_next", [Site.ATTENTION_HEAD])
+    check_sites("qwen3_next", [Site.RESIDUAL_STREAM])
+
+
+class Wrapped(torch.nn.Module):
+    """A block that hands on or reads something else than it is given."""
+
+    def __init__(self, block: torch.nn.Module, change: Any) -> None:
+        super().__init__()
+        self.block, self.change = block, change
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.change(self.block, hidden, args, kwargs)
+
+
+def narrower(block: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    return block(hidden, *args, **kwargs)[..., None]
+
+
+def backwards(block: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    return block(hidden + hidden.sum(1, keepdim=True), *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(narrower, "size 32|does not run as a decoder"), (backwards, "from left to right|other hidden")],
+)
+def test_what_is_no_chain_of_blocks_is_refused(change: Any, said: str) -> None:
+    model = tiny.model(UNKNOWN)
+    layers = model.get_decoder().layers
+    layers[-1] = Wrapped(layers[-1], change)
+    with pytest.raises(EngineError, match=f"opt: .*({said})"):
+        TransformersEngine(model, tiny.tokenizer())
+
+
+def test_blocks_that_something_is_added_between_are_refused() -> None:
+    model = tiny.model(UNKNOWN)
+    model.get_decoder().layers[1].register_forward_pre_hook(lambda _, given: (2 * given[0], *given[1:]))
+    with pytest.raises(EngineError, match="not given what the block before made"):
+        TransformersEngine(model, tiny.tokenizer())
+
+
+def test_a_decoder_without_its_blocks_or_with_two_lists_of_them_is_refused_by_name() -> None:
+    model = tiny.model(UNKNOWN)
+    model.get_decoder().others = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    with pytest.raises(EngineError, match=r"opt: OPT\w+ has 2 lists of 3 blocks.*layers.*others"):
+        locate(model)
+    model.get_decoder().layers[0].experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    del model.get_decoder().others
+    assert locate(model).blocks == tuple(model.get_decoder().layers)
 
 
 def test_a_config_that_contradicts_the_modules_is_refused():
     model = tiny.model("llama")
     model.config.num_hidden_layers = 4
-    with pytest.raises(EngineError, match="3 blocks where .* 4"):
+    with pytest.raises(EngineError, match="0 lists of 4 blocks"):
         locate(model)
     model.config.num_hidden_layers = 3
     model.config.head_dim = 8

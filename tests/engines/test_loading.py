@@ -17,6 +17,7 @@ from service.engines.base import BatchEngine, EngineOptions
 from service.engines.loading import folder_fingerprint, memory_fingerprint
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
+from service.readout import Site
 from tests.engines import tiny
 
 
@@ -141,7 +142,7 @@ def test_a_damaged_folder_is_refused_with_the_cause(folder: Path, file: str, con
         load(folder)
 
 
-def test_a_missing_parameter_is_not_filled_with_noise_and_an_unknown_family_read_no_weights(folder: Path) -> None:
+def test_a_missing_parameter_is_not_filled_with_noise_and_a_family_without_heads_reads_no_weights(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.o_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -150,8 +151,8 @@ def test_a_missing_parameter_is_not_filled_with_noise_and_an_unknown_family_read
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "opt", "architectures": ["OPTForCausalLM"]}))
     (folder / "model.safetensors").write_bytes(b"never read")
-    with pytest.raises(UnknownFamily, match="'opt'"):
-        load(folder)
+    with pytest.raises(UnknownFamily, match="'opt' is read at residual_stream only"):
+        TransformersEngine.load(EngineOptions(model=str(folder)), [Site.ATTENTION_HEAD])
 
 
 def test_out_of_memory_is_told_apart(saved: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from service.engines.base import EngineOptions, TorchModel
 from service.engines.families import locate
+from service.engines.loading import loader
 from service.engines.transformers.engine import TransformersEngine
 from service.readout import Geometry, Probes, Site
 
@@ -72,15 +73,102 @@ def families(base: dict[str, Any], wide: dict[str, Any], window: int, expert: in
     }
 
 
+def more_families(base: dict[str, Any], wide: dict[str, Any], window: int, expert: int) -> dict[str, Any]:
+    """As ``families``, of those that are compared in fewer ways: hybrids have attention in the second block."""
+    hidden, head, sliding = base["hidden_size"], wide["head_dim"], {"sliding_window": window}
+    no_gqa = {key: value for key, value in base.items() if key != "num_key_value_heads"}
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    local = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert, "n_group": 1,
+              "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}  # fmt: skip
+    latent = base | {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+                     "qk_nope_head_dim": 16, "v_head_dim": 16}  # fmt: skip
+    hybrid = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    linear = hybrid | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": head,
+                       "linear_value_head_dim": head, "linear_conv_kernel_dim": 4}  # fmt: skip
+    shared = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert,
+              "shared_expert_intermediate_size": expert}  # fmt: skip
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": hidden // 2, "mamba_d_state": 16, "mamba_n_groups": 1,
+             "mamba_expand": 2, "mamba_d_conv": 4, "mamba_chunk_size": 16}  # fmt: skip
+    states = {"mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": hidden // 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [hidden // 16, hidden // 32, hidden // 32]}
+    qwen_sight = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
+    qwen_images = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 262,
+                   "vision_end_token_id": 263}  # fmt: skip
+    sight = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 1, "head_dim": 32, "image_size": 28, "patch_size": 14}  # fmt: skip
+    return {
+        "gpt_oss": lambda: hf.GptOssConfig(**wide, **sliding, **local),
+        "deepseek_v2": lambda: hf.DeepseekV2Config(**latent, **routed, topk_method="greedy"),
+        "deepseek_v3": lambda: hf.DeepseekV3Config(**latent, **routed, topk_method="noaux_tc", scoring_func="sigmoid"),
+        "kimi_linear": lambda: hf.KimiLinearConfig(
+            **latent, **hybrid, **local, n_group=1, linear_head_dim=head, linear_num_heads=4,
+            moe_intermediate_size=expert, first_k_dense_replace=1),
+        "llama4_text": lambda: hf.Llama4TextConfig(
+            **wide, intermediate_size_mlp=base["intermediate_size"], attention_chunk_size=window,
+            **local | {"num_experts_per_tok": 1}),
+        "glm": lambda: hf.GlmConfig(**wide),
+        "glm4": lambda: hf.Glm4Config(**wide),
+        "glm4_moe": lambda: hf.Glm4MoeConfig(**wide, **routed),
+        "phi": lambda: hf.PhiConfig(**base),
+        "phimoe": lambda: hf.PhimoeConfig(**base, **local),
+        "granite": lambda: hf.GraniteConfig(
+            **base, residual_multiplier=0.5, embedding_multiplier=2.0, logits_scaling=2.0, attention_multiplier=0.2),
+        "granitemoe": lambda: hf.GraniteMoeConfig(**base, **local),
+        "cohere": lambda: hf.CohereConfig(**base),
+        "cohere2": lambda: hf.Cohere2Config(**base, **sliding),
+        "falcon": lambda: hf.FalconConfig(**no_gqa, new_decoder_architecture=True, num_kv_heads=2, bias=False),
+        "falcon_h1": lambda: hf.FalconH1Config(**wide, **mamba, mamba_d_ssm=2 * hidden),
+        "gemma": lambda: hf.GemmaConfig(**wide),
+        "olmo3": lambda: hf.Olmo3Config(**base, **sliding),
+        "smollm3": lambda: hf.SmolLM3Config(**base),
+        "seed_oss": lambda: hf.SeedOssConfig(**wide),
+        "exaone4": lambda: hf.Exaone4Config(**base, **sliding),
+        "ernie4_5": lambda: hf.Ernie4_5Config(**wide),
+        "starcoder2": lambda: hf.Starcoder2Config(**base),
+        "stablelm": lambda: hf.StableLmConfig(**base),
+        "minimax_m2": lambda: hf.MiniMaxM2Config(**wide, **local),
+        "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
+            text_config=base | {"rope_parameters": rope}, vision_config=qwen_sight, **qwen_images, **ends),
+        "mistral3": lambda: hf.Mistral3Config(
+            text_config=wide | {"model_type": "mistral"}, vision_config=sight, image_token_index=260, **ends),
+        "qwen3_next": lambda: hf.Qwen3NextConfig(**wide, **linear, **shared),
+        "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**wide, **linear),
+        "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(**wide, **linear, **shared),
+        "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
+            **base, **mamba, **local, shared_intermediate_size=expert, layer_types=["mamba", "attention", "mamba"]),
+        "bamba": lambda: hf.BambaConfig(**base, **mamba, attn_layer_indices=[1]),
+        "zamba2": lambda: hf.Zamba2Config(
+            **base, **states, chunk_size=16, num_mem_blocks=1, adapter_rank=8, use_mem_rope=True,
+            hybrid_layer_ids=[1], layers_block_type=["mamba", "hybrid", "mamba"]),
+        "jamba": lambda: hf.JambaConfig(
+            **base, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+            num_experts=4, mamba_d_state=16, mamba_dt_rank=8, use_mamba_kernels=False),
+        "nemotron_h": lambda: hf.NemotronHConfig(
+            **base, hybrid_override_pattern="M*-", mamba_num_heads=4, mamba_head_dim=hidden // 2, ssm_state_size=16,
+            n_groups=1, chunk_size=16),
+        "lfm2": lambda: hf.Lfm2Config(**base, layer_types=["conv", "full_attention", "conv"]),
+        "opt": lambda: hf.OPTConfig(
+            vocab_size=VOCABULARY, hidden_size=hidden, ffn_dim=2 * hidden, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=base["max_position_embeddings"], word_embed_proj_dim=hidden, **ends),  # no row
+    }  # fmt: skip
+
+
 CONFIGS = families(BASE, WIDE, WINDOW, 24)
+MORE = more_families(BASE, WIDE, WINDOW, 24)
 ALL = sorted(CONFIGS)
 SLIDING_FAMILIES = ["gemma2", "gemma3_text", "gemma3", "mistral"]
+
+
+def from_config(config: Any) -> Any:
+    """A random model, of the class that the engine loads a checkpoint with."""
+    return loader(config).from_config(config)
 
 
 def model(family: str, seed: int = 0) -> Any:
     """A fresh random model in float32."""
     torch.manual_seed(seed)
-    built = hf.AutoModelForCausalLM.from_config(CONFIGS[family]()).float().eval()
+    built = from_config((CONFIGS | MORE)[family]()).float().eval()
     built.generation_config = hf.GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     return built
 

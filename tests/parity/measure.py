@@ -32,11 +32,13 @@ from service.engines.bridge import run_on
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
 from tests.parity import models as q
+from tests.parity import quantized
 
 CHUNK = 48  # tokens per step: most prompts are chunked
 EXTRACTED = 40  # prompts with activations and full answers
 ANSWER = Sampling(max_tokens=12)
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+FEW = 24  # prompts of a family that is compared in fewer ways
 LATER = 2  # bundles that replace others in their slots
 Arrays = dict[str, Any]
 
@@ -104,6 +106,38 @@ def transformers(folder: str) -> Arrays:
     by_bundle = np.array([onset.trajectories for onset in scored[: len(asked)]])
     more = {"bundles": by_bundle.reshape(len(asked), q.BUNDLES, len(Site), -1).swapaxes(0, 1)}
     return flat(everything, onsets) | more | shared(engine, asked, rows=True) | {"answers": answers(completions)}
+
+
+def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[str, str]) -> Arrays:
+    """Activations, truth logits and answers of few prompts: by the reference engine on ``reference``, and by vLLM.
+
+    ``method``: how ``folder`` is quantized, "" for not at all."""
+    from service.engines.families import family_of
+    from service.engines.loading import find_model_files
+    from service.engines.transformers.engine import TransformersEngine
+    from service.engines.vllm.engine import VllmEngine
+
+    torch.set_num_threads(1)
+    prompts = [question.prompt for question in q.questions("")[:FEW]]
+    plain = EngineOptions(model=reference, dtype="float32", extra={"attn_implementation": "eager"})
+    options = EngineOptions(model=folder, dtype=dtype, max_batch_tokens=CHUNK, extra=arguments)
+    sites = family_of(find_model_files(options).config).sites
+    found: Arrays = {}
+    for name, load in (
+        ("expected", lambda: TransformersEngine.load(plain)), ("found", lambda: VllmEngine.load(options, rows=True)),
+    ):  # fmt: skip
+        engine: Any = load()
+        if engine.torch_model is not None:
+            quantized.round_inputs(engine.torch_model.model, method)
+        probes = q.probes(engine.identity.geometry, 0, sites)
+        scored = np.array([one.trajectories for one in engine.score(prompts, probes)])
+        found |= {f"{name}_logits_{site}": scored[:, place] for place, site in enumerate(sites)}
+        rows = engine.extract(prompts, sites).activations
+        found |= {f"{name}_rows_{site}": rows[site] for site in sites}
+        found[f"{name}_answers"] = answers(engine.generate(prompts, ANSWER))
+        found[f"{name}_fingerprint"] = np.array(engine.identity.fingerprint)
+        engine.close()
+    return found
 
 
 def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
@@ -248,10 +282,13 @@ def start_vllms_processes_by_fork() -> None:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("backend", choices=["transformers", "vllm"])
+    parser.add_argument("backend", choices=["transformers", "vllm", "both"])
     parser.add_argument("folder")
     parser.add_argument("out", type=Path)
     parser.add_argument("--argument", action="append", default=[], help="one of vLLM's, as NAME=VALUE")
+    parser.add_argument("--reference", help="the reference engine's folder, if it is another")
+    parser.add_argument("--method", default="", help="of tests.parity.quantized")
+    parser.add_argument("--dtype", default="float32", help="vLLM's")
     parser.add_argument("--faulty", help="a worker class of tests.parity.faulty")
     given = parser.parse_args(argv)
     # The user's environment must not affect the comparison.
@@ -261,7 +298,11 @@ def main(argv: Sequence[str]) -> None:
         arrays = transformers(given.folder)
     else:
         start_vllms_processes_by_fork()
-        arrays = vllm(given.folder, dict(one.split("=", 1) for one in given.argument), given.faulty)
+        arguments = dict(one.split("=", 1) for one in given.argument)
+        if given.backend == "both":
+            arrays = both(given.folder, given.reference or given.folder, given.dtype, given.method, arguments)
+        else:
+            arrays = vllm(given.folder, arguments, given.faulty)
     with given.out.open("wb") as file:
         np.savez(file, **arrays)
     print(json.dumps({name: list(np.shape(array)) for name, array in arrays.items()}))

@@ -4,6 +4,7 @@ The shapes are those that vLLM's CPU attention takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import transformers as hf
 
 from service.engines.base import Sampling
+from service.engines.families import FAMILIES
 from service.readout import Geometry, Probes, Site
 from tests.engines import tiny
 
@@ -34,12 +36,39 @@ def _gemma2(cap: float | None) -> hf.Gemma2Config:
 # at 5 it changes 0.37), and multiplies what vLLM's tanh on AVX-512 loses by 50: 2.3e-5 apart.
 CAPPED = {"gemma2": lambda: _gemma2(None), "gemma2_capped": lambda: _gemma2(5.0)}
 CONFIGS: dict[str, Any] = tiny.families(BASE, WIDE, WINDOW, 64) | CAPPED
+WIDER = 32  # vLLM takes Llama 4's chunks in whole blocks of the cache
+_MORE = tiny.more_families(BASE, WIDE, WIDER, 64)
+# vLLM's window is a token wider than transformers' here, so that prompts of more tokens differ.
+_NO_WINDOW = {"cohere2": lambda: hf.Cohere2Config(**BASE, sliding_window=CONTEXT)}
+MORE: dict[str, Any] = _MORE | _NO_WINDOW  # compared in fewer ways
+
+# Of ``MORE``, what is compared with vLLM.
+COMPARED = ("gpt_oss", "glm4", "granite", "cohere2", "falcon", "opt")
+TORCHVISION = "its vLLM class needs torchvision, which the CPU install leaves out"
+# What vLLM 0.32's CPU build does not run, and why.
+NOT_IN_VLLM = {
+    "gemma3": TORCHVISION, "qwen2_5_vl": TORCHVISION, "mistral3": TORCHVISION,
+    "qwen3_next": "its kernel on CPUs takes bfloat16 only", "bamba": "vLLM has no class for it",
+}  # fmt: skip
+BOUNDS: dict[str, float] = {}  # where kernels round more, relative to the largest number
+
+
+def table() -> list[str]:
+    """The rows of docs/vllm.md's table of families: what the engines read, and what is compared here."""
+    rows = ["| family | attention heads, at the input of | vLLM |", "| --- | --- | --- |"]
+    for family in FAMILIES:
+        tried = [name for name in family.model_types if name in CONFIGS or name in MORE]
+        compared = any(name in COMPARED or (name in CONFIGS and name not in NOT_IN_VLLM) for name in tried)
+        why = next((f"not run: {NOT_IN_VLLM[name]}" for name in tried if name in NOT_IN_VLLM), "not compared")
+        heads = f"`{family.projection}`" if family.projection else f"none: {family.notes}"
+        rows.append(f"| {family.name} | {heads} | {'compared' if compared else why} |")
+    return [*rows, "| any other decoder | none: it has no row | checked at the start; OPT is compared |"]
 
 
 def save(family: str, folder: Path, seed: int = 0) -> Path:
     """A model folder as a user would have one: configuration, float32 weights, tokenizer."""
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[family]()).float().eval()
+    model = tiny.from_config((CONFIGS | MORE)[family]()).float().eval()
     with torch.no_grad():  # biases and norms that are all zeros or ones would hide that they are left out
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -95,6 +124,6 @@ def repeated(asked: list[Question]) -> list[Question]:
     return [replace(first, prompt=first.prompt[:ALONE]), *others]
 
 
-def probes(geometry: Geometry, bundle: int) -> list[Probes]:
+def probes(geometry: Geometry, bundle: int, sites: Sequence[Site] = tuple(Site)) -> list[Probes]:
     """One bundle's probes at every site: random heads, biases and scales."""
-    return [tiny.probes(geometry, site, 10 * bundle + place, scaled=True) for place, site in enumerate(Site)]
+    return [tiny.probes(geometry, site, 10 * bundle + place, scaled=True) for place, site in enumerate(sites)]

@@ -23,9 +23,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from service.engines.loading import folder_fingerprint
 from service.readout import Site
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.parity import models, versions
+from tests.parity import models, quantized, versions
 
 vllm_or_skip()
 ROOT = Path(__file__).parents[2]
@@ -33,8 +34,7 @@ MINUTES = 10
 NUMBERS = ("truth logits", "depth mean", "later bundles", "first token", "activations")
 TOLERANCE = 1e-5  # absolute, float32
 Array = NDArray[Any]
-# vLLM's Gemma 3 imports its image processor, which wants torchvision; the CPU install leaves that out.
-SERVED = [family for family in models.CONFIGS if family != "gemma3"]
+SERVED = [family for family in models.CONFIGS if family not in models.NOT_IN_VLLM]
 # vLLM frees blocks behind a window: little is preempted, and less of a prefix is kept.
 WINDOWED = {"mistral", "gemma2", "gemma2_capped", "gemma3_text"}
 
@@ -213,6 +213,47 @@ def test_vllm_reads_and_says_what_transformers_does(
     table.append(row(str(run), [f"{apart[number]:.1e}" if apart[number] else "-" for number in NUMBERS]))
     if path := os.environ.get("HALLUTRACER_PARITY_TABLE"):
         Path(path).write_text("\n".join([row("model", [*NUMBERS]), "|---" * 6 + "|", *table]) + "\n")
+
+
+def apart(found: dict[str, Array], what: str) -> float:
+    """The largest difference of what both engines say, over all sites, relative to the largest number."""
+    expected = {
+        name.removeprefix("expected_"): array for name, array in found.items() if name.startswith(f"expected_{what}")
+    }
+    assert expected
+    return max(
+        float(np.abs(array - found[f"found_{name}"]).max() / np.abs(array).max()) for name, array in expected.items()
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", models.COMPARED)
+def test_more_families_are_read_as_transformers_reads_them(family: str, measure: Measurer, folder: Path) -> None:
+    model = models.save(family, folder / family)
+    found = measure("both", model, folder / f"{family}.npz", *Run(family, True).arguments)
+    for what in ("logits", "rows"):
+        assert apart(found, what) <= models.BOUNDS.get(family, TOLERANCE), what
+    assert np.array_equal(found["expected_answers"], found["found_answers"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", quantized.METHODS)
+def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
+    method: str, measure: Measurer, folder: Path
+) -> None:
+    plain = reference(measure, folder, "llama")[0]
+    packed, meant = quantized.quantize(plain, method, folder)
+    bound, dtype = quantized.BOUNDS[method]
+    arguments = [*Run("llama", True).arguments, "--reference", str(meant), "--dtype", dtype, "--method", method]
+    try:
+        found = measure("both", packed, folder / f"{method}.npz", *arguments)
+    except AssertionError as error:
+        if quantized.KERNELS.get(method, "none") not in str(error):
+            raise
+        pytest.skip(f"vLLM's build for this CPU has no {quantized.KERNELS[method]}, which its start said")
+    for what in ("logits", "rows"):
+        assert 0.0 < apart(found, what) <= bound, what
+    assert len({str(found["expected_fingerprint"]), str(found["found_fingerprint"]), folder_fingerprint(plain)}) == 3
 
 
 @pytest.mark.long

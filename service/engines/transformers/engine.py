@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from service.engines import adapters, base, loading
 from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
-from service.engines.families import ModelModules, locate
+from service.engines.families import ModelModules, check_sites, family_of, locate
 from service.engines.transformers import decoding, hooks
 from service.engines.transformers.decoding import KvContinuation
 from service.engines.transformers.hooks import ActivationBuffer, Batch, Prefilled, ProbeStack, TruthLogits
@@ -41,16 +41,19 @@ class TransformersEngine:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, options: EngineOptions | None = None, fingerprint: str | None = None
-    ) -> None:
-        """Use a loaded model and tokenizer.  Raises UnknownFamily, and ModelLoadError without a context length."""
+        self, model: Any, tokenizer: Any, *, options: EngineOptions | None = None, fingerprint: str | None = None,
+        config: Any | None = None,
+    ) -> None:  # fmt: skip
+        """Use a loaded model and tokenizer.  Raises EngineError, and ModelLoadError without a context length.
+
+        ``config``: the checkpoint's own, where the model is its language side."""
         self._options = options or EngineOptions(model=str(getattr(model.config, "_name_or_path", "") or "in-memory"))
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
         tokens = Tokens(tokenizer)
         self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
         self.special_tokens = tokens.special_tokens
-        self._modules = locate(model)
+        self._modules, family = locate(model), family_of(model.config)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
         self._vocabulary = int(embedding.num_embeddings)
@@ -60,17 +63,21 @@ class TransformersEngine:
         self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
         self.max_decode_tokens = max(self.max_batch_tokens, hooks.tokens_worth_the_weights(model))
         self.end_tokens = hooks.end_tokens(model)
-        self._equal_lengths = hooks.depends_on_longest(model.config)
+        if not family.projection:  # not one of those whose every number is compared in tests
+            hooks.check_decoder(model, self._modules, family.name, self._device)
+        self._alone = family.alone
+        self._equal_lengths = self._alone or hooks.depends_on_longest(model.config)
         windows = hooks.has_windows(model.config)
         shares = self._options.padding_side == "right" and not self._equal_lengths and not windows
         self._prefix = hooks.Prefix(hooks.chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
         self.counters = base.Counters()
+        own = config or model.config
         self.identity = base.ModelIdentity(
-            model=self._options.model, revision=loading.revision_of(model.config),
-            fingerprint=fingerprint or loading.memory_fingerprint(model), architecture=type(model).__name__,
-            model_type=str(model.config.model_type), tokenizer=tokens.digest,
+            model=self._options.model, revision=loading.revision_of(own), model_type=str(own.model_type),
+            fingerprint=fingerprint or loading.memory_fingerprint(model), tokenizer=tokens.digest,
+            architecture=str((own.architectures or [type(model).__name__])[0]),
             chat_template=tokens.chat_template_digest, geometry=self._modules.geometry,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
             max_tokens=hooks.context_length(model.config),
@@ -78,11 +85,11 @@ class TransformersEngine:
         self.max_tokens = self.identity.max_tokens
 
     @classmethod
-    def load(cls, options: EngineOptions) -> TransformersEngine:
-        """Load a model folder or hub name.  Raises ModelLoadError naming the cause, or UnknownFamily."""
-        model, files = loading.load(options)
+    def load(cls, options: EngineOptions, sites: base.Sites = ()) -> TransformersEngine:
+        """Load a model folder or hub name, to be read at ``sites``.  Raises ModelLoadError, EngineError."""
+        model, files = loading.load(options, sites)
         named, fingerprint = replace(options, model=files.name), loading.folder_fingerprint(files.folder)
-        engine = cls(model, files.tokenizer, options=named, fingerprint=fingerprint)
+        engine = cls(model, files.tokenizer, options=named, fingerprint=fingerprint, config=files.config)
         if options.adapter is not None:
             engine.identity = adapters.identity_with(engine.identity, options.adapter)
         return engine
@@ -115,7 +122,7 @@ class TransformersEngine:
             stack = self._stack(probes)
             done: list[Prefilled] = []
             kept: dict[int, tuple[Any, Tensor]] = {}
-            for batch in self._batches(prompts):
+            for batch in self._batches(prompts, kept=True):
                 sink = TruthLogits(stack, len(batch.index), self._device)
                 logits, caches = self._prefill_kept(batch, sink)
                 done.append((batch, sink, summarise(logits)))
@@ -139,7 +146,7 @@ class TransformersEngine:
             for group in groups:
                 own = [prompts[row] for row in group]
                 begun: dict[int, KvContinuation] = {}
-                for batch in self._batches(own):
+                for batch in self._batches(own, kept=sampling is not None):
                     rows = [group[place] for place in batch.index]
                     sink = self._buffer(sites, len(rows))
                     caches: list[Any] = []
@@ -174,7 +181,7 @@ class TransformersEngine:
         with self._running(prompts):
             for group in self._answered_together(prompts, sampling, max(times, default=1)):
                 begun: dict[int, list[KvContinuation]] = {}
-                for batch in self._batches([prompts[row] for row in group]):
+                for batch in self._batches([prompts[row] for row in group], kept=True):
                     sink = self._buffer([Site.RESIDUAL_STREAM], len(batch.index))
                     logits, caches = self._prefill_kept(batch, sink)
                     states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)  # at t*
@@ -225,13 +232,14 @@ class TransformersEngine:
         finally:
             self._busy.release()
 
-    def _batches(self, prompts: Prompts) -> Iterator[Batch]:
-        """Yield micro-batches; what chats begin with is not run again."""
+    def _batches(self, prompts: Prompts, *, kept: bool = False) -> Iterator[Batch]:
+        """Yield micro-batches, whose caches are ``kept``; what chats begin with is not run again."""
         prefixes = [len(self._prefix.tokens) if self._prefix.begins(prompt) else 0 for prompt in prompts]
         for prefix in sorted(set(prefixes)):
             rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
-            for group in hooks.micro_batches(lengths, self.max_batch_tokens, equal_lengths=self._equal_lengths):
+            budget = 0 if kept and self._alone else self.max_batch_tokens  # a cache that cannot be split: one prompt
+            for group in hooks.micro_batches(lengths, budget, equal_lengths=self._equal_lengths):
                 index = [rows[place] for place in group]
                 yield hooks.pad(prompts, index, self._options.padding_side, self._filler, self._device, prefix)
 
@@ -267,6 +275,7 @@ class TransformersEngine:
                 continuation.go_on(row, state)
 
     def _buffer(self, sites: base.Sites, rows: int) -> ActivationBuffer:
+        check_sites(self.identity.model_type, sites)
         return ActivationBuffer(sites, self._modules.geometry, rows, self._device)
 
     def _logits(self, batch: Batch, sink: hooks.Sink, cache: Any = None) -> Tensor:
@@ -308,6 +317,7 @@ class TransformersEngine:
         return cast(Tensor, logits[:, 0].float())
 
     def _stack(self, probes: Sequence[Probes]) -> ProbeStack:
+        check_sites(self.identity.model_type, [probe.site for probe in probes])
         key = tuple(id(probe) for probe in probes)  # a stack holds its probes, so their ids are not reused
         stack = self._stacks.pop(key, None) or ProbeStack(probes, self._modules.geometry, self._device)
         self._stacks[key] = stack

@@ -19,9 +19,10 @@ from transformers import DynamicCache
 from service.engines.base import PrefillResult, TokenIds
 from service.engines.checks import check_probe, first_token_of
 from service.engines.families import SITES, ModelModules, geometry, text_config
-from service.errors import ModelLoadError, NonFiniteReadout, RequestError
+from service.errors import EngineError, ModelLoadError, NonFiniteReadout, RequestError
 from service.readout import Geometry, Probes, Site
 
+SAME = 0.02  # of the largest number: two kernels' roundings of one thing, in half types, too
 MIN_PREFIX = 8  # tokens; shorter beginnings are not worth a cache
 # RoPE variants whose frequencies follow the longest position in the batch.
 LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
@@ -118,9 +119,9 @@ class Prefix:
 
 
 def has_windows(config: Any) -> bool:
-    """Return whether some layer sees a window only, whose cache is not the whole beginning."""
+    """Return whether some layer sees a window only or is recurrent: its cache is not the whole beginning."""
     cache: Any = DynamicCache(config=config)
-    return any(layer.is_sliding for layer in cache.layers)
+    return any(getattr(layer, "is_sliding", True) for layer in cache.layers)  # without the attribute: recurrent
 
 
 def depends_on_longest(config: Any) -> bool:
@@ -276,6 +277,50 @@ def reading(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.device) -> None:
+    """Raise EngineError unless the blocks are a causal decoder's, whose residual stream is what each hands on.
+
+    Runs two prompts of three tokens that differ in the last one, and one of them in two steps with a cache."""
+    called: list[tuple[torch.nn.Module, Tensor, Tensor]] = []  # block, what it was given, what it made
+
+    def record(block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = args[0] if args else kwargs["hidden_states"]
+        called.append((block, given, output[0] if isinstance(output, tuple) else output))
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        return one.shape == other.shape and float((one - other).abs().max()) <= SAME * float(one.abs().max())
+
+    ids, shape = torch.tensor([[0, 1, 2], [0, 1, 3]], device=device), modules.geometry
+    handles = [block.register_forward_hook(record, with_kwargs=True) for block in modules.blocks]
+    try:
+        with torch.inference_mode():
+            whole = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+            seen, cache = called[:], DynamicCache(config=model.config)
+            model(input_ids=ids[:1, :2], past_key_values=cache, use_cache=True)
+            last = {"position_ids": torch.tensor([[2]], device=device), "past_key_values": cache, "use_cache": True}
+            stepped = model(input_ids=ids[:1, 2:], **last).logits[:, -1]
+    except Exception as error:  # whatever a model's own code raises
+        raise EngineError(f"{name}: {type(model).__name__} does not run as a decoder ({error})") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    made = [output for _, _, output in seen]
+    own = getattr(whole, "hidden_states", None) or ()  # by transformers' account; the last is behind a norm
+    for holds, problem in (
+        ([block for block, _, _ in seen] == [*modules.blocks], "does not run each of its blocks once, in their order"),
+        (all(states.shape == (*ids.shape, shape.hidden_size) for states in made),
+         f"has blocks that do not hand on hidden states of size {shape.hidden_size}"),
+        (all(torch.equal(given, before) for before, (_, given, _) in zip(made, seen[1:], strict=False)),
+         "has blocks that are not given what the block before made"),
+        (len(own) <= shape.num_layers or all(map(same, own[1:-1], made)), "has other hidden states than its blocks'"),
+        (all(same(states[0, :2], states[1, :2]) and not same(*states[:, 2]) for states in made),
+         "has blocks that do not read a prompt from left to right"),
+        (same(whole.logits[:1, -1], stepped), "does not go on from a cache as it reads a whole prompt"),
+    ):  # fmt: skip
+        if not holds:
+            raise EngineError(f"{name}: {type(model).__name__} {problem}; its residual stream cannot be read")
 
 
 Prefilled = tuple[Batch, TruthLogits, Tensor | None]  # one micro-batch's, still on the device; [batch, 3] if asked for

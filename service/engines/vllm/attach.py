@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from service.engines.families import SITES, Family
+from service.engines.families import SITES, Family, block_list
 from service.engines.vllm.wire import Plan
 from service.errors import EngineError
 from service.readout import Geometry, Probes, Site
@@ -111,6 +111,8 @@ _sites: list[SiteReadout] = []
 
 def _keep_residual(hidden: Tensor, residual: Tensor | None, order: Tensor, site: int) -> None:
     """Say that it changes ``order``, which keeps the calls in the order of the layers."""
+    if hidden.shape[-1] != _sites[site].width:
+        raise EngineError(f"a block hands on {hidden.shape[-1]} numbers, not hidden states of {_sites[site].width}")
     _sites[site].keep(hidden, residual)
 
 
@@ -137,34 +139,94 @@ def install(
                 attention = _checked_attention(blocks[layer], family, layer, plan.geometry.hidden_size, like)
                 _read_attention(attention, found[site])
             continue
+        summed = _stream_is_sum(model, blocks, family, plan.geometry, like)
         _sites.append(found[site])
         order = torch.zeros(1, device=device)
         for layer in layers:
-            _read_output(blocks[layer].get_submodule(where.path(family)), len(_sites) - 1, order)
+            _read_output(blocks[layer].get_submodule(where.path(family) or ""), len(_sites) - 1, order, summed=summed)
     return found
+
+
+def _language(model: Any) -> nn.Module:
+    return model.get_language_model() if hasattr(model, "get_language_model") else model  # type: ignore[no-any-return]
 
 
 def blocks_of(model: nn.Module, family: Family, num_layers: int) -> dict[int, nn.Module]:
     """Return this rank's blocks by layer, also inside modules that vLLM's backends add.  Raises EngineError."""
-    tail = family.blocks.split(".", 1)[-1]
-    for path in (family.blocks, f"model.{tail}", f"language_model.model.{tail}", f"model.language_model.{tail}"):
+    _, blocks = block_list(_language(model), num_layers, f"{family.name} in vLLM")
+    return {layer: block for layer, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"}
+
+
+def _stream_is_sum(
+    model: nn.Module, blocks: dict[int, nn.Module], family: Family, geometry: Geometry, like: Tensor
+) -> bool:
+    """Return whether the residual stream is the sum of two tensors that a block returns, or else the first.
+
+    Runs the decoder with its blocks replaced: each must be given what the one before returned, and what follows the
+    last must read their sum alone, or the first alone.  Raises EngineError where it is otherwise."""
+    if family.summed is not None:
+        return family.summed
+    decoder, _ = block_list(_language(model), geometry.num_layers, family.name)
+    takes, calls, made = inspect.signature(type(decoder).forward).parameters, list[list[Any]](), list[list[Tensor]]()
+    angles = torch.linspace(0, 99, TOKENS * geometry.hidden_size).view(TOKENS, -1)  # norms take lines for one another
+    positions = torch.arange(TOKENS, device=like.device)
+    if "attention_mask" in takes:  # transformers' own module, which vLLM's backend for it runs
+        angles, positions = angles[None], positions[None]
+    one, two = angles.sin().to(like), angles.cos().to(like)
+    values = {"input_ids": None, "positions": positions, "position_ids": positions, "intermediate_tensors": None,
+              "use_cache": False}  # fmt: skip
+
+    def run(*parts: Tensor) -> Tensor:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            calls.append([*args, *kwargs.values()])
+            made.append([part.clone() for part in parts])
+            return tuple(made[-1]) if len(parts) > 1 else made[-1][0]
+
+        calls.clear()
+        made.clear()
+        values["inputs_embeds"] = one.clone()  # which some scale in place
+        for block in blocks.values():
+            block.forward = stub
         try:
-            container = model.get_submodule(path)
-        except AttributeError:
-            continue
-        children = list(container.children())
-        if len(children) != num_layers:
-            raise EngineError(f"{family.name}: {path} has {len(children)} blocks in vLLM, {num_layers} were expected")
-        return {layer: block for layer, block in enumerate(children) if type(block).__name__ != "PPMissingLayer"}
-    said = f"vLLM's {type(model).__name__} has no blocks at the known paths; use --engine transformers"
-    raise EngineError(f"{family.name}: {said}")
+            with torch.inference_mode():
+                output = type(decoder).forward(decoder, **{name: values[name] for name in takes if name in values})
+        finally:
+            for block in blocks.values():
+                del block.forward
+        return output if isinstance(output, Tensor) else output[0]
+
+    def handed_on() -> bool:
+        after = zip(made, calls[1:], strict=False)
+        found = [any(given is part for given in call) for own, call in after for part in own]
+        return len(calls) == geometry.num_layers > 1 and all(found)
+
+    problem, pair = "returns neither one tensor nor two that the next is given", None
+    try:
+        with suppress(Exception):  # of what takes one tensor and is given two
+            pair = run(one, two)
+        if pair is not None and handed_on():
+            whole, first = (
+                torch.allclose(pair, run(*other), atol=0.05) for other in ((one + two, 0 * two), (one, 0 * two))
+            )
+            if whole != first:
+                return whole
+            problem = "returns two tensors of which neither the sum nor the first is read"
+        else:
+            run(one)
+            problem = "" if handed_on() else problem
+    except Exception as error:  # whatever a kernel raises
+        problem += f" ({type(error).__name__}: {error})"
+    if problem or len(blocks) < geometry.num_layers:
+        said = f"a block of vLLM's {type(model).__name__} {problem or 'cannot be checked across pipeline stages'}"
+        raise EngineError(f"{family.name}: {said}; use --engine transformers")
+    return False
 
 
 def _local_heads(blocks: dict[int, nn.Module], geometry: Geometry, tp_size: int, family: Family) -> int:
     """Return the number of QUERY heads on this rank.  Raises EngineError if a projection's width does not fit them."""
     heads, head_dim = geometry.num_heads, geometry.head_dim
     for layer, block in blocks.items():
-        projection = block.get_submodule(family.projection)
+        projection = block.get_submodule(family.in_vllm or family.projection)
         width: Any = getattr(projection, "input_size_per_partition", None) or getattr(projection, "input_size", None)
         if width not in (heads * head_dim, heads * head_dim // tp_size) or width % head_dim:
             said = f"takes {width} inputs on one of {tp_size} ranks, not {heads} heads of {head_dim}"
@@ -181,7 +243,7 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
 
     Runs the block with its attention replaced, in the dtype and on the device of ``like``, which finds gates and norms.
     """
-    path, _, name = family.projection.rpartition(".")
+    path, _, name = (family.in_vllm or family.projection).rpartition(".")
     parent: Any = block.get_submodule(path)
     projection = parent.get_submodule(name)
 
@@ -192,7 +254,8 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
     if len(found) != 1 or getattr(found[0], "use_direct_call", False):
         raise refused(f" has {len(found)} attention layers that are read between pieces of the graph, not one")
     [attention] = found
-    width = attention.num_heads * getattr(attention, "head_size_v", attention.head_size)
+    size = getattr(attention, "v_head_dim", None) or getattr(attention, "head_size_v", None) or attention.head_size
+    width = attention.num_heads * size
     made = torch.linspace(-1, 1, TOKENS * width).view(TOKENS, width).to(like)
     given: list[Tensor] = []
 
@@ -203,7 +266,11 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
     # Adapters' wrappers, which compute with tables that a step of the runner writes.
     wrappers: list[Any] = [one for one in parent.modules() if hasattr(one, "base_layer")]
     hidden = torch.linspace(-1, 1, TOKENS * hidden_size).view(TOKENS, -1).to(like)
-    values: dict[str, Any] = {"positions": torch.arange(TOKENS, device=like.device), "hidden_states": hidden}
+    values: dict[str, Any] = {
+        "positions": torch.arange(TOKENS, device=like.device),
+        "hidden_states": hidden,
+        "residual": None,
+    }
     takes = inspect.signature(parent.forward).parameters
     if "position_embeddings" in takes:  # transformers' own module, which vLLM's backend for it runs
         one = hidden.new_ones(1, TOKENS, 1)
@@ -225,7 +292,9 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
 
 
 def _read_attention(attention: Any, site: SiteReadout) -> None:
-    forward = attention.impl.forward
+    # Latent attention makes its heads from its implementation's results.
+    owner, name = (attention, "forward_impl") if hasattr(attention, "forward_impl") else (attention.impl, "forward")
+    forward = getattr(owner, name)
 
     def reading(*args: Any, output: Tensor, **kwargs: Any) -> Any:
         result = forward(*args, output=output, **kwargs)
@@ -233,10 +302,10 @@ def _read_attention(attention: Any, site: SiteReadout) -> None:
             site.keep(output)
         return result
 
-    attention.impl.forward = reading
+    setattr(owner, name, reading)
 
 
-def _read_output(module: nn.Module, site: int, order: Tensor) -> None:
+def _read_output(module: nn.Module, site: int, order: Tensor, *, summed: bool) -> None:
     """Make ``module`` an instance of a subclass with the readout; its parameters and their names do not change."""
     base: Any = type(module)
 
@@ -244,7 +313,7 @@ def _read_output(module: nn.Module, site: int, order: Tensor) -> None:
         output = base.forward(self, *args, **kwargs)
         # vLLM's blocks return (hidden states, residual) and leave the addition to the next block's norm.
         hidden, residual = output if isinstance(output, tuple) else (output, None)
-        torch.ops.hallutracer.keep_residual(hidden, residual, self.hallutracer_order, site)
+        torch.ops.hallutracer.keep_residual(hidden, residual if summed else None, self.hallutracer_order, site)
         return output
 
     module.register_buffer("hallutracer_order", order, persistent=False)

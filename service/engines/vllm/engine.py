@@ -24,7 +24,7 @@ from service.engines import adapters, base, loading
 from service.engines.base import Completion, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update
 from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, refuse_tracing
-from service.engines.families import text_config
+from service.engines.families import check_sites, family_of, text_config
 from service.engines.vllm import launch
 from service.engines.vllm.client import ProbeLease, Slots, parameters_for, payload_of, times
 from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms, probe_digest
@@ -113,15 +113,18 @@ class VllmEngine:
 
     @classmethod
     def load(
-        cls, options: EngineOptions, *, sites: Sequence[Site] = tuple(Site), slots: int = SLOTS, rows: bool = False,
+        cls, options: EngineOptions, *, sites: Sequence[Site] | None = None, slots: int = SLOTS, rows: bool = False,
         threads: int | None = None,
     ) -> VllmEngine:  # fmt: skip
         """Start vLLM on a folder or hub name, and test it.  Raises ModelLoadError, UnknownFamily, EngineError.
 
-        ``sites``, ``slots``: compiled in; ``rows``: gives activations, for training; ``threads``: of all ranks."""
+        ``sites`` (None: all of the family), ``slots``: compiled in; ``rows``: gives activations, for training;
+        ``threads``: of all ranks."""
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)
+        sites = family_of(files.config).sites if sites is None else sites
+        check_sites(str(files.config.model_type), sites)
         launch.say("starting its processes")
         started = launch.start(options, files, sites, slots, rows=rows, threads=threads)
         return cls(started, files, adapter=options.adapter)

@@ -133,7 +133,9 @@ def plan_of(config: VllmConfig) -> Plan:
     """Return what ``additional_config``'s key "hallutracer" (sites, slots, rows) asks for.  Raises EngineError."""
     additional = config.additional_config
     given = additional.get(KEY, {}) if isinstance(additional, dict) else {}
-    wanted, slots, rows = given.get("sites", list(Site)), given.get("slots", SLOTS), bool(given.get("rows", False))
+    model = config.model_config.hf_config
+    wanted, slots = given.get("sites", families.family_of(model).sites), given.get("slots", SLOTS)
+    rows = bool(given.get("rows", False))
     sites = tuple(site for site in Site if site in wanted)
     stages = config.parallel_config.pipeline_parallel_size > 1
     for wrong, problem in (
@@ -144,7 +146,8 @@ def plan_of(config: VllmConfig) -> Plan:
     ):
         if wrong:
             raise EngineError(f"additional_config.{KEY} {problem}")
-    return Plan(families.geometry(config.model_config.hf_config), sites, slots, rows)
+    families.check_sites(str(model.model_type), sites)
+    return Plan(families.geometry(model), sites, slots, rows)
 
 
 def fingerprint(plan: Plan) -> str:

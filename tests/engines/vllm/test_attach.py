@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from service.engines.families import FAMILIES
+from service.engines.families import FAMILIES, family_of
 from service.engines.vllm import attach
 from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.wire import Plan
@@ -127,18 +127,27 @@ class Block(nn.Module):
         return self.self_attn(residual), residual
 
 
+class Stack(nn.Module):
+    def __init__(self, share: range, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(share) for _ in range(layers)])
+
+    def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        hidden, residual = inputs_embeds, None
+        for block in self.layers:
+            hidden, residual = block(hidden, residual)
+        assert residual is not None
+        return hidden + residual
+
+
 class Model(nn.Module):
     def __init__(self, share: range = range(4), layers: int = 3) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleList([Block(share) for _ in range(layers)])
+        self.model = Stack(share, layers)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        residual = None
-        for block in self.model.layers:
-            hidden, residual = block(hidden, residual)
-        return hidden + residual
+        return self.model(hidden)  # type: ignore[no-any-return]
 
 
 def installed(model: Model, sites: tuple[Site, ...] = tuple(Site), *, rank: int = 0, ranks: int = 1,
@@ -360,10 +369,87 @@ def test_a_module_tree_that_is_not_read_as_it_was_trained_on_is_refused() -> Non
         setattr(model.model.layers[layer].self_attn.get_submodule(".".join(parents)), name, value)
         with pytest.raises(EngineError, match=named):
             installed(model)
-    with pytest.raises(EngineError, match="2 blocks"):
+    with pytest.raises(EngineError, match="in vLLM: Model has 0 lists of 3 blocks"):
         installed(Model(layers=2))
-    with pytest.raises(EngineError, match="--engine transformers"):
-        attach.blocks_of(nn.Linear(2, 2), LLAMA, 3)
+
+
+class One(nn.Module):
+    """Returns one tensor."""
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + 1
+
+
+class Two(nn.Module):
+    """Returns hidden states and residual."""
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden_states, hidden_states if residual is None else hidden_states + residual
+
+
+class Decoder(nn.Module):
+    """As vLLM's: takes embeddings in place of tokens; ``reads`` makes one tensor of two for the norm at its end."""
+
+    def __init__(self, block: type[nn.Module], reads: Any = lambda hidden, residual: hidden + residual) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(GEOMETRY.num_layers))
+        self.two, self.reads = block is Two, reads
+        self.norm = nn.LayerNorm(GEOMETRY.hidden_size)
+
+    def forward(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, intermediate_tensors: Any,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        hidden, residual = inputs_embeds, None
+        assert hidden is not None
+        for layer in self.layers:
+            if self.two:
+                hidden, residual = layer(positions, hidden, residual)
+            else:
+                hidden = layer(positions, hidden)
+        return self.norm(self.reads(hidden, residual) if self.two else hidden)  # type: ignore[no-any-return]
+
+
+class Scaling(Decoder):
+    """Does something between its blocks."""
+
+    def forward(self, input_ids: Any, positions: torch.Tensor, inputs_embeds: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        for layer in self.layers:
+            inputs_embeds = 2 * layer(positions, inputs_embeds)
+        return inputs_embeds
+
+
+@pytest.mark.parametrize(
+    ("decoder", "problem"),
+    [
+        (lambda: Decoder(One), ""),
+        (lambda: Decoder(Two), ""),
+        (lambda: Decoder(Two, lambda hidden, residual: hidden), ""),  # as vLLM's Cohere
+        (lambda: Decoder(Two, lambda hidden, residual: hidden + 2 * residual), "neither the sum nor the first is read"),
+        (lambda: Scaling(One), "returns neither one tensor nor two that the next is given"),
+    ],
+)
+def test_the_stream_of_a_family_without_a_row_is_what_the_blocks_hand_on(decoder: Any, problem: str) -> None:
+    model = nn.Module()
+    model.model = decoder()
+    unknown = family_of(SimpleNamespace(model_type="new"))
+    plan = Plan(GEOMETRY, (Site.RESIDUAL_STREAM,), SLOTS, False)
+    if problem:
+        with pytest.raises(EngineError, match=f"new: a block of vLLM's Module .*{problem}"):
+            attach.install(model, unknown, plan, 0, 1, CPU, torch.float32)
+        return
+    [readout] = attach.install(model, unknown, plan, 0, 1, CPU, torch.float32).values()
+    readout.start(torch.tensor(ONSETS))
+    stream = hidden()
+    with torch.inference_mode():
+        model.model(None, torch.arange(TOKENS), None, stream)
+    for layer, kept in enumerate(readout.activations()):
+        expected = stream + layer + 1
+        if model.model.two:
+            expected = model.model.reads(stream, stream * (layer + 1))
+        np.testing.assert_allclose(kept, expected[ONSETS], rtol=1e-5)
 
 
 def test_quantized_blocks_are_checked_in_the_dtype_that_the_model_computes_in() -> None:

@@ -1,0 +1,51 @@
+"""A prompt with an image is read at its last token as any other, and lies outside training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.policies.guard import Action, Decision, Policy
+from tests.engines.vllm.installed import vllm_or_skip
+
+vllm_or_skip()
+
+from service.judging.guarantee import MEDIA  # noqa: E402
+from service.vllm_plugin import generation  # noqa: E402
+from service.vllm_plugin.engine_gate import Gate  # noqa: E402
+from service.vllm_plugin.middleware import Note  # noqa: E402
+
+IDS = [1, 2, 3, 3, 3, 3, 4, 5]  # 3: what an image was expanded to
+
+
+def scorer(judged: list[Policy]) -> Any:
+    def judge(result: Any, policy: Policy) -> Any:
+        assert result == len(IDS)
+        judged.append(policy)
+        return SimpleNamespace(decision=Decision.CONTINUE, risk=0.1)
+
+    return SimpleNamespace(prompt_format="chat", chat_ending=(4, 5), judge=judge)
+
+
+@pytest.mark.parametrize("features", [None, [], [object()]])
+def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: Any) -> None:
+    judged: list[Policy] = []
+    lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
+    request = SimpleNamespace(
+        prompt_token_ids=IDS, prompt_embeds=None, resumable=False, mm_features=features, request_id="a",
+        sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
+    )  # fmt: skip
+    gate = Gate(scorer(judged), Policy("gate", Action.ABSTAIN), lease)
+    wire = SimpleNamespace(numpy=lambda: np.zeros(1))
+    assert gate.reason(request, wire) is None
+    assert [policy.withhold_outside for policy in judged] == [True if features else None]
+
+
+def test_the_gate_of_vllms_server_says_what_voids_a_guarantee() -> None:
+    note = Note(carries=True)
+    note.templated = True
+    for more, said in (({}, ()), ({"mm_placeholders": {}}, ()), ({"mm_placeholders": {"image": [object()]}}, (MEDIA,))):
+        assert generation._rendering(note, scorer([]), {"prompt_token_ids": IDS, **more}) == said
