@@ -75,9 +75,9 @@ $(VENV)/.smollm2: $(VENV)/.installed
 run: $(VENV)/.installed $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM2-135M-Instruct on $(HOST):$(PORT); MODEL=demo: a tiny model
 	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT) $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
-# Two workers, each with one thread (tests/conftest.py).  mypy uses one core for a minute: it runs beside them, and
-# what it has to say comes last.
-WORKERS ?= 2
+# Three workers for two cores, each with one thread (tests/conftest.py): a third of a test's time is waiting.  mypy uses
+# one core for a minute: it runs beside them, and what it has to say comes last.
+WORKERS ?= 3
 # The client is for Python 3.10, too.
 MYPY_310 = $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/client clients/python/hallutracer_client
 PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(if $(CLIENTS),HALLUTRACER_REQUIRE_CLIENTS=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)

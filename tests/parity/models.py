@@ -83,7 +83,7 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
 
 
 PROMPTS = {"llama": 200}  # the family that is run in most ways
-FEWER_PROMPTS = 100  # of the others: what differs between families shows in any prompt
+FEWER_PROMPTS = 60  # of the others: what differs between families shows in any prompt
 LONGEST = 150
 ALONE = 129  # tokens of a prompt whose last one is all that is not in the prefix cache, whose blocks are 32 tokens
 TEXT_TOKENS = 94  # printable ASCII: a prompt that ends within a character would begin its answer's text, in vLLM
@@ -114,7 +114,7 @@ def questions(family: str, seed: int = 5) -> list[Question]:
             prompt = [*beginning, *prompt[: LONGEST - len(beginning)]]
         wanted = tuple(np.flatnonzero(generator.random(BUNDLES) < 0.6).tolist()) or (number % BUNDLES,)
         sampling = Sampling(max_tokens=int(generator.integers(1, 64))) if number % 5 < 2 else None
-        found.append(Question(tuple(prompt), wanted, sampling, sampling is not None and number % 15 == 0))
+        found.append(Question(tuple(prompt), wanted, sampling, sampling is not None and number % 10 == 0))
     return found
 
 
