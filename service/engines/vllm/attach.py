@@ -266,11 +266,8 @@ def _checked_attention(block: nn.Module, family: Family, layer: int, hidden_size
     # Adapters' wrappers, which compute with tables that a step of the runner writes.
     wrappers: list[Any] = [one for one in parent.modules() if hasattr(one, "base_layer")]
     hidden = torch.linspace(-1, 1, TOKENS * hidden_size).view(TOKENS, -1).to(like)
-    values: dict[str, Any] = {
-        "positions": torch.arange(TOKENS, device=like.device),
-        "hidden_states": hidden,
-        "residual": None,
-    }
+    positions = torch.arange(TOKENS, device=like.device)
+    values: dict[str, Any] = {"positions": positions, "hidden_states": hidden, "residual": None}
     takes = inspect.signature(parent.forward).parameters
     if "position_embeddings" in takes:  # transformers' own module, which vLLM's backend for it runs
         one = hidden.new_ones(1, TOKENS, 1)
