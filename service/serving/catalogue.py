@@ -213,12 +213,12 @@ class Catalogue:
         """Return the loaded scorer that a request names, else the first.  Raises NotFound."""
         models = {one.engine.identity.model: one for one in reversed(self.scorers)}  # the default of each adapter, too
         base = self.scorers[0]
-        models |= dict.fromkeys((base.engine.identity.model, *self.settings.model_names, "*"), base)
-        if model is not None and model not in models:
-            listed = ", ".join(repr(name) for name in models if name != "*")
+        models |= dict.fromkeys((base.engine.identity.model, *self.settings.model_names), base)
+        if model is not None and not {model, "*"} & models.keys():
+            listed = ", ".join(repr(name) for name in models)
             said = f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)"
             raise NotFound(said, param="model")
-        own = base if model is None else models[model]
+        own = models.get(model or "", base)
         if bundle is None:
             return own
         name, pin, digest = bundle.partition(PIN)

@@ -138,7 +138,7 @@ class Judging:
 
     def open_again(self) -> None:
         """Open the gate again after a change of the weights, while nothing else runs: no request is read before."""
-        idle = not (self._core.scheduler.has_unfinished_requests() or self._core.is_sleeping())
+        idle = not (self._requests or self._core.is_sleeping())
         alone = self._core.vllm_config.parallel_config.data_parallel_size == 1  # the others step along
         if self._gate is None or not (self._changed and idle and alone):
             return

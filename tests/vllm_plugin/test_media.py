@@ -14,6 +14,7 @@ from tests.engines.vllm.installed import vllm_or_skip
 vllm_or_skip()
 
 from service.judging.guarantee import MEDIA  # noqa: E402
+from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
 from service.vllm_plugin.middleware import Note  # noqa: E402
@@ -21,13 +22,19 @@ from service.vllm_plugin.middleware import Note  # noqa: E402
 IDS = [1, 2, 3, 3, 3, 3, 4, 5]  # 3: what an image was expanded to
 
 
+class Judge(SimpleNamespace):
+    """A scorer: a key in a gate's places."""
+
+    __hash__ = object.__hash__
+
+
 def scorer(judged: list[Policy]) -> Any:
-    def judge(result: Any, policy: Policy) -> Any:
+    def judge(result: Any, policy: Policy, place: int = 0) -> Any:
         assert result == len(IDS)
         judged.append(policy)
         return SimpleNamespace(decision=Decision.CONTINUE, risk=0.1)
 
-    return SimpleNamespace(prompt_format="chat", chat_ending=(4, 5), judge=judge)
+    return Judge(prompt_format="chat", chat_ending=(4, 5), judge=judge)
 
 
 @pytest.mark.parametrize("features", [None, [], [object()]])
@@ -35,10 +42,11 @@ def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: An
     judged: list[Policy] = []
     lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
     request = SimpleNamespace(
-        prompt_token_ids=IDS, prompt_embeds=None, resumable=False, mm_features=features, request_id="a",
-        sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
+        prompt_token_ids=IDS, prompt_embeds=None, resumable=False, mm_features=features, lora_request=None,
+        request_id="a", sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
     )  # fmt: skip
-    gate = Gate(scorer(judged), Policy("gate", Action.ABSTAIN), lease)
+    own, adapters = scorer(judged), Adapters({}, str)
+    gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, adapters)
     wire = SimpleNamespace(numpy=lambda: np.zeros(1))
     assert gate.reason(request, wire) is None
     assert [policy.withhold_outside for policy in judged] == [True if features else None]

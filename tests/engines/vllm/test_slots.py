@@ -130,7 +130,10 @@ class Loaded:
     """A bundle of which only the number of context probes is known."""
 
     def __init__(self, context_probes: int) -> None:
-        self.manifest = SimpleNamespace(context_probes=context_probes, readout=SimpleNamespace(site="attention_head"))
+        self.manifest = SimpleNamespace(
+            context_probes=context_probes, readout=SimpleNamespace(site="attention_head"),
+            model=SimpleNamespace(adapter=None),
+        )  # fmt: skip
         self.probes = [tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes)]
 
 

@@ -91,7 +91,7 @@ def test_an_older_vllm_is_refused_and_of_a_newer_one_the_log_says_that_it_is_not
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({"enable_lora": "true"}, "LoRA"),
+        ({"enforce_eager": "true", "runner": "pooling"}, "runner"),
         ({"max_num_seqs": "-3"}, "vLLM could not start"),
     ],
 )

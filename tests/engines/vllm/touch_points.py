@@ -181,12 +181,14 @@ POINTS = [
     Point("front_end", "plugins/__init__.py", says=(
         "vllm.general_plugins", "vllm.io_processor_plugins", "vllm.platform_plugins", "vllm.stat_logger_plugins",
         "vllm.endpoint_plugins")),
-    Point("engine_gate", CORE, "EngineCore", has="vllm_config scheduler step_fn shutdown"),
+    Point("engine_gate", CORE, "EngineCore", has=(
+        "vllm_config scheduler step_fn shutdown model_executor add_lora is_sleeping")),
+    Point("engine_gate", CORE, "EngineCore.add_lora", "lora_request"),
     Point("engine_gate", CORE, "EngineCore.collective_rpc", "method * args"),
     Point("engine_gate", CORE, "EngineCore.preprocess_add_request", "request"),
     Point("engine_gate", CORE, "EngineCore.post_step", "model_executed"),
     Point("engine_gate", CORE, "EngineCore.reset_prefix_cache"),
-    Point("engine_gate", SCHEDULER, "Scheduler", has="requests"),
+    Point("engine_gate", SCHEDULER, "Scheduler", has="requests add_request"),
     Point("engine_gate", SCHEDULER, "Scheduler.update_from_output", "scheduler_output model_runner_output"),
     Point("engine_gate", SCHEDULER, "Scheduler._update_request_with_output", "request new_token_ids"),
     Point("engine_gate", SCHEDULER, "Scheduler.update_from_output", order=(
