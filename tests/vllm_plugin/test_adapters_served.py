@@ -78,7 +78,8 @@ if __name__ == "__main__":
     chats, how = [[{{"role": "user", "content": one}}] for one in asked], SamplingParams(max_tokens=6, temperature=0)
     llm.llm_engine.add_lora(LoRARequest("terse", 1, terse))
     for adapters in (
-        [None, LoRARequest("terse", 1, terse), LoRARequest("another name", 2, terse), LoRARequest("other", 3, other)],
+        [None],  # by itself: beside adapters vLLM's CPU build computes with the last of them
+        [LoRARequest("terse", 1, terse), LoRARequest("another name", 2, terse), LoRARequest("other", 3, other)],
         [LoRARequest("fresh", 4, terse, load_inplace=True)],  # whose files are read anew at any time
         [LoRARequest("another name", 2, terse), LoRARequest("fresh", 4, terse)],
     ):
@@ -105,7 +106,7 @@ def test_the_gate_in_the_engine_judges_each_adapter_by_its_own_bundle(made: Made
     assert [name for name, _ in lines] == [None, *names], told
     for place, wanted in ((0, made.base), (1, made.adapted), (2, made.adapted), (5, made.adapted)):
         for (text, reason), (withheld, risk) in zip(lines[place][1], wanted, strict=True):
-            assert (reason is not None) == withheld
+            assert (reason is not None) == withheld, (place, reason, withheld, risk)
             assert text == "" if withheld else text
             assert not withheld or float(reason.rpartition(" ")[2]) == pytest.approx(risk, abs=2e-3)
     for place, said in ((3, "no bundle here reads the adapter 'other'"), (4, "was replaced in place"),

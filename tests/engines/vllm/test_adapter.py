@@ -76,5 +76,6 @@ def test_what_vllm_cannot_run_is_refused(engine: VllmEngine, adapter: Path, tmp_
     from tests.engines.test_adapters import changed
 
     dora = changed(adapter, tmp_path / "dora", use_dora=True)
+    run_on(engine.loop, engine._async_llm.remove_lora(1))  # which it would be taken for
     with pytest.raises(ModelLoadError, match="DoRA"):
         run_on(engine.loop, engine._load_adapter(dora))
