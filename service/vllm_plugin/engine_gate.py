@@ -155,8 +155,9 @@ class Judging:
         wires, sampled = model_runner_output.prompt_token_id_logprobs_dict, model_runner_output.sampled_token_ids
         self._withheld = {}
         for name in scheduler_output.num_scheduled_tokens:
-            wire, request = wires.pop(name, None), self._requests.get(name)
-            place = model_runner_output.req_id_to_index.get(name)
+            request, place = self._requests.get(name), model_runner_output.req_id_to_index.get(name)
+            read = request is None or request.sampling_params.prompt_logprob_token_ids is None
+            wire = wires.pop(name, None) if read else None  # else it is what the caller asked for
             if request is None or request.num_output_tokens or place is None or not (sampled and sampled[place]):
                 continue
             if reason := self._gate.reason(request, wire):

@@ -84,9 +84,9 @@ class Reader:
 
     def directive_of(self, parameters: Any) -> Directive | None:
         """Return what is read for a request with these ``SamplingParams``; None: nothing."""
-        if parameters is None or self.for_all is not None:
-            return None if parameters is None else self.for_all
-        return Directive.decode(parameters.extra_args, self.plan)
+        if parameters is None or (self.for_all is not None and parameters.prompt_logprob_token_ids is not None):
+            return None  # the caller's own numbers come back where ours would
+        return self.for_all or Directive.decode(parameters.extra_args, self.plan)
 
     def before(self, step: list[OnsetRow]) -> None:
         """Start a step: its forward pass keeps what is at these onsets."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +49,15 @@ def forward(made: Reader, seed: int = 0, layers: int = 2) -> torch.Tensor:
         for _ in range(layers):
             readout.keep(torch.randn(TOKENS, readout.width, generator=generator))
     return torch.cat([readout.read() for readout in made.sites.values()], dim=-1)
+
+
+def test_every_request_is_read_alike_but_one_whose_own_numbers_come_back_there() -> None:
+    made, everyone = reader(), Directive(first_token=True)
+    asks = SimpleNamespace(extra_args=OURS.encode(), prompt_logprob_token_ids=None)
+    own = SimpleNamespace(extra_args=None, prompt_logprob_token_ids=np.zeros((1, 1), np.int32))
+    assert made.directive_of(asks) == OURS
+    made.for_all = everyone
+    assert [made.directive_of(one) for one in (asks, own, None)] == [everyone, None, None]
 
 
 # ---- onset_rows
