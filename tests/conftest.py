@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# One thread for each worker and each process that a test starts, since two workers share two cores.  Before torch.
+# One thread for each worker and each process that a test starts, since the workers share the cores.  Before torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A busy machine must not fail a test: no example has a time limit.
 settings.register_profile("untimed", deadline=None)
