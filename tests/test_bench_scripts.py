@@ -17,8 +17,9 @@ from benchmarks import capacity
 from benchmarks.fleet import TOLERANCE, Range, Witness, questions, replay, two_versions
 from benchmarks.rollout_soak import Events, grown, judge
 from tests.deploy.prometheus_server import binary
+from tests.engines.vllm.installed import vllm_or_skip
 from tests.local_server import answer, listening
-from tests.serve_process import ROOT
+from tests.serve_process import ROOT, inherited
 
 CONTENTS = questions(4)
 
@@ -148,3 +149,18 @@ def test_a_script_runs_and_passes(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(record.read_text())["checks"]
     assert sum(check["passed"] is True for check in checks) >= 3
+
+
+@pytest.mark.long
+def test_the_gpus_script_runs_without_one(tmp_path: Path) -> None:
+    vllm_or_skip()
+    record = tmp_path / "record.json"
+    run = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--json", str(record)]
+    done = subprocess.run(run, cwd=ROOT, env=inherited(), capture_output=True, text=True, check=False, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads(record.read_text())
+    checks = {check["name"]: check for check in written["checks"]}
+    assert checks["vLLM plain"]["passed"], checks
+    costs = [name for name in checks if " tokens" in name]
+    assert len(costs) == 6
+    assert all("ours" in checks[name]["figure"] for name in costs)
