@@ -138,15 +138,18 @@ def test_the_catalogue_serves_each_model_its_own_bundles(made: Made) -> None:
                           policies=Policies(built_in()))  # fmt: skip
     catalogue.serve(catalogue.checked({"b": made.base, "a": own}, {}))
     for model, bundle, wanted in (
-        (None, None, made.base), ("base", None, made.base), ("alias", None, made.base), ("*", None, made.base),
+        (None, None, made.base), ("base", None, made.base), ("alias", None, made.base),
         ("terse", None, own), ("terse", "adapted", own), (None, "adapted", own), ("base", "base", made.base),
     ):  # fmt: skip
         assert catalogue.scorer(bundle, model) is wanted
     for model, bundle in (("base", "adapted"), ("terse", "base"), ("alias", "adapted")):
         with pytest.raises(NotFound, match="does not read the model"):
             catalogue.scorer(bundle, model)
-    with pytest.raises(NotFound, match="'base', 'alias'"):
-        catalogue.scorer(None, "other")
+    for unknown in ("other", "*"):
+        with pytest.raises(NotFound, match="'base', 'alias'"):
+            catalogue.scorer(None, unknown)
+    catalogue.settings = ServiceSettings(model_names=("*",))  # any name is the base model's, but an adapter's
+    assert [catalogue.scorer(None, model) for model in ("other", "terse")] == [made.base, own]
 
 
 class Client:
