@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from probes_store.errors import BundleError
 from service.engines.bridge import run_on
@@ -34,7 +34,6 @@ from service.settings import env
 from service.vllm_plugin.options import PluginOptions
 
 log = logging.getLogger("hallutracer")
-T = TypeVar("T")
 OWN_ADAPTERS = 1 << 30  # numbers that no front end gives
 
 
@@ -68,21 +67,17 @@ class Gate:
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
-        if report.decision is Decision.CONTINUE:
-            return None
-        return f"hallutracer: withheld, risk {report.risk:.3f}"
+        return None if report.decision is Decision.CONTINUE else f"hallutracer: withheld, risk {report.risk:.3f}"
 
 
 def unreadable(request: Any) -> str | None:
     """Return what in a vLLM ``Request`` keeps its prompt from being read; None where nothing does."""
-    for there, what in (
-        (request.prompt_embeds is not None, "prompt embeddings are not read: send text or token ids"),
-        (request.resumable, "a prompt that arrives in pieces is not read: send it whole"),
-        (request.sampling_params.prompt_logprob_token_ids, "prompt_logprob_token_ids: the gate needs that channel"),
-    ):
-        if there:
-            return what
-    return None
+    if request.prompt_embeds is not None:
+        return "prompt embeddings are not read: send text or token ids"
+    if request.resumable:
+        return "a prompt that arrives in pieces is not read: send it whole"
+    taken = request.sampling_params.prompt_logprob_token_ids
+    return "prompt_logprob_token_ids: the gate needs that channel" if taken else None
 
 
 class Judging:
@@ -186,7 +181,7 @@ class _Core:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._outputs: defaultdict[str, deque[Any]] = defaultdict(deque)
 
-    def serve(self, work: Callable[[], T]) -> T:
+    def serve(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns, in a thread of its own."""
         result = in_own_thread(work)
         result.add_done_callback(lambda _: self._calls.put(None))
@@ -197,12 +192,12 @@ class _Core:
                 call[1].set_exception(error)
         return result.result()
 
-    async def _call(self, call: Callable[[], T]) -> T:
-        done: Future[T] = Future()
+    async def _call(self, call: Callable[[], Any]) -> Any:
+        done: Future[Any] = Future()
         self._calls.put((call, done))
         return await asyncio.wrap_future(done)
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> Any:
         """Call a method of every worker."""
         return await self._call(lambda: list(self._core.collective_rpc(method, args=args)))
 
@@ -218,20 +213,19 @@ class _Core:
             cache_salt=None, data_parallel_rank=None, priority=priority,
         )  # fmt: skip
         await self._call(lambda: self._core.add_request(*self._core.preprocess_add_request(request)))
-        finished = False
-        while not finished:
+        while True:
             while not self._outputs[name]:
                 await self._call(self._step)
             output = self._outputs[name].popleft()
-            finished = output.finish_reason is not None
-            answer = SimpleNamespace(
-                text="", token_ids=output.new_token_ids, finish_reason=str(output.finish_reason) if finished else None
-            )
-            wire = output.prompt_token_id_logprobs
+            wire, reason = output.prompt_token_id_logprobs, output.finish_reason
+            said = None if reason is None else str(reason)
             yield SimpleNamespace(
-                outputs=[answer], finished=finished, num_cached_tokens=0, metrics=None,
+                outputs=[SimpleNamespace(text="", token_ids=output.new_token_ids, finish_reason=said)],
+                finished=said is not None, num_cached_tokens=0, metrics=None,
                 prompt_token_id_logprobs=None if wire is None else wire.numpy(),
             )  # fmt: skip
+            if said is not None:
+                return
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()

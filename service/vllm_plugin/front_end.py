@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
 from types import FrameType
 from typing import Any, NoReturn
@@ -47,7 +48,7 @@ def check() -> None:
     from vllm.v1.executor.abstract import Executor
 
     create, choose, make = EngineArgs.create_engine_config, Executor.get_class, Executor.__init__
-    make_core, run, add = EngineCore.__init__, EngineCoreProc.run_engine_core, EngineCore.add_request
+    make_core, run = EngineCore.__init__, EngineCoreProc.run_engine_core
     if getattr(create, "gates", False):
         return
     prefixes = os.environ.get(RAY_PREFIXES, "").split(",")
@@ -81,24 +82,19 @@ def check() -> None:
         _open(self)
 
     # A core that a Ray actor makes from a configuration of another process loads plugins when it is half made.
-    @functools.wraps(add)
-    def add_gated(self: Any, *args: Any, **kwargs: Any) -> None:
-        _open(self)
-        add(self, *args, **kwargs)
-
-    def loop_gated(loop: Callable[[Any], None]) -> Callable[[Any], None]:
-        @functools.wraps(loop)
-        def run_loop(self: Any) -> None:
+    def opened(call: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(call)
+        def open_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
             _open(self)
-            loop(self)
+            call(self, *args, **kwargs)
 
-        return run_loop
+        return open_and_call
 
     create_gated.gates = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config, EngineCore.__init__ = create_gated, make_core_gated
-    EngineCore.add_request, EngineCoreProc.run_engine_core = add_gated, staticmethod(run_core)
+    EngineCore.add_request, EngineCoreProc.run_engine_core = opened(EngineCore.add_request), staticmethod(run_core)
     for kind in (EngineCoreProc, DPEngineCoreProc):
-        kind.run_busy_loop = loop_gated(kind.run_busy_loop)
+        kind.run_busy_loop = opened(kind.run_busy_loop)
     _own[:] = [run]
     Executor.get_class, Executor.__init__ = staticmethod(choose_gated), make_gated
 
@@ -205,14 +201,11 @@ def unguarded(argv: Sequence[str], environment: Mapping[str, str]) -> str | None
     return None
 
 
-def _keys(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the values of ``--api-key``, of which vLLM takes several."""
-    inside = False
-    for word in argv:
-        flag, _, value = word.partition("=")
-        inside = flag.replace("_", "-") == "--api-key" or (inside and not word.startswith("-"))
-        if inside:
-            yield value or word
+def _keys(argv: Sequence[str]) -> list[str]:
+    """Return the values of ``--api-key``, of which vLLM takes several."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", "--api_key", dest="keys", nargs="*", action="extend", default=[])
+    return parser.parse_known_args(argv)[0].keys  # type: ignore[no-any-return]
 
 
 def open_engine(config: Any) -> str | None:

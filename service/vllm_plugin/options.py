@@ -81,8 +81,7 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     served = ServiceSettings(**{name: getattr(variables, name) for name in names})
     bundles = {name: store.load(name) for name in variables.bundle}
     if next(iter(bundles.values())).manifest.model.adapter is not None:
-        said = f"{variables.bundle[0]} reads an adapter; name one of the model itself before it"
-        raise HalluTracerError(f"{env('bundle')}: {said}")
+        raise HalluTracerError(f"{env('bundle')}: {variables.bundle[0]} reads an adapter; name one of the model first")
     if variables.audit_log is not None:
         AuditFile(variables.audit_log).close()  # said now, and not once vLLM answers
     elif variables.audit_required:

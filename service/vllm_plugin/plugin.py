@@ -106,8 +106,9 @@ class HalluTracerPlugin:
         added = await add(lora_request)
         assert self._loading is not None
         await asyncio.shield(self._loading)
-        ready = self.service.lifecycle.is_ready
-        if ready and (found := await asyncio.to_thread(self._read, self._engine, lora_request)):
+        if self.service.lifecycle.is_ready and (
+            found := await asyncio.to_thread(self._read, self._engine, lora_request)
+        ):
             await self.service.lifecycle.reload(lambda engine: self._scorers | found)
             self._scorers |= found
         return added

@@ -96,10 +96,8 @@ class Slots:
 class ProbeLease:
     """Keeps a request's probes in their slots until its prefill has been read."""
 
-    def __init__(
-        self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots, on_changed: Callable[[], None]
-    ) -> None:
-        self.directive, self._on_changed = directive, on_changed
+    def __init__(self, engine: Any, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots) -> None:
+        self.directive, self._engine = directive, engine
         self._plan, self._columns, self._slots = plan, list(columns), slots
         self._held = list(columns)
 
@@ -111,7 +109,7 @@ class ProbeLease:
             self._slots.forget(self._columns)
             raise
         except WeightsChanged:
-            self._on_changed()
+            self._engine.on_changed()
             raise
         self.release()
         return self._result(payload, prompt_tokens), payload.gated

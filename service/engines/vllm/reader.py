@@ -39,16 +39,14 @@ class OnsetRow:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """A step's n requests in the order of their rows, as reported by its runner.
-
-    Speculative decoding lets draft tokens follow a request's own, also its prompt's last: vLLM pads such a step."""
+    """A step's n requests in the order of their rows, as reported by its runner."""
 
     requests: Sequence[str]
     starts: Counts  # [n + 1]: row of each request's first token, and the end
     computed: Counts  # [n]: tokens already computed by earlier steps or found in the prefix cache
     prompts: Counts  # [n]: tokens of the prompt
     emits: npt.NDArray[np.bool_]  # [n]: whether the step samples a token for it
-    drafts: Counts  # [n]: draft tokens at the end of its part
+    drafts: Counts  # [n]: draft tokens at the end of its part, also after its prompt's last: vLLM pads such a step
 
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
@@ -92,8 +90,7 @@ class Reader:
         """Start a step: its forward pass keeps what is at these onsets."""
         self._step, self._activations = step, []
         self._values = self._summary = self._gated = None
-        refusals = enumerate(self._refusal(row.directive) for row in step)
-        self._refused = {place: why for place, why in refusals if why is not None}
+        self._refused = {place: why for place, row in enumerate(step) if (why := self._refusal(row.directive))}
         if not step:
             self._start_sites(None)
             return
@@ -103,9 +100,8 @@ class Reader:
         self._start_sites(self._numbers[:, TOKEN_ROW].long())
 
     def _refusal(self, directive: Directive) -> float | None:
-        if directive.weights != self.weights:
-            return STALE
-        return REPLACED if any(self.digests.get(column) != digest for column, digest in directive.probes) else None
+        replaced = any(self.digests.get(column) != digest for column, digest in directive.probes)
+        return STALE if directive.weights != self.weights else REPLACED if replaced else None
 
     def _start_sites(self, onsets: Tensor | None) -> None:
         self.keeps = onsets is not None

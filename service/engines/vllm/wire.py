@@ -145,8 +145,7 @@ class Payload:
 
     @classmethod
     def decode(cls, wire: NDArray[np.float32], plan: Plan, directive: Directive) -> Payload:
-        """Read a payload.  Raises EngineError for one of the wrong length, ProbeReplaced, WeightsChanged and
-        NonFiniteReadout."""
+        """Read a payload.  Raises EngineError for one of the wrong length, and its kinds for what is not to be read."""
         flat = np.asarray(wire, np.float32).reshape(-1)
         expected = plan.payload + (plan.activation_floats() if directive.activations else 0)
         if flat.size != expected:
@@ -157,10 +156,10 @@ class Payload:
         layers, extras = plan.geometry.num_layers, flat[plan.payload - EXTRAS : plan.payload]
         logits = flat[: plan.payload - EXTRAS].reshape(-1, layers)
         if extras[3] == STALE:
-            raise WeightsChanged(
-                "the model's weights have changed: nothing is read before the golden prompts have been replayed; where "
-                "that is not done by itself, restart the engine"
+            said = (
+                "nothing is read before the golden prompts are replayed; where that does not happen, restart the engine"
             )
+            raise WeightsChanged(f"the model's weights have changed: {said}")
         if extras[3] == REPLACED:
             raise ProbeReplaced("another server of this vLLM has put its own probe into a slot; try again")
         if not np.isfinite(logits).all():

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +110,18 @@ def refuse_ungated(config: VllmConfig) -> None:
     additional = config.additional_config
     gated = additional.get(GATED) if isinstance(additional, dict) else None  # False: the engine's core judges
     if gated is None or not (gated or os.environ.get(env("bundle"))):
-        raise EngineError(
-            f"nothing judges what {WORKER} reads: {env('bundle')} is not set in each "
-            "process of this engine, or vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or "
-            "vLLM's log says 'Failed to load plugin hallutracer')"
-        )
+        said = "vLLM has not loaded the plugin hallutracer (VLLM_PLUGINS leaves it out, or vLLM's log says why)"
+        raise EngineError(f"nothing judges what {WORKER} reads: {env('bundle')} is not set in each process, or {said}")
 
 
-def _changing(name: str) -> Callable[..., Any]:
-    def changing(self: Worker, *args: Any, **kwargs: Any) -> Any:
-        self.hallutracer_reader.weights += 1  # first: whatever becomes of it, nothing is read that was asked for before
-        return getattr(VllmWorker, name)(self, *args, **kwargs)
-
-    return changing
+def _change(worker: Worker, name: str, *args: Any, **kwargs: Any) -> Any:
+    worker.hallutracer_reader.weights += 1  # first: whatever becomes of it, nothing is read that was asked for before
+    return getattr(VllmWorker, name)(worker, *args, **kwargs)
 
 
 for _name in CHANGES:
     if hasattr(VllmWorker, _name):
-        setattr(Worker, _name, _changing(_name))
+        setattr(Worker, _name, partialmethod(_change, _name))
 
 
 def plan_of(config: VllmConfig) -> Plan:
@@ -135,9 +130,8 @@ def plan_of(config: VllmConfig) -> Plan:
     given = additional.get(KEY, {}) if isinstance(additional, dict) else {}
     model = config.model_config.hf_config
     wanted, slots = given.get("sites", families.family_of(model).sites), given.get("slots", SLOTS)
-    rows = bool(given.get("rows", False))
     sites = tuple(site for site in Site if site in wanted)
-    stages = config.parallel_config.pipeline_parallel_size > 1
+    rows, stages = bool(given.get("rows", False)), config.parallel_config.pipeline_parallel_size > 1
     for wrong, problem in (
         (set(given) - {"sites", "slots", "rows"}, f"takes sites, slots and rows, not {[*given]}"),
         (set(wanted) - set(sites), f"has sites other than {', '.join(Site)}: {wanted}"),
