@@ -1,6 +1,6 @@
 """vLLM's processes that take turns on one machine, and intervals of their paired times.
 
-    python -m benchmarks.vllm_contestant --model FOLDER --kind ours [--stats] [--arguments JSON]
+    python -m benchmarks.vllm_contestant --model FOLDER --kind ours [--stats] [--arguments JSON] [--adapter DIR]
 
 vLLM's worker spins for a second after a request, and its sampling threads poll, which would disturb the next
 measurement on two cores.  So a process without the turn is stopped (SIGSTOP to its whole process group).
@@ -205,21 +205,23 @@ def put_probes(llm: Any, sites: tuple[Site, ...], slots: int) -> Any:
     return Plan(geometry, sites, slots, False)
 
 
-def serve(llm: Any, kind: str, answer: Any) -> None:
+def serve(llm: Any, kind: str, adapter: str | None, answer: Any) -> None:
     """Answer jobs until stdin ends."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     from service.engines.vllm.wire import Directive, Payload
 
     plan, directive = put_probes(llm, *KINDS[kind]) if KINDS[kind][0] else None, Directive()
     extra = None if plan is None else directive.encode()
+    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
     for line in sys.stdin:
         job = json.loads(line)
         fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
         parameters = SamplingParams(max_tokens=job["tokens"], **fixed)
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         begun = time.perf_counter()
-        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora)
         found: dict[str, Any] = {"seconds": time.perf_counter() - begun}
         if any(len(output.outputs[0].token_ids) != job["tokens"] for output in outputs):
             raise RuntimeError("vLLM gave fewer tokens than were asked for")
@@ -241,6 +243,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--stats", action="store_true", help="vLLM's own times of each request")
     parser.add_argument("--arguments", type=json.loads, default={}, help="more engine arguments, as JSON")
+    parser.add_argument("--adapter", help="folder of a LoRA adapter with which every request runs")
     options = parser.parse_args()
     answers = os.dup(1)  # away from what vLLM itself prints
     os.dup2(2, 1)
@@ -251,7 +254,7 @@ def main() -> None:
     begun = time.perf_counter()
     llm = start(options.model, options.kind, options.stats, options.arguments)
     answer({"kind": options.kind, "start_s": time.perf_counter() - begun})
-    serve(llm, options.kind, answer)
+    serve(llm, options.kind, options.adapter, answer)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``hallutracer serve --engine vllm`` and its readout beside stock vLLM, in one run.
 
     python -m benchmarks.vllm_service [--shapes qwen2.5-0.5b,demo] [--parts rate,latency] [--quick] [--json OUT]
-    python -m benchmarks.vllm_service --shapes qwen2.5-0.5b --parts overhead [--overhead-rounds 30] [--starts 3]
+    python -m benchmarks.vllm_service --shapes qwen2.5-0.5b --parts overhead [--starts 3] [--drafts] [--adapter]
 
 Processes with the same engine arguments (float32, compiled, prefix caching off).  Of those that are there the one whose
 turn it is runs, the others are stopped.
@@ -10,10 +10,10 @@ turn it is runs, the others are stopped.
             token ids, the same for both, in paired rounds of alternating order
   latency   from sending to the whole answer of /score, and to the first piece of a streamed /v1/completions of stock
             vLLM with max_tokens=1; 1 and 32 clients, paired rounds
-  overhead  ``LLM.generate`` of the contestants (``vllm_contestant``) in random order: N fresh token ids with
-            max_tokens=1, where ours has its directive and its readings are checked, and vLLM's own time per token
-            between the first and the last of 17.  A process keeps a bias of its own (where its memory lies) that rounds
-            do not average out, so they are shared out among several starts.  again / bare is the noise floor.
+  overhead  ``LLM.generate`` of the contestants (``vllm_contestant``) in random order: N fresh token ids, the same for
+            all, with max_tokens=1, where ours has its directive and its readings are checked, and vLLM's own time per
+            token between the first and the last of 17.  A process keeps a bias of its own (where its memory lies) that
+            rounds do not average out, so they are shared out among several starts.  again / bare is the noise floor.
 
 Medians of paired ratios with a 95 % bootstrap interval; p50 and p99 over all requests.  The exit status is 1 where the
 0.5B shape misses a target: a rate ratio of 0.95, times to risk no longer than those to the first token, an overhead of
@@ -43,6 +43,7 @@ from benchmarks.vllm_contestant import MAX_LENGTH, SAME, Listener, Talker, inter
 CLIENTS = 32
 RATE_TARGET, OVERHEAD_TARGET = 0.95, 1.01
 DECODED = 17
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SHORT_S = 0.4  # a measure shorter than this is repeated within a turn
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -190,31 +191,39 @@ class VllmBench(Bench):
     ) -> tuple[dict[str, list[dict[str, float]]], float]:
         """Start the contestants, warm up and go through the rounds.  Return the times, and the cores that were busy."""
         order, rounds = draw.sample(kinds, len(kinds)), max(2, -(-self.options.overhead_rounds // self.options.starts))
-        same = json.dumps({"enforce_eager": True} if self.options.eager else {})
+        same: dict[str, Any] = {"enforce_eager": True} if self.options.eager else {}
+        adapter: list[str] = []
+        if self.options.drafts:
+            same["speculative_config"] = DRAFTS
+        if self.options.adapter:
+            from tests.engines.lora import save_adapter  # with torch
+
+            adapter = ["--adapter", str(save_adapter(Path(self.prepared.folder), logs / "adapter"))]
+            same |= {"enable_lora": True, "max_lora_rank": 8}
 
         def prompt(length: int) -> list[int]:
             return [draw.randrange(10, 4_000) for _ in range(length)]
 
-        def ask(talker: Talker, name: str) -> dict[str, Any]:
-            return talker.ask(prompts=[prompt(todo[name][0])], tokens=todo[name][1])
+        def ask(talker: Talker, name: str, given: list[int]) -> dict[str, Any]:
+            return talker.ask(prompts=[given], tokens=todo[name][1])
 
-        def seconds(talker: Talker, name: str, repeats: int) -> float:
+        def seconds(talker: Talker, name: str, prompts: list[list[int]]) -> float:
             with talker.turn():
                 talker.ask(prompts=[prompt(4)], tokens=1)  # awake, and vLLM's queues no longer idle
-                answers = [ask(talker, name) for _ in range(repeats)]
+                answers = [ask(talker, name, given) for given in prompts]
             return statistics.median(one["decode"][0] if name == "decode" else one["seconds"] for one in answers)
 
         with ExitStack() as stack:
             talkers: dict[str, Talker] = {}
             for kind in order:
-                command = ["--model", self.prepared.folder, "--kind", kind, "--stats", "--arguments", same]
-                talker = Talker(["benchmarks.vllm_contestant", *command], logs / f"{kind}.log")
+                command = ["--model", self.prepared.folder, "--kind", kind, "--stats", "--arguments", json.dumps(same)]
+                talker = Talker(["benchmarks.vllm_contestant", *command, *adapter], logs / f"{kind}.log")
                 talkers[kind] = stack.enter_context(talker)
                 harness.say(f"{kind}: started in {talker.hello['start_s']:.0f} s")
             repeats = dict.fromkeys(todo, 1)
             for name, talker in ((name, talker) for name in todo for talker in talkers.values()):
                 with talker.turn():
-                    warm = [float(ask(talker, name)["seconds"]) for _ in range(2)][1]
+                    warm = [float(ask(talker, name, prompt(todo[name][0]))["seconds"]) for _ in range(2)][1]
                 if todo[name][1] == 1:
                     repeats[name] = max(repeats[name], min(20, round(SHORT_S / warm)))
             times: dict[str, list[dict[str, float]]] = {name: [] for name in todo}
@@ -222,7 +231,10 @@ class VllmBench(Bench):
             for number in range(rounds):
                 for name in todo:
                     draw.shuffle(order)
-                    times[name].append({kind: seconds(talkers[kind], name, repeats[name]) for kind in order})
+                    prompts = [
+                        prompt(todo[name][0]) for _ in range(repeats[name])
+                    ]  # drafts fit one better than another
+                    times[name].append({kind: seconds(talkers[kind], name, prompts) for kind in order})
                 harness.say(f"overhead, round {number + 1} of {rounds}")
                 if time.monotonic() - begun > 60 * self.options.minutes:
                     harness.say("time is up")
@@ -274,6 +286,8 @@ def main() -> int:
     arguments.add_argument("--overhead-rounds", type=int, default=30, help="all starts together")
     arguments.add_argument("--starts", type=int, default=3, help="of the contestants")
     arguments.add_argument("--minutes", type=float, default=14.0, help="of a start's rounds; no new one after this")
+    arguments.add_argument("--drafts", action="store_true", help="overhead with speculation from n-grams")
+    arguments.add_argument("--adapter", action="store_true", help="overhead with a random LoRA adapter")
     arguments.add_argument("--eager", action="store_true", help="no compiled graphs: starts faster, for a smoke")
     options = arguments.parse_args()
     options.least = 3

@@ -213,8 +213,9 @@ def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
     """Loaded once, for all commands; it is the default model, as in ``make run``."""
     load, loaded = TransformersEngine.load, list[TransformersEngine]()
 
-    def once(options: EngineOptions) -> TransformersEngine:
+    def once(options: EngineOptions, rows: bool = False) -> TransformersEngine:
         assert options.model == SMOLLM2
+        assert not rows
         if not loaded:
             loaded.append(load(options))
         return loaded[0]
