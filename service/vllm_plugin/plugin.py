@@ -128,7 +128,7 @@ class HalluTracerPlugin:
         own = {name: Scorer(engine, bundle) for name, bundle in bundles if name not in self._adapters.waiting}
         for request in [*self._models.lora_requests.values()]:  # of --lora-modules
             own |= self._read(engine, request)
-        self._engine, engine.on_changed, self._scorers = engine, self._replay_soon, own
+        self._engine, engine.slots.on_changed, self._scorers = engine, self._replay_soon, own
         return own
 
     def _replay_soon(self) -> None:

@@ -31,6 +31,7 @@ class Slots:
     def __init__(self, plan: Plan, write: Callable[[int, Probes], Awaitable[str]]) -> None:
         """``write(index, probes)`` writes a probe into a slot of its site on every rank, and returns its digest."""
         self._plan, self._write = plan, write
+        self.on_changed: Callable[[], None] = lambda: None  # a request was not read: the weights have changed
         self._slots = [_Slot(site, index) for site in plan.sites for index in range(plan.slots)]
         self._lock = asyncio.Lock()
         self._clock = count(1)
@@ -96,8 +97,8 @@ class Slots:
 class ProbeLease:
     """Keeps a request's probes in their slots until its prefill has been read."""
 
-    def __init__(self, engine: Any, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots) -> None:
-        self.directive, self._engine = directive, engine
+    def __init__(self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots) -> None:
+        self.directive = directive
         self._plan, self._columns, self._slots = plan, list(columns), slots
         self._held = list(columns)
 
@@ -109,7 +110,7 @@ class ProbeLease:
             self._slots.forget(self._columns)
             raise
         except WeightsChanged:
-            self._engine.on_changed()
+            self._slots.on_changed()
             raise
         self.release()
         return self._result(payload, prompt_tokens), payload.gated

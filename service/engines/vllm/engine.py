@@ -65,7 +65,6 @@ class VllmEngine:
         self.loop = loop
         self._async_llm, self._generate = async_llm, generate or async_llm.generate
         self._closed = False
-        self.on_changed: Callable[[], None] = lambda: None  # a request was not read: the weights have changed
         self._outboxes, self.counters = Outboxes(), base.Counters()
         self._adapter: Any = None  # ``LoRARequest`` of every request made here
         try:
@@ -79,7 +78,7 @@ class VllmEngine:
             described = run_on(self.loop, self._describe())
             sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
             self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
-            self._slots, self._weights = Slots(self._plan, self._write), int(described["weights"])
+            self.slots, self._weights = Slots(self._plan, self._write), int(described["weights"])
             changes = launch.changes_at_load(config, files.config)
             self.identity = base.ModelIdentity(
                 model=files.name, revision=loading.revision_of(files.config),
@@ -125,8 +124,10 @@ class VllmEngine:
         sites = family_of(files.config).sites if sites is None else sites
         check_sites(str(files.config.model_type), sites)
         launch.say("starting its processes")
-        started = launch.start(options, files, sites, slots, rows=rows, threads=threads)
-        return cls(started, files, adapter=options.adapter)
+        # No name for it here: vLLM keeps this frame, and ``close`` has to free what it starts.
+        return cls(
+            launch.start(options, files, sites, slots, rows=rows, threads=threads), files, adapter=options.adapter
+        )
 
     def adapted(self, request: Any, digest: str) -> VllmEngine:
         """Return this engine for prompts that run with an adapter, a ``LoRARequest``: another model."""
@@ -251,15 +252,15 @@ class VllmEngine:
         self, probes: Sequence[Probes], *, first_token: bool = False, gate: base.EngineGate | None = None
     ) -> ProbeLease:
         """Keep the probes in their slots for one request, made here or by vLLM's own server.  Runs on ``loop``."""
-        columns = await self._slots.hold(probes)
+        columns = await self.slots.hold(probes)
         gate = gate if self.end_token is not None else None
         directive = Directive(
             first_token=first_token, slot=columns[0] if columns else 0, gate=gate,
             end_token=None if gate is None else self.end_token,
             context=context_terms(None if gate is None else gate.context, columns[1:]),
-            probes=self._slots.digests(columns), weights=self._weights,
+            probes=self.slots.digests(columns), weights=self._weights,
         )  # fmt: skip
-        return ProbeLease(self, directive, self._plan, columns, self._slots)
+        return ProbeLease(directive, self._plan, columns, self.slots)
 
     def close(self) -> None:
         """End all requests and vLLM's processes.  Not to be called on ``loop``; later calls raise EngineError."""
