@@ -118,6 +118,16 @@ async def ask(client, place, question, gather):
     said = [one for choice in choices for one in (choice.get("logprobs") or {{}}).get("content") or []]
     return [[said, text, next(filter(None, (one.get("stop_reason") for one in choices)), None), bool(said)]]
 
+def start_ray(tries=4):
+    # It waits 30 s for a process of its own, which is short on a busy machine.
+    try:
+        ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=True)
+    except Exception as error:
+        if tries == 1 or "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        start_ray(tries - 1)
+
 async def main(url):
     gather, asked = asyncio.Semaphore(64), json.load(open("questions.json"))
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
@@ -127,7 +137,7 @@ async def main(url):
 if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=True)
+    start_ray()
     (application,) = json.load(open("application.json"))["applications"]
     (llm,) = application["args"]["llm_configs"]
     llm["model_loading_config"]["model_source"] = {str(MODEL_DIR)!r}
