@@ -87,7 +87,7 @@ class Running(App):
 
     def metric(self, name: str) -> float:
         """The sum of a metric's series, as a scraper reads them."""
-        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics").text.splitlines()]
+        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()]
         values = [float(value) for series, _, value in lines if series.partition("{")[0] == name]
         assert values, f"{name} is not on /metrics"
         return sum(values)
