@@ -22,13 +22,19 @@ ADDRESS = "http://127.0.0.1:8765"  # of the service in the pages; the tests take
 NOT_FOLLOWED = {"id", "created"}  # fields of an answer that differ each time
 
 
-def pages_that(wanted: Any) -> list[Any]:
-    """The README's commands run before every commit, those of the other pages in the long run."""
+def pages_that(wanted: Any, *, once: bool = False) -> list[Any]:
+    """The README's commands run before every commit, those of the other pages in the long run.
+
+    ``once``: without pages whose long blocks run there, and the others between them."""
     return [
         pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page.parent == ROOT else pytest.mark.long)
         for page, found in ALL.items()
-        if any(map(wanted, found))
+        if any(map(wanted, found)) and not (once and page.parent != ROOT and any(map(is_long, found)))
     ]
+
+
+def is_long(block: Block) -> bool:
+    return block.runs and block.long
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +140,15 @@ def test_the_commands_on_smollm2_run(page: Path, tmp_path: Path, request: pytest
     assert run_page(Sandbox(tmp_path, request), page, model="smollm2") > 0
 
 
-@pytest.mark.parametrize("page", pages_that(lambda block: block.runs and block.model == "demo" and not block.long))
+@pytest.mark.parametrize(
+    "page", pages_that(lambda block: block.runs and block.model == "demo" and not block.long, once=True)
+)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert run_page(Sandbox(tmp_path, request), page) > 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", pages_that(lambda block: block.runs and block.long))
+@pytest.mark.parametrize("page", pages_that(is_long))
 def test_the_long_commands_of_a_page_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert run_page(Sandbox(tmp_path, request), page, long=True) > 0
 
