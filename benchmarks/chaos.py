@@ -35,8 +35,6 @@ from tests.feedback.made import rows
 from tests.feedback.test_killed import STORED, a_database
 
 DISTINCT, LABELS = 200, 0.3
-# Requests under way: what one replica can answer while the other starts, on a slow machine, is asked, and no more.
-AT_ONCE = 100
 READY_S = 120.0  # on a machine that others use, too
 FLAGS = ("--bundle", f"{fleets.NAME}@production", "--policy", "observe", "--deadline-s", "58")
 
@@ -59,18 +57,19 @@ class Stage:
     def one(self) -> fleets.Replica:
         return self.fleet.replicas[0]
 
-    def play(self, act: Callable[[], Awaitable[list[Check]]], rate: float, **load: int) -> list[Check]:
+    def play(self, act: Callable[[], Awaitable[list[Check]]], rate: float) -> list[Check]:
         """Return the checks of ``act`` under load, and of what must hold after each."""
 
         async def play() -> list[Check]:
-            asking = asyncio.create_task(self.witness.open_loop(rate, **load))
+            load = asyncio.create_task(self.witness.open_loop(rate))
             try:
                 return await act()
             finally:
                 self.witness.stopped.set()
-                await asking
+                await load
 
         found = asyncio.run(play())
+        say(self.witness.held())
         for replica in self.fleet.replicas:
             took = asyncio.run(replica.ready_within(READY_S))
             found.append(Check(f"ready again, {replica.name}", "no" if took is None else f"{took:.1f} s after the end",
@@ -110,7 +109,7 @@ def killed(options: argparse.Namespace) -> list[Check]:
                 await asyncio.to_thread(replica.start)
             return [Check("replicas killed", str(times), str(times), True)]
 
-        return [*on.play(act, options.rate, most=AT_ONCE), whole_answers(on.witness)]
+        return [*on.play(act, options.rate), whole_answers(on.witness)]
 
 
 def whole_answers(witness: fleets.Witness) -> Check:

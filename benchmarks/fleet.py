@@ -141,6 +141,8 @@ def fleet(folder: Path, count: int, *arguments: str, **variables: str) -> Iterat
 TOLERANCE = 1e-5  # of a risk in float32, whatever stands beside it in a batch (docs/serving.md)
 AUDITED = 6  # places of a risk in the audit log
 TIMEOUT_S = 90.0
+# Requests under way: fewer than would be refused while one of two replicas starts on a machine that others use, too.
+AT_ONCE = 128
 KEPT = 50_000  # latencies
 GENERATE, STREAM = 0.1, 0.05  # shares of the requests
 TOKENS = 8
@@ -194,15 +196,15 @@ class Witness:
         self._draw = random.Random(self.seed)
         self._pool = Pool(*self.address)
 
-    async def open_loop(self, rate: float, most: int = 10_000) -> None:
-        """Send ``rate`` requests a second until ``stopped``, ``most`` of them at a time; wait for all answers."""
+    async def open_loop(self, rate: float) -> None:
+        """Send ``rate`` requests a second until ``stopped``, ``AT_ONCE`` of them at a time; wait for all answers."""
         tasks: set[asyncio.Task[None]] = set()
         due = time.perf_counter()
         while not self.stopped.is_set():
             due += self._draw.expovariate(rate)
             if (ahead := due - time.perf_counter()) > 0:
                 await asyncio.sleep(ahead)
-            if len(tasks) >= most:
+            if len(tasks) >= AT_ONCE:
                 self.held_back += 1
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             tasks.add(task := asyncio.create_task(self._ask(due)))
@@ -273,6 +275,9 @@ class Witness:
             self.acknowledged[id.removeprefix("risk-"), 0] = label
         else:
             self.unlabelled[str(reply.status)] += 1
+
+    def held(self) -> str:
+        return f"{self.held_back / max(1, self.sent):.1%} waited to be sent, because {AT_ONCE} were under way"
 
     def latency(self) -> str:
         if not self.latencies:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import capacity
+from benchmarks import capacity, fleet
 from benchmarks.fleet import TOLERANCE, Range, Witness, questions, replay, two_versions
 from benchmarks.rollout_soak import Events, grown, judge
 from tests.deploy.prometheus_server import binary
@@ -92,6 +92,26 @@ def test_whatever_is_no_whole_answer_counts_as_failed() -> None:
     assert asked.answered == 3 - streams
     assert not asked.failed().passed
     assert asked.failed(allowed=6).passed
+
+
+def test_so_many_requests_are_under_way_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More would wait in the service than it may let wait, and it would be right to refuse them."""
+    monkeypatch.setattr(fleet, "AT_ONCE", 5)
+    asked, under_way = Witness(("127.0.0.1", 1), CONTENTS, seed=1), [0]
+
+    async def ask(due: float) -> None:
+        asked.sent += 1
+        under_way.append(under_way[-1] + 1)
+        await asyncio.sleep(0.01)
+        under_way.append(under_way[-1] - 1)
+        if asked.sent > 30:
+            asked.stopped.set()
+
+    monkeypatch.setattr(asked, "_ask", ask)
+    asyncio.run(asked.open_loop(1e6))
+    assert max(under_way) == 5
+    assert asked.held_back > 0  # once for each five: they end together
+    assert asked.held().endswith("waited to be sent, because 5 were under way")
 
 
 def test_growth_is_judged_by_life() -> None:

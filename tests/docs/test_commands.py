@@ -25,7 +25,7 @@ NOT_FOLLOWED = {"id", "created"}  # fields of an answer that differ each time
 def pages_that(wanted: Any, *, once: bool = False) -> list[Any]:
     """The README's commands run before every commit, those of the other pages in the long run.
 
-    ``once``: without pages whose long blocks run there, and the others between them."""
+    ``once``: without pages that have long blocks, too: the long run runs those whole."""
     return [
         pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page.parent == ROOT else pytest.mark.long)
         for page, found in ALL.items()
