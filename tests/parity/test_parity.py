@@ -83,7 +83,7 @@ TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 EAGER = ("gemma2_capped", "gemma3_text", "qwen3", "qwen2_moe", "gpt2")
 RUNS = [
     *(Run(family, False) for family in SERVED), *(Run(family, True) for family in EAGER), Run("llama", True, TENSOR),
-    Run("llama", True, drafts="ngram"), Run("llama", True, runner="V2"),
+    Run("llama", True, drafts="ngram"), Run("qwen3", True, runner="V2"),
     Run("gemma3_text", True, runner="V2", drafts="ngram_gpu"), Run("qwen3", False, TENSOR),
     Run("gpt2", False, PIPELINE),
 ]  # fmt: skip

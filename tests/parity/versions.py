@@ -26,7 +26,7 @@ from tests.engines.vllm.touch_points import DOCS, between
 HERE = Path(__file__).parent
 INSTALLED = TESTED[-1]  # whose part of the matrix is among the runs of test_parity.py
 OTHERS = tuple(sorted(path.stem.removeprefix("vllm-") for path in HERE.glob("vllm-*.txt")))
-FAMILIES = ("llama", "gemma3_text")
+FAMILIES = ("qwen3", "gemma3_text")
 RUNNERS = ("V1", "V2")  # compiled; Triton's interpreter
 BEGIN, END = "<!-- matrix: written by tests/parity/versions.py -->", "<!-- end of matrix -->"
 HEADER = ["| vLLM | runner | family | largest difference |", "| --- | --- | --- | --- |"]

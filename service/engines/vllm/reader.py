@@ -51,14 +51,15 @@ class StepLayout:
 
 def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
     """Return the requests whose t* is the last token before drafts of their part of this step, which samples."""
-    ends = step.emits & (step.computed + np.diff(step.starts) - step.drafts == step.prompts)
-    logits_rows = np.arange(len(step.drafts)) + np.cumsum(step.drafts) - step.drafts
+    if not np.count_nonzero(step.computed < step.prompts):  # most steps: what follows would cost them 0.1 ms
+        return []
     onsets = []
+    ends = step.emits & (step.computed + np.diff(step.starts) - step.drafts == step.prompts)
     for row in map(int, np.flatnonzero(ends)):
         request = step.requests[row]
         if (directive := directive_of(request)) is not None:
-            onset = int(step.starts[row + 1] - step.drafts[row]) - 1
-            onsets.append(OnsetRow(request, directive, onset, row, int(logits_rows[row]), int(step.prompts[row])))
+            onset, logits_row = int(step.starts[row + 1] - step.drafts[row]) - 1, row + int(step.drafts[:row].sum())
+            onsets.append(OnsetRow(request, directive, onset, row, logits_row, int(step.prompts[row])))
     return onsets
 
 

@@ -200,8 +200,7 @@ class V1Reading:
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-        values = self.hallutracer.after(self.hallutracer_earlier)
-        self.hallutracer_earlier = None
+        values, self.hallutracer_earlier = self.hallutracer.after(self.hallutracer_earlier), None
         if values is not None and not get_pp_group().is_last_rank:
             output.tensors[STAGE_KEY] = values
         return output
