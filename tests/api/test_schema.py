@@ -24,7 +24,7 @@ def run(service: Running, folder: Path, *options: str) -> subprocess.CompletedPr
     ]  # fmt: skip
     return subprocess.run(
         command, cwd=folder, env=os.environ | {"HALLUTRACER_URL": service.url}, capture_output=True, text=True,
-        timeout=1200, check=False,
+        timeout=2400, check=False,
     )  # fmt: skip
 
 
