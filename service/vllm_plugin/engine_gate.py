@@ -92,9 +92,8 @@ class Judging:
         self._update, self._update_request = scheduler.update_from_output, scheduler._update_request_with_output
         self._rpc, executor.collective_rpc = executor.collective_rpc, self.rpc
         self._withheld: dict[str, str] = {}  # request -> reason, of this step
-        self._add = scheduler.add_request
         scheduler.update_from_output, scheduler._update_request_with_output = self.update, self.update_request
-        scheduler.add_request, self._add_lora = self.add, core.add_lora
+        self._add, scheduler.add_request, self._add_lora = scheduler.add_request, self.add, core.add_lora
         # vLLM decodes what it is given by its signature.
         core.add_lora = functools.wraps(self._add_lora)(lambda request: self.add_lora(request))
 

@@ -246,8 +246,7 @@ class V2Reading:
     def add_requests(self, scheduler_output: Any) -> None:
         """Keep the directives: this runner does not keep sampling parameters by request."""
         for request in scheduler_output.scheduled_new_reqs:
-            directive = self.hallutracer.directive_of(request.sampling_params)
-            if directive is not None:
+            if (directive := self.hallutracer.directive_of(request.sampling_params)) is not None:
                 self.hallutracer_directives[request.req_id] = directive
         super().add_requests(scheduler_output)  # type: ignore[misc]
 
