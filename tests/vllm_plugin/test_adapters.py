@@ -62,6 +62,7 @@ class Made:
         self.engine: Any = Scheduled(base)
         adapted = Scheduled(tuned)
         self.engine.adapted = lambda request, digest: adapted
+        self.engine.slots = SimpleNamespace()  # of ``VllmEngine``: it tells the plugin when the weights have changed
         self.bundles = {"b": matching_bundle(base, folder, "base"), "a": matching_bundle(tuned, folder, "adapted", 1)}
         self.adapters, self.base = Adapters(self.bundles, str), Scorer(self.engine, self.bundles["b"])
 
