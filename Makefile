@@ -81,13 +81,13 @@ WORKERS ?= 3
 # The client is for Python 3.10, too.
 MYPY_310 = $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/client clients/python/hallutracer_client
 PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(if $(CLIENTS),HALLUTRACER_REQUIRE_CLIENTS=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
-test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: thirteen minutes on two cores
+test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: twenty minutes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
-test-long: install vllm clients platforms $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: forty minutes
+test-long: install vllm clients platforms $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: over an hour
 	$(BIN)/python -m benchmarks.service_soak --seconds 120
 	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m long
 
