@@ -227,7 +227,7 @@ def test_a_model_answers_to_the_names_that_it_is_given(tmp_path: Path, names: tu
 def test_an_answer_without_a_length_ends_before_the_deadline_and_a_reader_that_leaves_ends_it(
     tmp_path: Path, kind: str, stream: bool
 ) -> None:
-    with running(tmp_path, kind, deadline_s=1.5) as service:
+    with running(tmp_path, kind, deadline_s=3.0) as service:
         service.engine.answer, service.engine.sleep_s = "x" * 800, 0.01
         found = ask(service, stream=stream)
         ends = [chunk.choices[0] for chunk in found] if stream else found.choices
