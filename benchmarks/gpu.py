@@ -5,7 +5,7 @@
 
 parity     a model of random weights, read by transformers in float32 and in bfloat16, and by vLLM in bfloat16 while it
            decodes other answers (its self-test runs first): vLLM may be as far from float32 as transformers is, twice
-quantized  FP8 weights made at load; INT4 weights (compressed-tensors, W4A16) against the same weights in bfloat16
+quantized  FP8 weights made at load; INT4 weights (compressed-tensors, W4A16) against the weights that they stand for
 cost       one worker with our readout against vLLM's own, side by side: a prefill's and a decoded token's time,
            as ratios of pairs, median [95 % interval of the median]
 
@@ -38,49 +38,25 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 TINY = SHAPE | {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
                 "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}  # fmt: skip
-GROUP, LARGEST = 128, 7  # of INT4: inputs that share a scale, and the largest value
 MOST_TOKENS = 1 << 16  # of one timed call
 ROUNDS, DECODED = 15, 64
 BUNDLES = 3  # probes at each site
 
 
 def make(folder: Path, shape: dict[str, Any]) -> None:
-    """Save a model of random weights in bfloat16, and its INT4 twin with what that computes from, in bfloat16."""
+    """Save a model of random weights in bfloat16, its INT4 twin, and the plain model that the twin stands for."""
     import transformers as hf
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-    from safetensors.torch import load_file, save_file
 
     from tests.engines.tiny import tokenizer
+    from tests.parity.quantized import quantize
 
     torch.manual_seed(0)
     config = hf.LlamaConfig(**shape, initializer_range=0.04)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    plain, packed, unpacked = folder / "plain", folder / "packed", folder / "unpacked"
-    for path in (plain, packed, unpacked):
-        model.to(torch.bfloat16).save_pretrained(path)
-        tokenizer().save_pretrained(path)
-    weights = load_file(plain / "model.safetensors")
-    for name in [name for name in weights if name.endswith("proj.weight")]:
-        grouped = weights[name].float().unflatten(1, (-1, GROUP))
-        scale = (grouped.abs().amax(-1, keepdim=True) / LARGEST).bfloat16()
-        whole = (grouped / scale.float()).round().clamp(-LARGEST - 1, LARGEST)
-        weights[name] = (whole * scale.float()).flatten(1).bfloat16()
-        base = name.removesuffix("weight")
-        weights[f"{base}weight_packed"] = pack_to_int32(whole.flatten(1).to(torch.int8), 4)
-        weights[f"{base}weight_scale"] = scale.squeeze(-1)
-        weights[f"{base}weight_shape"] = torch.tensor(weights[name].shape)
-    parts = ("_packed", "_scale", "_shape")
-    save_file({n: one for n, one in weights.items() if not n.endswith(parts)}, unpacked / "model.safetensors",
-              {"format": "pt"})  # fmt: skip
-    save_file({n: one.contiguous() for n, one in weights.items() if not n.endswith("proj.weight")},
-              packed / "model.safetensors", {"format": "pt"})  # fmt: skip
-    said = json.loads((packed / "config.json").read_text())
-    how = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-    said["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": how}},
-    }  # fmt: skip
-    (packed / "config.json").write_text(json.dumps(said))
+    model.to(torch.bfloat16).save_pretrained(folder / "plain")
+    tokenizer().save_pretrained(folder / "plain")
+    for made, name in zip(quantize(folder / "plain", "int4", folder), ("packed", "unpacked"), strict=True):
+        made.rename(folder / name)
 
 
 def read(backend: str, folder: str, dtype: str, arguments: dict[str, Any], out: Path) -> None:

@@ -130,13 +130,13 @@ def round_inputs(model: torch.nn.Module, method: str) -> None:
 
 
 def quantize(plain: Path, method: str, folder: Path) -> tuple[Path, Path]:
-    """A quantized copy of a plain float32 model, and the plain model that its weights stand for."""
+    """A quantized copy of a plain model, and the plain model that its weights stand for."""
     make, settings = METHODS[method]
     weights, packed, meant = load_file(plain / "model.safetensors"), dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in weights.items():
         packed[name] = meant[name] = weight
         if ".layers." in name and name.endswith("proj.weight"):
-            tensors, meant[name] = make(weight)
+            tensors, meant[name] = make(weight.float())
             packed.pop(name)
             packed |= {f"{name.removesuffix('weight')}{suffix}": one for suffix, one in tensors.items()}
     found = folder / f"{method}-packed", folder / f"{method}-meant"
