@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS
-from service.fitting import DEPTH_MEAN, FIRST_TOKEN, LogitScale
+from service.fitting import DEPTH_MEAN, FIRST_TOKEN, LogitScale, decisions
 from service.fitting import scores as measures
 from service.fitting.context import PromptLabels, context_columns, fit_passage_probes
 from service.fitting.estimator import DepthMeanProbe, FinalClassifier, extra_signals, fit_classifier, signal_matrix
@@ -44,6 +44,8 @@ PROTOCOL = {
     "low_and_high": "95 % interval of the mean, over training and test rows: jackknife over groups with the "
     "fits held fixed, its variance times folds / (folds - 1) for what other training rows would change",
     "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
+    "e_aurc": "area under the curve of wrong among answered over coverage, less that of a perfect order",
+    "caught_at": "share of the wrong answers that is withheld where so many percent of the right ones are",
     "weighted": "weights over layers, fitted on the training side's out-of-fold trajectories",
     "best_head": "the head with the best training AUROC (the ITI rule)",
     "best_layer": "the layer whose selected head has the best inner out-of-fold AUROC",
@@ -135,7 +137,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
         for name, (of_train, of_test) in signals:
             classifier = fit_classifier(of_train, label[train], inputs.readouts.soft(train))
             risks[name] = risk = classifier.risk(of_test)
-            record["signals"][name] = measures.summary(label[test], risk) | _within(label[test], risk, strata)
+            record["signals"][name] = scores_of(label[test], risk, strata)
         records.append(record)
         return risks
 
@@ -146,12 +148,19 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
     risks = {name: by_row(scores[name], len(label)) for name in names}
     tests = {name: test_sides(scores[name]) for name in names}
     signals: dict[str, Any] = {}
+    kinds = [row["kind"] for row in inputs.strata if "kind" in row]
+    kind = np.unique(kinds, return_inverse=True)[1] if len(kinds) == len(label) else None
     for name in names:
         signals[name] = row = _summarise([record["signals"][name] for record in records])
         row["ece_pooled"] = _over([measures.ece(label, risk) for risk in risks[name]])
         row["calibration_debiased"] = _over([measures.debiased_calibration_error(label, risk) for risk in risks[name]])
         row |= rounded(cox_line(label, group, risks[name], folds))
         row["auroc"] |= rounded(measures.auroc_interval(label, group, tests[name])._asdict())
+        if kind is not None and row["auroc_within_kind"] is not None:
+            ends = measures.auroc_interval(label, group, tests[name], kind)
+            row["auroc_within_kind"] = rounded(
+                {"mean": measures.mean_auroc(label, tests[name], kind), **ends._asdict()}
+            )
     protocol = {"folds": folds, "inner_folds": probe.inner_folds, "seeds": list(seeds), **PROTOCOL}
     return Evaluation({"protocol": protocol, "signals": signals, "folds": rounded(records)}, risks, tests)
 
@@ -165,10 +174,8 @@ def held_out(
     risks = {"bundle": classifier.risk(signals)}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
         risks[name] = fit_classifier(of_train, references.label, references.readouts.soft_label).risk(of_test)
-    scores = {
-        name: {**measures.summary(label, risk), **_within(label, risk, inputs.strata)} for name, risk in risks.items()
-    }
-    gate = measures.at_threshold(label, risks["bundle"], threshold)
+    scores = {name: scores_of(label, risk, inputs.strata) for name, risk in risks.items()}
+    gate = decisions.at_threshold(label, risks["bundle"], threshold)
     calibration = cox_line(label, inputs.group, risks["bundle"][None])
     counts = {"rows": len(label), "factual": factual, "hallucinated": len(label) - factual}
     return {**counts, **rounded({"signals": scores, "at_threshold": gate, "calibration": calibration})}
@@ -231,14 +238,19 @@ def _references(inputs: Inputs) -> Iterator[tuple[str, Floats]]:
     yield "prompt_length", inputs.prompt_tokens[:, None].astype(np.float64)
 
 
-def _within(label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]]) -> dict[str, float | None]:
-    """Return the AUROC within each stratification whose keys every row has."""
+def scores_of(label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]]) -> dict[str, float | None]:
+    """Return every score of one signal's risks [n], and the AUROC within each stratification whose keys every row
+    has."""
     return {
-        f"auroc_within_{name}": measures.within_stratum_auroc(
-            label, risk, [tuple(row[key] for key in keys) for row in strata]
-        )
-        for name, keys in STRATA.items()
-        if all(key in row for row in strata for key in keys)
+        **measures.summary(label, risk),
+        **decisions.decisions(label, risk),
+        **{
+            f"auroc_within_{name}": measures.within_stratum_auroc(
+                label, risk, [tuple(row[key] for key in keys) for row in strata]
+            )
+            for name, keys in STRATA.items()
+            if all(key in row for row in strata for key in keys)
+        },
     }
 
 

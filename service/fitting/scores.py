@@ -1,4 +1,4 @@
-"""Scores of a risk (ranking, calibration, what a threshold does) and their 95 % intervals over groups.
+"""Scores of a risk (ranking, calibration) and their 95 % intervals over groups; ``decisions`` has those of a gate.
 
 Labels: 1 factual, 0 hallucinated.  A risk is P(hallucinated).  An interval is a jackknife's (Tukey 1958) that leaves
 out one group after the other, with Student's t of groups - 1 degrees of freedom.  It changes no fit; what another
@@ -117,25 +117,6 @@ def debiased_calibration_error(label: Labels, risk: Floats, bins: int = ECE_BINS
     return float(np.sqrt(max(0.0, squared_calibration_error(label, risk, np.zeros(len(risk), np.int64), bins)[0])))
 
 
-def at_threshold(label: Labels, risk: Floats, threshold: float) -> dict[str, float]:
-    """Return what a gate does: share answered, wrong among the answered (0 where none is), right withheld; label [n],
-    risk [n] or [seeds, n], of which every seed's rows count."""
-    answered = np.asarray(risk) < threshold
-    factual = np.broadcast_to(np.asarray(label) == 1, answered.shape)
-    return {
-        "answered": float(answered.mean()),
-        "wrong_among_answered": float(1 - factual[answered].mean()) if answered.any() else 0.0,
-        "right_withheld": float((~answered)[factual].mean()) if factual.any() else 0.0,
-    }
-
-
-def coverage_curve(label: Labels, risk: Floats) -> tuple[Doubles, Doubles]:
-    """Return share answered and share wrong among the answered, [n] each, lowest risks answered first."""
-    wrong = 1.0 - np.asarray(label, np.float64)[np.argsort(risk, kind="stable")]
-    count = np.arange(1, len(wrong) + 1)
-    return count / len(wrong), np.cumsum(wrong) / count
-
-
 def within_stratum_auroc(label: Labels, risk: Floats, strata: Sequence[Hashable]) -> float | None:
     """Return the AUROC among rows of a stratum: mean weighted by (hallucinated, factual) pairs; None without any."""
     codes: dict[Hashable, int] = {}
@@ -199,9 +180,15 @@ def t_interval(value: float, without: Floats, folds: int | None = None) -> Confi
     return ConfidenceInterval(float(low), float(high))
 
 
-def auroc_interval(label: Index, group: Index, tests: Tests) -> ConfidenceInterval:
-    """Return the interval of the mean AUROC over test sides with both classes, by its log odds: label, group [n]."""
-    value, without = _mean_auroc(label, group, tests)
+def mean_auroc(label: Index, tests: Tests, strata: Index | None = None) -> float:
+    """Return the mean AUROC over test sides, of pairs inside a stratum of ``strata`` [n] where given; NaN: no pair."""
+    return _mean_auroc(label, np.zeros(len(label), np.int64), tests, strata)[0]
+
+
+def auroc_interval(label: Index, group: Index, tests: Tests, strata: Index | None = None) -> ConfidenceInterval:
+    """Return the interval of the mean AUROC over test sides with both classes, by its log odds: label, group [n].
+    ``strata`` [n]: of the AUROC of pairs inside a stratum."""
+    value, without = _mean_auroc(label, group, tests, strata)
     if not np.isfinite(without).all() or len(without) < 2:
         return ConfidenceInterval(0.0, 1.0)  # nothing is known
     if value in (0.0, 1.0):  # no group's absence changes it: as many trials as groups have the rarer class
@@ -211,9 +198,10 @@ def auroc_interval(label: Index, group: Index, tests: Tests) -> ConfidenceInterv
     return ConfidenceInterval(float(low), float(high))
 
 
-def gain(label: Index, group: Index, one: Tests, other: Tests) -> Gain:
-    """Return the mean AUROC of ``one`` less that of ``other``, on the same test sides: label, group [n]."""
-    (value, without), (base, base_without) = (_mean_auroc(label, group, tests) for tests in (one, other))
+def gain(label: Index, group: Index, one: Tests, other: Tests, strata: Index | None = None) -> Gain:
+    """Return the mean AUROC of ``one`` less that of ``other``, on the same test sides: label, group [n].  ``strata``
+    [n]: of pairs inside a stratum."""
+    (value, without), (base, base_without) = (_mean_auroc(label, group, tests, strata) for tests in (one, other))
     difference, apart = value - base, without - base_without
     if not np.isfinite(apart).all() or len(apart) < 2:
         return Gain(difference, -1.0, 1.0, 1.0)  # nothing is known
@@ -233,12 +221,13 @@ def _refitting(tests: Tests) -> float:
     return 1.0 if share == 1 else 1 / (1 - share)
 
 
-def _mean_auroc(label: Index, group: Index, tests: Tests) -> tuple[float, Doubles]:
+def _mean_auroc(label: Index, group: Index, tests: Tests, strata: Index | None = None) -> tuple[float, Doubles]:
     """Return the mean AUROC over test sides, and its values without each group [groups]; NaN: no side has a pair."""
     names, member = np.unique(np.concatenate([np.asarray(group)[side] for side, _ in tests]), return_inverse=True)
     ends = np.cumsum([len(side) for side, _ in tests])
+    stratum = np.zeros(len(label), np.int64) if strata is None else np.asarray(strata)
     sides = [
-        _auroc_without(np.asarray(label)[side] == 0, np.asarray(risk, np.float64), of_side, len(names))
+        _auroc_without(np.asarray(label)[side] == 0, np.asarray(risk, np.float64), of_side, len(names), stratum[side])
         for (side, risk), of_side in zip(tests, np.split(member, ends[:-1]), strict=True)
     ]
     found = np.array(sides)  # [sides, 1 + groups]
@@ -247,8 +236,19 @@ def _mean_auroc(label: Index, group: Index, tests: Tests) -> tuple[float, Double
     return float(means[0]), means[1:]
 
 
-def _auroc_without(bad: NDArray[np.bool_], risk: Floats, member: Index, groups: int) -> Floats:
-    """Return the AUROC of one test side, then without each group: all but its rows' pairs, [1 + groups]; NaN: none."""
+def _auroc_without(bad: NDArray[np.bool_], risk: Floats, member: Index, groups: int, stratum: Index) -> Floats:
+    """Return the AUROC of one test side's pairs inside a stratum, then without each group, [1 + groups]; NaN: none."""
+    won, pairs = np.zeros(groups + 1), np.zeros(groups + 1)
+    for inside in (stratum == one for one in np.unique(stratum)):
+        of_stratum = _pairs_without(bad[inside], risk[inside], member[inside], groups)
+        won, pairs = won + of_stratum[0], pairs + of_stratum[1]
+    found = np.full(groups + 1, np.nan)
+    np.divide(won, pairs, out=found, where=pairs > 0)
+    return found
+
+
+def _pairs_without(bad: NDArray[np.bool_], risk: Floats, member: Index, groups: int) -> tuple[Floats, Floats]:
+    """Return how many pairs of classes are ranked right and how many there are: all, then without each group's rows."""
     low, of_low = risk[~bad], member[~bad]
     lost, total = np.zeros(groups), 0.0
     for part in np.array_split(np.flatnonzero(bad), bad.sum() // 256 + 1):  # not all pairs in memory
@@ -258,7 +258,6 @@ def _auroc_without(bad: NDArray[np.bool_], risk: Floats, member: Index, groups: 
         lost += np.bincount(of_low, won.sum(axis=0), groups)
         total += won.sum()
     hallucinated, factual = (np.bincount(member[side], minlength=groups) for side in (bad, ~bad))
-    pairs = (bad.sum() - np.append(0, hallucinated)) * ((~bad).sum() - np.append(0, factual))
-    found = np.full(groups + 1, np.nan)
-    np.divide(total - np.append(0.0, lost), pairs, out=found, where=pairs > 0)
-    return found
+    return total - np.append(0.0, lost), (bad.sum() - np.append(0, hallucinated)) * (
+        (~bad).sum() - np.append(0, factual)
+    )

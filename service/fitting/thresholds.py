@@ -16,7 +16,8 @@ import numpy as np
 from scipy.stats import beta, binom
 
 from service.errors import TrainingError
-from service.fitting.scores import Floats, Labels, at_threshold
+from service.fitting.decisions import at_threshold, net_benefit
+from service.fitting.scores import Floats, Labels
 
 COSTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values of K that a card shows beside the chosen threshold
 LEAST_ANSWERED = 20  # rows, in the mean over seeds: a share of wrong among fewer answered ones says little
@@ -77,7 +78,7 @@ class ChosenThreshold:
     threshold: float  # strictly between 0 and 1
     rule: GateRule
     reached: bool  # the target; a cost always is
-    gate: dict[str, float]  # ``scores.at_threshold`` of the out-of-fold risks
+    gate: dict[str, float]  # ``decisions.at_threshold`` of the out-of-fold risks
 
     def document(self) -> dict[str, Any]:
         """Return what evaluation.json says."""
@@ -98,9 +99,12 @@ def choose_threshold(rule: GateRule, label: Labels, risk: Floats) -> ChosenThres
 
 
 def by_wrong_costs(label: Labels, risk: Floats) -> list[dict[str, float]]:
-    """Return what thresholds for each of ``COSTS`` do: label [n], risk [seeds, n]."""
+    """Return what thresholds for each of ``COSTS`` do, and are worth: label [n], risk [seeds, n]."""
     thresholds = {k: WrongCosts(k).threshold for k in COSTS}
-    return [{"wrong_costs": k, "threshold": at} | at_threshold(label, risk, at) for k, at in thresholds.items()]
+    return [
+        {"wrong_costs": k, "threshold": at} | at_threshold(label, risk, at) | net_benefit(label, risk, k)
+        for k, at in thresholds.items()
+    ]
 
 
 def _for_target(target: Target, label: Labels, risk: Floats) -> tuple[float, bool]:

@@ -148,11 +148,11 @@ class FormTable:
 _FORM_ROW = TypeAdapter(FormRow)
 
 
-def kept_forms(evaluation: Mapping[str, Any]) -> tuple[FormsSource, Mapping[str, Any]] | None:
+def kept_strata(evaluation: Mapping[str, Any], table: str = "by_form") -> tuple[FormsSource, Mapping[str, Any]] | None:
     """Return the table of held-out rows where there are some, else of folds that never saw the row; None: neither."""
     places: tuple[tuple[FormsSource, str], ...] = (("held_out", "held_out"), ("out_of_fold", "cross_validation"))
-    found = ((source, (evaluation.get(key) or {}).get("by_form")) for source, key in places)
-    return next(((source, forms) for source, forms in found if forms), None)
+    found = ((source, (evaluation.get(key) or {}).get(table)) for source, key in places)
+    return next(((source, rows) for source, rows in found if rows), None)
 
 
 def form_table(bundle: Bundle) -> FormTable | None:
@@ -160,7 +160,7 @@ def form_table(bundle: Bundle) -> FormTable | None:
     if bundle.manifest.recalibration is not None:
         return None
     try:
-        if (kept := kept_forms(bundle.evaluation())) is None:
+        if (kept := kept_strata(bundle.evaluation())) is None:
             return None
         rows = [_FORM_ROW.validate_python(row | {"form": name}) for name, row in kept[1].items()]
         if any(row.rows < 1 for row in rows):

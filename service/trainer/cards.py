@@ -19,7 +19,7 @@ from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.fitting.recalibration import ChosenMap
 from service.fitting.scores import gain
 from service.fitting.thresholds import LEAST_ANSWERED, GuaranteeStep
-from service.judging.evaluation import kept_forms
+from service.judging.evaluation import kept_strata
 from service.risk import risk
 from service.trainer.presentation import aligned_table, markdown_table
 
@@ -27,6 +27,10 @@ METRICS = {
     "auroc": "AUROC", "auprc_hallucinated": "AUPRC (hallucinated positive)",
     "auprc_factual": "AUPRC (factual positive)", "brier": "Brier", "ece": "ECE", "ece_pooled": "ECE, folds pooled",
     "calibration_debiased": "calibration error, debiased",
+}  # fmt: skip
+DECISIONS = {
+    "e_aurc": "E-AURC", "caught_at_5": "caught at 5 %", "caught_at_10": "caught at 10 %",
+    "caught_at_20": "caught at 20 %",
 }  # fmt: skip
 _SCALES = {"unit_norm": "unit norm", "standardized": "standardised", "weighted": "weighted"}
 _READ = {
@@ -95,18 +99,17 @@ def write_card(
         (name, weight, weight * std)
         for name, weight, std in zip(manifest.signals, manifest.classifier.weight, signal_std, strict=True)
     ]
-    source, forms = kept_forms(evaluation) or (None, None)
+    tables = [(of, *kept) for of in ("form", "kind") if (kept := kept_strata(evaluation, f"by_{of}"))]
     rule, record = rule_in_words(evaluation["threshold"]), manifest.uncertainty
     text = _render(
         "card.md", m=manifest, t=manifest.training, data=evaluation["data"], left_out=left_out, crossed=crossed,
         group_warning=group_warning(evaluation["data"]), few=few, rarer=rarer, own=own, test=test,
         cheaper=crossed and cheaper_and_better(crossed["signals"], own),
-        crossed_table=crossed and _table(crossed["signals"], lambda one: "-" if few and "low" not in one else cell(one),
-                                         own),
+        crossed_tables=crossed and _tables(crossed["signals"], partial(_unless_few, few), own),
         no_signal=crossed and crossed["signals"][own]["auroc"].get("low", 1.0) <= CHANCE,
-        test_table=test and _table(test["signals"], "{:.3f}".format, "bundle"),
+        test_tables=test and _tables(test["signals"], "{:.3f}".format, "bundle"),
         plots=[(title, file) for file, title in PLOTS.items() if file in plots], signals=signals,
-        cut=evaluation["threshold"], rule=rule[0].upper() + rule[1:], forms=forms, forms_source=source,
+        cut=evaluation["threshold"], rule=rule[0].upper() + rule[1:], tables=tables,
         intervals=[] if record.interval is None else [(at, *_ends(record.interval, at)) for at in SHOWN_RISKS],
     )  # fmt: skip
     return f"---\n{_hub_data(manifest, evaluation).to_yaml()}\n---\n{text}"
@@ -148,13 +151,17 @@ cell = partial(say, "cell")  # a mean over folds and seeds with its interval, or
 rule_in_words = partial(say, "rule")  # where the threshold is from: ``threshold`` of evaluation.json
 
 
-def _table(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
-    columns = {key: text for key, text in (METRICS | WITHIN).items() if any(key in row for row in signals.values())}
-    rows = []
-    for name, row in signals.items():
-        cells = [show(row[key]) if row.get(key) is not None else "-" for key in columns]
-        rows.append([f"**{SIGNALS[name]}**" if name == own else SIGNALS[name], *cells])
-    return markdown_table(["signal", *columns.values()], rows)
+def _tables(signals: Mapping[str, Mapping[str, Any]], show: Callable[[Any], str], own: str) -> str:
+    """Return how a risk ranks and how true it is, then what a decision gains by it, where that was measured."""
+    made = []
+    for titles in (WITHIN | METRICS, DECISIONS):
+        if columns := {key: text for key, text in titles.items() if any(key in row for row in signals.values())}:
+            rows = []
+            for name, row in signals.items():
+                cells = [show(row[key]) if row.get(key) is not None else "-" for key in columns]
+                rows.append([f"**{SIGNALS[name]}**" if name == own else SIGNALS[name], *cells])
+            made.append(markdown_table(["signal", *columns.values()], rows))
+    return "\n\n".join(made)
 
 
 def cheaper_and_better(signals: Mapping[str, Mapping[str, Any]], own: str) -> str | None:
@@ -242,15 +249,25 @@ def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def summary_table(signals: Mapping[str, Any], own: str) -> str:
-    """Return AUROC with its interval, AUROC within a kind where rows have kinds, and calibration; ours is marked."""
-    keys = [*(key for key in WITHIN if any(row.get(key) for row in signals.values())), "ece", "calibration_debiased"]
+    """Return AUROC within a kind where rows have kinds, AUROC of all pairs, and calibration; ours is marked."""
+    inside = [key for key in WITHIN if any(row.get(key) for row in signals.values())]
+    keys = [*inside, "auroc", "ece", "calibration_debiased"]
     lines = [
-        [("> " if name == own else "") + SIGNALS[name], cell(row["auroc"]),
-         *(f"{row[key]['mean']:.3f}" if row.get(key) else "-" for key in keys)]
+        [("> " if name == own else "") + SIGNALS[name], *(_brief(row.get(key), key) for key in keys)]
         for name, row in ((name, signals[name]) for name in NAMES if name in signals)
     ]  # fmt: skip
-    titles = WITHIN | {"ece": "ECE", "calibration_debiased": "debiased"}
-    return aligned_table(["", "AUROC [95 %]", *(titles[key] for key in keys)], lines)
+    titles = WITHIN | {"auroc": "AUROC [95 %]", "ece": "ECE", "calibration_debiased": "debiased"}
+    return aligned_table(["", *(titles[key] for key in keys)], lines)
+
+
+def _unless_few(few: bool, value: Mapping[str, float]) -> str:
+    return "-" if few and "low" not in value else cell(value)
+
+
+def _brief(value: Mapping[str, float] | None, key: str) -> str:
+    if not value:
+        return "-"
+    return cell(value) if "low" in value or key == "auroc" else f"{value['mean']:.3f}"
 
 
 def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from service.fitting import scores
+from service.fitting import decisions, scores
 from service.trainer import presentation as look
 
 Floats = NDArray[np.floating]
@@ -126,10 +126,10 @@ def _with_bands(
 
 def _coverage(axes: Axes, data: PlotData) -> None:
     for name, (colour, line) in zip(data.risk, _LINES, strict=False):
-        answered, wrong = scores.coverage_curve(data.label, data.risk[name])
+        answered, wrong = decisions.coverage_curve(data.label, data.risk[name])
         thin = look.thinned(len(wrong), _MAX_POINTS)
         axes.plot(answered[thin], wrong[thin], line, color=colour, label=name, linewidth=1.4)
-    gate = scores.at_threshold(data.label, data.risk[data.own], data.threshold)
+    gate = decisions.at_threshold(data.label, data.risk[data.own], data.threshold)
     if gate["answered"]:
         axes.plot(gate["answered"], gate["wrong_among_answered"], "o", color=_LINES[list(data.risk).index(data.own)][0],
                   markersize=8, markeredgecolor="black", zorder=4, clip_on=False,

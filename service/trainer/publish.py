@@ -175,17 +175,29 @@ def read_risks(document: Mapping[str, str]) -> LabelledRisks:
     return LabelledRisks(np.array(document["risk"].split(), np.float64), 1 - hallucinated, group)
 
 
-def by_form(
+MOST_KINDS = 20  # of a table by kind: a mixture's sources have subjects, of which there may be hundreds
+BY_STRATUM = {"by_form": FORM, "by_kind": "kind"}
+
+
+def strata_tables(
     label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float
 ) -> dict[str, Any]:
-    """Return rows, share wrong, mean risk, its error, AUROC and the gate of each form, for evaluation.json.
+    """Return ``by_stratum`` for each of ``BY_STRATUM`` that every row names, and of kinds where there are few."""
+    found = {name: by_stratum(label, risk, strata, threshold, key) for name, key in BY_STRATUM.items()}
+    return {name: table for name, table in found.items() if table and (name != "by_kind" or len(table) <= MOST_KINDS)}
 
-    label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  No AUROC where a form has one
-    class only, nothing of answered rows where there are none.  Empty unless every row names its form."""
-    names = [row[FORM] for row in strata if FORM in row]
-    form, table = np.array(names), dict[str, Any]()
+
+def by_stratum(
+    label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]], threshold: float, key: str = FORM
+) -> dict[str, Any]:
+    """Return rows, share wrong, mean risk, its error, AUROC and the gate of each form or kind, for evaluation.json.
+
+    label [n], risk [seeds, n]; means over seeds.  ``calibration_error`` is debiased.  No AUROC where a stratum has one
+    class only, nothing of answered rows where there are none.  Empty unless every row names its ``key``."""
+    names = [row[key] for row in strata if row.get(key)]
+    stratum, table = np.array(names), dict[str, Any]()
     for name in sorted(set(names)) if len(names) == len(strata) else ():
-        inside = form == name
+        inside = stratum == name
         own, risks = label[inside], risk[:, inside]
         both, answered = 0 < own.sum() < len(own), risks < threshold
         table[name] = rounded({

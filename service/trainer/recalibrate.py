@@ -23,6 +23,7 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, TrafficFile, read_dataset, read_traffic
 from service.engines.base import Engine
 from service.errors import DataError, RequestError, TrainingError
+from service.fitting.decisions import at_threshold
 from service.fitting.nested_cv import rounded
 from service.fitting.recalibration import (
     FOLDS,
@@ -37,7 +38,7 @@ from service.fitting.recalibration import (
     prior_shift_test,
     shift_to,
 )
-from service.fitting.scores import at_threshold, share_interval
+from service.fitting.scores import share_interval
 from service.scoring import Scorer
 from service.trainer.cards import candidates_table, recalibrated_card
 from service.trainer.new_rows import Marks, NewRows, check_unspent, draft_of, read_new_rows, risks_of, seen_by

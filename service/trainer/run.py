@@ -19,11 +19,11 @@ from service.data.run_folder import locked
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
+from service.fitting.decisions import at_threshold
 from service.fitting.estimator import DepthMeanProbe, class_statistics, extra_signals, signal_matrix
 from service.fitting.folds import group_folds, outer_folds
 from service.fitting.nested_cv import Evaluation, evaluate, held_out, name_of, rounded
 from service.fitting.probes import Readouts
-from service.fitting.scores import at_threshold
 from service.fitting.thresholds import by_wrong_costs, choose_threshold, gate_profile
 from service.fitting.uncertainty import fit_interval, fit_reference
 from service.judging.evaluation import SAMPLE_KEY as SAMPLE
@@ -129,8 +129,7 @@ def _draft(
         crossed = nested.risk[own]
         nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed, threshold))
         nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed))
-        if forms := publish.by_form(inputs.label, crossed, inputs.strata, threshold):
-            nested.document["by_form"] = forms
+        nested.document.update(publish.strata_tables(inputs.label, crossed, inputs.strata, threshold))
         auroc = nested.document["signals"][own]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
             raise TrainingError(f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, "
@@ -156,8 +155,8 @@ def _draft(
         document["held_out"] = held_out(held.inputs, classifier, threshold, read, inputs) | {
             "file": own_file.path.name, "digest": own_file.file_digest, "left_out": held.counts["left_out"],
         }  # fmt: skip
-        if forms := publish.by_form(held.inputs.label, classifier.risk(read)[None], held.inputs.strata, threshold):
-            document["held_out"]["by_form"] = forms
+        risk = classifier.risk(read)[None]
+        document["held_out"] |= publish.strata_tables(held.inputs.label, risk, held.inputs.strata, threshold)
     plots = draw(publish.plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.

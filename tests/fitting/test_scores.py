@@ -66,13 +66,7 @@ def test_the_debiased_error_by_hand_and_without_each_group() -> None:
 
 
 def test_known_answers() -> None:
-    """A gate, the average precision by class, the whole summary, a missing class."""
-    label, risk = np.array([1, 1, 0, 1, 0, 0]), np.array([0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
-    found = [tuple(measures.at_threshold(label, risk, cut).values()) for cut in (0.5, 0.1)]
-    assert found == [pytest.approx((0.5, 1 / 3, 1 / 3)), (0.0, 0.0, 1.0)]
-    answered, wrong = measures.coverage_curve(label, risk)
-    assert answered.tolist() == pytest.approx([k / 6 for k in range(1, 7)])
-    assert wrong.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 4, 2 / 5, 1 / 2])
+    """The average precision by class, the whole summary, a missing class."""
     precision = [measures.auprc(np.array([1, 1, 1, 0]), np.array([0.1, 0.2, 0.9, 0.8]), positive=one) for one in (0, 1)]
     assert precision == pytest.approx([1 / 2, (1 + 1 + 3 / 4) / 3])
     label, risk = np.array([0, 1, 1, 0]), np.array([0.8, 0.3, 0.4, 0.6])
@@ -99,23 +93,31 @@ def whole(risk: Floats) -> Tests:
     return [(np.arange(len(risk)), risk)]
 
 
-def mean_auroc(label: Index, tests: Tests, keep: np.ndarray) -> float:
-    sides = [(label[rows][keep[rows]], risk[keep[rows]]) for rows, risk in tests]
-    values = [risk_auroc(own, risk) for own, risk in sides if 0 < own.sum() < len(own)]
+def mean_auroc(label: Index, tests: Tests, keep: np.ndarray, kind: Index) -> float:
+    sides = [(label[rows][keep[rows]], risk[keep[rows]], kind[rows][keep[rows]]) for rows, risk in tests]
+    found = [measures.within_stratum_auroc(own, risk, of_side.tolist()) for own, risk, of_side in sides]
+    values = [value for value in found if value is not None]
     return float(np.mean(values)) if values else float("nan")
 
 
+@pytest.mark.parametrize("kinds", [1, 3])  # 3: of pairs inside a kind
 @pytest.mark.parametrize("levels", [4, 10_000])  # 4: many ties
-def test_the_interval_is_that_of_the_mean_without_each_group(levels: int) -> None:
+def test_the_interval_is_that_of_the_mean_without_each_group(levels: int, kinds: int) -> None:
     rng = np.random.default_rng(levels)
     for _ in range(40):
         count = int(rng.integers(30, 60))
         label, group = rng.integers(0, 2, count), rng.integers(0, 12, count)
         risk = (rng.integers(0, levels, count) - label * levels / 4) / levels
         tests = [(side, risk[side]) for side in np.array_split(rng.permutation(count), 3)]
-        without = np.array([mean_auroc(label, tests, group != name) for name in np.unique(group)])
-        value = mean_auroc(label, tests, np.ones(count, bool))
-        ends = logit(auroc_interval(label, group, tests))
+        kind = rng.integers(0, kinds, count)
+        without = np.array([mean_auroc(label, tests, group != name, kind) for name in np.unique(group)])
+        value = mean_auroc(label, tests, np.ones(count, bool), kind)
+        assert measures.mean_auroc(label, tests, kind) == pytest.approx(value)
+        strata = kind if kinds > 1 else None
+        ends = logit(auroc_interval(label, group, tests, strata))
+        other = [(side, rng.random(len(side))) for side, _ in tests]
+        difference = gain(label, group, tests, other, strata)
+        assert difference.difference == pytest.approx(value - mean_auroc(label, other, np.ones(count, bool), kind))
         # The log odds are symmetric around the value's; three test sides: variance times 1 / (1 - 1/3).
         assert ends.mean() == pytest.approx(logit(value))
         raw = t_interval(value, without, folds=3)

@@ -14,7 +14,7 @@ from scipy.stats import binom
 
 from service.errors import TrainingError
 from service.fitting import thresholds
-from service.fitting.scores import at_threshold
+from service.fitting.decisions import at_threshold
 from service.fitting.thresholds import Target, WrongCosts, by_wrong_costs, certify, choose_threshold, first_answered
 
 

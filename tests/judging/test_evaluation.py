@@ -13,10 +13,10 @@ from probes_store.bundle import Bundle, load_bundle
 from probes_store.records import Recalibration
 from probes_store.store import SHIPPED
 from service.data.forms import FORMS as EVERY_FORM
-from service.fitting.scores import at_threshold, coverage_curve
+from service.fitting.decisions import at_threshold, coverage_curve
 from service.judging import evaluation
 from service.judging.evaluation import Coverage, CoverageGate, Sample, SampleQuestion, coverage, form_table, sample_of
-from service.trainer.publish import by_form, risks_document
+from service.trainer.publish import by_stratum, risks_document
 from tests.probes_store.factory import GUARANTEE, make_draft, write_bundle
 
 CALIBRATED = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}
@@ -120,7 +120,7 @@ def test_the_shipped_bundles(name: str) -> None:
 FORMS = [{"form": "lone"}] * 6 + [{"form": "turn_own"}] * 4
 RIGHT = np.array([1, 0, 0, 0, 0, 1, 0, 0, 0, 0])
 RISKS = np.array([[0.1, 0.9, 0.8, 0.7, 0.3, 0.6, 0.9, 0.8, 0.8, 0.9]])
-MADE = by_form(RIGHT, RISKS, FORMS, 0.5)
+MADE = by_stratum(RIGHT, RISKS, FORMS, 0.5)
 KEPT = {"cross_validation": {"by_form": MADE}}
 
 
@@ -138,7 +138,7 @@ def test_the_table_by_form_is_the_trainers(tmp_path: Path) -> None:
     assert lone.wrong_among_answered == pytest.approx(0.5)
     assert (turn.form, turn.auroc, turn.answered, turn.wrong_among_answered) == ("turn_own", None, 0.0, None)
     assert turn.mean_risk == pytest.approx(0.85)
-    held = table(tmp_path / "h", KEPT | {"held_out": {"by_form": by_form(RIGHT[:6], RISKS[:, :6], FORMS[:6], 0.5)}})
+    held = table(tmp_path / "h", KEPT | {"held_out": {"by_form": by_stratum(RIGHT[:6], RISKS[:, :6], FORMS[:6], 0.5)}})
     assert (held.source, [one.form for one in held.data]) == ("held_out", ["lone"])
     calibrated = table(tmp_path / "c", KEPT, **CALIBRATED)  # it has another threshold
     assert {(one.answered, one.wrong_among_answered) for one in calibrated.data} == {(None, None)}

@@ -18,8 +18,9 @@ from PIL import Image
 from probes_store.bundle import Bundle
 from probes_store.store import SHIPPED, Store
 from service.errors import TrainingError
+from service.fitting.decisions import at_threshold
 from service.fitting.nested_cv import NAMES, Evaluation, Inputs
-from service.fitting.scores import at_threshold, auroc_interval, reliability, risk_auroc
+from service.fitting.scores import auroc_interval, reliability, risk_auroc
 from service.judging.evaluation import coverage
 from service.trainer.cards import (
     better_options,
@@ -32,7 +33,7 @@ from service.trainer.cards import (
 )
 from service.trainer.comparison import compare
 from service.trainer.plots import PlotData, _coverage, _reliability, draw
-from service.trainer.publish import by_form
+from service.trainer.publish import by_stratum
 from tests.command_line import hallutracer
 from tests.fitting.planted import Quiet, planted_rows
 from tests.trainer.made import ONE, run, section, served
@@ -211,7 +212,10 @@ def test_another_cost_moves_the_threshold_and_every_figure_at_it(careful: Bundle
     assert (careful.manifest.threshold, "with K = 4" in said, "more likely right" in said) == (0.2, True, False)
     crossed = evaluation["cross_validation"]
     rows = {row["wrong_costs"]: row for row in crossed["by_wrong_costs"]}
+    saved = {name: rows[4].pop(name) for name in ("net_benefit", "withholding_all")}
     assert rows[4] == {"wrong_costs": 4, "threshold": 0.2} | crossed["at_threshold"]
+    share = evaluation["data"]["hallucinated"] / 240
+    assert saved["net_benefit"] > saved["withholding_all"] == pytest.approx(share - (1 - share) / 4, abs=1e-6)
     assert rows[4]["answered"] < rows[1]["answered"]
     risk = np.array([report.risk for report in served(careful, planted_rows(90, seed=3))])
     assert evaluation["held_out"]["at_threshold"]["answered"] == pytest.approx(np.mean(risk < 0.2), abs=1e-6)
@@ -222,13 +226,20 @@ def test_another_cost_moves_the_threshold_and_every_figure_at_it(careful: Bundle
 
 def test_the_card_has_tables_of_costs_and_forms(careful: Bundle) -> None:
     card, crossed = careful.card(), careful.evaluation()["cross_validation"]
-    rows = re.findall(r"^\| (0\.25|0\.5|1|2|4) \| (0\.\d{3}) \| (.+?) \| (.+?) \| (.+?) \|$", card, re.MULTILINE)
+    number = r"\| ([+-]\d\.\d{3}) "
+    costs = rf"^\| (0\.25|0\.5|1|2|4) \| (0\.\d{{3}}) \| (.+?) \| (.+?) \| (.+?) {number}{number}\|$"
+    rows = re.findall(costs, card, re.MULTILINE)
     assert [(k, at) for k, at, *_ in rows] == [
         ("0.25", "0.800"), ("0.5", "0.667"), ("1", "0.500"), ("2", "0.333"), ("4", "0.200")
     ]  # fmt: skip
-    for (*_, answered, wrong, withheld), row in zip(rows, crossed["by_wrong_costs"], strict=True):
+    for (*_, answered, wrong, withheld, saved, by_all), row in zip(rows, crossed["by_wrong_costs"], strict=True):
         shown = (f"{row[key]:.1%}" for key in ("answered", "wrong_among_answered", "right_withheld"))
         assert (answered, wrong, withheld) == tuple(shown)
+        assert (saved, by_all) == (f"{row['net_benefit']:+.3f}", f"{row['withholding_all']:+.3f}")
+    own = crossed["signals"][OWN]
+    for title, key in (("E-AURC", "e_aurc"), ("caught at 10 %", "caught_at_10")):
+        cells = next(line for line in card.splitlines() if title in line and line.startswith("| signal"))
+        assert f"{own[key]['mean']:.3f} +/-" in card.partition(cells)[2].partition("\n\n")[0]
     assert "coverage.png" in card
     found, data = crossed["by_form"], careful.evaluation()["data"]
     assert {name: row["rows"] for name, row in found.items()} == {"chat": 120, "lone": 120}
@@ -301,7 +312,7 @@ FORMS = [{"form": name} for name in ("lone", "lone", "lone", "lone", "turns", "t
 
 
 def test_each_form_has_its_own_row() -> None:
-    found = by_form(LABEL, RISK, FORMS, 0.5)
+    found = by_stratum(LABEL, RISK, FORMS, 0.5)
     lone, turns = found["lone"], found["turns"]
     assert list(found) == ["lone", "turns"]
     assert (lone["rows"], lone["wrong"], lone["mean_risk"]) == (4, 0.5, pytest.approx(0.45))
@@ -310,9 +321,9 @@ def test_each_form_has_its_own_row() -> None:
     assert lone["wrong_among_answered"] == pytest.approx(2 / 5)  # .4 and .2 of .4 .3 .2 .1 .4
     assert lone["mean_risk_among_answered"] == pytest.approx(0.28)
     assert (turns["auroc"], turns["wrong"], turns["answered"]) == (None, 1.0, 0.5)
-    closed = by_form(LABEL, RISK, FORMS, 0.05)["lone"]
+    closed = by_stratum(LABEL, RISK, FORMS, 0.05)["lone"]
     assert (closed["answered"], closed["wrong_among_answered"]) == (0, None)
-    assert by_form(LABEL, RISK, [*FORMS[:-1], {}], 0.5) == {}  # a row that names no form
+    assert by_stratum(LABEL, RISK, [*FORMS[:-1], {}], 0.5) == {}  # a row that names no form
 
 
 # Bundles side by side.
