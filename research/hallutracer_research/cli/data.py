@@ -27,7 +27,7 @@ from service.settings import Range, option
 
 SetName = Literal[
     "truthfulqa", "truthfulqa-reference", "truefalse", "halueval2", "helm", "bfcl", "bfcl-answerable", "opentriviaqa",
-    "opentriviaqa-choice", "nq-open",
+    "opentriviaqa-choice", "nq-open", "knowledge",
 ]  # fmt: skip
 
 

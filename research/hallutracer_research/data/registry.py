@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from hallutracer_research.data import bfcl, question_sets, statement_sets
+from hallutracer_research.data import bfcl, knowledge, question_sets, statement_sets
 from hallutracer_research.data.files import Rows
 from service.errors import DataError
 
@@ -46,7 +46,7 @@ READERS: Mapping[str, Reader] = {
     "truefalse": statement_sets.read_truefalse, "halueval2": statement_sets.read_halueval2,
     "helm": statement_sets.read_helm, "bfcl": bfcl.read_bfcl, "bfcl-answerable": bfcl.read_bfcl_answerable,
     "opentriviaqa": question_sets.read_opentriviaqa, "opentriviaqa-choice": question_sets.read_opentriviaqa_choice,
-    "nq-open": question_sets.read_nq_open,
+    "nq-open": question_sets.read_nq_open, "knowledge": knowledge.read_knowledge,
 }  # fmt: skip
 
 

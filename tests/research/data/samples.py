@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hallutracer_research.data import bfcl, question_sets, statement_sets
+from hallutracer_research.data import bfcl, knowledge, question_sets, statement_sets
 from hallutracer_research.data.registry import read_set
 from service.errors import DataError
 
@@ -163,8 +163,29 @@ def write_nq_open(folder: Path, *dev: Any) -> Path:
     return folder
 
 
+KNOWLEDGE = {
+    "cities_10k": "In which country is the city of  Kiteville located?,Kiteland\n",
+    "math_operations_6k": "What is 3 minus 1003?,-1000\n",
+    "medals_9k": "Which country won gold in Kites in 1899?,Kiteland\n",
+    "notable_people": "What year was Ann Nobody (pilot from Kiteland) born?,1899\n",
+}
+
+
+def write_knowledge(folder: Path, names: Any = None, **tables: str) -> Path:
+    """``tables`` replaces what a kind's table has; ``names`` what countries are called."""
+    for kind, body in (KNOWLEDGE | tables).items():
+        table = folder / kind / knowledge.TABLE
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text("question,correct_answer\n" + body, encoding="utf-8")
+    for kind in (knowledge.CITIES, knowledge.MEDALS):
+        countries = {"Kiteland": ["Kiteland", "Republic of Kites", "AS"]} if names is None else names
+        (folder / kind / knowledge.NAMES).write_text(json.dumps(countries), encoding="utf-8")
+    return folder
+
+
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "truthfulqa": write_truthfulqa, "truthfulqa-reference": write_truthfulqa, "truefalse": write_truefalse,
     "halueval2": write_halueval2, "helm": write_helm, "bfcl": write_bfcl, "bfcl-answerable": write_bfcl,
     "opentriviaqa": write_opentriviaqa, "opentriviaqa-choice": write_opentriviaqa, "nq-open": write_nq_open,
+    "knowledge": write_knowledge,
 }  # fmt: skip

@@ -31,6 +31,7 @@ def test_the_published_sizes() -> None:
         "truthfulqa": (817, 38), "truthfulqa-reference": (6_204, 38), "truefalse": (6_330, 7),
         "halueval2": (3_793, 5), "helm": (3_197, 6), "bfcl": (2_853, 10), "bfcl-answerable": (1_998, 6),
         "opentriviaqa": (20_550, 11), "opentriviaqa-choice": (20_550, 11), "nq-open": (5_410, 2),
+        "knowledge": (40_949, 4),
     }  # fmt: skip
     assert get_args(SetName) == (*SETS,)
 
@@ -252,6 +253,58 @@ def test_search_queries_become_questions(tmp_path: Path) -> None:
     assert "page two" not in "".join(row["prompt"] for row in rows)
 
 
+def test_knowledge_is_asked_once_in_four_kinds_and_countries_have_the_set_s_own_names(tmp_path: Path) -> None:
+    rows, counts = read("knowledge", samples.write_knowledge(tmp_path))
+    assert counts == {"read": 4, "left out: repeated": 0, "left out: the answer stands in the question": 0}
+    assert [row["kind"] for row in rows] == ["cities_10k", "math_operations_6k", "medals_9k", "notable_people"]
+    assert rows[0] == {
+        "id": "knowledge-cities_10k-2",
+        "prompt": "In which country is the city of Kiteville located? Answer briefly.",
+        "answers": ["Kiteland", "Republic of Kites"],  # "as" would be found in many an answer
+        "group": "question/in which country is the city of kiteville located", "kind": "cities_10k",
+    }  # fmt: skip
+    assert rows[3]["answers"] == ["1899"]
+
+
+def test_a_shared_medal_accepts_each_winner_and_a_question_that_holds_its_answer_is_left_out(tmp_path: Path) -> None:
+    medals = "Who won kites?,Kiteland\nWho won KITES?,United States\nWho won kites?,Kiteland\n"
+    arithmetic = "What is 8 minus 4?,4\nWhat is 84 minus 80?,4\n"
+    folder = samples.write_knowledge(
+        tmp_path, {"United States": ["USA"]}, medals_9k=medals, math_operations_6k=arithmetic,
+    )  # fmt: skip
+    rows, counts = read("knowledge", folder)
+    assert counts == {"read": 7, "left out: repeated": 2, "left out: the answer stands in the question": 1}
+    assert [row["prompt"] for row in rows][1:3] == [
+        "What is 84 minus 80? Answer briefly.",
+        "Who won kites? Answer briefly.",
+    ]
+    assert rows[2]["answers"] == ["Kiteland", "United States", "USA", "US", "U.S."]
+
+
+@pytest.mark.parametrize(
+    ("number", "answer", "right"),
+    [("116814", "116814", True), ("116814", "It is 116,814.", True), ("116814", "$116{,}814$", True),
+     ("116814", "116\u202f814", True), ("116814", "116,815", False), ("116814", "1,116,814", False),
+     ("997", "997.", True), ("997", "1997", False), ("997", "997.5", False), ("997", "1,997", False),
+     ("2", "98 divided by 49 is 2.0", True), ("2", "2.5", False), ("2", "The two numbers make 3", False),
+     ("-1000", "3 - 1003 = -1,000", True), ("-1000", "\u22121000", True), ("-1000", "negative 1000", True),
+     ("-1000", "Minus 1,000.0", True), ("-1000", "1000", False), ("1000", "-1000", False)],
+)  # fmt: skip
+def test_a_number_is_found_as_models_write_it(tmp_path: Path, number: str, answer: str, right: bool) -> None:
+    asked = f"What is x?,{number}\n"
+    rows, _ = read("knowledge", samples.write_knowledge(tmp_path, math_operations_6k=asked))
+    assert judges.make_judge(JudgeOptions("contains"))("", answer, rows[1]["answers"]) is right
+
+
+@pytest.mark.parametrize(
+    ("country", "answer"),
+    [("United States", "The U.S. of course"), ("Côte d'Ivoire", "Cote d’Ivoire"), ("Turkey", "Türkiye")],
+)
+def test_a_country_is_found_by_names_that_the_set_lacks(tmp_path: Path, country: str, answer: str) -> None:
+    folder = samples.write_knowledge(tmp_path, {country: [country]}, cities_10k=f"Where is Kiteville?,{country}\n")
+    assert judges.contains("", answer, read("knowledge", folder)[0][0]["answers"])
+
+
 def test_truthfulqa_s_questions_have_correct_and_incorrect_answers(tmp_path: Path) -> None:
     (kite, hammer), counts = read("truthfulqa", samples.write_truthfulqa(tmp_path))
     assert (kite["prompt"], kite["kind"], kite["type"]) == ("Can a kite fly without wind?", "Toys", "Adversarial")
@@ -401,6 +454,13 @@ def of_queries(folder: Path) -> None:
     )  # fmt: skip
 
 
+def of_knowledge(folder: Path) -> None:
+    samples.write_knowledge(folder, notable_people="Who?,\n ,1899\nWho?,*\nWho?\n", medals_9k="")
+    (folder / "cities_10k" / "eval_map.json").unlink()
+    (folder / "medals_9k" / "eval_map.json").write_text('{"Kiteland": "Kites"}')
+    (folder / "math_operations_6k" / "main" / "main.csv").write_text("question,answer\n")
+
+
 @pytest.mark.parametrize(
     ("name", "write", "places"),
     [
@@ -415,6 +475,9 @@ def of_queries(folder: Path) -> None:
         ("truthfulqa", of_columns, ["TruthfulQA.csv line 1"]),
         ("bfcl", of_bfcl, ["live_simple.json line 1", "memory.json line 1", "multiple.json line 1",
                            "multiple.json line 2", *(f"parallel.json line {n}" for n in (1, 2, 3))]),
+        ("knowledge", of_knowledge, ["cities_10k/eval_map.json is missing", "math_operations_6k/main/main.csv line 1",
+                                     "medals_9k/eval_map.json",
+                                     *(f"notable_people/main/main.csv line {n}" for n in (2, 3, 4, 5))]),
         ("nq-open", of_queries, [f"NQ-open.dev.jsonl line {n}" for n in range(1, 7)]),
     ],
 )  # fmt: skip
