@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -116,7 +117,9 @@ def evaluate(
         methods = ",".join(methods)
     folder = Path(out)
     sources = tuple(replace(source, limit=limit) for source in sources_of(data, name))
-    wanted = EvaluateOptions(sources=sources, out=folder, suite=suite, methods=method_names(methods), **options)
+    models = {name: options.get(name) for name in ("other_model", "embedder")}
+    names = method_names(methods, **models)
+    wanted = EvaluateOptions(sources=sources, out=folder, suite=suite, methods=names, **options)
     chosen = engine or Engine()
     return run_evaluation(
         wanted, chosen.options(name), threads=chosen.threads, console=Lines(report), report=report,
@@ -133,7 +136,13 @@ def run_evaluation(
     from hallutracer_research.paper.report import write_report
     from service.readout import Site
 
-    result = run(options, lambda: load_engine(engine, rows=list(Site), threads=threads, report=report), console=console)
+    other = None if options.other_model is None else replace(Engine().options(options.other_model), device=engine.device)
+
+    def load(model: EngineOptions) -> Any:
+        return load_engine(model, rows=list(Site), threads=threads, report=report)
+
+    other_factory = None if other is None else partial(load, other)
+    result = run(options, partial(load, engine), other_factory=other_factory, console=console)
     files = write_report(result, command)
     figures = [
         MethodFigures(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
-from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs
+from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, Scaffold
 from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
 from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.results import SetResult
@@ -156,6 +157,9 @@ def method_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float
     for layer in WIDE:
         plant(residual, label, layer, layer, strength * 0.75)
     words = np.random.default_rng(seed + 1)
+    more = np.random.default_rng(seed + 3)
+    known = more.standard_normal((count, 4)) + np.array([1.2, -1.2, 1.2, -1.2]) * label[:, None]
+    embedding = more.standard_normal((count, 7)) + 1.5 * label[:, None] * (np.arange(7) == 3)
     return MethodInputs(
         label=label, group=group, heads=readouts(folder, heads, label, Site.ATTENTION_HEAD),
         residual=readouts(folder, residual, label, Site.RESIDUAL_STREAM),
@@ -163,13 +167,15 @@ def method_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float
         prompt_tokens=rng.integers(5, 40, count) + 10 * label, text=tuple(_text(words, bool(one)) for one in label),
         kind=np.where(words.random(count) < 0.2, 1 - label, label).astype(np.str_),
         halluguard=rng.standard_normal(count) + label,
-        answers=_answers(np.random.default_rng(seed + 2), label, residual),
+        answers=replace(_answers(np.random.default_rng(seed + 2), label, residual), content=known[:, :2]),
+        scaffold=Scaffold(readouts(folder, heads, label, Site.ATTENTION_HEAD), known[:, 2:], np.full(count, 3)),
+        embedding=embedding.astype(np.float32),
     )  # fmt: skip
 
 
 def _answers(rng: np.random.Generator, label: np.ndarray, residual: np.ndarray) -> AnswerReadings:
     """Each number knows a little of the label; the entropies follow one column of the residual stream, too."""
-    signs = {"log_prob": 1, "true": 1, "entropy_weighted": -1, "eigenscore": -1}
+    signs = {"log_prob": 1, "true": 1, "true_examples": 1, "entropy_weighted": -1, "eigenscore": -1}
     known = {name: rng.standard_normal(len(label)) + sign * 1.2 * label for name, sign in signs.items()}
     states = rng.standard_normal((len(label), 2 * GEOMETRY.hidden_size)).astype(np.float32) * 3 + 5
     states[:, 4] += 6 * label

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from hallutracer_research.evaluation.methods import METHODS
-from service.cli.options import EngineChoice, Out, UsageError
+from service.cli.options import EngineChoice, Out, UsageError, check_place
 from service.cli.output import print_line
 from service.data.options import Data, LabelOptions, Samples
 from service.options import Common
@@ -37,8 +37,16 @@ class EvaluateChoices:
     methods: Annotated[
         str | None,
         option(f"Comma-separated: {', '.join(METHODS)}; or a class by its cost: none, A, B, C, D; or default, all.  "
-               "Default: those that decode nothing."),
+               "Default: those that read the prompt alone."),
     ] = None  # fmt: skip
+    other_model: Annotated[
+        str | None,
+        option("Another model, whose states on the same questions are a rival: where they tell as much, a probe reads "
+               "which questions are hard.  A folder, a GGUF file or a hub name."),
+    ] = None  # fmt: skip
+    embedder: Annotated[
+        Path | None, option("Folder of a sentence encoder, whose embedding of the text is a rival that reads no model.")
+    ] = None
     samples: Samples = 10
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
@@ -79,9 +87,13 @@ def evaluate(
         sources = tuple(map(source, options.data)) or sources_of(None, engine.model)
     except BadSource as error:
         raise UsageError("--data", str(error)) from None
+    if options.other_model is not None:
+        check_place(options.other_model)
+    names = method_names(options.methods, other_model=options.other_model, embedder=options.embedder)
     evaluation = EvaluateOptions(
         sources=limited(sources, options.limit), out=options.out or Path("evaluation"),
-        suite=options.suite, methods=method_names(options.methods), samples=options.samples, seeds=len(fit.shuffles),
+        suite=options.suite, methods=names, other_model=options.other_model, embedder=options.embedder,
+        samples=options.samples, seeds=len(fit.shuffles),
         folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge,
         max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
         skip_long=options.skip_long, batch_rows=fit.batch_rows, jobs=fit.jobs,

@@ -5,9 +5,12 @@ the blocks' weights, H the head's, T the answer's tokens:
 
     none 0;  A 1;  B 1 + H / (n N);  C 1 + T (N + H) / (n N);  D 1 + K T (N + H) / (n N), from one prefill
 
-P(True) is C and a second prompt of q tokens: (q N + H) / (n N) more.  Left out are what a method needs to learn,
-attention between tokens, embeddings, the probes, and HalluGuard's gradients.  n and q are means over the set's rows, T
-the longest answer allowed, so that C and D are costs that answers stay below.  All experts of a mixture count."""
+A scaffold of s tokens is s / n more.  P(True) is C and a second prompt of q tokens: (q N + H) / (n N) more.  Of the
+first token of content T is the tokens decoded up to it.  Another model's states cost its prefill and none of ours, by
+the models' weights; an encoder of sentences is not counted.  Left out are what a method needs to learn, attention
+between tokens, embeddings, the probes, and HalluGuard's gradients.  n, q and decoded tokens are means over the set's
+rows, T the longest answer allowed, so that C and D are costs that answers stay below.  All experts of a mixture
+count."""
 
 from __future__ import annotations
 
@@ -17,21 +20,29 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from hallutracer_research.evaluation.methods import METHODS, OURS, CostClass
+from hallutracer_research.evaluation.methods import METHODS, OTHER, OURS, CostClass
 from service.data.options import BATCH_ROWS, JudgeName
 from service.engines.base import LoadedModel
 from service.errors import TrainingError
 from service.fitting import C_GRID
 
 CLASSES: Mapping[CostClass, str] = MappingProxyType(
-    {"none": "no model", "A": "prefill only", "B": "one lm_head", "C": "one answer", "D": "sampled answers"}
+    {
+        "none": "no model",
+        "other": "another model",
+        "A": "prefill only",
+        "B": "one lm_head",
+        "C": "one answer, or its beginning",
+        "D": "sampled answers",
+    }
 )
 """Class -> what it takes, cheapest first."""
-SAMPLED = tuple(name for name, method in METHODS.items() if method.reads == "samples")
-OF_OWN_ANSWERS = (*SAMPLED, *(name for name, method in METHODS.items() if method.reads == "answer"))
+OF_OWN_ANSWERS = tuple(name for name, method in METHODS.items() if method.reads in ("samples", "answer", "content"))
 """Methods that read the model's own answers, which a set with labels of its own is not about."""
-# Answers take minutes where a prefill takes seconds.
-DEFAULT_METHODS = tuple(name for name, one in METHODS.items() if one.cost not in ("C", "D") and name not in SAMPLED)
+# Answers take minutes where a prefill takes seconds, and behind a scaffold every prompt is read again.
+DEFAULT_METHODS = tuple(name for name, one in METHODS.items() if one.cost != "C" and one.reads == "prompt")
+MODELS_OF = {"other-model": "other_model", "embedder": "embedder"}
+"""What methods read with another model -> the option that names it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,8 @@ class EvaluateOptions:
     c_grid: tuple[float, ...] = C_GRID
     judge: JudgeName | None = None  # None: the set's own, or "contains"
     max_new_tokens: int | None = None  # length of a judged answer; None: the set's own, or 48
+    other_model: str | None = None  # a folder, a GGUF file or a hub name
+    embedder: Path | None = None  # folder of a sentence encoder
     samples: int = 10  # answers to each prompt, for methods that sample
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     per_subset: bool = True  # also the main table inside each sub-dataset, and its mean
@@ -73,6 +86,9 @@ class EvaluateOptions:
         for name in self.methods:
             if name not in METHODS:
                 raise TrainingError(f"no method {name!r}; there are {', '.join(METHODS)}", param="methods")
+            if (needed := MODELS_OF.get(METHODS[name].reads)) and getattr(self, needed) is None:
+                said = f"{name} needs another model: name it as {needed}, or leave the method out"
+                raise TrainingError(said, param=needed)
         if OURS not in self.methods:
             raise TrainingError(f"{OURS} must be among the methods: the others are compared with it", param="methods")
         if len({source.name for source in self.sources}) != len(self.sources) or not self.sources:
@@ -88,13 +104,16 @@ class EvaluateOptions:
             raise TrainingError(f"c must be positive, not {self.c}", param="c")
 
 
-def method_names(text: str | None) -> tuple[str, ...]:
-    """Return the methods that a comma-separated list names, each once: names, classes of cost, "default", "all".
-    Unknown names are returned as they are; ``EvaluateOptions`` refuses them."""
+def method_names(text: str | None, *, other_model: object = None, embedder: object = None) -> tuple[str, ...]:
+    """Return the methods that a comma-separated list names, each once: names, classes of cost, "default", "all"; and
+    those of a model that is given besides.  Unknown names are returned as they are; ``EvaluateOptions`` refuses
+    them."""
     names = tuple(METHODS)
-    groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": names}
-    groups |= {cls: tuple(name for name in names if METHODS[name].cost == cls) for cls in CLASSES}
-    words = [word.strip() for word in (text or "default").split(",")]
+    given = {"other-model": other_model, "embedder": embedder}
+    there = tuple(name for name in names if METHODS[name].reads not in given or given[METHODS[name].reads] is not None)
+    groups: dict[str, tuple[str, ...]] = {"default": DEFAULT_METHODS, "all": there}
+    groups |= {cls: tuple(name for name in there if METHODS[name].cost == cls) for cls in CLASSES}
+    words = [word.strip() for word in (text or "default").split(",")] + ["other"]
     chosen = dict.fromkeys(name for word in words if word for name in groups.get(word, (word,)))
     return tuple(sorted(chosen, key=lambda name: names.index(name) if name in names else len(names)))
 
@@ -113,6 +132,17 @@ class Weights(NamedTuple):
     head: int
 
 
+class Tokens(NamedTuple):
+    """Means over one set's rows, but for ``answer``, the longest one that is allowed."""
+
+    prompt: float
+    answer: float
+    samples: int = 0  # answers of class D
+    asked: float = 0.0  # of the prompt that asks for P(True)
+    scaffold: float = 0.0
+    other: float = 0.0  # of the prompt as another model reads it
+
+
 def count_weights(engine: LoadedModel) -> Weights | None:
     """Return the model's weights; None where its modules are in another process."""
     modules = engine.torch_model
@@ -122,18 +152,20 @@ def count_weights(engine: LoadedModel) -> Weights | None:
     return Weights(blocks, sum(weight.numel() for weight in modules.head.parameters()))
 
 
-def cost(
-    method: str, weights: Weights | None, *, prompt: float, answer: int, samples: int = 0, asked: float = 0.0
-) -> Cost:
-    """Return the method's cost: tokens of a mean ``prompt``, a longest ``answer``, a mean prompt that asks for P(True).
-    ``samples``: answers of class D."""
-    cls = METHODS[method].cost
-    if cls in ("none", "A"):
+def cost(method: str, weights: Weights | None, tokens: Tokens, other: Weights | None = None) -> Cost:
+    """Return the method's cost; ``other``: weights of the other model."""
+    cls, reads = METHODS[method].cost, METHODS[method].reads
+    if cls == "none" or (cls == "A" and reads != "scaffold"):
         return Cost(cls, 0.0 if cls == "none" else 1.0)
     if weights is None:
         return Cost(cls, None)
-    whole = answer * (weights.blocks + weights.head)
-    more: float = {"B": weights.head, "C": whole, "D": samples * whole}[cls]
-    if method == "p-true":
-        more += asked * weights.blocks + weights.head
-    return Cost(cls, 1.0 + more / (prompt * weights.blocks))
+    prompt = tokens.prompt * weights.blocks
+    if cls == "other":
+        return Cost(cls, tokens.other * other.blocks / prompt if method == OTHER and other is not None else None)
+    whole = tokens.answer * (weights.blocks + weights.head)
+    more: float = {"A": 0.0, "B": weights.head, "C": whole, "D": tokens.samples * whole}[cls]
+    if reads == "scaffold":
+        more += tokens.scaffold * weights.blocks
+    if method.startswith("p-true"):
+        more += tokens.asked * weights.blocks + weights.head
+    return Cost(cls, 1.0 + more / prompt)

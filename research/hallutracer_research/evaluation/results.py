@@ -9,6 +9,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.stats import norm, rankdata
 from tqdm import tqdm
 
-from hallutracer_research.evaluation.methods import METHODS, OURS
+from hallutracer_research.evaluation.methods import METHODS, OURS, WITH_KIND
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.references import text_ngrams
 from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
@@ -27,10 +28,11 @@ from hallutracer_research.evaluation.splits import Split, chosen_depth_mean, kep
 from probes_store.local import atomic_write
 from service.data.training_rows import FORM
 from service.errors import NoDirection, TrainingError
+from service.fitting.decisions import WITHHELD, decisions
 from service.fitting.folds import group_folds
 from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.probes import Floats, Index
-from service.fitting.scores import auprc, auroc_interval, gain, risk_auroc
+from service.fitting.scores import Gain, auprc, auroc_interval, gain, mean_auroc, risk_auroc
 from service.readout import Pooling, Site
 
 Measures = dict[str, dict[str, float]]  # measure -> mean and std; of the AUROC also low and high
@@ -94,8 +96,20 @@ class SetResult:
         """Return each method's measures; of the AUROC also the ends of its interval."""
         found = {method: measured(self.label, scores) for method, scores in self.scores.items()}
         for method, scores in self.scores.items():
-            found[method]["auroc"] |= auroc_interval(self.label, self.group, test_sides(scores))._asdict()
+            tests = test_sides(scores)
+            found[method]["auroc"] |= auroc_interval(self.label, self.group, tests)._asdict()
+            if self.kinds is not None:
+                inside = auroc_interval(self.label, self.group, tests, self.kinds)._asdict()
+                found[method]["within"] = {"mean": mean_auroc(self.label, tests, self.kinds), **inside}
         return found
+
+    @cached_property
+    def kinds(self) -> Index | None:
+        """[n] of each row; None where the rows name fewer than two, or no test side has both classes of one."""
+        names, kind = np.unique(self.prepared.inputs.kind, return_inverse=True)
+        if len(names) < 2 or not np.isfinite(mean_auroc(self.label, test_sides(self.scores[OURS]), kind)):
+            return None
+        return np.asarray(kind, np.int64)
 
 
 def measured(label: NDArray[np.int64], splits: Sequence[FoldScores]) -> Measures:
@@ -198,7 +212,9 @@ def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table
         name="main", label="tab:main-results", title="Hallucination detection",
         columns=(
             Column("set", "Set", "text"), Column("method", "Method", "text"), Column("class", "Class", "text"),
-            Column("cost", "Cost, prefills", "number", 3), Column("auroc", "AUROC", "percent", 3, higher=True),
+            Column("cost", "Cost, prefills", "number", 3),
+            Column("within", "AUROC within kind", "percent", 3, higher=True),
+            Column("auroc", "AUROC", "percent", 3, higher=True),
             Column("auprc_hallucinated", "AUPRC, hallucinated positive", "percent", 3, higher=True),
             Column("auprc_factual", "AUPRC, factual positive", "percent", 3, higher=True),
         ),
@@ -206,9 +222,66 @@ def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table
         caption="AUROC and AUPRC in percent, means over the test sides of all folds and seeds: AUROC with its 95 % "
         "interval over groups, for other training and test rows of this kind; AUPRC ± standard deviation over sides. "
         f"Class: what a score takes ({', '.join(f'{name}: {text}' for name, text in CLASSES.items())}); its cost is in "
-        "prefills of the same prompt.",
+        "prefills of the same prompt. Within kind: of pairs of rows of one kind, what is left once the kind is known.",
         notes=notes, block="set",
     )  # fmt: skip
+
+
+def decisions_table(sets: Sequence[SetResult]) -> Table:
+    """Return, for each set and method, what a gate gains by its order of the rows."""
+    rows: list[Mapping[str, Cell]] = []
+    for result in sets:
+        for method, of_method in result.scores.items():
+            found = [decisions(result.label[side], score) for side, score in test_sides(of_method)]
+            cells = {name: spread([one[name] for one in found]) for name in found[0]}
+            rows.append({"set": result.title, "method": METHODS[method].title, **cells})
+    return Table(
+        name="decisions", title="What a gate gains",
+        columns=(
+            Column("set", "Set", "text"), Column("method", "Method", "text"),
+            Column("e_aurc", "E-AURC", "number", 3, higher=False),
+            *(Column(f"caught_at_{100 * share:.0f}", f"Wrong caught, {share:.0%} of right withheld", "percent", 3,
+                     higher=True) for share in WITHHELD),
+        ),
+        rows=rows, block="set",
+        caption="Means ± standard deviation over the test sides. E-AURC: area under the curve of wrong among answered "
+        "over the share answered, less that of a perfect order, so 0 is perfect. Caught: the share of wrong answers "
+        "that is withheld where so many of the right ones are.",
+    )  # fmt: skip
+
+
+def ahead_table(sets: Sequence[SetResult]) -> Table:
+    """Return by how much our method leads each other one, on the same test sides; and the kind and our method together
+    the kind alone, which is what a probe adds to knowing the sort of question."""
+    rows: list[Mapping[str, Cell]] = []
+    for result in sets:
+        order = ("A", *(name for name in CLASSES if name != "A"))
+        pairs = [(OURS, other) for other in result.scores if other != OURS]
+        pairs.sort(key=lambda pair: order.index(METHODS[pair[1]].cost))
+        if {WITH_KIND, "kind-prior"} <= result.scores.keys():
+            pairs.insert(0, (WITH_KIND, "kind-prior"))
+        for one, other in pairs:
+            sides = test_sides(result.scores[one]), test_sides(result.scores[other])
+            cells = {"gain": _interval(gain(result.label, result.group, *sides))}
+            if result.kinds is not None:
+                cells["within"] = _interval(gain(result.label, result.group, *sides, result.kinds))
+            names = {"method": METHODS[one].title, "over": METHODS[other].title, "class": METHODS[other].cost}
+            rows.append({"set": result.title, **names, **cells})
+    return Table(
+        name="ahead", title="Ahead of each rival",
+        columns=(
+            Column("set", "Set", "text"), Column("method", "Method", "text"), Column("over", "Over", "text"),
+            Column("class", "Its class", "text"), Column("within", "AUROC within kind, points", "percent", 3),
+            Column("gain", "AUROC, points", "percent", 3),
+        ),
+        rows=rows, block="set",
+        caption="Differences of AUROC in points, paired by test side, with 95 % intervals over groups: where an "
+        "interval holds 0, the rows do not tell who leads.",
+    )  # fmt: skip
+
+
+def _interval(found: Gain) -> dict[str, float]:
+    return {"mean": found.difference, "low": found.low, "high": found.high}
 
 
 def form_table(sets: Sequence[SetResult]) -> Table | None:

@@ -13,12 +13,24 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hallutracer_research.evaluation import prepare, results, splits
-from hallutracer_research.evaluation.methods import METHODS, OURS, RESIDUAL, SHUFFLED, TRAJECTORY, fit_method
+from hallutracer_research.evaluation import prepare, readings, results, splits
+from hallutracer_research.evaluation.methods import (
+    METHODS,
+    OTHER,
+    OURS,
+    RESIDUAL,
+    SCAFFOLD,
+    SHUFFLED,
+    TRAJECTORY,
+    WITH_CONTENT,
+    WITH_KIND,
+    fit_method,
+)
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import Cost, EvaluateOptions, Weights, cost, count_weights
+from hallutracer_research.evaluation.options import Cost, EvaluateOptions, Tokens, Weights, cost, count_weights
 from hallutracer_research.evaluation.page import Table
 from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.splits import Split, kept
@@ -35,6 +47,9 @@ from service.risk import depth_mean
 from service.trainer.options import Console
 
 
+OWN_FITS = (OURS, RESIDUAL, TRAJECTORY, SHUFFLED)  # of any rows: one that fails is an error
+
+
 @dataclass(frozen=True, eq=False)
 class EvaluationResult:
     """All that a report is written from."""
@@ -46,11 +61,17 @@ class EvaluationResult:
     subsets: Table | None
     transfer: Table | None
     forms: Table | None
+    decisions: Table
+    ahead: Table
     seconds: float
 
 
-def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console) -> EvaluationResult:
+def evaluate(
+    options: EvaluateOptions, engine_factory: Callable[[], Engine], *, console: Console,
+    other_factory: Callable[[], Engine] | None = None,
+) -> EvaluationResult:  # fmt: skip
     """Evaluate every method on every set; the paper suite also keeps what the paper's other tables need.
+    ``other_factory``: loads ``options.other_model``, once the model that is evaluated is freed.
 
     A set whose own answers are too nearly all right, or all wrong, which is known only once the model has answered, is
     left out with a note.  Raises DataError (rows), RunMismatch (another run's folder), TrainingError and NoDirection
@@ -68,7 +89,7 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             form: PromptFormat = (
                 default_prompt_format(engine) if options.prompt_format == "auto" else options.prompt_format
             )
-            prepare.check_engine(engine, options.methods)
+            readings.check_engine(engine, options.methods)
             poolings = _poolings(engine, options, console)
             for one in rows:
                 if options.skip_long:
@@ -81,9 +102,18 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
             if not prepared:
                 raise problems[0]
             identity, weights = engine.identity, count_weights(engine)
-            prepared = [prepare.with_answers(engine, one_set, options, form) for one_set in prepared]
+            prepared = [readings.with_readings(engine, one_set, options, form) for one_set in prepared]
+        other: Weights | None = None
+        if OTHER in options.methods:
+            assert other_factory is not None, "options that name another model come with a way to load it"
+            with closing(other_factory()) as engine:
+                prepared = [readings.with_other_model(engine, one_set, options) for one_set in prepared]
+                other = count_weights(engine)
+        if "text-embedding" in options.methods:
+            prepared = [readings.with_embeddings(one_set, options) for one_set in prepared]
         sets = [
-            replace(_evaluate_set(one_set, options), costs=_costs(one_set, options, weights)) for one_set in prepared
+            replace(_evaluate_set(one_set, options), costs=_costs(one_set, options, weights, other))
+            for one_set in prepared
         ]
         for result in sets:
             results.write_row_scores(result, folder / result.title / "scores.csv")
@@ -94,15 +124,33 @@ def evaluate(options: EvaluateOptions, engine_factory: Callable[[], Engine], *, 
     notes = [*(note for result in sets for note in _notes(result, options)), *(f"Left out: {one}" for one in problems)]
     main = results.main_table(table_rows, notes)
     seconds = time.monotonic() - begun
-    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, results.form_table(sets), seconds)
+    more = results.form_table(sets), results.decisions_table(sets), results.ahead_table(sets)
+    return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, *more, seconds)
 
 
-def _costs(prepared: prepare.PreparedSet, options: EvaluateOptions, weights: Weights | None) -> dict[str, Cost]:
-    asked, prompt = prepared.inputs.answers.asked, float(prepared.inputs.prompt_tokens.mean())
-    given: dict[str, Any] = {"answer": prepared.rows.max_new_tokens, "samples": options.samples}
-    given["asked"] = 0.0 if asked is None else float(asked.mean())
-    methods = prepare.methods_of(prepared.rows, options)
-    return {method: cost(method, weights, prompt=prompt, **given) for method in methods}
+def _costs(
+    prepared: prepare.PreparedSet, options: EvaluateOptions, weights: Weights | None, other: Weights | None
+) -> dict[str, Cost]:
+    inputs = prepared.inputs
+
+    def mean(values: NDArray[Any] | None) -> float:
+        return 0.0 if values is None else float(values.mean())
+
+    def tokens(method: str) -> Tokens:
+        answers, asked = inputs.answers, inputs.answers.asked
+        answer: float = prepared.rows.max_new_tokens
+        if METHODS[method].reads == "content":
+            answer = mean(answers.decoded)
+        if method == "p-true-examples":
+            asked = answers.asked_examples
+        scaffold = 0.0 if inputs.scaffold is None else float(inputs.scaffold.tokens.mean())
+        return Tokens(
+            mean(inputs.prompt_tokens), answer, options.samples, mean(asked), scaffold, mean(inputs.other_tokens)
+        )
+
+    return {
+        method: cost(method, weights, tokens(method), other) for method in prepare.methods_of(prepared.rows, options)
+    }
 
 
 def _poolings(engine: Engine, options: EvaluateOptions, console: Console) -> tuple[Pooling, ...]:
@@ -142,7 +190,7 @@ def _evaluate_set(prepared: prepare.PreparedSet, options: EvaluateOptions, *, su
                 if method not in failed:
                     of_fold[method] = _score(folder, method, inputs, split, options)
             except TrainingError as error:
-                if METHODS[method].fit is None:
+                if method in OWN_FITS:
                     raise
                 failed[method] = str(error)
             bar.update()
@@ -175,10 +223,18 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
         return -depth_mean(split.test_trajectory)
 
     sides = split.train, split.test
+    scaffold = None if inputs.scaffold is None else inputs.scaffold.heads
+    depth_means = {RESIDUAL: inputs.residual, SCAFFOLD: scaffold, OTHER: inputs.other}
 
     def make() -> Floats:
-        if method == RESIDUAL:
-            return -splits.chosen_depth_mean(inputs.residual, inputs.group, *sides, split.seed, options)
+        if method in depth_means:
+            if (readouts := depth_means[method]) is None:
+                raise TrainingError(f"{method} has nothing to read: leave it out", param="methods")
+            return -splits.chosen_depth_mean(readouts, inputs.group, *sides, split.seed, options)
+        if method == WITH_KIND:
+            return splits.with_kind(inputs, split)
+        if method == WITH_CONTENT:
+            return splits.with_content(inputs, split)
         if method == TRAJECTORY:
             label, group = inputs.label[split.train], inputs.group[split.train]
             return splits.trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 from joblib import cpu_count
 from numpy.typing import NDArray
+from scipy.special import logit
 from threadpoolctl import threadpool_limits
 
 from hallutracer_research.evaluation.methods.base import MethodInputs, held_out_auroc, in_processes, linear_logits
+from hallutracer_research.evaluation.methods.references import kind_prior
 from hallutracer_research.evaluation.options import EvaluateOptions
 from probes_store.local import atomic_write
-from service.errors import NoDirection
+from service.errors import NoDirection, TrainingError
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds
 from service.fitting.probes import LARGER_C, Floats, Index, Readouts, Task, fit_head, unit_probe
@@ -180,6 +182,37 @@ def chosen_depth_mean(
     """Return depth means [n_test] of probes of one site; C is chosen for it on the training side."""
     fits = fit_options(options)
     return depth_mean(fits.refit(readouts, train, test, fits.choose_c(readouts, group, train, seed).c).trajectory)
+
+
+WEAK = 100.0  # C of a fit of two numbers on many rows
+
+
+def with_kind(inputs: MethodInputs, split: Split) -> Floats:
+    """Return scores [n_test] of a logistic regression on the log odds of the kind's share and the depth mean, both out
+    of fold on the training side.  Raises TrainingError where rows name no kind, and where an inner fold lacks a
+    class."""
+    if len(set(inputs.kind.tolist())) < 2:
+        raise TrainingError("the rows name fewer than two kinds", param="methods")
+    train, prior = split.train, np.zeros(len(inputs.label))
+    inner = group_folds(inputs.label, inputs.group, train, 3, split.seed, what="kind inner fold")
+    for fitted, held in [*inner, (train, split.test)]:
+        prior[held] = kind_prior(inputs, fitted, held)
+    return _beside_depth_mean(inputs, split, logit(np.clip(prior, 1e-3, 1 - 1e-3)))
+
+
+def with_content(inputs: MethodInputs, split: Split) -> Floats:
+    """Return scores [n_test] of a logistic regression on the depth mean and the entropy of the answer's first token of
+    content.  Raises TrainingError where that was not read."""
+    if inputs.answers.content is None:
+        raise TrainingError("content-and-depth-mean reads answers, and none were read; leave it out", param="methods")
+    return _beside_depth_mean(inputs, split, inputs.answers.content[:, 1])
+
+
+def _beside_depth_mean(inputs: MethodInputs, split: Split, column: Floats) -> Floats:
+    sides = (split.train, split.train_trajectory), (split.test, split.test_trajectory)
+    x, x_test = (np.stack([column[rows], depth_mean(trajectory)], axis=1) for rows, trajectory in sides)
+    with threadpool_limits(1):
+        return -linear_logits(WEAK, "l2", x, inputs.label[split.train], x_test)
 
 
 def shuffled_depth_mean(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:

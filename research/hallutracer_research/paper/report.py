@@ -97,7 +97,10 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     """Return all sections; the main suite has the first only."""
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
     shape = identity.geometry
-    tables = (evaluation.main, evaluation.subsets, evaluation.transfer, evaluation.forms)
+    tables = (
+        evaluation.main, evaluation.ahead, evaluation.decisions, evaluation.subsets, evaluation.transfer,
+        evaluation.forms,
+    )  # fmt: skip
     main = [table for table in tables if table is not None]
     detection = [figure for result in results for figure in _detection(result)]
     sections = [Section("Detection", _PAPER, main, detection)]

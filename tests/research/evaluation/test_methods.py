@@ -12,12 +12,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from hallutracer_research.evaluation.methods import METHODS, base, fit_method, networks, own_answers, probes
 from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, Penalty, fit_linear, usable_folds
-from hallutracer_research.evaluation.options import OF_OWN_ANSWERS
 from hallutracer_research.evaluation.splits import trajectory_ridge
 from service.engines.base import Completion, TracedAnswer
 from service.errors import EngineError, TrainingError
@@ -65,9 +65,9 @@ def test_scores_rise_with_hallucination_and_neither_test_labels_nor_other_test_r
     np.testing.assert_allclose(some, scores[5:9], rtol=1e-4, atol=1e-5)  # float32 products of other shapes
 
 
-@pytest.mark.parametrize("name", ["halluguard", *OF_OWN_ANSWERS])
-def test_methods_that_read_answers_need_them(data: MethodInputs, name: str) -> None:
-    without = replace(data, halluguard=None, answers=AnswerReadings())
+@pytest.mark.parametrize("name", [name for name in RIVALS if METHODS[name].reads != "prompt" or name == "halluguard"])
+def test_methods_that_read_more_than_the_prompt_need_it(data: MethodInputs, name: str) -> None:
+    without = replace(data, halluguard=None, answers=AnswerReadings(), scaffold=None, embedding=None)
     with pytest.raises(TrainingError, match=rf"{name}.*leave") as caught:
         fit_method(name, without, *sides(data), 0)
     assert caught.value.param == "methods"
@@ -82,6 +82,9 @@ def test_scores_of_answers_keep_the_sign_of_their_papers(data: MethodInputs, nam
 def test_a_subset_has_the_readings_of_its_own_rows(data: MethodInputs) -> None:
     rows = np.array([5, 3, 11])
     for name, values in vars(data.subset(rows).answers).items():
+        if values is None:
+            assert getattr(data.answers, name) is None
+            continue
         np.testing.assert_array_equal(values, getattr(data.answers, name)[rows])
     assert AnswerReadings().subset(rows).entropy is None
 
@@ -141,17 +144,38 @@ def test_raw_logits_are_the_standardised_pipeline_s(penalty: Penalty) -> None:
 def test_iti_finds_the_planted_head_and_averages_three_probes(tmp_path: Path) -> None:
     data = method_inputs(tmp_path)
     train, test = sides(data)
-    layer, head, quality = probes.best_head(data.heads, train, 1)
+    layer, head, quality = probes.best_head(data.heads, train, 1.0, 1)
     assert (layer, head) == BEST
+    c, *chosen = probes.iti_head(data, train, 5, 1)
+    assert tuple(chosen) == BEST
+    pairs = group_folds(data.label, data.group, train, base.INNER_FOLDS, 5)
     x = np.asarray(data.heads.file.layer(BEST[0])[3:, BEST[1] * D : (BEST[1] + 1) * D])
     rng = np.random.default_rng(5)
     expected = np.zeros(len(test))
     for _ in range(3):
         drawn = train[probes.group_bootstrap(data.label[train], data.group[train], rng)]
-        expected -= fit_linear(x[drawn], data.label[drawn], 1.0, "l2").logits(x[test]) / 3
+        expected -= fit_linear(x[drawn], data.label[drawn], c, "l2").logits(x[test]) / 3
     np.testing.assert_allclose(probes.iti(data, train, test, 5, 1), expected, rtol=1e-9)
     fitted = fit_linear(x[train], data.label[train], 1.0, "l2")
     assert quality == pytest.approx(auroc(data.label[train], fitted.logits(x[train])))
+    fits = [partial(base.linear_logits, one, "l2") for one in probes.ITI_GRID]
+    held = [base.held_out_auroc(fit, x, data.label, pairs) for fit in fits]
+    assert c == probes.ITI_GRID[int(np.argmax(np.round(held, 12)))]
+
+
+def test_principal_components_are_those_of_all_layers_and_know_no_test_row(tmp_path: Path) -> None:
+    data = method_inputs(tmp_path, 90)
+    train, test = sides(data)
+    found = probes.principal_components(data.heads, train, np.r_[train, test], 5)
+    layers = [np.asarray(data.heads.file.layer(layer)[3:], np.float64) for layer in range(GEOMETRY.num_layers)]
+    x = np.concatenate(layers, axis=1)
+    z = (x - x[train].mean(axis=0)) / x[train].std(axis=0)
+    fitted = PCA(5).fit(z[train])
+    signs = np.sign((fitted.transform(z[train]) * found[: len(train)]).sum(axis=0))  # which neither fixes
+    expected = fitted.transform(z[np.r_[train, test]]) * signs
+    np.testing.assert_allclose(found, expected, atol=1e-8 * np.abs(expected).max())
+    few = probes.principal_components(data.heads, train[:8], train[:8], 50)
+    assert few.shape == (8, 7)  # eight rows differ in seven directions
 
 
 def test_ties_go_to_the_lowest_layer_and_head_and_the_first_fit(tmp_path: Path) -> None:
@@ -165,7 +189,7 @@ def test_ties_go_to_the_lowest_layer_and_head_and_the_first_fit(tmp_path: Path) 
         rows[:, 4] = rows[:, 2]
 
     data = planted(tmp_path, Site.ATTENTION_HEAD, heads)
-    assert probes.best_head(data.heads, sides(data)[0], 1)[:2] == (2, 1)
+    assert probes.best_head(data.heads, sides(data)[0], 1.0, 1)[:2] == (2, 1)
     data = planted(tmp_path, Site.RESIDUAL_STREAM, layers)
     found = base.choose(data, sides(data)[0], 0, layers=[1, 2, 4], fits=probes.FITS[1:2] * 2, jobs=1, what="fold")
     assert found == (2, 0)

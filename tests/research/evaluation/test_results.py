@@ -14,13 +14,13 @@ from torch import nn
 from hallutracer_research.evaluation import options, results
 from hallutracer_research.evaluation.methods import METHODS, OURS
 from hallutracer_research.evaluation.methods.base import MethodInputs
-from hallutracer_research.evaluation.options import CLASSES, EvaluateOptions, EvaluationSource, Weights, cost
+from hallutracer_research.evaluation.options import CLASSES, EvaluateOptions, EvaluationSource, Tokens, Weights, cost
 from hallutracer_research.evaluation.results import SetResult, compare, delong, form_table, measured, transfer_table
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores
 from tests.research.made import method_inputs
 
-LENGTHS: Any = {"prompt": 20.0, "answer": 8, "samples": 3, "asked": 45.0}
+LENGTHS = Tokens(prompt=20.0, answer=8, samples=3, asked=45.0, scaffold=4.0, other=25.0)
 PREFILL, HEAD, TOKEN = 20 * 1000, 300, 1300  # multiply-adds with ``Weights(1000, 300)``
 C, D = PREFILL + 8 * TOKEN, PREFILL + 3 * 8 * TOKEN
 
@@ -28,16 +28,23 @@ C, D = PREFILL + 8 * TOKEN, PREFILL + 3 * 8 * TOKEN
 def test_methods_by_name_and_by_class() -> None:
     by_class = {cls: {name for name in METHODS if METHODS[name].cost == cls} for cls in CLASSES}
     assert by_class["none"] == {"prompt-length", "text-ngrams", "kind-prior"}
-    assert by_class["B"] == {"first-token-max-prob", "first-token-entropy"}
-    assert by_class["C"] == {"halluguard", "perplexity", "p-true", "mind"}
+    assert by_class["other"] == {"other-model", "text-embedding"}
+    behind = {"scaffold-max-prob", "scaffold-entropy"}
+    assert by_class["B"] == {"first-token-max-prob", "first-token-entropy", *behind}
+    of_content = {"content-max-prob", "content-entropy", "content-and-depth-mean"}
+    assert by_class["C"] == {"halluguard", "perplexity", "p-true", "p-true-examples", "mind", *of_content}
     assert by_class["D"] == {"semantic-entropy", "semantic-entropy-discrete", "eigenscore"}
-    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 12
+    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 20
     named = options.method_names
     assert named(None) == named("default") == options.DEFAULT_METHODS
-    assert not set(options.DEFAULT_METHODS) & {"halluguard", "sep", "perplexity", "p-true", "mind", "eigenscore"}
-    assert named("all") == tuple(METHODS) == named("A,B,C,D,none")
+    assert {METHODS[name].reads for name in options.DEFAULT_METHODS} == {"prompt"}
+    assert "halluguard" not in options.DEFAULT_METHODS
+    assert set(named("all")) == set(METHODS) - by_class["other"] == set(named("A,B,C,D,none"))
+    both = named("hallutracer", other_model="small", embedder=Path("encoder"))
+    assert both == ("hallutracer", "other-model", "text-embedding")
+    assert named("all", other_model="small", embedder=Path("encoder")) == tuple(METHODS)
     assert named(" eigenscore, hallutracer ,eigenscore") == ("hallutracer", "eigenscore")
-    assert named("hallutracer,B") == ("hallutracer", "first-token-max-prob", "first-token-entropy")
+    assert set(named("hallutracer,B")) == {"hallutracer", *by_class["B"]}
     assert named("hallutracer,magic") == ("hallutracer", "magic")
 
 
@@ -47,16 +54,29 @@ def test_methods_by_name_and_by_class() -> None:
         ("p-ik", PREFILL, 1.0), ("sep", PREFILL, 1.0), ("text-ngrams", 0, 0.0),
         ("first-token-entropy", PREFILL + HEAD, None), ("halluguard", C, None), ("perplexity", C, None),
         ("mind", C, None), ("p-true", C + 45 * 1000 + HEAD, None), ("semantic-entropy", D, None),
-        ("eigenscore", D, None),
+        ("eigenscore", D, None), ("scaffold-depth-mean", PREFILL + 4 * 1000, None),
+        ("scaffold-entropy", PREFILL + 4 * 1000 + HEAD, None), ("p-true-examples", C + 45 * 1000 + HEAD, None),
+        ("content-entropy", C, None),
     ],
 )  # fmt: skip
 def test_costs_are_multiply_adds_over_those_of_the_prefill(name: str, whole: int, without: float | None) -> None:
     blocks = [nn.Linear(20, 49), nn.Linear(1, 1, bias=False)]
-    assert cost(name, Weights(blocks=1000, head=300), **LENGTHS).prefills == pytest.approx(whole / PREFILL)
-    assert cost(name, None, **LENGTHS).prefills == without  # weights that cannot be counted
+    assert cost(name, Weights(blocks=1000, head=300), LENGTHS).prefills == pytest.approx(whole / PREFILL)
+    assert cost(name, None, LENGTHS).prefills == without  # weights that cannot be counted
     model = SimpleNamespace(blocks=blocks, head=nn.Linear(4, 50, bias=False))
     assert options.count_weights(cast(Any, SimpleNamespace(torch_model=model))) == Weights(20 * 49 + 49 + 1, 200)
     assert options.count_weights(cast(Any, SimpleNamespace(torch_model=None))) is None
+
+
+def test_another_model_costs_its_own_prefill() -> None:
+    own, small = Weights(blocks=1000, head=300), Weights(blocks=100, head=300)
+    assert cost("other-model", own, LENGTHS, small).prefills == pytest.approx(25 * 100 / PREFILL)
+    assert cost("other-model", own, LENGTHS).prefills is None
+    assert cost("text-embedding", own, LENGTHS, small).prefills is None
+    for name, field in (("other-model", "other_model"), ("text-embedding", "embedder")):
+        with pytest.raises(TrainingError, match="needs another model") as caught:
+            EvaluateOptions(sources=(EvaluationSource("made", None),), out=Path("unused"), methods=(OURS, name))
+        assert caught.value.param == field
 
 
 def runs_of(label: np.ndarray, score: np.ndarray) -> list[FoldScores]:
@@ -113,7 +133,7 @@ def test_a_better_method_is_told_from_the_best_baseline() -> None:
 def test_rows_stand_by_cost_class_and_else_in_the_order_asked_for() -> None:
     names = ("text-ngrams", OURS, "eigenscore", "halluguard", "first-token-entropy", "iti")
     measures = {name: {"auroc": {"mean": 0.6, "std": 0.1}} for name in names}
-    rows = results.rows_of("set", measures, {name: cost(name, None, prompt=9.0, answer=5) for name in names})
+    rows = results.rows_of("set", measures, {name: cost(name, None, Tokens(9.0, 5)) for name in names})
     expected = [OURS, "iti", "first-token-entropy", "halluguard", "eigenscore", "text-ngrams"]
     assert [row["method"] for row in rows] == [METHODS[name].title for name in expected]
     assert [(row["class"], row["cost"]) for row in rows] == [

@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import BertConfig, BertModel
 
 from hallutracer_research.evaluation import splits
 from hallutracer_research.evaluation.methods import METHODS, Method
 from service.demo.questions import questions
 from service.errors import TrainingError
 from tests.command_line import hallutracer
+from tests.engines import tiny
 
 QUICK = {"--limit": "160", "--seeds": "1", "--folds": "3", "--inner-folds": "2", "--c": "0.3", "--jobs": "1",
          "--threads": "1"}  # fmt: skip
@@ -122,8 +124,20 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     assert results(killed)["tables"] == results(whole)["tables"]
 
 
+SECOND = ("other-model", "text-embedding")
+OF_CLASS_D = [name for name, method in METHODS.items() if method.cost == "D"]
 NEW = {"Vowels of the question", "Fails late"}
-SMALL = ("--methods", "hallutracer,sep,perplexity,p-true,mind,D,fails-late,vowels", "--samples", "2", "--skip-long")
+READ = "sep,content-entropy,content-and-depth-mean,perplexity,p-true,mind,D"  # of the model's own answers
+MORE = "kind-and-depth-mean,scaffold-depth-mean,pca-heads,scaffold-entropy"
+SMALL = ("--methods", f"hallutracer,{MORE},{READ},fails-late,vowels", "--samples", "2", "--skip-long")
+
+
+def encoder(folder: Path) -> str:
+    """A sentence encoder of random weights."""
+    shape = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(**shape, intermediate_size=32)).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +165,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(METHODS, "vowels", Method("Vowels of the question", "none", vowels))
         patched.setitem(METHODS, "fails-late", Method("Fails late", "A", fails_late))
-        done = run(folder / "out", *whole, *SMALL)
+        models = ("--other-model", "demo", "--embedder", encoder(folder / "encoder"))
+        done = run(folder / "out", *whole, *SMALL, *models)
         tables = results(folder / "out")["tables"]
         yield SimpleNamespace(
             out=folder / "out", data=data, whole=whole, calls=calls[:], stdout=done.stdout, tables=tables,
@@ -175,18 +190,44 @@ def test_a_new_rival_is_one_function_and_one_line(small: SimpleNamespace) -> Non
     assert small.calls.count(small.calls[0]) == 2  # not tried again
     assert NEW & set(small.found["own"]) == {"Vowels of the question"}
     rivals = {row["method"] for row in small.tables["subsets"]["rows"]}
-    assert rivals == set(small.found["given"]) == {"HalluTracer (depth mean)", *NEW}
+    assert set(small.found["given"]) == rivals | {METHODS["kind-and-depth-mean"].title}  # one sub-dataset is one kind
+    assert rivals >= {"HalluTracer (depth mean)", *NEW, *(METHODS[name].title for name in ("pca-heads", *SECOND))}
 
 
 def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(small: SimpleNamespace) -> None:
-    assert "given: left out: sep, perplexity, p-true, mind, semantic-entropy" in small.stdout
+    said = re.search(r"given: left out: (.+): the labels are the set's own", small.stdout)
+    assert said is not None
+    assert set(said[1].split(", ")) == {*READ.removesuffix("D").strip(",").split(","), *OF_CLASS_D}
     found = small.found["own"]
-    assert "".join(row["class"] for row in found.values()).removesuffix("none") == "AACCCDDD"
+    assert " ".join(row["class"] for row in found.values()) == "A A A A other other B C C C C C D D D none"
     costs = {name: row["cost"] for name, row in found.items()}
     assert costs["Semantic-entropy probe"] == 1.0
     assert costs["EigenScore"] - 1 == pytest.approx(2 * (costs["Perplexity of the answer"] - 1))
     assert costs["P(True)"] > costs["Perplexity of the answer"] + 1
     assert found["Perplexity of the answer"]["auroc"]["mean"] > 0.55
+
+
+def test_another_model_and_an_encoder_are_read_on_the_same_rows(small: SimpleNamespace) -> None:
+    assert "own: left out: Share of its kind and depth mean: the rows name fewer than two kinds" in small.stdout
+    for name in ("own", "given"):
+        found = {row["method"]: row for row in small.tables["main"]["rows"] if row["set"] == name}
+        ours, other = found["HalluTracer (depth mean)"], found[METHODS["other-model"].title]
+        assert other["auroc"]["mean"] == pytest.approx(ours["auroc"]["mean"], abs=0.01)  # here it is the same one
+        assert other["cost"] == 1.0
+        assert 0 <= found[METHODS["text-embedding"].title]["auroc"]["mean"] <= 1
+        behind = found[METHODS["scaffold-depth-mean"].title]
+        assert 1.0 < behind["cost"] < 2.0
+        assert behind["auroc"]["mean"] != ours["auroc"]["mean"]
+        assert ("within" in ours) is (name == "given")
+    ahead = {(row["set"], row["over"]): row for row in small.tables["ahead"]["rows"]}
+    same = ahead["own", METHODS["other-model"].title]["gain"]
+    assert same["low"] <= 0 <= same["high"]
+    gains = {row["set"] for row in small.tables["ahead"]["rows"] if "within" in row}
+    assert gains == {"given"}
+    decided = {row["method"]: row for row in small.tables["decisions"]["rows"] if row["set"] == "own"}
+    ours = decided["HalluTracer (depth mean)"]
+    assert 0 < ours["e_aurc"]["mean"] < 0.5
+    assert ours["caught_at_5"]["mean"] <= ours["caught_at_10"]["mean"] <= ours["caught_at_20"]["mean"] <= 1
 
 
 def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(small: SimpleNamespace) -> None:
@@ -215,6 +256,8 @@ def test_an_own_fit_that_fails_is_an_error_and_what_is_kept_is_not_computed_agai
         (["--data", "truefalse=/nonexistent"], 1, "is not a folder"),
         (["--methods", "hallutracer,magic"], 1, "'magic'"),
         (["--methods", "iti"], 1, "hallutracer must be among the methods"),
+        (["--methods", "hallutracer,other-model"], 1, "other-model needs another model"),
+        (["--methods", "hallutracer,text-embedding"], 1, "text-embedding needs another model"),
         (["--model", "some/model"], 2, "name the data"),
         (["--limit", "49"], 2, "'49'"),
         (["--limit", "demo-questions=many"], 2, "'demo-questions=many'"),

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
     Fit = Callable[[MethodInputs, Index, Index, int, int | None], Floats]
 
-CostClass = Literal["none", "A", "B", "C", "D"]
+CostClass = Literal["none", "A", "B", "C", "D", "other"]
 OURS, RESIDUAL, TRAJECTORY, SHUFFLED = "hallutracer", "residual-depth-mean", "trajectory-ridge", "shuffled-labels"
+WITH_KIND, WITH_CONTENT, SCAFFOLD, OTHER = (
+    "kind-and-depth-mean", "content-and-depth-mean", "scaffold-depth-mean", "other-model",
+)  # fmt: skip
 
 
 class Method(NamedTuple):
@@ -27,13 +30,18 @@ class Method(NamedTuple):
     # "module.function" of this package, imported on use (torch and scikit-learn are slow to load); None: ours, which
     # ``run`` fits from a whole split.
     fit: str | Fit | None = None
-    reads: Literal["prompt", "answer", "samples"] = "prompt"  # the model's own greedy answer, or sampled ones
+    # Besides the prompt: a beginning of an answer behind it; the model's own greedy answer, or its first word of
+    # content, or sampled ones; another model; an encoder of sentences.
+    reads: Literal["prompt", "scaffold", "answer", "content", "samples", "other-model", "embedder"] = "prompt"
 
 
 METHODS: dict[str, Method] = {
     OURS: Method("HalluTracer (depth mean)", "A"),
     RESIDUAL: Method("Residual-stream depth mean", "A"),
+    WITH_KIND: Method("Share of its kind and depth mean", "A"),
     TRAJECTORY: Method("Whole trajectory (ridge)", "A"),
+    SCAFFOLD: Method('Depth mean behind "The answer is"', "A", reads="scaffold"),
+    "pca-heads": Method("PCA of all heads, logistic regression", "A", "probes.pca_heads"),
     "iti": Method("ITI-Probe", "A", "probes.iti"),
     "fact-probe": Method("Fact-Probe", "A", "probes.fact_probe"),
     "iris": Method("IRIS", "A", "networks.iris"),
@@ -42,8 +50,14 @@ METHODS: dict[str, Method] = {
     "mass-mean": Method("Mass-mean probe (LDA)", "A", "probes.mass_mean"),
     "sep": Method("Semantic-entropy probe", "A", "probes.sep", "samples"),
     "halluguard": Method("HalluGuard (post-generation)", "C", "references.halluguard"),
+    "content-max-prob": Method(
+        "Maximum probability, first token of content", "C", "references.content_max_prob", "content"
+    ),
+    "content-entropy": Method("Entropy, first token of content", "C", "references.content_entropy", "content"),
+    WITH_CONTENT: Method("Depth mean and entropy of the first token of content", "C", reads="content"),
     "perplexity": Method("Perplexity of the answer", "C", "references.perplexity", "answer"),
     "p-true": Method("P(True)", "C", "references.p_true", "answer"),
+    "p-true-examples": Method("P(True), six examples", "C", "references.p_true_examples", "answer"),
     "mind": Method("MIND's network, supervised", "C", "networks.mind", "answer"),
     "semantic-entropy": Method("Semantic entropy, by likelihood", "D", "references.semantic_entropy", "samples"),
     "semantic-entropy-discrete": Method(
@@ -52,6 +66,12 @@ METHODS: dict[str, Method] = {
     "eigenscore": Method("EigenScore", "D", "references.eigenscore", "samples"),
     "first-token-max-prob": Method("First-token max probability", "B", "references.first_token_max_prob"),
     "first-token-entropy": Method("First-token entropy", "B", "references.first_token_entropy"),
+    "scaffold-max-prob": Method(
+        'Maximum probability behind "The answer is"', "B", "references.scaffold_max_prob", "scaffold"
+    ),
+    "scaffold-entropy": Method('Entropy behind "The answer is"', "B", "references.scaffold_entropy", "scaffold"),
+    OTHER: Method("Another model's depth mean", "other", reads="other-model"),
+    "text-embedding": Method("Sentence embedding of the text", "other", "references.text_embedding", "embedder"),
     "prompt-length": Method("Prompt length", "none", "references.prompt_length"),
     "text-ngrams": Method("Text alone (word and character n-grams)", "none", "references.text_ngrams"),
     "kind-prior": Method("Share of its kind", "none", "references.kind_prior"),

@@ -53,14 +53,27 @@ class AnswerReadings(_ByRow):
     states: NDArray[np.float32] | None = None  # [n, 2 hidden_size] ``networks.features`` of the greedy answer
     true: Floats | None = None  # [n] log-odds that the model gives its greedy answer of being true
     asked: Floats | None = None  # [n] tokens of the prompt that asks for it
+    true_examples: Floats | None = None  # [n], [n] the same, asked behind examples
+    asked_examples: Floats | None = None
+    content: Floats | None = None  # [n, 2] of the first token of content: log maximum probability, entropy (nats)
+    decoded: Floats | None = None  # [n] answer tokens before it
     entropy: Floats | None = None  # [n] discrete semantic entropy of the sampled answers, nats
     entropy_weighted: Floats | None = None  # [n] the same, by their likelihoods
     eigenscore: Floats | None = None  # [n]
 
 
 @dataclass(frozen=True, eq=False)
+class Scaffold(_ByRow):
+    """What was read behind the prompt and the beginning of an answer."""
+
+    heads: Readouts
+    first_token: Floats  # [n, 2] log maximum probability, entropy (nats)
+    tokens: NDArray[np.int64]  # [n] of the beginning
+
+
+@dataclass(frozen=True, eq=False)
 class MethodInputs(_ByRow):
-    """The n labelled rows, read in one extraction pass."""
+    """The n labelled rows, read in one extraction pass; None or empty where no method asked for it."""
 
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
     group: Index  # [n] rows of one group are never on both sides of a split
@@ -70,7 +83,11 @@ class MethodInputs(_ByRow):
     prompt_tokens: NDArray[np.int64]  # [n]
     text: tuple[str, ...] = ()  # [n] the prompts
     kind: NDArray[np.str_] = field(default_factory=lambda: np.array([], np.str_))  # [n] sub-dataset, "" for none
-    halluguard: Floats | None = None  # [n] ``halluguard_scores``; None where they were not requested
+    halluguard: Floats | None = None  # [n] ``halluguard_scores``
+    scaffold: Scaffold | None = None
+    other: Readouts | None = None  # another model's attention heads, at its own t*
+    other_tokens: NDArray[np.int64] | None = None  # [n] of the prompt as that model reads it
+    embedding: NDArray[np.float32] | None = None  # [n, d] of the text
     answers: AnswerReadings = AnswerReadings()
 
 
@@ -147,6 +164,21 @@ def fit_at_best_layer(
     rows, index = inputs.residual.file.layer(layer), inputs.residual.index
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         return -fits[fit](rows[index[train]], inputs.label[train], rows[index[test]])
+
+
+L2_GRID = (0.0001, 0.001, 0.01, 0.1, 1.0)
+
+
+def l2_at_best_c(
+    x: NDArray[np.floating], inputs: MethodInputs, train: Index, test: Index, seed: int, *, what: str
+) -> Floats:
+    """Return scores [n_test] of an L2 logistic regression on columns x [n, d], with the C of ``L2_GRID`` that inner
+    folds find the best, ties to the stronger penalty.  Raises TrainingError where no inner fold has both classes."""
+    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what=what)
+    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+        found = [held_out_auroc(partial(linear_logits, c, "l2"), x, inputs.label, pairs) for c in L2_GRID]
+        c = L2_GRID[int(np.argmax(np.round(found, 12)))]
+        return -linear_logits(c, "l2", x[train], inputs.label[train], x[test])
 
 
 def choose(

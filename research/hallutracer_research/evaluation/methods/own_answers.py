@@ -1,7 +1,8 @@
-"""What is read of the model's own answers: P(True), semantic entropy, EigenScore.
+"""What is read of the model's own answers: the first word of content, P(True), semantic entropy, EigenScore.
 
-**P(True)** (Kadavath et al. 2022): the model is asked whether its own answer is true, in their words without examples,
-in the set's format: log sum p(A, True) - log sum p(B, False) of the first token, with and without a space before.
+**P(True)** (Kadavath et al. 2022): the model is asked whether its own answer is true, in their words, without examples
+or behind six, in the set's format: log sum p(A, True) - log sum p(B, False) of the first token, with and without a
+space before.
 
 **Semantic entropy** (Farquhar et al. 2024): SE = - sum_c p(c) log p(c) over groups of sampled answers of one meaning,
 p(c) the group's share, or, weighted, proportional to the sum of exp(mean log-probability of an answer's tokens).  Their
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hallutracer_research.evaluation.methods.base import Floats, Index
+from hallutracer_research.evaluation.pooling import is_content
 from service.data.judges import normalise
 from service.engines.base import Engine
 from service.errors import EngineError
@@ -32,12 +34,34 @@ _NEGATION = re.compile(
 )
 
 
-def asked(question: str, answer: str) -> str:
-    """Return the text that asks whether ``answer`` is true."""
-    return (
+EXAMPLES = (
+    ("Which planet is closest to the sun?", "Mercury", True), ("Who wrote the play Hamlet?", "Charles Dickens", False),
+    ("How many legs does a spider have?", "A spider has six legs.", False),
+    ("What is the chemical symbol of gold?", "Au", True), ("In which ocean does Iceland lie?", "The Atlantic", True),
+    ("Who painted the Mona Lisa?", "It was painted by Vincent van Gogh.", False),
+)  # fmt: skip
+"""Question, proposed answer and whether it is true, in no set: alike for all rows, so that no fold's labels leak."""
+
+
+def asked(question: str, answer: str, *, examples: bool = False) -> str:
+    """Return the text that asks whether ``answer`` is true, behind the ``EXAMPLES`` where wanted."""
+    before = [f"{asked(one, said)} ({'A' if true else 'B'}) {true}\n\n" for one, said, true in EXAMPLES if examples]
+    return "".join(before) + (
         f"Question: {question}\nProposed Answer: {answer}\nIs the proposed answer:\n (A) True\n (B) False\n"
         "The proposed answer is:"
     )
+
+
+def before_content(engine: Engine, question: str, answer: str) -> list[int]:
+    """Return the tokens of ``answer`` before its first word of content: one that is no English stop word and not among
+    the question's.  [] where it has none: then the first token is as good as any."""
+    known = set(normalise(question).split())
+    words = ((word, match.start()) for match in re.finditer(r"\w[\w'’-]*", answer) for word in [match[0]])
+    place = next((at for word, at in words if is_content(word) and not set(normalise(word).split()) <= known), 0)
+    ids, begin = engine.tokenize(answer), engine.tokenize("")
+    ids = ids[len(begin) :] if ids[: len(begin)] == begin else ids
+    ends = [len(engine.detokenize(ids[: count + 1])) for count in range(len(ids))] if place else []
+    return ids[: sum(end <= place for end in ends)]
 
 
 def candidates(engine: Engine) -> tuple[list[int], list[int]]:

@@ -1,7 +1,10 @@
 """Linear probes of the prompt's last token: the paper's (App. baseline-impl) and its field's.
 
 ``iti``: the best attention head by training AUROC of an L2 logistic regression (Li et al. 2023), there the mean logit
-of three probes on bootstrap samples of whole groups.  The paper does not say what is averaged; probabilities would tie.
+of three probes on bootstrap samples of whole groups; inner folds choose C, each with its own best head.  The paper does
+not say what is averaged; probabilities would tie.
+``pca_heads``: all heads of all layers at once, in the directions in which training rows vary most, without labels; an
+L2 logistic regression on as many of them, and with the C, that inner folds choose.
 ``fact_probe``: an L1 logistic regression on windows of 1 and of 5 neighbouring layers, C in {0.1, 0.5}; inner folds
 choose, ties to fewer and lower layers and smaller C.  Of a size at most 12 windows, evenly spaced, take part.
 ``p_ik`` (Kadavath et al. 2022): there a value head is trained with the whole model; here the model stays as it is.
@@ -28,9 +31,11 @@ from hallutracer_research.evaluation.methods.base import (
     Rows,
     fit_at_best_layer,
     fit_linear,
+    held_out_auroc,
     held_out_aurocs,
     in_processes,
     linear_logits,
+    usable_folds,
     window,
 )
 from service.errors import TrainingError
@@ -39,7 +44,8 @@ from service.fitting.probes import Readouts, standardise
 from service.fitting.scores import auroc
 from service.readout import Site
 
-ITI_C, PROBES = 1.0, 3
+ITI_GRID, PROBES = (0.01, 0.1, 1.0), 3
+COMPONENTS = (20, 50, 100)
 MAX_DRAWS = 100  # of one bootstrap sample, until it has both classes
 FACT_C, MAX_WINDOWS = (0.1, 0.5), 12  # windows of one size
 C_GRID = (0.001, 0.01, 0.1)
@@ -50,7 +56,7 @@ SHRINKAGE = (None, 0.3, 1.0)  # None: Ledoit and Wolf's
 def iti(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
     """Return the mean of ``PROBES`` negated logits, [n_test].  Raises TrainingError where the samples lack a class."""
     readouts = inputs.heads
-    layer, head, _ = best_head(readouts, train, jobs)
+    c, layer, head = iti_head(inputs, train, seed, jobs)
     columns = readouts.file.head(layer, head)
     x, x_test = columns[readouts.index[train]], columns[readouts.index[test]]
     label = inputs.label[train]
@@ -59,23 +65,73 @@ def iti(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | 
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         for _ in range(PROBES):
             drawn = group_bootstrap(label, inputs.group[train], rng)
-            total += linear_logits(ITI_C, "l2", x[drawn], label[drawn], x_test)
+            total += linear_logits(c, "l2", x[drawn], label[drawn], x_test)
     return -total / PROBES
 
 
-def best_head(readouts: Readouts, train: Index, jobs: int | None = None) -> tuple[int, int, float]:
+def iti_head(inputs: MethodInputs, train: Index, seed: int, jobs: int | None = None) -> tuple[float, int, int]:
+    """Return C, layer and head: of each C's best head the one with the best mean AUROC of ``INNER_FOLDS``; ties: the
+    smaller C.  Raises TrainingError where no inner fold has both classes."""
+    readouts = inputs.heads
+    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="ITI inner fold")
+    found = []
+    for c in ITI_GRID:
+        layer, head, _ = best_head(readouts, train, c, jobs)
+        x = readouts.file.head(layer, head)[readouts.index]
+        with threadpool_limits(1):
+            quality = held_out_auroc(partial(linear_logits, c, "l2"), x, inputs.label, pairs)
+        found.append((round(quality, 12), -c, layer, head))
+    _, c, layer, head = max(found)
+    return -c, layer, head
+
+
+def best_head(readouts: Readouts, train: Index, c: float, jobs: int | None = None) -> tuple[int, int, float]:
     """Return (layer, head, training AUROC); ties go to the lowest layer, and within it to the lowest head."""
-    by_layer = in_processes(partial(_head_aurocs, readouts, train), range(readouts.file.geometry.num_layers), jobs)
+    layers = range(readouts.file.geometry.num_layers)
+    by_layer = in_processes(partial(_head_aurocs, readouts, train, c), layers, jobs)
     layer, head = (int(place) for place in np.unravel_index(np.argmax(by_layer), np.shape(by_layer)))
     return layer, head, by_layer[layer][head]
 
 
-def _head_aurocs(readouts: Readouts, train: Index, layer: int) -> list[float]:
+def pca_heads(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return the scores [n_test].  Memory: a few [n, n] float64 matrices and one layer's columns.  Raises TrainingError
+    where no inner fold has both classes."""
+    rows = np.r_[train, test]
+    with threadpool_limits(1):  # sums in one order, whatever the number of cores
+        components = principal_components(inputs.heads, train, rows, max(COMPONENTS))
+    x = np.zeros((len(inputs.label), components.shape[1]))
+    x[rows] = components
+    pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="PCA inner fold")
+    ways = [(count, c) for count in sorted({min(one, x.shape[1]) for one in COMPONENTS}) for c in C_GRID]
+    with threadpool_limits(1):
+        found = [
+            held_out_auroc(partial(linear_logits, c, "l2"), x[:, :count], inputs.label, pairs) for count, c in ways
+        ]
+        count, c = ways[int(np.argmax(np.round(found, 12)))]
+        return -linear_logits(c, "l2", x[train, :count], inputs.label[train], x[test, :count])
+
+
+def principal_components(readouts: Readouts, train: Index, rows: Index, count: int) -> Floats:
+    """Return the rows' coordinates along the ``count`` directions in which the standardised columns of the ``train``
+    rows, of all layers at once, vary most, [rows, count]; of ``rows``, those of ``train`` come first.  By inner
+    products of rows: there are far fewer of them than columns."""
+    products = np.zeros((len(rows), len(train)))
+    for layer in range(readouts.file.geometry.num_layers):
+        z, mean, std = standardise(readouts.file.layer(layer)[readouts.index[train]])
+        others = readouts.file.layer(layer)[readouts.index[rows[len(train) :]]]
+        products += np.concatenate([z, (others - mean) / std]) @ z.T
+    own = products[: len(train)]
+    values, vectors = np.linalg.eigh(own)
+    kept = np.argsort(-values)[: min(count, int((values > values.max() * 1e-9).sum()))]
+    return np.asarray(products @ (vectors[:, kept] / np.sqrt(values[kept])), np.float64)
+
+
+def _head_aurocs(readouts: Readouts, train: Index, c: float, layer: int) -> list[float]:
     label, found = readouts.label[train], []
     with threadpool_limits(1):
         for head in range(readouts.file.geometry.heads(Site.ATTENTION_HEAD)):
             columns = readouts.file.head(layer, head)[readouts.index[train]]
-            found.append(auroc(label, linear_logits(ITI_C, "l2", columns, label, columns)))
+            found.append(auroc(label, linear_logits(c, "l2", columns, label, columns)))
     return found
 
 

@@ -1,5 +1,5 @@
 """Methods that probe no state of the model: one number for each row, the prompt's text, the share of its kind.  Of
-first-token maximum probability, first-token entropy and prompt length the sign is fitted, by the AUROC on the training
+maximum probability, entropy and prompt length the sign is fitted, by the AUROC on the training
 rows, as the trainer's own evaluation does: on sets whose statement stands in the prompt the sign is not known
 beforehand.  Scores of answers keep the sign of their papers.  Where text or kind come near a probe, the probe may have
 learned which questions are hard, not what the model knows."""
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hallutracer_research.evaluation.methods.base import INNER_FOLDS, Floats, Index, MethodInputs
+from hallutracer_research.evaluation.methods.base import INNER_FOLDS, Floats, Index, MethodInputs, l2_at_best_c
 from service.errors import TrainingError
 from service.fitting.folds import group_folds
 from service.fitting.scores import risk_auroc
@@ -32,16 +32,32 @@ def _with_fitted_sign(read: Callable[[MethodInputs], Floats]) -> Fit:
     return fit
 
 
+def _nothing_read(name: str, what: str) -> TrainingError:
+    said = f"{name} scores {what}, and none were read: read them first (transformers engine only)"
+    return TrainingError(f"{said}, or leave the method out", param="methods")
+
+
+def _column(name: str, what: str, read: Callable[[MethodInputs], Floats | None], column: int) -> Fit:
+    """Return a method of one column of what was read, [n, 2], with a fitted sign."""
+
+    def values(inputs: MethodInputs) -> Floats:
+        if (found := read(inputs)) is None:
+            raise _nothing_read(name, what)
+        return found[:, column]
+
+    return _with_fitted_sign(values)
+
+
+def _behind(inputs: MethodInputs) -> Floats | None:
+    return None if inputs.scaffold is None else inputs.scaffold.first_token
+
+
 def _of_answer(name: str, sign: float, read: Callable[[MethodInputs], Floats | None]) -> Fit:
     """Return a method whose number rises (1) or falls (-1) with hallucination; it raises TrainingError without one."""
 
     def fit(inputs: MethodInputs, train: Index, test: Index, seed: int = 0, jobs: int | None = None) -> Floats:
         if (scores := read(inputs)) is None:
-            raise TrainingError(
-                f"{name} scores finished answers, and none were computed: read them first (transformers engine only), "
-                "or leave the method out",
-                param="methods",
-            )
+            raise _nothing_read(name, "answers")
         return sign * scores[test]
 
     return fit
@@ -50,9 +66,14 @@ def _of_answer(name: str, sign: float, read: Callable[[MethodInputs], Floats | N
 first_token_max_prob = _with_fitted_sign(lambda inputs: inputs.first_token[:, 0])  # its logarithm, which ranks like it
 first_token_entropy = _with_fitted_sign(lambda inputs: inputs.first_token[:, 1])
 prompt_length = _with_fitted_sign(lambda inputs: inputs.prompt_tokens.astype(np.float64))
+content_max_prob = _column("content-max-prob", "answers", lambda inputs: inputs.answers.content, 0)
+content_entropy = _column("content-entropy", "answers", lambda inputs: inputs.answers.content, 1)
+scaffold_max_prob = _column("scaffold-max-prob", "scaffolds", _behind, 0)
+scaffold_entropy = _column("scaffold-entropy", "scaffolds", _behind, 1)
 halluguard = _of_answer("halluguard", -1.0, lambda inputs: inputs.halluguard)
 perplexity = _of_answer("perplexity", -1.0, lambda inputs: inputs.answers.log_prob)  # ranks like exp(- log_prob)
 p_true = _of_answer("p-true", -1.0, lambda inputs: inputs.answers.true)
+p_true_examples = _of_answer("p-true-examples", -1.0, lambda inputs: inputs.answers.true_examples)
 semantic_entropy = _of_answer("semantic-entropy", 1.0, lambda inputs: inputs.answers.entropy_weighted)
 semantic_entropy_discrete = _of_answer("semantic-entropy-discrete", 1.0, lambda inputs: inputs.answers.entropy)
 eigenscore = _of_answer("eigenscore", 1.0, lambda inputs: inputs.answers.eigenscore)
@@ -92,3 +113,10 @@ def kind_prior(inputs: MethodInputs, train: Index, test: Index, seed: int = 0, j
     count, total = np.bincount(place), np.bincount(place, weights=wrong)
     of_kind = dict(zip(kinds.tolist(), (total + PSEUDO_ROWS * share) / (count + PSEUDO_ROWS), strict=True))
     return np.array([of_kind.get(kind, share) for kind in inputs.kind[test].tolist()])
+
+
+def text_embedding(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return scores [n_test] of an L2 logistic regression on the text's embedding, C chosen on the training side."""
+    if inputs.embedding is None:
+        raise _nothing_read("text-embedding", "embeddings")
+    return l2_at_best_c(inputs.embedding, inputs, train, test, seed, what="text-embedding inner fold")

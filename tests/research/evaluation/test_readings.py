@@ -11,8 +11,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hallutracer_research.evaluation import prepare
-from hallutracer_research.evaluation.methods import OURS, own_answers
+from hallutracer_research.evaluation import prepare, readings
+from hallutracer_research.evaluation.methods import METHODS, OURS, own_answers
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.networks import features
 from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, EvaluateOptions, EvaluationSource
@@ -51,14 +51,16 @@ class Killed:
 @pytest.fixture(scope="module")
 def engine() -> Any:
     model = tiny.model("llama")
-    model.config.max_position_embeddings = 256  # a byte is a token here, and P(True) asks in a hundred
+    model.config.max_position_embeddings = (
+        1200  # a byte is a token here, and P(True) asks in a hundred, behind a thousand
+    )
     return TransformersEngine(model, tiny.tokenizer())
 
 
 @pytest.fixture
 def made(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> PreparedSet:
     """A set as ``prepare_set`` leaves it, with the model's greedy answers."""
-    monkeypatch.setattr(prepare, "AT_ONCE", 4)
+    monkeypatch.setattr(readings, "AT_ONCE", 4)
     prompts = tiny.prompts(LENGTHS)
     said = engine.generate(prompts, Sampling(max_tokens=LONGEST))
     lines = [json.dumps({"row": row, "answer": one.text}) + "\n" for row, one in enumerate(said)]
@@ -83,32 +85,39 @@ def options(out: Path, *methods: str, **more: Any) -> EvaluateOptions:
 
 
 def read(engine: Any, out: Path, prepared: PreparedSet, *methods: str) -> PreparedSet:
-    return prepare.with_answers(engine, prepared, options(out, *methods), "text")
+    return readings.with_readings(engine, prepared, options(out, *methods), "text")
 
 
 def test_each_reading_is_that_of_its_own_row(tmp_path: Path, engine: Any, made: PreparedSet) -> None:
     found = read(engine, tmp_path / "out", made)
     assert found.rows.notes == ("a note",)  # every answer is the judged one
-    readings = found.inputs.answers
-    sampling = replace(prepare.SAMPLING, max_tokens=LONGEST)
+    answers = found.inputs.answers
+    sampling = replace(readings.SAMPLING, max_tokens=LONGEST)
     for place, row in enumerate(LABELLED.tolist()):
         prompt, question = tiny.prompts(LENGTHS)[row], f"what is {row}?"
         (greedy,) = engine.sample([prompt], Sampling(max_tokens=LONGEST), [[0]])[0]
-        np.testing.assert_allclose(readings.states[place], features(greedy), rtol=1e-3, atol=1e-4)
-        ask = engine.tokenize(own_answers.asked(question, greedy.completion.text))
-        drawn = engine.sample([prompt], sampling, [prepare.seeds_of(0, row, SAMPLES)])[0]
+        np.testing.assert_allclose(answers.states[place], features(greedy), rtol=1e-3, atol=1e-4)
+        ask, behind = (
+            engine.tokenize(own_answers.asked(question, greedy.completion.text, examples=examples))
+            for examples in (False, True)
+        )
+        begun = own_answers.before_content(engine, question, greedy.completion.text)
+        [first] = engine.extract([[*prompt, *begun]], ()).first_tokens
+        np.testing.assert_allclose(answers.content[place], [first.log_max_prob, first.entropy], rtol=1e-4, atol=1e-4)
+        drawn = engine.sample([prompt], sampling, [readings.seeds_of(0, row, SAMPLES)])[0]
         assert len({one.completion.token_ids for one in drawn}) > 1
         groups = own_answers.clusters(question, [one.completion.text for one in drawn])
         log_prob = np.array([one.log_prob.mean() for one in drawn])
         middle = np.stack([one.last[1] for one in drawn])  # of three layers
         for name, expected, allowed in (
             ("log_prob", greedy.log_prob.mean(), 1e-5), ("asked", len(ask), 0),
-            ("true", own_answers.log_odds(engine, [ask])[0], 1e-4),
+            ("true", own_answers.log_odds(engine, [ask])[0], 1e-4), ("asked_examples", len(behind), 0),
+            ("true_examples", own_answers.log_odds(engine, [behind])[0], 1e-4), ("decoded", len(begun), 0),
             ("entropy", own_answers.semantic_entropy(groups), 1e-6),
             ("entropy_weighted", own_answers.semantic_entropy(groups, log_prob), 1e-5),
             ("eigenscore", own_answers.eigen_score(middle), 1e-3),
         ):  # fmt: skip
-            assert getattr(readings, name)[place] == pytest.approx(expected, abs=allowed), name
+            assert getattr(answers, name)[place] == pytest.approx(expected, abs=allowed), name
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -130,8 +139,21 @@ def test_a_killed_run_goes_on_to_the_same_files(tmp_path: Path, engine: Any, mad
 
 
 def test_seeds_differ_by_row_and_number_and_more_samples_keep_the_first() -> None:
-    assert len({seed for row in range(50) for seed in prepare.seeds_of(0, row, 10)}) == 500
-    assert prepare.seeds_of(0, 7, 10)[:4] == prepare.seeds_of(0, 7, 4) != prepare.seeds_of(1, 7, 4)
+    assert len({seed for row in range(50) for seed in readings.seeds_of(0, row, 10)}) == 500
+    assert readings.seeds_of(0, 7, 10)[:4] == readings.seeds_of(0, 7, 4) != readings.seeds_of(1, 7, 4)
+
+
+def test_the_first_word_of_content_is_neither_a_stop_word_nor_the_question_s() -> None:
+    letters = cast(Any, SimpleNamespace(
+        tokenize=lambda text: [256, *text.encode()],  # one token in front, as of a sentence
+        detokenize=lambda ids: bytes(one for one in ids if one < 256).decode(),
+    ))  # fmt: skip
+    asked = "What is the capital of France?"
+    for answer, before in (
+        ("The capital of France is Paris, of course.", "The capital of France is "), ("Paris", ""), ("It is the", ""),
+        ('"The capital"', ""), ("", ""), ("I think that it's Lyon.", "I "), ("the city-state", "the "),
+    ):  # fmt: skip
+        assert bytes(own_answers.before_content(letters, asked, answer)).decode() == before, answer
 
 
 def test_answers_that_are_not_the_judged_ones_are_counted(tmp_path: Path, engine: Any, made: PreparedSet) -> None:
@@ -163,13 +185,13 @@ def test_other_rows_or_answers_in_the_same_folder_are_refused(tmp_path: Path, en
 def test_a_question_of_p_true_that_does_not_fit_is_said_before_any_answer(
     tmp_path: Path, engine: Any, made: PreparedSet
 ) -> None:
-    long = replace(made.inputs, text=(*("why?",) * 4, "why " * 60, "why?"))
+    long = replace(made.inputs, text=(*("why?",) * 4, "why " * 300, "why?"))
     with pytest.raises(PromptTooLong):
         read(engine, tmp_path / "out", replace(made, inputs=long))
     assert not list((tmp_path / "out").rglob("*.npz"))
 
 
-@pytest.mark.parametrize("method", OF_OWN_ANSWERS)
+@pytest.mark.parametrize("method", [name for name in OF_OWN_ANSWERS if METHODS[name].reads != "content"])
 def test_an_engine_that_traces_nothing_is_refused_before_the_first_forward_pass(tmp_path: Path, method: str) -> None:
     rows = [{"id": str(n), "prompt": f"Is {n} odd?", "answers": ["so"]} for n in range(60)]
     chosen = options(tmp_path / "out", method, source=EvaluationSource("made", None, rows=lambda: rows))

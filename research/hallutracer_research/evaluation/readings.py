@@ -1,0 +1,325 @@
+"""What methods read of the labelled rows beyond the prompt's own readouts: the model's own answers (the greedy one, its
+first word of content, what the model thinks of it, samples), the prompt behind a scaffold, another model, the text.
+
+Readings are kept in files of a few rows, ``sets/NAME/answers/WHAT/00000.npz``, or as a run folder of readouts.  The
+plan and the samples' seeds depend on the data alone, and an unfinished file is computed again as a whole: a killed run
+goes on to the same files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from hallutracer_research.evaluation.methods import METHODS
+from hallutracer_research.evaluation.methods.base import AnswerReadings, Scaffold
+from hallutracer_research.evaluation.methods.own_answers import (
+    asked,
+    before_content,
+    candidates,
+    clusters,
+    eigen_score,
+    log_odds,
+)
+from hallutracer_research.evaluation.methods.own_answers import semantic_entropy as entropy_of
+from hallutracer_research.evaluation.options import EvaluateOptions
+from hallutracer_research.evaluation.prepare import PreparedSet, SetRows, methods_of
+from hallutracer_research.evaluation.splits import kept
+from service.data.collection import batches, collect
+from service.data.run_folder import claim
+from service.engines.base import Engine, Sampling
+from service.errors import EngineError
+from service.fitting.probes import Floats, Readouts
+from service.prompts import PromptFormat, default_prompt_format, render
+from service.readout import Site
+
+AT_ONCE = 320  # answers in one file; a kill loses at most these
+SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # Farquhar et al.'s, without their top-k of 50
+SEED = 0
+SCAFFOLD = "The answer is"  # what is read behind, as if the model had begun so
+
+
+def check_engine(engine: Engine, methods: Sequence[str]) -> None:
+    """Raise EngineError, before anything slow, where the engine cannot do what the methods need."""
+    if any(METHODS[name].reads in ("answer", "samples") for name in methods):
+        engine.sample([], SAMPLING, [])
+    if {"p-true", "p-true-examples"} & set(methods):
+        engine.next_token([], [token for side in candidates(engine) for token in side])
+
+
+def with_readings(
+    engine: Engine, prepared: PreparedSet, options: EvaluateOptions, prompt_format: PromptFormat
+) -> PreparedSet:
+    """Add what the set's methods read with the model that is evaluated.  Raises EngineError, PromptTooLong where a
+    prompt that asks for P(True) does not fit, and RunMismatch."""
+    methods = methods_of(prepared.rows, options)
+    reader = _Reader(engine, prepared, options, prompt_format)
+    wanted = {METHODS[name].reads for name in methods}
+    inputs = prepared.inputs
+    if "scaffold" in wanted:
+        inputs = replace(inputs, scaffold=reader.scaffold())
+    if "halluguard" in methods:
+        inputs = replace(inputs, halluguard=reader.halluguard())
+    found: dict[str, Any] = {}
+    if {"p-true", "p-true-examples"} & set(methods):
+        found |= reader.p_true([examples for examples in (False, True) if reader.p_true_name(examples) in methods])
+    if {"perplexity", "mind"} & set(methods):
+        found |= reader.greedy()
+    if "content" in wanted:
+        found |= reader.content()
+    if "samples" in wanted:
+        found |= reader.samples()
+    return replace(prepared, rows=reader.rows, inputs=replace(inputs, answers=AnswerReadings(**found)))
+
+
+def with_other_model(engine: Engine, prepared: PreparedSet, options: EvaluateOptions) -> PreparedSet:
+    """Add another model's readouts of the same rows, rendered as that model's own template does.  Raises what
+    ``collect`` raises."""
+    rows = prepared.rows
+    collection = collect(
+        engine, rows.dataset, options.out / "sets" / rows.name / "other-model", sites=(Site.ATTENTION_HEAD,),
+        prompt_format=default_prompt_format(engine), batch_rows=options.batch_rows,
+    )  # fmt: skip
+    other = Readouts(collection.rows[Site.ATTENTION_HEAD], prepared.index, prepared.inputs.label)
+    tokens = collection.prompts.lengths[prepared.index]
+    return replace(prepared, inputs=replace(prepared.inputs, other=other, other_tokens=tokens))
+
+
+def with_embeddings(prepared: PreparedSet, options: EvaluateOptions) -> PreparedSet:
+    """Add an embedding of each row's text, by the sentence encoder in ``options.embedder``."""
+    assert options.embedder is not None
+    inputs, encoder = prepared.inputs, _Encoder(options.embedder)
+    found = _by_row(
+        options.out / "sets" / prepared.rows.name / "embeddings",
+        {"text": _digest(inputs.text), "embedder": str(options.embedder.resolve())},
+        np.array([len(text) for text in inputs.text]), AT_ONCE, "embeddings",
+        lambda at: {"embedding": encoder.encode([inputs.text[row] for row in at.tolist()])},
+    )  # fmt: skip
+    return replace(prepared, inputs=replace(inputs, embedding=found["embedding"]))
+
+
+class _Encoder:
+    """A sentence encoder whose sentences are the mean of their tokens, scaled to unit norm, as those of MiniLM are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _loaded(self) -> Any:
+        from transformers import AutoModel, AutoTokenizer
+
+        given: dict[str, Any] = {"local_files_only": True}
+        return AutoTokenizer.from_pretrained(self._folder, **given), AutoModel.from_pretrained(self._folder, **given)
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the embeddings of texts, [n, d]; longer ones than the encoder's context are cut, as its users do."""
+        import torch
+
+        tokenizer, model = self._loaded
+        rows = []
+        with torch.inference_mode():
+            for start in range(0, len(texts), 32):
+                given = tokenizer(list(texts[start : start + 32]), padding=True, truncation=True, return_tensors="pt")
+                mask = given["attention_mask"][..., None].float()
+                states = (model(**given).last_hidden_state.float() * mask).sum(dim=1) / mask.sum(dim=1)
+                rows.append(torch.nn.functional.normalize(states, dim=1).numpy())
+        return np.concatenate(rows)
+
+
+def seeds_of(seed: int, row: int, count: int) -> list[int]:
+    """Return seeds of one data row's samples; more samples begin with the same ones."""
+    return [int(np.random.SeedSequence([seed, row, number]).generate_state(1)[0]) for number in range(count)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    """One set's readings with the model that is evaluated."""
+
+    engine: Engine
+    prepared: PreparedSet
+    options: EvaluateOptions
+    prompt_format: PromptFormat
+
+    @cached_property
+    def folder(self) -> Path:
+        """The set's."""
+        return self.options.out / "sets" / self.prepared.rows.name
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a reader of the report must know of these readings."""
+        return []
+
+    @property
+    def rows(self) -> SetRows:
+        """Return the set's rows with the notes."""
+        return replace(self.prepared.rows, notes=(*self.prepared.rows.notes, *self.notes))
+
+    @cached_property
+    def owner(self) -> dict[str, Any]:
+        """What the readings depend on."""
+        rows = self.prepared.rows
+        return {
+            "data": rows.dataset.digest, "rows": _digest(self.prepared.index.tolist()),
+            "model": self.engine.identity.fingerprint, "prompt_format": self.prompt_format,
+            "max_new_tokens": rows.max_new_tokens,
+        }  # fmt: skip
+
+    def prompts(self, at: NDArray[np.int64]) -> list[list[int]]:
+        """Return the prompts of these of the n rows."""
+        return [self.prepared.prompts.prompts.of(int(row)) for row in self.prepared.index[at]]
+
+    @cached_property
+    def judged(self) -> list[str]:
+        """The labelled rows' answers, as the judge read them."""
+        with (self.prepared.prompts.folder / "answers.jsonl").open(encoding="utf-8") as lines:
+            said = {record["row"]: str(record["answer"]) for record in map(json.loads, lines)}
+        return [said[row] for row in self.prepared.index.tolist()]
+
+    def scaffold(self) -> Scaffold:
+        """Read the prompts behind ``SCAFFOLD``."""
+        prepared, suffix = self.prepared, self.engine.tokenize(SCAFFOLD)
+        begin = self.engine.tokenize("")  # the tokenizer's own first tokens, as of a sentence
+        suffix = suffix[len(begin) :] if suffix[: len(begin)] == begin else suffix
+        found = collect(
+            self.engine, prepared.rows.dataset, self.folder / "scaffold", sites=(Site.ATTENTION_HEAD,),
+            prompt_format=self.prompt_format, batch_rows=self.options.batch_rows, suffix=suffix,
+        )  # fmt: skip
+        heads = Readouts(found.rows[Site.ATTENTION_HEAD], prepared.index, prepared.inputs.label)
+        return Scaffold(heads, found.first_token[prepared.index], np.full(len(prepared.index), len(suffix)))
+
+    def halluguard(self) -> Floats:
+        """Score the answers from gradients, [n]."""
+        path = self.folder / "halluguard.npy"
+        if not path.exists():
+            from hallutracer_research.evaluation.methods.halluguard import halluguard_scores
+
+            every = np.arange(len(self.prepared.index))
+            scores = halluguard_scores(self.engine, self.prompts(every), self.prepared.rows.max_new_tokens)
+            with path.with_suffix(".part").open("wb") as file:
+                np.save(file, scores)
+            path.with_suffix(".part").replace(path)
+        return np.asarray(np.load(path, allow_pickle=False), np.float64)
+
+    @staticmethod
+    def p_true_name(examples: bool) -> str:
+        """Return the method that asks so."""
+        return "p-true-examples" if examples else "p-true"
+
+    def p_true(self, ways: Sequence[bool]) -> dict[str, Any]:
+        """Ask whether the judged answer is true, without or behind examples."""
+        of_answers, readings = self.owner | {"answers": _digest(self.judged)}, dict[str, Any]()
+        every = {
+            way: [render(self.engine, asked(text, answer, examples=way), None, self.prompt_format)
+                  for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)]
+            for way in ways
+        }  # fmt: skip
+        for way, asking in every.items():
+            lengths = np.array([len(prompt) for prompt in asking])  # longest first: what does not fit is told at once
+            folder, ask = self.folder / "answers" / self.p_true_name(way), partial(self._log_odds, asking)
+            found = _by_row(folder, of_answers, lengths, AT_ONCE, "P(True)", ask)
+            suffix = "_examples" if way else ""
+            readings |= {f"true{suffix}": found["true"], f"asked{suffix}": lengths.astype(np.float64)}
+        return readings
+
+    def _log_odds(self, asking: Sequence[list[int]], at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        return {"true": log_odds(self.engine, [asking[row] for row in at.tolist()])}
+
+    def greedy(self) -> dict[str, Any]:
+        """Decode the answers again, for their probability and their states."""
+        from hallutracer_research.evaluation.methods.networks import features
+
+        def answer(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+            sampling = Sampling(max_tokens=self.prepared.rows.max_new_tokens)
+            traced = [one for (one,) in self.engine.sample(self.prompts(at), sampling, [[0]] * len(at))]
+            return {
+                "text": np.array([one.completion.text for one in traced]),
+                "log_prob": np.array([one.log_prob.mean() for one in traced]),
+                "states": np.stack([features(one) for one in traced]),
+            }
+
+        lengths = self.prepared.inputs.prompt_tokens
+        greedy = _by_row(self.folder / "answers" / "greedy", self.owner, lengths, AT_ONCE, "greedy answers", answer)
+        said = zip(greedy.pop("text").tolist(), self.judged, strict=True)
+        if other := sum(own != text for own, text in said):
+            note = f"{other} of {len(self.judged)} answers, decoded again for their scores, differ from the judged ones"
+            self.notes.append(note)
+        return greedy
+
+    def content(self) -> dict[str, Any]:
+        """Read the distribution of the judged answer's first token of content."""
+        begun = [
+            before_content(self.engine, text, answer)
+            for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)
+        ]
+
+        def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+            prompts = [[*prompt, *begun[row]] for prompt, row in zip(self.prompts(at), at.tolist(), strict=True)]
+            tokens = self.engine.extract(prompts, ()).first_tokens
+            return {"content": np.array([[one.log_max_prob, one.entropy] for one in tokens])}
+
+        decoded = np.array([len(one) for one in begun], np.float64)
+        lengths, of_answers = (
+            self.prepared.inputs.prompt_tokens + decoded,
+            self.owner | {"answers": _digest(self.judged)},
+        )
+        name, folder = "first words of content", self.folder / "answers" / "content"
+        found = _by_row(folder, of_answers, lengths.astype(np.int64), AT_ONCE, name, read)
+        return {"content": found["content"], "decoded": decoded}
+
+    def samples(self) -> dict[str, Any]:
+        """Sample answers; their semantic entropies and EigenScore."""
+        engine, inputs, rows = self.engine, self.prepared.inputs, self.prepared.rows
+        count, sampling = self.options.samples, replace(SAMPLING, max_tokens=rows.max_new_tokens)
+        layer = engine.identity.geometry.num_layers // 2
+
+        def sample(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+            seeds = [seeds_of(SEED, int(row), count) for row in self.prepared.index[at]]
+            by_row = engine.sample(self.prompts(at), sampling, seeds)
+            last = [np.stack([one.last[layer] for one in of_row]) for of_row in by_row]
+            return {
+                "text": np.array([[one.completion.text for one in of_row] for of_row in by_row]),
+                "log_prob": np.array([[one.log_prob.mean() for one in of_row] for of_row in by_row]),
+                "eigenscore": np.array([eigen_score(states) for states in last]),
+            }
+
+        of_samples = self.owner | {"samples": count, "sampling": asdict(sampling), "seed": SEED}
+        folder, at_once = self.folder / "answers" / f"samples-{count}", max(1, AT_ONCE // count)
+        found = _by_row(folder, of_samples, inputs.prompt_tokens, at_once, "samples", sample)
+        groups = [clusters(text, said.tolist()) for text, said in zip(inputs.text, found["text"], strict=True)]
+        weighed = zip(groups, found["log_prob"], strict=True)
+        return {
+            "eigenscore": found["eigenscore"], "entropy": np.array([entropy_of(group) for group in groups]),
+            "entropy_weighted": np.array([entropy_of(group, log_prob) for group, log_prob in weighed]),
+        }  # fmt: skip
+
+
+def _by_row(
+    folder: Path, owner: Mapping[str, Any], lengths: NDArray[np.integer], at_once: int, name: str,
+    make: Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]],
+) -> dict[str, Any]:  # fmt: skip
+    """Return arrays of all n rows, made in files of ``at_once`` of them, longest prompts first, or read from them."""
+    claim(folder, dict(owner) | {"rows_in_a_file": at_once})
+    plan = batches(lengths, at_once)
+    parts = []
+    with tqdm(total=len(lengths), desc=name, unit="row", mininterval=1) as bar:
+        for number, rows in enumerate(plan):
+            parts.append(kept(folder / f"{number:05d}.npz", partial(make, rows)))
+            bar.update(len(rows))
+    place = np.argsort(np.concatenate(plan))
+    joined: dict[str, Any] = {key: np.concatenate([part[key] for part in parts])[place] for key in parts[0]}
+    if bad := [key for key, values in joined.items() if values.dtype.kind == "f" and not np.isfinite(values).all()]:
+        raise EngineError(f"{name} hold a NaN or an infinity ({', '.join(bad)}): try another dtype")
+    return joined
+
+
+def _digest(values: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(list(values)).encode()).hexdigest()
