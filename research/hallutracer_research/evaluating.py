@@ -136,7 +136,9 @@ def run_evaluation(
     from hallutracer_research.paper.report import write_report
     from service.readout import Site
 
-    other = None if options.other_model is None else replace(Engine().options(options.other_model), device=engine.device)
+    other = (
+        None if options.other_model is None else replace(Engine().options(options.other_model), device=engine.device)
+    )
 
     def load(model: EngineOptions) -> Any:
         return load_engine(model, rows=list(Site), threads=threads, report=report)

@@ -47,6 +47,13 @@ class EvaluateChoices:
     embedder: Annotated[
         Path | None, option("Folder of a sentence encoder, whose embedding of the text is a rival that reads no model.")
     ] = None
+    beside: Annotated[
+        tuple[str, ...],
+        option(
+            "Folder of a finished evaluation of another model on the same data, repeatable: the report puts them side by side."
+        ),
+        Parameter(metavar="FOLDER"),
+    ] = ()
     samples: Samples = 10
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
@@ -93,7 +100,7 @@ def evaluate(
     evaluation = EvaluateOptions(
         sources=limited(sources, options.limit), out=options.out or Path("evaluation"),
         suite=options.suite, methods=names, other_model=options.other_model, embedder=options.embedder,
-        samples=options.samples, seeds=len(fit.shuffles),
+        beside=tuple(map(Path, options.beside)), samples=options.samples, seeds=len(fit.shuffles),
         folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge,
         max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
         skip_long=options.skip_long, batch_rows=fit.batch_rows, jobs=fit.jobs,

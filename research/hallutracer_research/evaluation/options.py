@@ -74,6 +74,7 @@ class EvaluateOptions:
     max_new_tokens: int | None = None  # length of a judged answer; None: the set's own, or 48
     other_model: str | None = None  # a folder, a GGUF file or a hub name
     embedder: Path | None = None  # folder of a sentence encoder
+    beside: tuple[Path, ...] = ()  # folders of finished evaluations, to be shown side by side
     samples: int = 10  # answers to each prompt, for methods that sample
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     per_subset: bool = True  # also the main table inside each sub-dataset, and its mean

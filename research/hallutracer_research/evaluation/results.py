@@ -29,11 +29,13 @@ from probes_store.local import atomic_write
 from service.data.training_rows import FORM
 from service.errors import NoDirection, TrainingError
 from service.fitting.decisions import WITHHELD, decisions
+from service.fitting.estimator import fit_classifier
 from service.fitting.folds import group_folds
 from service.fitting.nested_cv import FoldScores, test_sides
 from service.fitting.probes import Floats, Index
 from service.fitting.scores import Gain, auprc, auroc_interval, gain, mean_auroc, risk_auroc
 from service.readout import Pooling, Site
+from service.risk import depth_mean
 
 Measures = dict[str, dict[str, float]]  # measure -> mean and std; of the AUROC also low and high
 MEASURES = ("auroc", "auprc_hallucinated", "auprc_factual")
@@ -102,6 +104,15 @@ class SetResult:
                 inside = auroc_interval(self.label, self.group, tests, self.kinds)._asdict()
                 found[method]["within"] = {"mean": mean_auroc(self.label, tests, self.kinds), **inside}
         return found
+
+    @cached_property
+    def calibrated(self) -> Floats:
+        """[n] risks by the depth mean: each row's by the fold of the first seed that tested it."""
+        risk = np.full(len(self.label), np.nan)
+        for split in self.folds(0):
+            classifier = fit_classifier(depth_mean(split.train_trajectory)[:, None], self.label[split.train])
+            risk[split.test] = classifier.risk(depth_mean(split.test_trajectory)[:, None])
+        return risk
 
     @cached_property
     def kinds(self) -> Index | None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hallutracer_research.evaluation import prepare, readings, results, splits
+from hallutracer_research.evaluation import prepare, readings, results, scale, splits
 from hallutracer_research.evaluation.methods import (
     METHODS,
     OTHER,
@@ -46,7 +46,6 @@ from service.readout import Pooling, Site
 from service.risk import depth_mean
 from service.trainer.options import Console
 
-
 OWN_FITS = (OURS, RESIDUAL, TRAJECTORY, SHUFFLED)  # of any rows: one that fails is an error
 
 
@@ -63,6 +62,7 @@ class EvaluationResult:
     forms: Table | None
     decisions: Table
     ahead: Table
+    about: Table
     seconds: float
 
 
@@ -77,6 +77,8 @@ def evaluate(
     left out with a note.  Raises DataError (rows), RunMismatch (another run's folder), TrainingError and NoDirection
     (too few rows, too little signal)."""
     begun = time.monotonic()
+    for other_run in options.beside:
+        scale.finished(other_run)  # raises before anything slow
     rows = [prepare.read_rows(source, options) for source in options.sources]
     for set_rows in rows:
         console.print(f"{set_rows.name}: {len(set_rows.dataset)} rows of {set_rows.title}")
@@ -103,6 +105,7 @@ def evaluate(
                 raise problems[0]
             identity, weights = engine.identity, count_weights(engine)
             prepared = [readings.with_readings(engine, one_set, options, form) for one_set in prepared]
+            took = {one_set.rows.name: _milliseconds(engine, one_set, options) for one_set in prepared}
         other: Weights | None = None
         if OTHER in options.methods:
             assert other_factory is not None, "options that name another model come with a way to load it"
@@ -123,9 +126,29 @@ def evaluate(
         transfer = results.transfer_table(by_set, options, options.out / "transfer")
     notes = [*(note for result in sets for note in _notes(result, options)), *(f"Left out: {one}" for one in problems)]
     main = results.main_table(table_rows, notes)
+    about = scale.sets_table(sets, took, None if weights is None else sum(weights))
     seconds = time.monotonic() - begun
-    more = results.form_table(sets), results.decisions_table(sets), results.ahead_table(sets)
+    more = results.form_table(sets), results.decisions_table(sets), results.ahead_table(sets), about
     return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, *more, seconds)
+
+
+TIMED = 20  # prompts
+
+
+def _milliseconds(engine: Engine, prepared: prepare.PreparedSet, options: EvaluateOptions) -> float:
+    """Return the median time of a prompt's pass, of prompts evenly spaced over the rows, measured once in a run."""
+    rows = np.linspace(0, len(prepared.index) - 1, TIMED).astype(int)
+
+    def make() -> dict[str, NDArray[Any]]:
+        times = []
+        for row in prepared.index[rows].tolist():
+            begun = time.perf_counter()
+            engine.extract([prepared.prompts.prompts.of(row)], (Site.ATTENTION_HEAD,))
+            times.append(1000 * (time.perf_counter() - begun))
+        return {"milliseconds": np.array(times)}
+
+    folder = options.out / "sets" / prepared.rows.name
+    return float(np.median(kept(folder / "milliseconds.npz", make)["milliseconds"].astype(np.float64)))
 
 
 def _costs(

@@ -20,6 +20,7 @@ from hallutracer_research.evaluation.options import EvaluateOptions
 from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html, to_markdown
 from hallutracer_research.evaluation.results import SetResult, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
+from hallutracer_research.evaluation.scale import beside_tables
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_curve
 from hallutracer_research.paper.claims import claims
 from hallutracer_research.paper.diagnostics.classes import as_document
@@ -27,7 +28,6 @@ from hallutracer_research.paper.structure import READOUTS, TRAJECTORY, geometry_
 from hallutracer_research.paper.tables import PUBLISHED, TableSpec, make_tables
 from probes_store.local import atomic_write
 from service.errors import TrainingError
-from service.fitting.estimator import fit_classifier
 from service.fitting.scores import risk_auroc
 
 
@@ -98,10 +98,12 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
     shape = identity.geometry
     tables = (
-        evaluation.main, evaluation.ahead, evaluation.decisions, evaluation.subsets, evaluation.transfer,
-        evaluation.forms,
+        evaluation.about, evaluation.main, evaluation.ahead, evaluation.decisions, evaluation.subsets,
+        evaluation.transfer, evaluation.forms,
     )  # fmt: skip
     main = [table for table in tables if table is not None]
+    if options.beside:
+        main += beside_tables(identity.model, main, options.beside)
     detection = [figure for result in results for figure in _detection(result)]
     sections = [Section("Detection", _PAPER, main, detection)]
     judged: list[Claim] = []
@@ -140,11 +142,6 @@ def _detection(result: SetResult) -> list[Figure]:
     """Return AUROC against cost; ROC and precision-recall, and our reliability, from the first seed's test sides."""
     label = result.label
     ranks = {METHODS[name].title: pooled_ranks(len(label), scores) for name, scores in result.scores.items()}
-    calibrated = np.full(len(label), np.nan)
-    for split in result.folds(0):
-        inside = split.train_trajectory.mean(axis=1)[:, None]
-        classifier = fit_classifier(inside, label[split.train])
-        calibrated[split.test] = classifier.risk(split.test_trajectory.mean(axis=1)[:, None])
     shown = [OURS, *(name for name in result.scores if name not in (OURS, SHUFFLED))]  # that one is a control
     aurocs = {
         name: (result.costs[name], [risk_auroc(label[split.test], split.score) for split in result.scores[name]])
@@ -153,7 +150,7 @@ def _detection(result: SetResult) -> list[Figure]:
     return [
         _named(figures.cost(aurocs), result),
         _named(figures.roc_pr(label, ranks), result),
-        _named(figures.reliability(label, {METHODS[OURS].title: calibrated}, result.group), result),
+        _named(figures.reliability(label, {METHODS[OURS].title: result.calibrated}, result.group), result),
     ]
 
 

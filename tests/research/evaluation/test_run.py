@@ -126,6 +126,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
 
 SECOND = ("other-model", "text-embedding")
 OF_CLASS_D = [name for name, method in METHODS.items() if method.cost == "D"]
+DEMO = "hallutracer-demo"
 NEW = {"Vowels of the question", "Fails late"}
 READ = "sep,content-entropy,content-and-depth-mean,perplexity,p-true,mind,D"  # of the model's own answers
 MORE = "kind-and-depth-mean,scaffold-depth-mean,pca-heads,scaffold-entropy"
@@ -230,6 +231,25 @@ def test_another_model_and_an_encoder_are_read_on_the_same_rows(small: SimpleNam
     assert ours["caught_at_5"]["mean"] <= ours["caught_at_10"]["mean"] <= ours["caught_at_20"]["mean"] <= 1
 
 
+def test_finished_runs_are_shown_side_by_side(small: SimpleNamespace) -> None:
+    out = small.out.parent / "two"
+    done = run(out, *small.data["own"], "--limit", "140", *TWO, "--beside", str(small.out))
+    models, scale = (results(out)["tables"][name]["rows"] for name in ("models", "scale"))
+    here, there = models
+    assert (here["set"], here["model"], there["model"]) == ("own", DEMO, f"{DEMO} (out)")
+    for key in ("rows", "right", "auroc", "e_aurc", "caught_at_10", "calibration", "weights"):
+        assert here[key] == there[key] or key == "weights", key
+        assert here[key] is not None
+    assert here["milliseconds"] > 0
+    rows = {row["method"]: row for row in scale}
+    assert {"HalluTracer (depth mean)", "Prompt length", "P(True)"} <= set(rows)
+    assert rows["Prompt length"][f"auroc {DEMO}"] is not None
+    assert rows["P(True)"].get(f"auroc {DEMO}") is None
+    assert rows["P(True)"][f"auroc {DEMO} (out)"]["low"] > 0
+    assert "Model by model" in (out / "report.md").read_text()
+    assert "Every method, model by model" not in done.stdout
+
+
 def test_rows_too_long_for_the_model_are_an_error_or_left_out_and_counted(small: SimpleNamespace) -> None:
     assert "79 rows" in small.stdout
     assert "1 rows longer than the model's context of 256 tokens" in small.stdout
@@ -260,6 +280,7 @@ def test_an_own_fit_that_fails_is_an_error_and_what_is_kept_is_not_computed_agai
         (["--methods", "hallutracer,text-embedding"], 1, "text-embedding needs another model"),
         (["--model", "some/model"], 2, "name the data"),
         (["--limit", "49"], 2, "'49'"),
+        (["--beside", "nowhere"], 1, "holds no finished evaluation"),
         (["--limit", "demo-questions=many"], 2, "'demo-questions=many'"),
         (["--limit", "helm=60"], 2, "'helm' is not among the data"),
         (["--limit", "60", "--limit", "70"], 2, "given twice"),
