@@ -49,11 +49,10 @@ class EvaluateChoices:
     ] = None
     beside: Annotated[
         tuple[str, ...],
-        option(
-            "Folder of a finished evaluation of another model on the same data, repeatable: the report puts them side by side."
-        ),
+        option("Folder of a finished evaluation of another model on the same data, repeatable: the report puts both "
+               "side by side."),
         Parameter(metavar="FOLDER"),
-    ] = ()
+    ] = ()  # fmt: skip
     samples: Samples = 10
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
