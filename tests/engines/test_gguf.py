@@ -17,7 +17,7 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines import places
+from service.engines import gguf, places
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
@@ -133,20 +133,20 @@ def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_re
 ) -> None:
     """Locks are of open files: another thread's keep others off as another process's do."""
     file, other = write(tmp_path / "model.gguf", "qwen2"), write(tmp_path / "other.gguf", "qwen3")
-    convert, begun, go_on = places._convert, Queue[Path](), Event()
+    convert, begun, go_on = gguf.convert, Queue[Path](), Event()
 
-    def waiting(file: Path, facts: Any, folder: Path) -> None:
+    def waiting(source: gguf.Source, folder: Path) -> None:
         (folder / "part").write_text("half made")
         begun.put(folder)
         assert go_on.wait(300)
         (folder / "part").unlink()
-        convert(file, facts, folder)
+        convert(source, folder)
 
     with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(places, "_convert", waiting)
+        monkeypatch.setattr(gguf, "convert", waiting)
         slow = pool.submit(places.folder_of, file)
         folder = begun.get(timeout=300)
-        monkeypatch.setattr(places, "_convert", convert)
+        monkeypatch.setattr(gguf, "convert", convert)
         try:
             for loaded in (other, other, file):
                 assert places.folder_of(loaded).is_dir()
