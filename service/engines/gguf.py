@@ -5,10 +5,11 @@ and dequantized piece by piece straight into the dtype that is saved."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,18 @@ def refused(message: str) -> ModelLoadError:
 
 
 def convert(source: Source, folder: Path) -> None:
-    """Write the model and its tokenizer.  Raises ModelLoadError."""
+    """Write the model and its tokenizer, and keep no memory of them.  Raises ModelLoadError."""
+    _write(source, folder)
+    _trim()
+
+
+def _trim() -> None:
+    """Give freed memory back: glibc keeps tensors of less than 32 MiB, which would stand beside the model's own."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _write(source: Source, folder: Path) -> None:
     try:
         model, tokenizer = _loaded(source)
         settings = model.config.to_dict()
