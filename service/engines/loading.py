@@ -19,6 +19,7 @@ from service.engines import places
 from service.engines.adapters import config_of
 from service.engines.base import EngineOptions
 from service.engines.families import check_sites, text_config
+from service.engines.reading import read_for
 from service.errors import ModelLoadError
 from service.readout import Site
 
@@ -76,8 +77,10 @@ def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, Model
     capped = getattr(text_config(files.config), "attn_logit_softcapping", None) is not None
     attention = {"attn_implementation": "eager"} if capped else {}
     arguments = files.loader_arguments | {"config": files.config, "output_loading_info": True} | attention
-    arguments |= {"dtype": choose_dtype(options.dtype, files.config, device), **options.extra}
-    model, report = _attempt("weights", options, lambda: loader(files.config).from_pretrained(**arguments))
+    dtype = choose_dtype(options.dtype, files.config, device)
+    arguments |= {"dtype": dtype, **options.extra}
+    with read_for(files.config, dtype, device):
+        model, report = _attempt("weights", options, lambda: loader(files.config).from_pretrained(**arguments))
     if missing := sorted(report["missing_keys"]):
         said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
         raise ModelLoadError(f"{said}; download the model again", param="model")

@@ -16,12 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from service.engines.families import family_of
-from service.errors import HalluTracerError, ModelLoadError
+from service.errors import ModelLoadError
 
 CONFIG = "config.json"
 TIMEOUT_S = 5.0
@@ -124,7 +122,6 @@ CHUNK = 1 << 24
 PROGRESS_FROM = 1 << 30  # bytes from which hashing shows its progress
 NEEDED = 2 * 1.1  # bytes of free space asked for, per weight
 MAKING = ".making-"  # how the names of folders begin that are not whole yet
-PLAIN = frozenset({"F32", "F16", "BF16"})
 
 
 def is_gguf(path: Path) -> bool:
@@ -176,9 +173,13 @@ def folder_of(file: Path) -> Path:
                 shutil.rmtree(left, ignore_errors=True)
     if folder.is_dir():
         return folder
-    facts = _facts(file)
+    try:
+        from service.engines import gguf
+    except ImportError:
+        raise _refused("a GGUF file needs two packages: pip install gguf accelerate") from None
+    source = gguf.read(file)
     cache.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(cache).free, facts.weights * NEEDED
+    free, needed = shutil.disk_usage(cache).free, source.weights * NEEDED
     if free < needed:
         said = f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB free"
         raise _refused(f"{said}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
@@ -186,7 +187,7 @@ def folder_of(file: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=MAKING))
         try:
-            _convert(file, facts, aside)
+            gguf.convert(source, aside)
             try:
                 aside.rename(folder)
             except OSError:
@@ -210,97 +211,5 @@ def _at_work(cache: Path) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _Facts:
-    weights: int
-    head_dim: int | None  # None: it does not say
-    adds_bos: bool | None  # None: it does not say
-    adds_eos: bool
-
-
-def _facts(file: Path) -> _Facts:
-    """Raise ModelLoadError for a file that is damaged, or whose weights cannot be read here."""
-    try:
-        from gguf import GGUFReader
-        from gguf.quants import _type_traits  # the types that it can dequantize
-    except ImportError:
-        raise _refused("a GGUF file needs two packages: pip install gguf accelerate") from None
-    try:
-        reader = GGUFReader(file)
-
-        def said(name: str) -> Any:
-            field = reader.get_field(name)
-            return None if field is None else field.contents()
-
-        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
-        # llama.cpp's default for SentencePiece vocabularies is a first token.
-        by_default = True if said("tokenizer.ggml.model") == "llama" else None
-        adds_bos, adds_eos = said("tokenizer.ggml.add_bos_token"), bool(said("tokenizer.ggml.add_eos_token"))
-        head_dim = said(f"{said('general.architecture')}.attention.key_length")
-        shards = int(said("split.count") or 1)
-        types = {tensor.tensor_type for tensor in reader.tensors}
-    except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-        raise _refused(f"{file} is not a sound GGUF file ({error}); download it again") from error
-    if shards > 1:
-        raise _refused(f"{file} is one of {shards} parts; merge them: llama-gguf-split --merge {file.name} whole.gguf")
-    if unknown := sorted(kind.name for kind in types if kind.name not in PLAIN and kind not in _type_traits):
-        raise _refused(f"{file} has weights of type {unknown[0]}, which are not read here; use Q4_K_M or Q8_0")
-    return _Facts(
-        weights, None if head_dim is None else int(head_dim), by_default if adds_bos is None else adds_bos, adds_eos
-    )
-
-
 def _refused(message: str) -> ModelLoadError:
     return ModelLoadError(message, param="model")
-
-
-def _convert(file: Path, facts: _Facts, folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    source["local_files_only"] = True
-    try:
-        config = AutoConfig.from_pretrained(**source)
-        if not family_of(config).projection:  # one whose conversion nobody compared
-            raise _refused(f"{file.name}: {config.model_type} is not read from GGUF; use its safetensors")
-        if facts.head_dim is not None and hasattr(config, "head_dim"):
-            config.head_dim = facts.head_dim  # which the conversion forgets
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        source |= {"config": config, "output_loading_info": True}
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model, report = load(**source, dtype=torch.float16)
-        if missing := sorted(report["missing_keys"]):  # which the conversion does not know
-            raise _refused(f"{file.name}: {config.model_type} is not converted whole, first lacking {missing[0]}")
-        if not all(bool(torch.isfinite(one).all()) for one in model.parameters()):  # beyond float16's range
-            model, _ = load(**source, dtype=torch.bfloat16)
-        settings = model.config.to_dict()
-        settings.pop("quantization_config", None)  # refuses to be saved
-        with torch.device("meta"):
-            plain = type(model)(type(model.config).from_dict(settings))
-        plain.load_state_dict(model.state_dict(), assign=True)
-        plain.tie_weights()
-        plain.generation_config = model.generation_config
-    except HalluTracerError:
-        raise
-    except Exception as error:  # formats raise their own types
-        raise _refused(f"{file} cannot be converted: {type(error).__name__}: {error}") from error
-    if facts.adds_bos is not None:
-        _carry_special_tokens(tokenizer, facts.adds_bos, facts.adds_eos)
-    tokenizer.save_pretrained(folder)
-    plain.save_pretrained(folder)
-
-
-def _carry_special_tokens(tokenizer: Any, adds_bos: bool, adds_eos: bool) -> None:
-    """Make the converted tokenizer begin and end a text as the file's own does, which the conversion forgets."""
-    from tokenizers.processors import TemplateProcessing
-
-    ids = tokenizer("a")["input_ids"]
-    if (ids[:1] == [tokenizer.bos_token_id], ids[-1:] == [tokenizer.eos_token_id]) == (adds_bos, adds_eos):
-        return
-    if adds_bos and tokenizer.bos_token is None:
-        raise _refused("the GGUF file asks for a first token and names none")
-    parts = [tokenizer.bos_token] * adds_bos + ["$A"] + [tokenizer.eos_token] * adds_eos
-    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in parts if token != "$A"]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=" ".join(parts), special_tokens=special)
-    tokenizer.init_kwargs |= {"add_bos_token": adds_bos, "add_eos_token": adds_eos}

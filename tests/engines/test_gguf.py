@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from queue import Queue
 from threading import Event
@@ -15,15 +17,17 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from gguf.quants import _type_traits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from service.engines import places
+from service.engines import gguf, places
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
 from service.readout import Site
 from tests.engines import tiny
 
+Q8_0 = writer.GGMLQuantizationType.Q8_0
 ARCHITECTURES = {"qwen2": writer.MODEL_ARCH.QWEN2, "qwen3": writer.MODEL_ARCH.QWEN3}
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -56,8 +60,10 @@ def model(family: str) -> Any:
     return built
 
 
-def write(path: Path, family: str, *, adds_bos: bool | None = True, architecture: str | None = None) -> Path:
-    """The model as llama.cpp's own writer puts it down."""
+def write(
+    path: Path, family: str, *, adds_bos: bool | None = True, architecture: str | None = None, quantized: bool = False
+) -> Path:
+    """The model as llama.cpp's own writer puts it down; ``quantized``: its matrices of whole blocks in Q8_0."""
     built, out = model(family), writer.GGUFWriter(path, architecture or family)
     config, tokens = built.config, vocabulary()
     unused = [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
@@ -78,7 +84,10 @@ def write(path: Path, family: str, *, adds_bos: bool | None = True, architecture
     for name, tensor in built.state_dict().items():
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
-        out.add_tensor(found, tensor.numpy())
+        if quantized and tensor.ndim > 1 and tensor.shape[-1] % 32 == 0:
+            out.add_tensor(found, writer.quantize(tensor.numpy(), Q8_0), raw_dtype=Q8_0)
+        else:
+            out.add_tensor(found, tensor.numpy())
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -128,25 +137,98 @@ def test_a_file_is_converted_once_and_its_fingerprint_stays(tmp_path: Path, cach
     assert [entry.name for entry in made.iterdir()] == ["model"], "nothing half made is left"
 
 
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("large", [1.0, 1e6], ids=["float16", "bfloat16"])
+def test_our_help_changes_no_byte_of_what_transformers_makes(
+    large: float, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = model("qwen2")
+    with torch.no_grad():
+        built.model.norm.weight[0] = large
+    monkeypatch.setattr("tests.engines.test_gguf.model", lambda family: built)
+    file = write(tmp_path / "model.gguf", "qwen2", quantized=True)
+    monkeypatch.setattr(gguf, "PIECE", 7 * 32)  # the last piece of a matrix is a shorter one
+    ours = digests(places.folder_of(file))
+    shutil.rmtree(cache)
+    monkeypatch.setattr(gguf, "_helped", lambda source, dtype: nullcontext())
+    assert digests(places.folder_of(file)) == ours
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(ours)
+
+
+def test_a_file_is_parsed_once_and_its_matrices_come_in_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file's first start takes minutes where transformers no longer finds what ``_helped`` lays out."""
+    parsed, mapped, dtypes, trimmed = [], [], [], []
+    functions = {name: getattr(writer, name) for name in ("GGUFReader", "dequantize", "get_tensor_name_map")}
+    parse, dequantized, named = writer.GGUFReader.__init__, gguf.dequantized, writer.get_tensor_name_map
+    monkeypatch.setattr(
+        writer.GGUFReader, "__init__", lambda self, *given: (parsed.append(given), parse(self, *given))[1]
+    )
+
+    def spied(data: Any, kind: Any, dtype: torch.dtype) -> Any:
+        done = dequantized(data, kind, dtype)
+        assert type(data) is np.ndarray, "a memmap's slices are slow"
+        dtypes.append((kind.name, str(done.dtype)))
+        return done
+
+    file = write(tmp_path / "model.gguf", "qwen2", quantized=True)
+    monkeypatch.setattr(gguf, "dequantized", spied)
+    monkeypatch.setattr(writer, "get_tensor_name_map", lambda *given: (mapped.append(given), named(*given))[1])
+    monkeypatch.setattr(gguf, "_trim", lambda: trimmed.append(len(dtypes)))
+    assert places.folder_of(file).is_dir()
+    assert parsed == [(file,)]
+    assert len(mapped) == 1
+    assert trimmed == [len(dtypes)]
+    assert set(dtypes) == {("F32", "float32"), ("Q8_0", "float16")}
+    monkeypatch.undo()
+    assert {name: getattr(writer, name) for name in functions} == functions
+
+
+@pytest.mark.parametrize("kind", [*_type_traits, writer.GGMLQuantizationType.F16], ids=lambda kind: str(kind.name))
+def test_pieces_are_dequantized_as_a_whole_is(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, size = writer.GGML_QUANT_SIZES[kind]
+    monkeypatch.setattr(gguf, "PIECE", 5 * numbers)
+    data = np.random.default_rng(0).integers(0, 256, (2, 9, 2 * size), np.uint8)
+    data = data.view(np.float16) if kind.name == "F16" else data
+    with np.errstate(all="ignore"):  # random bytes make scales of any size
+        whole = writer.dequantize(data, kind)
+        assert gguf.dequantized(data[0, 0], kind, torch.float16).dtype == np.float32, "a vector is not rounded"
+        for dtype in (np.float16, np.float32):
+            ours = gguf.dequantized(data, kind, getattr(torch, np.dtype(dtype).name))
+            np.testing.assert_array_equal(ours, whole.astype(dtype), strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype, wrong: float) -> None:
+    for length in (1, 7, 33, 1000):
+        sound = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
+        assert gguf._is_finite(sound)
+        for place in {0, length // 2, length - 1}:
+            assert not gguf._is_finite(sound.index_fill(0, torch.tensor([place]), wrong))
+
+
 def test_a_load_that_is_under_way_is_left_alone_and_what_a_killed_one_left_is_removed(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Locks are of open files: another thread's keep others off as another process's do."""
     file, other = write(tmp_path / "model.gguf", "qwen2"), write(tmp_path / "other.gguf", "qwen3")
-    convert, begun, go_on = places._convert, Queue[Path](), Event()
+    convert, begun, go_on = gguf.convert, Queue[Path](), Event()
 
-    def waiting(file: Path, facts: Any, folder: Path) -> None:
+    def waiting(source: gguf.Source, folder: Path) -> None:
         (folder / "part").write_text("half made")
         begun.put(folder)
         assert go_on.wait(300)
         (folder / "part").unlink()
-        convert(file, facts, folder)
+        convert(source, folder)
 
     with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(places, "_convert", waiting)
+        monkeypatch.setattr(gguf, "convert", waiting)
         slow = pool.submit(places.folder_of, file)
         folder = begun.get(timeout=300)
-        monkeypatch.setattr(places, "_convert", convert)
+        monkeypatch.setattr(gguf, "convert", convert)
         try:
             for loaded in (other, other, file):
                 assert places.folder_of(loaded).is_dir()

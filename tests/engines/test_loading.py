@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import modeling_utils
 
-from service.engines import loading, places
+from service.engines import loading, places, reading
 from service.engines.base import BatchEngine, EngineOptions
 from service.engines.loading import folder_fingerprint, memory_fingerprint
 from service.engines.transformers.engine import TransformersEngine
@@ -62,6 +63,22 @@ def test_the_dtype_and_the_attention_are_those_asked_for(saved: Path) -> None:
         assert (engine.identity.dtype, engine.identity.fingerprint) == (dtype, folder_fingerprint(saved))
     engine = load(saved, extra={"attn_implementation": "eager"})
     assert tiny.modules(engine).model.config._attn_implementation == "eager"
+
+
+def test_weights_that_are_converted_are_read_and_not_mapped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped, the file's pages count to the memory that loading takes, beside the weights in float32."""
+    opened, theirs = list[Any](), reading.safe_open
+    monkeypatch.setattr(modeling_utils, "safe_open", theirs)  # as it is put back below, it is the one that counts
+    monkeypatch.setattr(reading, "safe_open", lambda *given, **how: (opened.append(how), theirs(*given, **how))[1])
+    half = tiny.model("llama").half()
+    half.save_pretrained(folder)
+    engine = load(folder)
+    for name, weight in tiny.modules(engine).model.named_parameters():
+        assert torch.equal(weight, half.get_parameter(name).float()), name
+    assert [how["backend"] for how in opened] == ["pread"]
+    load(folder, dtype="float16")
+    assert modeling_utils.safe_open is reading.safe_open
+    assert [how["backend"] for how in opened] == ["pread", "mmap"]
 
 
 def test_a_fingerprint_sees_config_weights_and_their_size_and_not_where_and_by_what_it_was_saved(
