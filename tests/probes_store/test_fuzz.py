@@ -29,7 +29,7 @@ from probes_store.store import SHIPPED, Store
 from tests.probes_store.factory import make_draft, write_bundle
 from tests.probes_store.reseal import reseal, sha256
 
-SHORT, LONG = 1_000, 120_000
+SHORT, LONG = 1_000, 60_000
 MOST_MIB = 200  # that the peak may grow by; the largest file of the largest bundle has 60 KB
 HANG_S = 60  # of one mutation; a load takes a millisecond
 FILES = ("bundle.json", "probes.safetensors", "golden.safetensors")

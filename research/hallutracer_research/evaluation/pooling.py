@@ -1,6 +1,7 @@
-"""Activations pooled over several tokens: the readout-position ablation (App. pooling, Tab. ablation_pooling).  Engines
-read the answer onset alone, so each prompt runs once more, by itself.  Content words are determined from token ids.
-The paper does not define "content word"; ``is_content`` is this project's definition."""
+"""Activations of several tokens: pooled, for the readout-position ablation (App. pooling, Tab. ablation_pooling), or
+the last ones as they are.  Engines read the answer onset alone, so each prompt runs once more, by itself.  Content
+words are determined from token ids. The paper does not define "content word"; ``is_content`` is this project's
+definition."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from service.engines.base import Extraction, LoadedModel, Prompts, Sampling, TokenIds
+from service.engines.base import Extraction, LoadedModel, Prompts, Sampling, TokenIds, TorchModel
 from service.engines.checks import beyond_onset, check_onset_only
 from service.engines.families import SITES, locate
-from service.errors import NonFiniteReadout
+from service.errors import EngineError, NonFiniteReadout
 from service.readout import Pooling, Site
 
 Tensor = torch.Tensor
@@ -97,17 +98,46 @@ class PoolingEngine:
 
             return hook
 
-        handles = []
-        try:
-            for site in sites:
-                for module in locate(model.model).at[site]:
-                    hook, before = reader(site), SITES[site].is_input
-                    handles.append(
-                        module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
-                    )
-            with torch.inference_mode():
-                model.model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
+        at = locate(model.model).at
+        _pass(model, prompt, [(module, reader(site), SITES[site].is_input) for site in sites for module in at[site]])
         return {key: torch.stack(layers).cpu().numpy() for key, layers in rows.items()}
+
+    def last_states(self, prompts: Prompts, layers: Sequence[int], count: int) -> NDArray[np.float16]:
+        """Return the residual stream of each prompt's last ``count`` tokens, [n, layers, count, hidden_size], at the
+        end of the axis of tokens; zeros before a shorter prompt.  Raises EngineError where modules are in another
+        process."""
+        model = self._engine.torch_model
+        if model is None:
+            raise EngineError("states of all tokens are read by the transformers engine only", param="engine")
+        site = Site.RESIDUAL_STREAM
+        modules = locate(model.model).at[site]
+        found = np.zeros((len(prompts), len(layers), count, self._engine.identity.geometry.hidden_size), np.float16)
+        for number, prompt in enumerate(prompts):
+
+            def reader(place: int, number: int = number) -> Any:
+                def hook(_module: Any, *tensors: Any) -> None:
+                    states = tensors[-1][0] if isinstance(tensors[-1], tuple) else tensors[-1]
+                    last = states[0, -count:].float().cpu().numpy()
+                    found[number, place, count - len(last) :] = last
+
+                return hook
+
+            hooks = [(modules[layer], reader(place), SITES[site].is_input) for place, layer in enumerate(layers)]
+            _pass(model, prompt, hooks)
+        if not np.isfinite(found).all():
+            raise NonFiniteReadout("states of the last tokens are beyond float16's range; leave attention-pooled out")
+        return found
+
+
+def _pass(model: TorchModel, prompt: TokenIds, hooks: Sequence[tuple[Any, Any, bool]]) -> None:
+    """Run one prompt with hooks on modules, before or behind them."""
+    handles = [
+        module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+        for module, hook, before in hooks
+    ]
+    try:
+        with torch.inference_mode():
+            model.model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()

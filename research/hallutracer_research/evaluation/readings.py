@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hallutracer_research.evaluation.methods import METHODS
-from hallutracer_research.evaluation.methods.base import AnswerReadings, Scaffold
+from hallutracer_research.evaluation.methods.base import AnswerReadings, Scaffold, at_depths
 from hallutracer_research.evaluation.methods.own_answers import (
     asked,
     before_content,
@@ -31,6 +31,7 @@ from hallutracer_research.evaluation.methods.own_answers import (
 )
 from hallutracer_research.evaluation.methods.own_answers import semantic_entropy as entropy_of
 from hallutracer_research.evaluation.options import EvaluateOptions
+from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.prepare import PreparedSet, SetRows, methods_of
 from hallutracer_research.evaluation.splits import kept
 from service.data.collection import batches, collect
@@ -44,6 +45,7 @@ from service.readout import Site
 AT_ONCE = 320  # answers in one file; a kill loses at most these
 SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # Farquhar et al.'s, without their top-k of 50
 SEED = 0
+TOKEN_DEPTHS, LAST_TOKENS = (0.4, 0.6, 0.8), 32  # of the attention-pooled probe
 SCAFFOLD = "The answer is"  # what is read behind, as if the model had begun so
 
 
@@ -66,6 +68,8 @@ def with_readings(
     inputs = prepared.inputs
     if "scaffold" in wanted:
         inputs = replace(inputs, scaffold=reader.scaffold())
+    if "tokens" in wanted:
+        inputs = replace(inputs, tokens=reader.tokens())
     if "halluguard" in methods:
         inputs = replace(inputs, halluguard=reader.halluguard())
     found: dict[str, Any] = {}
@@ -195,6 +199,18 @@ class _Reader:
         )  # fmt: skip
         heads = Readouts(found.rows[Site.ATTENTION_HEAD], prepared.index, prepared.inputs.label)
         return Scaffold(heads, found.first_token[prepared.index], np.full(len(prepared.index), len(suffix)))
+
+    def tokens(self) -> NDArray[np.float16]:
+        """Read the prompts' last tokens at ``TOKEN_DEPTHS``."""
+        layers = at_depths(self.engine.identity.geometry.num_layers, TOKEN_DEPTHS)
+
+        def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+            return {"states": cast(PoolingEngine, self.engine).last_states(self.prompts(at), layers, LAST_TOKENS)}
+
+        of_tokens = self.owner | {"layers": layers, "tokens": LAST_TOKENS}
+        lengths = self.prepared.inputs.prompt_tokens
+        found = _by_row(self.folder / "tokens", of_tokens, lengths, AT_ONCE, "last tokens", read)
+        return np.asarray(found["states"], np.float16)
 
     def halluguard(self) -> Floats:
         """Score the answers from gradients, [n]."""

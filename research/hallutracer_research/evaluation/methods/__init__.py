@@ -30,9 +30,9 @@ class Method(NamedTuple):
     # "module.function" of this package, imported on use (torch and scikit-learn are slow to load); None: ours, which
     # ``run`` fits from a whole split.
     fit: str | Fit | None = None
-    # Besides the prompt: a beginning of an answer behind it; the model's own greedy answer, or its first word of
-    # content, or sampled ones; another model; an encoder of sentences.
-    reads: Literal["prompt", "scaffold", "answer", "content", "samples", "other-model", "embedder"] = "prompt"
+    # Besides the prompt's end: its last tokens; a beginning of an answer behind it; the model's own greedy answer, or
+    # its first word of content, or sampled ones; another model; an encoder of sentences.
+    reads: Literal["prompt", "tokens", "scaffold", "answer", "content", "samples", "other-model", "embedder"] = "prompt"
 
 
 METHODS: dict[str, Method] = {
@@ -41,6 +41,7 @@ METHODS: dict[str, Method] = {
     WITH_KIND: Method("Share of its kind and depth mean", "A"),
     TRAJECTORY: Method("Whole trajectory (ridge)", "A"),
     SCAFFOLD: Method('Depth mean behind "The answer is"', "A", reads="scaffold"),
+    "attention-pooled": Method("Attention-pooled probe", "A", "networks.attention_pooled", "tokens"),
     "pca-heads": Method("PCA of all heads, logistic regression", "A", "probes.pca_heads"),
     "iti": Method("ITI-Probe", "A", "probes.iti"),
     "fact-probe": Method("Fact-Probe", "A", "probes.fact_probe"),

@@ -85,6 +85,7 @@ class MethodInputs(_ByRow):
     kind: NDArray[np.str_] = field(default_factory=lambda: np.array([], np.str_))  # [n] sub-dataset, "" for none
     halluguard: Floats | None = None  # [n] ``halluguard_scores``
     scaffold: Scaffold | None = None
+    tokens: NDArray[np.float16] | None = None  # [n, layers, tokens, hidden_size] of the last ones, padded in front
     other: Readouts | None = None  # another model's attention heads, at its own t*
     other_tokens: NDArray[np.int64] | None = None  # [n] of the prompt as that model reads it
     embedding: NDArray[np.float32] | None = None  # [n, d] of the text

@@ -4,13 +4,15 @@
 0.8; Adam; stopped where a group-disjoint fifth has not improved for 5 epochs.  Learning rate and batch size are ours.
 ``saplma`` (Azaria and Mitchell 2023): logistic loss, Adam, 5 epochs, batches of 32; there on a statement's last token,
 here on the prompt's.  Inner folds choose between the middle, three quarters of the depth and the last layer.
+``attention_pooled`` (arXiv 2606.21917): one learned query weighs the prompt's last 32 tokens by a softmax, and a linear
+probe reads their weighted mean.  A group-disjoint fifth chooses the layer and the weight decay, and stops the training.
 ``mind`` (Su et al. 2024): features and training of its published code: the last token's residual stream, mean over
 layers, beside the last layer's, mean over tokens; dropout 0.2, balanced loss, Adam at 5e-4, weight decay 1e-5, the best
 of 20 epochs on a fifth.  **Supervised:** the paper's learns from Wikipedia, here from the training side's labels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -26,7 +28,7 @@ from service.engines.base import TracedAnswer
 from service.errors import TrainingError
 from service.fitting.folds import group_folds
 from service.fitting.probes import standardise
-from service.fitting.scores import risk_auroc
+from service.fitting.scores import auroc, risk_auroc
 from service.fitting.solver import CONSTANT, one_torch_thread
 
 BETA, PATIENCE, MAX_EPOCHS = 0.8, 5, 100  # of IRIS
@@ -127,6 +129,74 @@ def saplma_logits(seed: int, x: Rows, label: Index, x_test: Rows) -> Floats:
             _epoch(optimizer, shuffled, 32, lambda at: loss(network(rows[at])[:, 0], target[at]))
         with torch.no_grad():
             return np.asarray(network(rows_test)[:, 0].double().numpy())
+
+
+DECAYS = (1e-3, 1e-2, 1e-1)
+POOL_EPOCHS, POOL_PATIENCE = 40, 4
+
+
+class _Pooled(nn.Module):
+    """Logits of token states [n, t, d]: softmax over the tokens that are there, a weighted mean, a linear probe."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(width))  # at the start a plain mean
+        self.probe = nn.Linear(width, 1)
+
+    def forward(self, states: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        score = (states @ self.query / states.shape[-1] ** 0.5).masked_fill(~there, float("-inf"))
+        pooled = (torch.softmax(score, dim=1)[..., None] * states).sum(dim=1)
+        return self.probe(pooled)[:, 0]  # type: ignore[no-any-return]
+
+
+def attention_pooled(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
+    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a class."""
+    states = inputs.tokens
+    if states is None:
+        raise TrainingError("attention-pooled reads the last tokens, and none were read; leave it out", param="methods")
+    fitted, held = group_folds(inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="pooling inner fold")[0]
+    ways = [(layer, decay) for layer in range(states.shape[1]) for decay in DECAYS]
+    found = [_fit_pooled(states[:, layer], inputs.label, fitted, held, decay, seed) for layer, decay in ways]
+    best = int(np.argmax([round(quality, 12) for quality, _ in found]))
+    (layer, _), (_, score) = ways[best], found[best]
+    return -score(states[test, layer])
+
+
+def _fit_pooled(
+    states: NDArray[np.float16], label: Index, fitted: Index, held: Index, decay: float, seed: int
+) -> tuple[float, Callable[[NDArray[np.float16]], Floats]]:
+    """Return the best AUROC on the ``held`` rows, and what gives truth logits of other rows: states [n, t, d]."""
+    there = states[fitted].any(axis=2)
+    seen = states[fitted][there].astype(np.float32)
+    mean, std = seen.mean(axis=0), seen.std(axis=0) + 1e-6
+
+    def scaled(rows: NDArray[np.float16]) -> tuple[torch.Tensor, torch.Tensor]:
+        known = rows.any(axis=2)
+        return torch.from_numpy((rows.astype(np.float32) - mean) / std), torch.from_numpy(known)
+
+    target = torch.from_numpy(label[fitted].astype(np.float32))
+    balance = (1 - target.mean()) / target.mean().clamp(min=1e-6)
+    loss = nn.BCEWithLogitsLoss(pos_weight=balance)
+    x, known = scaled(states[fitted])
+    x_held, known_held = scaled(states[held])
+    with _seeded(seed):
+        network = _Pooled(x.shape[2])
+        optimizer = torch.optim.AdamW(network.parameters(), 3e-3, weight_decay=decay)
+        best, kept, best_epoch, epoch = -1.0, deepcopy(network.state_dict()), 0, 0
+        while epoch < POOL_EPOCHS and epoch - best_epoch < POOL_PATIENCE:
+            epoch += 1
+            _epoch(optimizer, torch.randperm(len(x)), 64, lambda at: loss(network(x[at], known[at]), target[at]))
+            with torch.no_grad():
+                quality = auroc(label[held], network(x_held, known_held).double().numpy())
+            if quality > best:
+                best, kept, best_epoch = quality, deepcopy(network.state_dict()), epoch
+        network.load_state_dict(kept)
+
+    def score(rows: NDArray[np.float16]) -> Floats:
+        with torch.no_grad(), one_torch_thread():
+            return np.asarray(network(*scaled(rows)).double().numpy(), np.float64)
+
+    return best, score
 
 
 def features(answer: TracedAnswer) -> NDArray[np.float32]:
