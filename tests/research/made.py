@@ -169,7 +169,7 @@ def method_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float
         halluguard=rng.standard_normal(count) + label,
         answers=replace(_answers(np.random.default_rng(seed + 2), label, residual), content=known[:, :2]),
         scaffold=Scaffold(readouts(folder, heads, label, Site.ATTENTION_HEAD), known[:, 2:], np.full(count, 3)),
-        embedding=embedding.astype(np.float32),
+        embedding=embedding.astype(np.float32), tokens=_tokens(more, label),
     )  # fmt: skip
 
 
@@ -181,6 +181,16 @@ def _answers(rng: np.random.Generator, label: np.ndarray, residual: np.ndarray) 
     states[:, 4] += 6 * label
     entropy = np.round(-sum(residual[:, layer, layer] / residual[:, layer, layer].std() for layer in WIDE), 1)
     return AnswerReadings(states=states, asked=np.full(len(label), 30.0), entropy=entropy, **known)
+
+
+def _tokens(rng: np.random.Generator, label: np.ndarray) -> np.ndarray:
+    """States [n, 3, 9, 6] of up to nine tokens: at the second layer one token knows the label and says that it does."""
+    states = rng.standard_normal((len(label), 3, 9, 6)) + 2.0
+    place = rng.integers(3, 9, len(label))
+    states[np.arange(len(label)), 1, place, 0] += 6.0
+    states[np.arange(len(label)), 1, place, 1] += 3.0 * (2 * label - 1)
+    shorter = np.arange(9) < rng.integers(0, 3, len(label))[:, None]
+    return np.where(shorter[:, None, :, None], 0.0, states).astype(np.float16)
 
 
 def _text(rng: np.random.Generator, factual: bool) -> str:

@@ -66,6 +66,20 @@ def test_pooled_activations_are_the_onsets_of_every_beginning_pooled_by_hand(nam
             np.testing.assert_allclose(pooled[row], expected, rtol=0, atol=1e-5, err_msg=f"{pooling} of {row}")
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_last_states_are_the_onsets_of_the_last_beginnings(name: str) -> None:
+    engine, prompts, layers = tiny.shared_engine(name), mixed_prompts(), [0, 2]
+    found = PoolingEngine(engine).last_states(prompts, layers, 6)
+    assert (found.shape[:3], found.dtype) == ((len(prompts), 2, 6), np.float16)
+    for row, prompt in enumerate(prompts):
+        ends = range(max(0, len(prompt) - 6), len(prompt))
+        states = engine.extract([prompt[: end + 1] for end in ends], BOTH).activations[Site.RESIDUAL_STREAM]
+        np.testing.assert_allclose(
+            found[row][:, 6 - len(ends) :], states[:, layers].swapaxes(0, 1), rtol=2e-3, atol=2e-3
+        )
+        assert not found[row][:, : 6 - len(ends)].any()
+
+
 def test_what_the_engine_itself_reads_does_not_change_by_a_bit() -> None:
     engine = tiny.shared_engine("llama")
     plain = engine.extract(mixed_prompts(), BOTH, sampling=Sampling(max_tokens=3))

@@ -132,7 +132,7 @@ def saplma_logits(seed: int, x: Rows, label: Index, x_test: Rows) -> Floats:
 
 
 DECAYS = (1e-3, 1e-2, 1e-1)
-POOL_EPOCHS, POOL_PATIENCE = 40, 4
+POOL_EPOCHS, POOL_PATIENCE = 60, 10
 
 
 class _Pooled(nn.Module):
@@ -181,7 +181,7 @@ def _fit_pooled(
     x_held, known_held = scaled(states[held])
     with _seeded(seed):
         network = _Pooled(x.shape[2])
-        optimizer = torch.optim.AdamW(network.parameters(), 3e-3, weight_decay=decay)
+        optimizer = torch.optim.AdamW(network.parameters(), 1e-2, weight_decay=decay)
         best, kept, best_epoch, epoch = -1.0, deepcopy(network.state_dict()), 0, 0
         while epoch < POOL_EPOCHS and epoch - best_epoch < POOL_PATIENCE:
             epoch += 1
