@@ -53,6 +53,7 @@ NAVIGATION = {
         "Guarantees": "docs/guarantees",
         "Evaluation": "docs/evaluation",
         "Results": "docs/results",
+        "Models and bundles": "docs/models",
     },
     "Reference": {
         "Command line": "docs/cli",

@@ -87,9 +87,14 @@ def _gate(threshold: float, answered: NDArray[np.bool_], wrong: NDArray[np.bool_
     return CoverageGate(threshold, float(answered.mean()), among, withheld)
 
 
+def kept_risks(bundle: Bundle) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
+    """Return the risk of each training row and whether it is hallucinated; None where the bundle keeps none."""
+    return _row_risks(bundle.manifest, bundle.evaluation())
+
+
 def training_risks(bundle: Bundle) -> NDArray[np.float64] | None:
     """Return the risks of the training rows; None where the bundle keeps none."""
-    kept = _row_risks(bundle.manifest, bundle.evaluation())
+    kept = kept_risks(bundle)
     return None if kept is None else kept[0]
 
 

@@ -121,7 +121,11 @@ def test_the_dependencies_all_have_a_reason() -> None:
 
 @pytest.mark.parametrize(
     ("script", "function", "file"),
-    [("structure.py", "draw", "structure.svg"), ("cli_reference.py", "document", "cli.md")],
+    [
+        ("structure.py", "draw", "structure.svg"),
+        ("cli_reference.py", "document", "cli.md"),
+        ("models.py", "page", "models.md"),
+    ],
 )
 def test_what_is_generated_is_up_to_date(script: str, function: str, file: str) -> None:
     assert runpy.run_path(str(ROOT / "docs" / script))[function]() == text_of(f"docs/{file}"), f"run: docs/{script}"
