@@ -3,13 +3,15 @@
     hallutracer demo questions --split test > questions.jsonl
     python -m benchmarks.forms --questions questions.jsonl --record forms.jsonl [--said answers.jsonl] [--per-form 300]
         [--forms turns passages ...] [--model smollm2] [--bundle NAME] [--store DIR] [--url http://127.0.0.1:8765]
+    python -m benchmarks.forms --rows held-out.jsonl --by kind --record kinds.jsonl
     python -m benchmarks.forms --record prompts.jsonl --applies chats.txt --applies questions.txt
 
 Each form (service/data/forms) gets ``--per-form`` rows: the same questions in every form, as far as they fit it.  Each
 row is asked under a policy that lets everything through, its answer (24 tokens, greedy) is judged as training judges
 with ``contains``, and ``answered`` is what the threshold would let through.  Answers that abstain are left out as in
-training; a second table counts them as wrong.  AUROC with a 95 % interval, by bootstrap over groups.  ``--applies``:
-files with a prompt on each line: how many the gate withholds, and how many it says the risk does not apply to.
+training; a second table counts them as wrong.  AUROC with a 95 % interval, by bootstrap over groups.  ``--rows``: rows
+as they stand, by their form or kind.  ``--applies``: files with a prompt on each line: how many the gate withholds, and
+how many it says the risk does not apply to.
 
 A run that was ended goes on where the record stops."""
 
@@ -30,7 +32,14 @@ from benchmarks.running_service import GENERATE, Job, Line, add_options, answers
 from hallutracer_research.data.mixture import read_rows
 from service.data.forms import FORMS, Form, chosen, in_forms, read_said
 from service.data.labels import CLASSES
-from service.fitting.scores import debiased_calibration_error, group_draws, risk_auroc, shown_bins
+from service.data.rows import objects
+from service.fitting.scores import (
+    debiased_calibration_error,
+    group_draws,
+    risk_auroc,
+    shown_bins,
+    within_stratum_auroc,
+)
 from service.trainer.presentation import markdown_table
 
 LONE, ALL = "lone", "all forms"
@@ -53,6 +62,17 @@ def plan(
     ]  # fmt: skip
 
 
+def as_they_stand(path: Path, by: str) -> list[Job]:
+    """Return a request for each row of a file; the tables are by its key ``by``."""
+    rows = [value for _, value in objects(path, [])]
+    return [
+        Job(str(row["id"]), {"messages": row.get("messages") or [user(row["prompt"])], "policy": "observe",
+                             "generate": GENERATE}, row["answers"],
+            {"form": row.get(by) or "none", "group": row.get("group") or row["id"], "kind": row.get("kind") or ""})
+        for row in rows
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Worth:
     """Figures of the risk in one form; None where there is nothing to take them of."""
@@ -63,6 +83,7 @@ class Worth:
     risk: float  # mean
     calibration: float  # debiased calibration error
     auroc: float | None
+    within: float | None  # AUROC among rows of one kind, where they name theirs
     low: float | None
     high: float | None
     answered: int
@@ -99,6 +120,7 @@ def worth(lines: Sequence[Line], *, abstained_wrong: bool = False) -> Worth | No
         rows=len(kept), left_out=len(lines) - len(kept), wrong=float(1 - label.mean()), risk=float(risk.mean()),
         calibration=debiased_calibration_error(label, risk, shown_bins(len(kept))),
         auroc=risk_auroc(label, risk) if both else None, low=low, high=high, answered=int(answered.sum()),
+        within=within_stratum_auroc(label, risk, [line["kind"] for line in kept]) if "kind" in kept[0] else None,
         answered_wrong=float(1 - label[answered].mean()) if answered.any() else None,
         answered_risk=float(risk[answered].mean()) if answered.any() else None,
         outside=float(np.mean(outside)) if outside else None,
@@ -127,8 +149,8 @@ def worths(lines: Sequence[Line], *, abstained_wrong: bool = False) -> dict[str,
     return {name: one for name, one in found.items() if one is not None}
 
 
-HEADER = ["form", "n", "left out", "wrong", "mean risk", "risk - wrong", "calibration error", "AUROC", "answered",
-          "wrong among answered", "their mean risk", "outside"]  # fmt: skip
+HEADER = ["form", "n", "left out", "wrong", "mean risk", "risk - wrong", "calibration error", "AUROC", "within kind",
+          "answered", "wrong among answered", "their mean risk", "outside"]  # fmt: skip
 
 
 def shown(found: dict[str, Worth]) -> str:
@@ -137,7 +159,8 @@ def shown(found: dict[str, Worth]) -> str:
             name if name == ALL else f"`{name}`", f"{one.rows:,}", f"{one.left_out:,}", _number(one.wrong),
             _number(one.risk), f"{one.off:+.3f}", _number(one.calibration),
             "-" if one.auroc is None else f"{one.auroc:.3f} [{_number(one.low)}, {_number(one.high)}]",
-            f"{one.answered:,}", _number(one.answered_wrong), _number(one.answered_risk), _number(one.outside),
+            _number(one.within), f"{one.answered:,}",
+            *map(_number, (one.answered_wrong, one.answered_risk, one.outside)),
         ]
         for name, one in found.items()
     ]  # fmt: skip
@@ -242,17 +265,26 @@ def main() -> int:
     parser.add_argument("--said", type=Path, help="answers.jsonl of a run on them, for forms with the model's own")
     parser.add_argument("--per-form", type=int, default=300)
     parser.add_argument("--forms", nargs="+", default=["all"], help=f"of {', '.join(FORMS)}; or families")
+    parser.add_argument(
+        "--rows", type=Path, help="JSONL rows as they stand: id, prompt or messages, answers, form, kind"
+    )
+    parser.add_argument("--by", choices=["form", "kind"], default="form", help="what the table of --rows is by")
     parser.add_argument("--applies", type=Path, action="append", default=[], help="a prompt on each line; repeatable")
     add_options(parser)
     options = parser.parse_args()
-    if not options.questions and not options.applies:
-        parser.error("give --questions, --applies or both")
+    if not (options.questions or options.rows or options.applies):
+        parser.error("give --questions, --rows or --applies")
+    if options.questions and options.rows:
+        parser.error("--questions and --rows exclude each other")
     asked = [job for path in options.applies for job in prompts(path)]
     forms = chosen(options.forms)
     jobs: list[Job] = []
     if options.questions:
         said = None if options.said is None else read_said(options.said)
         jobs = plan(read_rows(options.questions), forms, options.per_form, options.seed, said)
+    if options.rows:
+        jobs = as_they_stand(options.rows, options.by)
+        forms = []
     with answers(options) as ask:
         if jobs:
             lines = together(ask, jobs, "forms", options.workers)

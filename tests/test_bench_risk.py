@@ -110,6 +110,27 @@ def test_each_target_names_the_forms_that_miss_it() -> None:
     assert [check.passed for check in few] == [True, None, None]  # no lone question, ten answered
 
 
+def test_rows_are_asked_as_they_stand_and_told_by_their_kind(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    chat = [{"role": "user", "content": "Hello."}, {"role": "user", "content": "Who?"}]
+    rows = [
+        {"id": "a", "messages": chat, "answers": ["A"], "group": "g", "kind": "people", "form": "turns"},
+        {"id": 2, "prompt": "Where?", "answers": ["B"], "kind": "places"},
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    first, second = forms.as_they_stand(path, "kind")
+    assert (first.body["messages"], second.body["messages"]) == (chat, [{"role": "user", "content": "Where?"}])
+    assert (first.accepted, first.known) == (["A"], {"form": "people", "group": "g", "kind": "people"})
+    assert (second.id, second.known) == ("2", {"form": "places", "group": 2, "kind": "places"})
+    assert [job.known["form"] for job in forms.as_they_stand(path, "form")] == ["turns", "none"]
+    # Each kind has equal risks: all that tells a right answer from a wrong one is the kind.
+    lines = [one | {"kind": "people"} for one in form_rows("people", 3, 1, 0.8, 0.8)]
+    lines += [one | {"kind": "places"} for one in form_rows("places", 1, 3, 0.3, 0.3)]
+    found = measured(lines)
+    assert (found.auroc, found.within) == (pytest.approx(0.75), 0.5)
+    assert measured(form_rows("lone", 2, 2, 0.8, 0.3)).within is None
+
+
 def test_a_killed_run_goes_on_and_a_whole_record_starts_nothing(tmp_path: Path) -> None:
     path, jobs = tmp_path / "record.jsonl", plan(ROWS, chosen(["lone"]), 10, 0)
 
