@@ -32,7 +32,4 @@ def read_for(config: Any, dtype: torch.dtype, device: torch.device) -> Iterator[
 
 
 def _opened(file: Any, **options: Any) -> Any:
-    try:
-        return safe_open(file, **options | {"backend": "pread"})
-    except TypeError:  # safetensors before 0.8 only maps
-        return safe_open(file, **options)
+    return safe_open(file, **options | {"backend": "pread"})
