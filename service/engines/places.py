@@ -150,8 +150,15 @@ def unpacked(file: Path) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _folder_in(cache: Path, file: Path) -> Path:
-    digest, size = hashlib.sha256(), file.stat().st_size
+def sha256_of(file: Path) -> str:
+    """Return the file's sha256; of the same file, unchanged, once in a process."""
+    state = file.stat()
+    return _sha256(file, state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _sha256(file: Path, size: int, changed: int) -> str:
+    digest = hashlib.sha256()
     with (
         file.open("rb") as stream,
         tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {file.name}", disable=size < PROGRESS_FROM) as bar,
@@ -159,7 +166,11 @@ def _folder_in(cache: Path, file: Path) -> Path:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
             bar.update(len(chunk))
-    return cache / f"{digest.hexdigest()[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
+    return digest.hexdigest()
+
+
+def _folder_in(cache: Path, file: Path) -> Path:
+    return cache / f"{sha256_of(file)[:32]}-{CONVERTER}" / file.name.removesuffix(".gguf")
 
 
 def folder_of(file: Path) -> Path:

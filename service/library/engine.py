@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from probes_store.errors import WrongModel
-from service.engines.places import PACKAGED, place_of
+from service.engines.places import PACKAGED, place_of, sha256_of
 from service.errors import HalluTracerError, ModelLoadError
 from service.progress import Report, note, progress
 from service.settings import AT_LEAST_1, KV_TOKENS, option, section
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 DEMO, SMOLLM2 = "demo", "smollm2"
 # Short name of a model -> its bundles, the default first.
 SHIPPED = MappingProxyType({SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")})
+
+# Size and sha256 of a file that people have -> the bundles of the model in it, the default first.
+FILES = MappingProxyType({
+    (1_117_320_768, "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"): ("qwen2.5-coder-1.5b",),
+})  # fmt: skip
 
 
 class NoDefaultBundle(HalluTracerError):
@@ -50,10 +55,15 @@ def default_model(bundles: Sequence[str] = ()) -> str:
 
 
 def default_bundles(model: str | None) -> tuple[str, ...]:
-    """Return the bundles of a shipped model, or of the default one.  Raises NoDefaultBundle for any other."""
+    """Return the bundles of a shipped model, of the default one, or of a file by its digest.  Raises NoDefaultBundle
+    for any other."""
     chosen = model or default_model()
     if chosen in SHIPPED:
         return SHIPPED[chosen]
+    if (file := Path(chosen).expanduser()).is_file():
+        size = file.stat().st_size  # told before anything is read
+        if size in {known for known, _ in FILES} and (own := FILES.get((size, sha256_of(file)))):
+            return own
     near = difflib.get_close_matches(chosen.lower(), SHIPPED, n=1, cutoff=0.75)
     if "/" not in chosen and not Path(chosen).exists():
         meant = f"did you mean {near[0]}?  Else" if near else "for a model of the hub"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -23,9 +24,10 @@ from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
 from service.engines import places
 from service.engines.base import EngineOptions
-from service.engines.places import PACKAGED, PackagedModel
+from service.engines.places import PACKAGED, PackagedModel, sha256_of
 from service.engines.vllm.launch import STAGES, say, stages
 from service.errors import ModelLoadError, UnknownFamily
+from service.library import engine as library
 from service.library.engine import DEMO, SMOLLM2, default_model, load_engine
 from service.library.engine import SHIPPED as OWN
 from service.progress import progress
@@ -72,6 +74,29 @@ def test_without_a_model_the_bundle_decides_then_what_is_installed(
     assert Path(EngineChoice().options_for(["demo"]).model) == MODEL_DIR
     assert EngineChoice().options_for(["smollm2"]).model == "smollm2"
     assert Path(EngineChoice(model="demo").options_for(["smollm2"]).model) == MODEL_DIR
+
+
+def test_a_file_that_people_have_is_known_by_its_digest_whatever_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b"GGUF" + bytes(100)
+    known = (len(content), hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(library, "FILES", {known: ("of-the-file", "another")})
+    file, other = tmp_path / "mine.gguf", tmp_path / "other.gguf"
+    file.write_bytes(content)
+    other.write_bytes(content[:-1] + b"x")
+    assert bundle_names(str(file), BundleOptions()) == ("of-the-file", "another")
+    assert bundle_names(str(file), BundleOptions(bundle=("named",))) == ("named",)
+    read: list[Path] = []
+    monkeypatch.setattr(library, "sha256_of", lambda path: read.append(path) or sha256_of(path))
+    with pytest.raises(UsageError, match="no bundle comes with"):
+        bundle_names(str(other), BundleOptions())
+    other.write_bytes(content + b"x")
+    with pytest.raises(UsageError, match="no bundle comes with"):
+        bundle_names(str(other), BundleOptions())
+    assert read == [other]  # a file of another size is not read
+    other.write_bytes(content)  # the same size as the first time, other bytes
+    assert bundle_names(str(other), BundleOptions()) == ("of-the-file", "another")
 
 
 def test_every_shipped_model_has_its_bundles_and_make_run_fetches_the_right_package() -> None:
