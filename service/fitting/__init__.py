@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from probes_store.manifest import FIRST_TOKEN_SIGNALS
-from probes_store.manifest import LogitScale as LogitScale
 
+LogitScale = Literal["unit_norm", "standardized"]
 ClassBalance = Literal["weights", "downsample"]
 
 DEPTH_MEAN: Final = "depth_mean"

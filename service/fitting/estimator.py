@@ -19,7 +19,6 @@ from threadpoolctl import threadpool_limits
 from probes_store.records import CONTEXT_SIGNALS
 from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
 from service.fitting.folds import group_folds
-from service.fitting.layer_weights import fit_layer_weights
 from service.fitting.probes import (
     ActivationArray,
     Floats,
@@ -50,7 +49,6 @@ class ScaledLogits(NamedTuple):
     out_of_fold: Floats  # [seeds, n, m]
     trajectory: Floats  # [n_test, m] of the refitted probes
     scale: Floats  # [m] of the refitted probes
-    strengths: tuple[float, ...] = ()  # of the layer weights' pull to equal ones, by seed
 
 
 class ChosenC(NamedTuple):
@@ -77,7 +75,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Args:
         C: Inverse strength of the probes' penalty, or "auto": the best of ``c_grid`` by ``inner_folds`` folds.
         c_grid: What "auto" chooses from.
-        logit_scale: What a layer's logit is divided by: "unit_norm" (the paper), "standardized" or "weighted".
+        logit_scale: What a layer's logit is divided by: "unit_norm" (the paper) or "standardized".
         class_balance: Of the probe fits: "weights", or "downsample" the larger class.
         folds: Of the cross-fit whose out-of-fold depth means the classifier is fitted on.
         inner_folds: Of the choice of C.
@@ -170,8 +168,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.C_, self.c_search_ = self.choose_c(readouts, group, rows, self.seeds[0], must=not fold)
         self.cross_fit_ = self.cross_fit(readouts, group, rows, self.C_)
         self.probes_ = self.refit(readouts, rows, rows if test is None else test, self.C_, zero_layers=fold)
-        label, soft = readouts.label[rows], readouts.soft(rows)
-        self.scaled_ = {rule: self._scaled(rule, label, group[rows], soft) for rule in {self.logit_scale, *scales}}
+        self.scaled_ = {rule: self._scaled(rule) for rule in {self.logit_scale, *scales}}
         own = self.scaled_[self.logit_scale]
         self.out_of_fold_, self.scale_ = own.out_of_fold, own.scale
         return self
@@ -243,19 +240,11 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         options: dict[str, Any] = {"balance": self.class_balance, "jobs": self.n_jobs, "zero_layers": zero_layers}
         return fit_probes(readouts, tasks, retry_larger_c=True, **options)
 
-    def _scaled(self, rule: LogitScale, label: Index, group: Index, soft_label: Floats | None) -> ScaledLogits:
+    def _scaled(self, rule: LogitScale) -> ScaledLogits:
         crossed, refitted = self.cross_fit_, self.probes_
         if rule == "unit_norm":
             return ScaledLogits(crossed.unit_norm, refitted.trajectory, np.ones_like(refitted.scale))
-        if rule == "standardized":
-            return ScaledLogits(crossed.standardized, refitted.standardized, refitted.scale)
-        fits = [
-            fit_layer_weights(of_seed, label, group, folds=self.folds, seed=seed, soft_label=soft_label)
-            for seed, of_seed in zip(self.seeds, crossed.unit_norm, strict=True)
-        ]
-        weight, strengths = np.mean([fit.weight for fit in fits], axis=0), tuple(fit.strength for fit in fits)
-        out_of_fold = np.stack([fit.out_of_fold for fit in fits])
-        return ScaledLogits(out_of_fold, refitted.trajectory * weight, 1 / weight, strengths)
+        return ScaledLogits(crossed.standardized, refitted.standardized, refitted.scale)
 
 
 def fit_classifier(signals: Floats, label: Labels, soft_label: Floats | None = None) -> FinalClassifier:

@@ -1,4 +1,5 @@
-"""Weights over layers: a mean over depth to which layers contribute unequally.
+"""Weights over layers: a mean over depth to which layers contribute unequally, of the probes that tell what a prompt
+is.
 
     sum_l w_l L_l / m,  w_l > 0, mean of w = 1
 
@@ -20,7 +21,7 @@ from scipy.optimize import minimize
 from threadpoolctl import threadpool_limits
 
 from service.fitting.folds import group_folds
-from service.fitting.probes import Floats, Labels, weighted_rows
+from service.fitting.probes import Floats, Labels
 from service.fitting.scores import gain
 
 STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)  # lambda, strong to weak
@@ -35,18 +36,15 @@ class LayerWeights(NamedTuple):
     out_of_fold: Floats  # [n, m] w_l L_l, with weights that were fitted without the row's fold
 
 
-def fit_layer_weights(
-    trajectory: Floats, label: Labels, group: Labels, *, folds: int, seed: int, soft_label: Floats | None = None
-) -> LayerWeights:
+def fit_layer_weights(trajectory: Floats, label: Labels, group: Labels, *, folds: int, seed: int) -> LayerWeights:
     """Fit on trajectory [n, m] of unit-norm probes, each row's fitted without it; label, group [n].
     Group-disjoint folds choose lambda by AUROC; the paper's rule, lambda = infinity, is left only where the gain over
-    it has an interval above zero.  ``soft_label`` [n] is fitted on where there is one; lambda is chosen by ``label``.
-    Raises TrainingError where a fold lacks a class."""
+    it has an interval above zero.  Raises TrainingError where a fold lacks a class."""
     every = np.arange(len(label))
     pairs = group_folds(label, group, every, folds, seed, what="layer-weight fold")
 
     def fit(rows: NDArray[np.integer], strengths: Sequence[float]) -> list[Floats]:
-        return _path(trajectory[rows], label[rows], None if soft_label is None else soft_label[rows], strengths)
+        return _path(trajectory[rows], label[rows], strengths)
 
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
         paths = [fit(train, STRENGTHS) for train, _ in pairs]
@@ -62,13 +60,12 @@ def fit_layer_weights(
     return LayerWeights(weight, STRENGTHS[best], out_of_fold)
 
 
-def _path(trajectory: Floats, label: Labels, soft_label: Floats | None, strengths: Sequence[float]) -> list[Floats]:
+def _path(trajectory: Floats, label: Labels, strengths: Sequence[float]) -> list[Floats]:
     """Return the weights [m] at each strength, each begun where the last one ended."""
-    made = weighted_rows(label, soft_label)
     sigma = trajectory.std(axis=0)
     sigma = np.where(sigma > 0, sigma, 1.0)  # a layer that tells nothing is left alone by the data
-    rows = (trajectory / sigma)[made.row]
-    sign, count = np.where(made.label == 1, 1.0, -1.0), made.weight / made.weight.sum()
+    rows = trajectory / sigma
+    sign, count = np.where(np.asarray(label) == 1, 1.0, -1.0), np.full(len(rows), 1 / len(rows))
     rows = rows - count @ rows
     paper = sigma / np.linalg.norm(sigma)
 

@@ -46,7 +46,6 @@ PROTOCOL = {
     "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
     "e_aurc": "area under the curve of wrong among answered over coverage, less that of a perfect order",
     "caught_at": "share of the wrong answers that is withheld where so many percent of the right ones are",
-    "weighted": "weights over layers, fitted on the training side's out-of-fold trajectories",
     "best_head": "the head with the best training AUROC (the ITI rule)",
     "best_layer": "the layer whose selected head has the best inner out-of-fold AUROC",
 }

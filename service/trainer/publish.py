@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -150,10 +149,6 @@ def evaluation_document(
         "rows_seen": {"training": Marks.of(data.dataset).document()},
         "signal_of_the_bundle": name_of(signals, options.logit_scale),
     }  # fmt: skip
-    if scaled.strengths:  # how strongly each seed's weights were pulled to equal ones
-        pulls = [None if math.isinf(strength) else strength for strength in scaled.strengths]
-        weights = rounded((1 / scaled.scale).tolist())
-        document["layer_weights"] = {"weight": weights, "pull_to_equal_weights": pulls}
     if nested is not None:
         document["cross_validation"] = nested.document
     return document
@@ -227,7 +222,7 @@ def plot_data(
             "first-token probability": "first_token_max_prob", "prompt length": "prompt_length",
         }  # fmt: skip
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
-    units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "weighted": "weighted"}
+    units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std"}
     return PlotData(
         inputs.label, inputs.group, risks, class_mean, class_std, layers, means, logit_unit=units[options.logit_scale],
         own=own, threshold=threshold, ranking_only=("prompt length",),

@@ -83,7 +83,7 @@ def test_no_admissible_step_lowers_the_objective(third: float) -> None:
                 best = min(best, loss + strength / 2 * away @ away)
         return best
 
-    [weight] = layer_weights._path(trajectory, label, None, [strength])
+    [weight] = layer_weights._path(trajectory, label, [strength])
     found = objective(weight)
     for layer, factor in np.ndindex(4, 2):
         other = weight.copy()
