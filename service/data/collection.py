@@ -59,25 +59,23 @@ class Collection:
 
 def collect(
     engine: Engine, dataset: Dataset, folder: Path, *, sites: Sequence[Site], prompt_format: PromptFormat,
-    batch_rows: int, max_new_tokens: int | None = None, poolings: Sequence[Pooling] = (), suffix: Sequence[int] = (),
+    batch_rows: int, max_new_tokens: int | None = None, poolings: Sequence[Pooling] = (),
 ) -> Collection:  # fmt: skip
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
     A row that does not apply has no answer.  ``poolings`` adds activations pooled over other positions (App. pooling)
-    from the same forward passes, ``suffix`` tokens behind every prompt.  Raises DataError (prompts the model cannot
-    take, by line number), RunMismatch (the folder is another run's), TrainingError (a small disk), NonFiniteReadout,
-    and EngineError where it cannot pool."""
+    from the same forward passes.  Raises DataError (prompts the model cannot take, by line number), RunMismatch (the
+    folder is another run's), TrainingError (a small disk), NonFiniteReadout, and EngineError where it cannot pool."""
     others = beyond_onset(poolings)
     if others:
         engine.extract([], (), others)  # raises before the folder is made
-    prompts = render_all(engine, dataset, prompt_format, max_new_tokens or 0, suffix)
+    prompts = render_all(engine, dataset, prompt_format, max_new_tokens or 0)
     geometry, identity = engine.identity.geometry, asdict(engine.identity)
     if identity["adapter"] is None:
         del identity["adapter"]  # as in runs from before there were adapters
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
     run = {"data": dataset.digest, "model": identity, "sites": sorted(sites), "prompt_format": prompt_format,
            "batch_rows": batch_rows, "max_new_tokens": max_new_tokens}  # fmt: skip
-    run |= {"suffix": list(suffix)} if suffix else {}
     claim(folder, run | ({"poolings": sorted(others)} if others else {}))
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
@@ -139,11 +137,8 @@ def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.in
     return [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
 
 
-def render_all(
-    engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int, suffix: Sequence[int] = ()
-) -> Prompts:
-    """Return token ids of all prompts, ``suffix`` behind each, which leave room for ``reserve`` tokens of an answer to
-    a row that applies.
+def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, reserve: int) -> Prompts:
+    """Return token ids of all prompts, which leave room for ``reserve`` tokens of an answer to a row that applies.
 
     Raises DataError naming all that the model cannot take."""
     problems: list[str] = []
@@ -151,7 +146,7 @@ def render_all(
     limit = engine.identity.max_tokens
     for row in dataset.rows:
         try:
-            ids = [*render(engine, row.prompt, row.messages, prompt_format), *suffix]
+            ids = render(engine, row.prompt, row.messages, prompt_format)
         except RequestError as error:
             problems.append(f"line {row.line}: {error.message}")
             continue

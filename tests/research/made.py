@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
-from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, Scaffold
+from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, OtherPositions
 from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
 from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.results import SetResult
@@ -168,8 +168,11 @@ def method_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float
         kind=np.where(words.random(count) < 0.2, 1 - label, label).astype(np.str_),
         halluguard=rng.standard_normal(count) + label,
         answers=replace(_answers(np.random.default_rng(seed + 2), label, residual), content=known[:, :2]),
-        scaffold=Scaffold(readouts(folder, heads, label, Site.ATTENTION_HEAD), known[:, 2:], np.full(count, 3)),
-        embedding=embedding.astype(np.float32), tokens=_tokens(more, label),
+        positions=OtherPositions(
+            _tokens(more, label), *(readouts(folder, heads, label, Site.ATTENTION_HEAD) for _ in range(3)),
+            first_token=known[:, 2:], scaffold=np.full(count, 3),
+        ),
+        embedding=embedding.astype(np.float32),
     )  # fmt: skip
 
 

@@ -155,8 +155,9 @@ def count_weights(engine: LoadedModel) -> Weights | None:
 
 def cost(method: str, weights: Weights | None, tokens: Tokens, other: Weights | None = None) -> Cost:
     """Return the method's cost; ``other``: weights of the other model."""
-    cls, reads = METHODS[method].cost, METHODS[method].reads
-    if cls == "none" or (cls == "A" and reads != "scaffold"):
+    cls = METHODS[method].cost
+    behind = method.startswith("scaffold")
+    if cls == "none" or (cls == "A" and not behind):
         return Cost(cls, 0.0 if cls == "none" else 1.0)
     if weights is None:
         return Cost(cls, None)
@@ -165,7 +166,7 @@ def cost(method: str, weights: Weights | None, tokens: Tokens, other: Weights | 
         return Cost(cls, tokens.other * other.blocks / prompt if method == OTHER and other is not None else None)
     whole = tokens.answer * (weights.blocks + weights.head)
     more: float = {"A": 0.0, "B": weights.head, "C": whole, "D": tokens.samples * whole}[cls]
-    if reads == "scaffold":
+    if behind:
         more += tokens.scaffold * weights.blocks
     if method.startswith("p-true"):
         more += tokens.asked * weights.blocks + weights.head

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from service.engines.base import Extraction, LoadedModel, Prompts, Sampling, TokenIds, TorchModel
-from service.engines.checks import beyond_onset, check_onset_only
+from service.engines.checks import beyond_onset, check_onset_only, first_token_of, summarise
 from service.engines.families import SITES, locate
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Pooling, Site
@@ -48,6 +48,15 @@ def pool(states: Tensor, pooling: Pooling, content: Tensor) -> Tensor:
     if pooling in (Pooling.MAX, Pooling.CONTENT_MAX):
         return states.amax(dim=0)
     return states[-LAST.get(pooling, len(states)) :].mean(dim=0)
+
+
+class Positions(NamedTuple):
+    """What n prompts were read at, besides t*."""
+
+    states: NDArray[np.float16]  # [n, layers, count, hidden_size] residual stream of the last tokens; zeros in front
+    pooled: dict[Pooling, NDArray[np.float32]]  # [n, m, width] attention heads
+    behind: NDArray[np.float32]  # [n, m, width] attention heads at the scaffold's last token
+    first_token: NDArray[np.float64]  # [n, 2] behind the scaffold: log maximum probability, entropy (nats)
 
 
 class PoolingEngine:
@@ -92,9 +101,9 @@ class PoolingEngine:
 
         def reader(site: Site) -> Any:
             def hook(_module: Any, *tensors: Any) -> None:
-                states = tensors[-1][0] if isinstance(tensors[-1], tuple) else tensors[-1]
+                states = _states(tensors)
                 for pooling in poolings:
-                    rows[site, pooling].append(pool(states[0], pooling, content))
+                    rows[site, pooling].append(pool(states, pooling, content))
 
             return hook
 
@@ -102,42 +111,69 @@ class PoolingEngine:
         _pass(model, prompt, [(module, reader(site), SITES[site].is_input) for site in sites for module in at[site]])
         return {key: torch.stack(layers).cpu().numpy() for key, layers in rows.items()}
 
-    def last_states(self, prompts: Prompts, layers: Sequence[int], count: int) -> NDArray[np.float16]:
-        """Return the residual stream of each prompt's last ``count`` tokens, [n, layers, count, hidden_size], at the
-        end of the axis of tokens; zeros before a shorter prompt.  Raises EngineError where modules are in another
+    def positions(
+        self, prompts: Prompts, scaffold: TokenIds, *, layers: Sequence[int], count: int, poolings: Sequence[Pooling]
+    ) -> Positions:
+        """Read prompts with the beginning of an answer, ``scaffold``, behind them, in one pass each: what lies before
+        it is read as if it were not there, since attention is causal.  Raises EngineError where modules are in another
         process."""
-        model = self._engine.torch_model
+        model, geometry = self._engine.torch_model, self._engine.identity.geometry
         if model is None:
-            raise EngineError("states of all tokens are read by the transformers engine only", param="engine")
-        site = Site.RESIDUAL_STREAM
-        modules = locate(model.model).at[site]
-        found = np.zeros((len(prompts), len(layers), count, self._engine.identity.geometry.hidden_size), np.float16)
-        for number, prompt in enumerate(prompts):
+            raise EngineError("other positions are read by the transformers engine only", param="engine")
+        site, number = Site.ATTENTION_HEAD, len(prompts)
+        at = locate(model.model).at
+        wide = (number, geometry.num_layers, geometry.width(site))
+        found = Positions(
+            np.zeros((number, len(layers), count, geometry.hidden_size), np.float16),
+            {one: np.empty(wide, np.float32) for one in poolings}, np.empty(wide, np.float32), np.empty((number, 2)),
+        )  # fmt: skip
+        for row, prompt in enumerate(prompts):
+            end = len(prompt)
 
-            def reader(place: int, number: int = number) -> Any:
+            def last(place: int, row: int = row, end: int = end) -> Any:
                 def hook(_module: Any, *tensors: Any) -> None:
-                    states = tensors[-1][0] if isinstance(tensors[-1], tuple) else tensors[-1]
-                    last = states[0, -count:].float().cpu().numpy()
-                    found[number, place, count - len(last) :] = last
+                    states = _states(tensors)[max(0, end - count) : end].float().cpu().numpy()
+                    found.states[row, place, count - len(states) :] = states
 
                 return hook
 
-            hooks = [(modules[layer], reader(place), SITES[site].is_input) for place, layer in enumerate(layers)]
-            _pass(model, prompt, hooks)
-        if not np.isfinite(found).all():
-            raise NonFiniteReadout("states of the last tokens are beyond float16's range; leave attention-pooled out")
+            def heads(layer: int, row: int = row, end: int = end) -> Any:
+                def hook(_module: Any, *tensors: Any) -> None:
+                    states = _states(tensors)
+                    for one, values in found.pooled.items():
+                        values[row, layer] = pool(states[:end], one, torch.ones(end, dtype=torch.bool)).cpu().numpy()
+                    found.behind[row, layer] = states[-1].float().cpu().numpy()
+
+                return hook
+
+            residual = at[Site.RESIDUAL_STREAM]
+            hooks = [(residual[one], last(place), SITES[Site.RESIDUAL_STREAM].is_input)
+                     for place, one in enumerate(layers)]  # fmt: skip
+            hooks += [(module, heads(layer), SITES[site].is_input) for layer, module in enumerate(at[site])]
+            logits = _pass(model, [*prompt, *scaffold], hooks, logits_to_keep=1).logits[:, -1].float()
+            first = first_token_of(summarise(logits)[0].cpu().numpy())
+            found.first_token[row] = first.log_max_prob, first.entropy
+        read: list[NDArray[Any]] = [found.states, found.behind, *found.pooled.values()]
+        if not all(np.isfinite(values).all() for values in read):
+            raise NonFiniteReadout("a position is beyond the range of its dtype: load the model with dtype float32")
         return found
 
 
-def _pass(model: TorchModel, prompt: TokenIds, hooks: Sequence[tuple[Any, Any, bool]]) -> None:
-    """Run one prompt with hooks on modules, before or behind them."""
+def _states(tensors: Sequence[Any]) -> Tensor:
+    """Return the [tokens, width] that a hook was given."""
+    batch: Tensor = tensors[-1][0] if isinstance(tensors[-1], tuple) else tensors[-1]
+    return batch[0]
+
+
+def _pass(model: TorchModel, prompt: TokenIds, hooks: Sequence[tuple[Any, Any, bool]], **options: Any) -> Any:
+    """Run one prompt with hooks on modules, before or behind them, and return the model's output."""
     handles = [
         module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
         for module, hook, before in hooks
     ]
     try:
         with torch.inference_mode():
-            model.model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=False)
+            return model.model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=False, **options)
     finally:
         for handle in handles:
             handle.remove()

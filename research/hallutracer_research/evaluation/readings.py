@@ -1,5 +1,5 @@
 """What methods read of the labelled rows beyond the prompt's own readouts: the model's own answers (the greedy one, its
-first word of content, what the model thinks of it, samples), the prompt behind a scaffold, another model, the text.
+first word of content, what the model thinks of it, samples), other positions of the prompt, another model, the text.
 
 Readings are kept in files of a few rows, ``sets/NAME/answers/WHAT/00000.npz``, or as a run folder of readouts.  The
 plan and the samples' seeds depend on the data alone, and an unfinished file is computed again as a whole: a killed run
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hallutracer_research.evaluation.methods import METHODS
-from hallutracer_research.evaluation.methods.base import AnswerReadings, Scaffold, at_depths
+from hallutracer_research.evaluation.methods.base import AnswerReadings, OtherPositions, at_depths
 from hallutracer_research.evaluation.methods.own_answers import (
     asked,
     before_content,
@@ -38,9 +38,9 @@ from service.data.collection import batches, collect
 from service.data.run_folder import claim
 from service.engines.base import Engine, Sampling
 from service.errors import EngineError
-from service.fitting.probes import Floats, Readouts
+from service.fitting.probes import ActivationArray, Floats, Readouts
 from service.prompts import PromptFormat, default_prompt_format, render
-from service.readout import Site
+from service.readout import Pooling, Site
 
 AT_ONCE = 320  # answers in one file; a kill loses at most these
 SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # Farquhar et al.'s, without their top-k of 50
@@ -66,10 +66,8 @@ def with_readings(
     reader = _Reader(engine, prepared, options, prompt_format)
     wanted = {METHODS[name].reads for name in methods}
     inputs = prepared.inputs
-    if "scaffold" in wanted:
-        inputs = replace(inputs, scaffold=reader.scaffold())
-    if "tokens" in wanted:
-        inputs = replace(inputs, tokens=reader.tokens())
+    if "positions" in wanted:
+        inputs = replace(inputs, positions=reader.positions())
     if "halluguard" in methods:
         inputs = replace(inputs, halluguard=reader.halluguard())
     found: dict[str, Any] = {}
@@ -188,29 +186,39 @@ class _Reader:
             said = {record["row"]: str(record["answer"]) for record in map(json.loads, lines)}
         return [said[row] for row in self.prepared.index.tolist()]
 
-    def scaffold(self) -> Scaffold:
-        """Read the prompts behind ``SCAFFOLD``."""
-        prepared, suffix = self.prepared, self.engine.tokenize(SCAFFOLD)
-        begin = self.engine.tokenize("")  # the tokenizer's own first tokens, as of a sentence
-        suffix = suffix[len(begin) :] if suffix[: len(begin)] == begin else suffix
-        found = collect(
-            self.engine, prepared.rows.dataset, self.folder / "scaffold", sites=(Site.ATTENTION_HEAD,),
-            prompt_format=self.prompt_format, batch_rows=self.options.batch_rows, suffix=suffix,
-        )  # fmt: skip
-        heads = Readouts(found.rows[Site.ATTENTION_HEAD], prepared.index, prepared.inputs.label)
-        return Scaffold(heads, found.first_token[prepared.index], np.full(len(prepared.index), len(suffix)))
-
-    def tokens(self) -> NDArray[np.float16]:
-        """Read the prompts' last tokens at ``TOKEN_DEPTHS``."""
+    def positions(self) -> OtherPositions:
+        """Read the prompts at other positions, with ``SCAFFOLD`` behind them."""
+        scaffold, begin = self.engine.tokenize(SCAFFOLD), self.engine.tokenize("")
+        scaffold = scaffold[len(begin) :] if scaffold[: len(begin)] == begin else scaffold  # no first tokens of a text
         layers = at_depths(self.engine.identity.geometry.num_layers, TOKEN_DEPTHS)
+        pooled = {Pooling.LAST_8: "last_8", Pooling.LAST_16: "last_16"}
+        sizes = {"layers": layers, "count": LAST_TOKENS}
 
         def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-            return {"states": cast(PoolingEngine, self.engine).last_states(self.prompts(at), layers, LAST_TOKENS)}
+            found = cast(PoolingEngine, self.engine).positions(
+                self.prompts(at), scaffold, layers=layers, count=LAST_TOKENS, poolings=list(pooled)
+            )
+            heads = {"behind": found.behind, **{name: found.pooled[one] for one, name in pooled.items()}}
+            return {"states": found.states, "first_token": found.first_token, **heads}
 
-        of_tokens = self.owner | {"layers": layers, "tokens": LAST_TOKENS}
-        lengths = self.prepared.inputs.prompt_tokens
-        found = _by_row(self.folder / "tokens", of_tokens, lengths, AT_ONCE, "last tokens", read)
-        return np.asarray(found["states"], np.float16)
+        found = _by_row(
+            self.folder / "positions", self.owner | sizes | {"scaffold": list(scaffold)},
+            self.prepared.inputs.prompt_tokens, AT_ONCE, "other positions", read,
+        )  # fmt: skip
+        rows, geometry = np.arange(len(self.prepared.index)), self.engine.identity.geometry
+        shape = (len(rows), geometry.num_layers, geometry.heads(Site.ATTENTION_HEAD), geometry.head_dim)
+        heads = {
+            name: Readouts(
+                ActivationArray(found[name].reshape(shape), Site.ATTENTION_HEAD), rows, self.prepared.inputs.label
+            )
+            for name in ("last_8", "last_16", "behind")
+        }
+        return OtherPositions(
+            states=found["states"],
+            first_token=found["first_token"],
+            scaffold=np.full(len(rows), len(scaffold)),
+            **heads,
+        )
 
     def halluguard(self) -> Floats:
         """Score the answers from gradients, [n]."""

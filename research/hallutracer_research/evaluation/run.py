@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 from hallutracer_research.evaluation import prepare, readings, results, scale, splits
 from hallutracer_research.evaluation.methods import (
+    LAST_8,
+    LAST_16,
     METHODS,
     OTHER,
     OURS,
@@ -166,7 +168,7 @@ def _costs(
             answer = mean(answers.decoded)
         if method == "p-true-examples":
             asked = answers.asked_examples
-        scaffold = 0.0 if inputs.scaffold is None else float(inputs.scaffold.tokens.mean())
+        scaffold = 0.0 if inputs.positions is None else float(inputs.positions.scaffold.mean())
         return Tokens(
             mean(inputs.prompt_tokens), answer, options.samples, mean(asked), scaffold, mean(inputs.other_tokens)
         )
@@ -246,8 +248,9 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
         return -depth_mean(split.test_trajectory)
 
     sides = split.train, split.test
-    scaffold = None if inputs.scaffold is None else inputs.scaffold.heads
-    depth_means = {RESIDUAL: inputs.residual, SCAFFOLD: scaffold, OTHER: inputs.other}
+    depth_means = {RESIDUAL: inputs.residual, OTHER: inputs.other, LAST_8: None, LAST_16: None, SCAFFOLD: None}
+    if (read := inputs.positions) is not None:
+        depth_means |= {LAST_8: read.last_8, LAST_16: read.last_16, SCAFFOLD: read.behind}
 
     def make() -> Floats:
         if method in depth_means:

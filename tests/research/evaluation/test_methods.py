@@ -67,7 +67,7 @@ def test_scores_rise_with_hallucination_and_neither_test_labels_nor_other_test_r
 
 @pytest.mark.parametrize("name", [name for name in RIVALS if METHODS[name].reads != "prompt" or name == "halluguard"])
 def test_methods_that_read_more_than_the_prompt_need_it(data: MethodInputs, name: str) -> None:
-    without = replace(data, halluguard=None, answers=AnswerReadings(), scaffold=None, embedding=None, tokens=None)
+    without = replace(data, halluguard=None, answers=AnswerReadings(), positions=None, embedding=None)
     with pytest.raises(TrainingError, match=rf"{name}.*leave") as caught:
         fit_method(name, without, *sides(data), 0)
     assert caught.value.param == "methods"
@@ -338,15 +338,15 @@ def test_the_ridge_weighs_layers_where_the_mean_cannot() -> None:
 
 def test_an_attention_pooled_probe_finds_the_token_that_knows(data: MethodInputs) -> None:
     train, test = sides(data)
-    tokens = data.tokens
-    assert tokens is not None
+    assert data.positions is not None
+    tokens = data.positions.states
     found = risk_auroc(data.label[test], networks.attention_pooled(data, train, test, 0))
     there = tokens[:, 1].any(axis=2, keepdims=True)
     mean = tokens[:, 1].sum(axis=1, dtype=np.float64) / there.sum(axis=1)
     plain = auroc(data.label[test], fit_linear(mean[train], data.label[train], 0.1, "l2").logits(mean[test]))
     assert found > max(0.9, plain + 0.05)
     padded = np.concatenate([np.zeros_like(tokens[:, :, :5]), tokens], axis=2)  # what is not there is not read
-    again = networks.attention_pooled(replace(data, tokens=padded), train, test, 0)
+    again = networks.attention_pooled(replace(data, positions=replace(data.positions, states=padded)), train, test, 0)
     np.testing.assert_allclose(risk_auroc(data.label[test], again), found, atol=0.02)
 
 

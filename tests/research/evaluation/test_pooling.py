@@ -67,17 +67,25 @@ def test_pooled_activations_are_the_onsets_of_every_beginning_pooled_by_hand(nam
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_last_states_are_the_onsets_of_the_last_beginnings(name: str) -> None:
-    engine, prompts, layers = tiny.shared_engine(name), mixed_prompts(), [0, 2]
-    found = PoolingEngine(engine).last_states(prompts, layers, 6)
-    assert (found.shape[:3], found.dtype) == ((len(prompts), 2, 6), np.float16)
+def test_other_positions_are_the_onsets_of_beginnings_and_of_the_scaffold_s_end(name: str) -> None:
+    engine, prompts, layers, scaffold = tiny.shared_engine(name), mixed_prompts(), [0, 2], [7, 11, 5]
+    poolings = [Pooling.LAST_8, Pooling.LAST_16]
+    found = PoolingEngine(engine).positions(prompts, scaffold, layers=layers, count=6, poolings=poolings)
+    assert (found.states.shape[:3], found.states.dtype) == ((len(prompts), 2, 6), np.float16)
+    pooled = PoolingEngine(engine).extract(prompts, BOTH, poolings).pooled
+    behind = engine.extract([[*prompt, *scaffold] for prompt in prompts], BOTH)
+    heads = Site.ATTENTION_HEAD
+    for one in poolings:
+        np.testing.assert_allclose(found.pooled[one], pooled[heads, one], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found.behind, behind.activations[heads], rtol=0, atol=1e-5)
+    signals = [(first.log_max_prob, first.entropy) for first in behind.first_tokens]
+    np.testing.assert_allclose(found.first_token, signals, rtol=1e-4, atol=1e-5)
     for row, prompt in enumerate(prompts):
         ends = range(max(0, len(prompt) - 6), len(prompt))
         states = engine.extract([prompt[: end + 1] for end in ends], BOTH).activations[Site.RESIDUAL_STREAM]
-        np.testing.assert_allclose(
-            found[row][:, 6 - len(ends) :], states[:, layers].swapaxes(0, 1), rtol=2e-3, atol=2e-3
-        )
-        assert not found[row][:, : 6 - len(ends)].any()
+        expected = states[:, layers].swapaxes(0, 1)
+        np.testing.assert_allclose(found.states[row][:, 6 - len(ends) :], expected, rtol=2e-3, atol=2e-3)
+        assert not found.states[row][:, : 6 - len(ends)].any()
 
 
 def test_what_the_engine_itself_reads_does_not_change_by_a_bit() -> None:

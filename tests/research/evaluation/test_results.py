@@ -55,7 +55,8 @@ def test_methods_by_name_and_by_class() -> None:
         ("first-token-entropy", PREFILL + HEAD, None), ("halluguard", C, None), ("perplexity", C, None),
         ("mind", C, None), ("p-true", C + 45 * 1000 + HEAD, None), ("semantic-entropy", D, None),
         ("eigenscore", D, None), ("scaffold-depth-mean", PREFILL + 4 * 1000, None),
-        ("scaffold-entropy", PREFILL + 4 * 1000 + HEAD, None), ("p-true-examples", C + 45 * 1000 + HEAD, None),
+        ("last-8-depth-mean", PREFILL, 1.0), ("scaffold-entropy", PREFILL + 4 * 1000 + HEAD, None),
+        ("p-true-examples", C + 45 * 1000 + HEAD, None),
         ("content-entropy", C, None),
     ],
 )  # fmt: skip

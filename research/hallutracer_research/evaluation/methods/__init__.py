@@ -20,6 +20,7 @@ OURS, RESIDUAL, TRAJECTORY, SHUFFLED = "hallutracer", "residual-depth-mean", "tr
 WITH_KIND, WITH_CONTENT, SCAFFOLD, OTHER = (
     "kind-and-depth-mean", "content-and-depth-mean", "scaffold-depth-mean", "other-model",
 )  # fmt: skip
+LAST_8, LAST_16 = "last-8-depth-mean", "last-16-depth-mean"
 
 
 class Method(NamedTuple):
@@ -32,7 +33,7 @@ class Method(NamedTuple):
     fit: str | Fit | None = None
     # Besides the prompt's end: its last tokens; a beginning of an answer behind it; the model's own greedy answer, or
     # its first word of content, or sampled ones; another model; an encoder of sentences.
-    reads: Literal["prompt", "tokens", "scaffold", "answer", "content", "samples", "other-model", "embedder"] = "prompt"
+    reads: Literal["prompt", "positions", "answer", "content", "samples", "other-model", "embedder"] = "prompt"
 
 
 METHODS: dict[str, Method] = {
@@ -40,8 +41,10 @@ METHODS: dict[str, Method] = {
     RESIDUAL: Method("Residual-stream depth mean", "A"),
     WITH_KIND: Method("Share of its kind and depth mean", "A"),
     TRAJECTORY: Method("Whole trajectory (ridge)", "A"),
-    SCAFFOLD: Method('Depth mean behind "The answer is"', "A", reads="scaffold"),
-    "attention-pooled": Method("Attention-pooled probe", "A", "networks.attention_pooled", "tokens"),
+    LAST_8: Method("Depth mean of the last 8 tokens' mean", "A", reads="positions"),
+    LAST_16: Method("Depth mean of the last 16 tokens' mean", "A", reads="positions"),
+    SCAFFOLD: Method('Depth mean behind "The answer is"', "A", reads="positions"),
+    "attention-pooled": Method("Attention-pooled probe", "A", "networks.attention_pooled", "positions"),
     "pca-heads": Method("PCA of all heads, logistic regression", "A", "probes.pca_heads"),
     "iti": Method("ITI-Probe", "A", "probes.iti"),
     "fact-probe": Method("Fact-Probe", "A", "probes.fact_probe"),
@@ -68,9 +71,9 @@ METHODS: dict[str, Method] = {
     "first-token-max-prob": Method("First-token max probability", "B", "references.first_token_max_prob"),
     "first-token-entropy": Method("First-token entropy", "B", "references.first_token_entropy"),
     "scaffold-max-prob": Method(
-        'Maximum probability behind "The answer is"', "B", "references.scaffold_max_prob", "scaffold"
+        'Maximum probability behind "The answer is"', "B", "references.scaffold_max_prob", "positions"
     ),
-    "scaffold-entropy": Method('Entropy behind "The answer is"', "B", "references.scaffold_entropy", "scaffold"),
+    "scaffold-entropy": Method('Entropy behind "The answer is"', "B", "references.scaffold_entropy", "positions"),
     OTHER: Method("Another model's depth mean", "other", reads="other-model"),
     "text-embedding": Method("Sentence embedding of the text", "other", "references.text_embedding", "embedder"),
     "prompt-length": Method("Prompt length", "none", "references.prompt_length"),

@@ -63,12 +63,17 @@ class AnswerReadings(_ByRow):
 
 
 @dataclass(frozen=True, eq=False)
-class Scaffold(_ByRow):
-    """What was read behind the prompt and the beginning of an answer."""
+class OtherPositions(_ByRow):
+    """What was read at other positions than t*."""
 
-    heads: Readouts
-    first_token: Floats  # [n, 2] log maximum probability, entropy (nats)
-    tokens: NDArray[np.int64]  # [n] of the beginning
+    states: NDArray[
+        np.float16
+    ]  # [n, layers, tokens, hidden_size] of the prompt's last tokens, zeros before shorter ones
+    last_8: Readouts  # attention heads, mean over so many of the prompt's last tokens
+    last_16: Readouts
+    behind: Readouts  # behind the prompt and the beginning of an answer
+    first_token: Floats  # [n, 2] there: log maximum probability, entropy (nats)
+    scaffold: NDArray[np.int64]  # [n] tokens of that beginning
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +89,7 @@ class MethodInputs(_ByRow):
     text: tuple[str, ...] = ()  # [n] the prompts
     kind: NDArray[np.str_] = field(default_factory=lambda: np.array([], np.str_))  # [n] sub-dataset, "" for none
     halluguard: Floats | None = None  # [n] ``halluguard_scores``
-    scaffold: Scaffold | None = None
-    tokens: NDArray[np.float16] | None = None  # [n, layers, tokens, hidden_size] of the last ones, padded in front
+    positions: OtherPositions | None = None
     other: Readouts | None = None  # another model's attention heads, at its own t*
     other_tokens: NDArray[np.int64] | None = None  # [n] of the prompt as that model reads it
     embedding: NDArray[np.float32] | None = None  # [n, d] of the text

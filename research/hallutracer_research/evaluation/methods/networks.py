@@ -151,9 +151,9 @@ class _Pooled(nn.Module):
 
 def attention_pooled(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a class."""
-    states = inputs.tokens
-    if states is None:
+    if inputs.positions is None:
         raise TrainingError("attention-pooled reads the last tokens, and none were read; leave it out", param="methods")
+    states = inputs.positions.states
     fitted, held = group_folds(inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="pooling inner fold")[0]
     ways = [(layer, decay) for layer in range(states.shape[1]) for decay in DECAYS]
     found = [_fit_pooled(states[:, layer], inputs.label, fitted, held, decay, seed) for layer, decay in ways]

@@ -49,7 +49,7 @@ def _column(name: str, what: str, read: Callable[[MethodInputs], Floats | None],
 
 
 def _behind(inputs: MethodInputs) -> Floats | None:
-    return None if inputs.scaffold is None else inputs.scaffold.first_token
+    return None if inputs.positions is None else inputs.positions.first_token
 
 
 def _of_answer(name: str, sign: float, read: Callable[[MethodInputs], Floats | None]) -> Fit:
@@ -68,8 +68,8 @@ first_token_entropy = _with_fitted_sign(lambda inputs: inputs.first_token[:, 1])
 prompt_length = _with_fitted_sign(lambda inputs: inputs.prompt_tokens.astype(np.float64))
 content_max_prob = _column("content-max-prob", "answers", lambda inputs: inputs.answers.content, 0)
 content_entropy = _column("content-entropy", "answers", lambda inputs: inputs.answers.content, 1)
-scaffold_max_prob = _column("scaffold-max-prob", "scaffolds", _behind, 0)
-scaffold_entropy = _column("scaffold-entropy", "scaffolds", _behind, 1)
+scaffold_max_prob = _column("scaffold-max-prob", "positions", _behind, 0)
+scaffold_entropy = _column("scaffold-entropy", "positions", _behind, 1)
 halluguard = _of_answer("halluguard", -1.0, lambda inputs: inputs.halluguard)
 perplexity = _of_answer("perplexity", -1.0, lambda inputs: inputs.answers.log_prob)  # ranks like exp(- log_prob)
 p_true = _of_answer("p-true", -1.0, lambda inputs: inputs.answers.true)
