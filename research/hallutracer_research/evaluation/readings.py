@@ -53,6 +53,8 @@ def check_engine(engine: Engine, methods: Sequence[str]) -> None:
     """Raise EngineError, before anything slow, where the engine cannot do what the methods need."""
     if any(METHODS[name].reads in ("answer", "samples") for name in methods):
         engine.sample([], SAMPLING, [])
+    if any(METHODS[name].reads == "positions" for name in methods):
+        cast(PoolingEngine, engine).positions([], [], layers=[], count=1, poolings=[])
     if {"p-true", "p-true-examples"} & set(methods):
         engine.next_token([], [token for side in candidates(engine) for token in side])
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hallutracer_research.evaluation import prepare, readings, results, scale, splits
+from hallutracer_research.evaluation import prepare, readings, results, scale, splits, tables
 from hallutracer_research.evaluation.methods import (
     LAST_8,
     LAST_16,
@@ -121,16 +121,16 @@ def evaluate(
             for one_set in prepared
         ]
         for result in sets:
-            results.write_row_scores(result, folder / result.title / "scores.csv")
-        table_rows = [row for result in sets for row in results.rows_of(result.title, result.measures(), result.costs)]
+            tables.write_row_scores(result, folder / result.title / "scores.csv")
+        table_rows = [row for result in sets for row in tables.rows_of(result.title, result.measures(), result.costs)]
         subsets = _subsets(sets, options) if options.per_subset else None
         by_set = {one_set.rows.name: one_set.inputs for one_set in prepared}
-        transfer = results.transfer_table(by_set, options, options.out / "transfer")
+        transfer = tables.transfer_table(by_set, options, options.out / "transfer")
     notes = [*(note for result in sets for note in _notes(result, options)), *(f"Left out: {one}" for one in problems)]
-    main = results.main_table(table_rows, notes)
+    main = tables.main_table(table_rows, notes)
     about = scale.sets_table(sets, took, None if weights is None else sum(weights))
     seconds = time.monotonic() - begun
-    more = results.form_table(sets), results.decisions_table(sets), results.ahead_table(sets), about
+    more = tables.form_table(sets), tables.decisions_table(sets), tables.ahead_table(sets), about
     return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, *more, seconds)
 
 
@@ -306,11 +306,11 @@ def _subsets(sets: Sequence[results.SetResult], options: EvaluateOptions) -> Tab
                 for method in there
             }  # fmt: skip
             title = f"{prepared.rows.name}, mean of {len(measures)} sub-datasets"
-            table_rows += results.rows_of(title, mean, of_set.costs)
+            table_rows += tables.rows_of(title, mean, of_set.costs)
     if not table_rows:
         return None
     return replace(
-        results.main_table(table_rows, notes), name="subsets", label="",
+        tables.main_table(table_rows, notes), name="subsets", label="",
         title="The same, trained and tested inside each sub-dataset",
         caption="Means over sub-datasets of the mean and of the standard deviation over folds and seeds.  The paper "
         "does not say whether its folds are pooled or per sub-dataset.",

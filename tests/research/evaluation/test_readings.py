@@ -191,7 +191,9 @@ def test_a_question_of_p_true_that_does_not_fit_is_said_before_any_answer(
     assert not list((tmp_path / "out").rglob("*.npz"))
 
 
-@pytest.mark.parametrize("method", [name for name in OF_OWN_ANSWERS if METHODS[name].reads != "content"])
+@pytest.mark.parametrize(
+    "method", ["attention-pooled", *(name for name in OF_OWN_ANSWERS if METHODS[name].reads != "content")]
+)
 def test_an_engine_that_traces_nothing_is_refused_before_the_first_forward_pass(tmp_path: Path, method: str) -> None:
     rows = [{"id": str(n), "prompt": f"Is {n} odd?", "answers": ["so"]} for n in range(60)]
     chosen = options(tmp_path / "out", method, source=EvaluationSource("made", None, rows=lambda: rows))

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from torch import nn
 
-from hallutracer_research.evaluation import options, results
+from hallutracer_research.evaluation import options, results, tables
 from hallutracer_research.evaluation.methods import METHODS, OURS
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import CLASSES, EvaluateOptions, EvaluationSource, Tokens, Weights, cost
-from hallutracer_research.evaluation.results import SetResult, compare, delong, form_table, measured, transfer_table
+from hallutracer_research.evaluation.results import SetResult, compare, delong, measured
+from hallutracer_research.evaluation.tables import form_table, transfer_table
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores
 from tests.research.made import method_inputs
@@ -134,7 +135,7 @@ def test_a_better_method_is_told_from_the_best_baseline() -> None:
 def test_rows_stand_by_cost_class_and_else_in_the_order_asked_for() -> None:
     names = ("text-ngrams", OURS, "eigenscore", "halluguard", "first-token-entropy", "iti")
     measures = {name: {"auroc": {"mean": 0.6, "std": 0.1}} for name in names}
-    rows = results.rows_of("set", measures, {name: cost(name, None, Tokens(9.0, 5)) for name in names})
+    rows = tables.rows_of("set", measures, {name: cost(name, None, Tokens(9.0, 5)) for name in names})
     expected = [OURS, "iti", "first-token-entropy", "halluguard", "eigenscore", "text-ngrams"]
     assert [row["method"] for row in rows] == [METHODS[name].title for name in expected]
     assert [(row["class"], row["cost"]) for row in rows] == [
@@ -235,7 +236,7 @@ def test_each_source_and_each_rest_is_trained_on_once(tmp_path: Path, monkeypatc
         assert tested == ({trained_on[-1]} if "all but" in trained_on else {"a", "b", "c"})
         assert all(float(row[name]) > 0.7 for name in tested)  # type: ignore[arg-type]
     assert len(table.rows) == 2 * len(depth)
-    monkeypatch.setattr(results, "chosen_depth_mean", None)  # a killed run computes only the rest
+    monkeypatch.setattr(tables, "chosen_depth_mean", None)  # a killed run computes only the rest
     assert transfer_table({"mix": inputs}, OPTIONS, tmp_path / "kept") == table
 
 
@@ -249,8 +250,8 @@ def test_no_group_is_on_both_sides_of_a_transfer(tmp_path: Path, monkeypatch: py
         seen.append((set(group[train].tolist()), set(group[test].tolist())))
         return np.zeros(len(test))
 
-    monkeypatch.setattr(results, "chosen_depth_mean", lambda readouts, *given: watched(*given[:3]))
-    monkeypatch.setattr(results, "text_ngrams", lambda inputs, *given: watched(inputs.group, *given[:2]))
+    monkeypatch.setattr(tables, "chosen_depth_mean", lambda readouts, *given: watched(*given[:3]))
+    monkeypatch.setattr(tables, "text_ngrams", lambda inputs, *given: watched(inputs.group, *given[:2]))
     assert transfer_table({"mix": replace(inputs, kind=kind)}, OPTIONS, tmp_path / "kept") is not None
     assert len(seen) == 2 * (3 * (1 + 3) + 3)
     assert all(not train & test for train, test in seen)
@@ -259,4 +260,4 @@ def test_no_group_is_on_both_sides_of_a_transfer(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("names", [("a/x", "a/y"), ("a/x", ""), ("a", "b")])
 def test_a_set_of_one_source_has_no_such_table(tmp_path: Path, names: tuple[str, str]) -> None:
     assert transfer_table({"mix": mixed(tmp_path, *names)}, OPTIONS, tmp_path / "kept") is None
-    assert results.sources_of(np.array(["a/b/c", "d", ""])).tolist() == ["a", "d", ""]
+    assert tables.sources_of(np.array(["a/b/c", "d", ""])).tolist() == ["a", "d", ""]

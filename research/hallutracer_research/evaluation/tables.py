@@ -1,0 +1,245 @@
+"""The tables of an evaluation: the main one (tab:main-results), who leads whom, what a gate gains, forms, transfer; and
+each row's scores as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from hallutracer_research.evaluation.methods import METHODS, OURS, WITH_KIND
+from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.methods.references import text_ngrams
+from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
+from hallutracer_research.evaluation.page import Cell, Column, Table
+from hallutracer_research.evaluation.results import Measures, SetResult, pooled_ranks, spread
+from hallutracer_research.evaluation.splits import chosen_depth_mean, kept
+from probes_store.local import atomic_write
+from service.data.training_rows import FORM
+from service.errors import NoDirection, TrainingError
+from service.fitting.decisions import WITHHELD, decisions
+from service.fitting.folds import group_folds
+from service.fitting.nested_cv import test_sides
+from service.fitting.probes import Floats, Index
+from service.fitting.scores import Gain, gain, risk_auroc
+
+FORM_RIVALS = ("iti", "text-ngrams")  # the best single head, and what the words alone tell
+
+
+def rows_of(title: str, measures: Mapping[str, Measures], costs: Mapping[str, Cost]) -> list[dict[str, Any]]:
+    """Return the main table's rows of one set: our cost class first, within it in the order of ``measures``."""
+    order = ("A", *(name for name in CLASSES if name not in ("A", "none")), "none")
+    return [
+        {"set": title, "method": METHODS[name].title, "class": costs[name].cls, "cost": costs[name].prefills}
+        | measures[name]
+        for name in sorted(measures, key=lambda name: order.index(costs[name].cls))
+    ]
+
+
+def main_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Table:
+    """Return tab:main-results of this run."""
+    return Table(
+        name="main", label="tab:main-results", title="Hallucination detection",
+        columns=(
+            Column("set", "Set", "text"), Column("method", "Method", "text"), Column("class", "Class", "text"),
+            Column("cost", "Cost, prefills", "number", 3),
+            Column("within", "AUROC within kind", "percent", 3, higher=True),
+            Column("auroc", "AUROC", "percent", 3, higher=True),
+            Column("auprc_hallucinated", "AUPRC, hallucinated positive", "percent", 3, higher=True),
+            Column("auprc_factual", "AUPRC, factual positive", "percent", 3, higher=True),
+        ),
+        rows=rows,
+        caption="AUROC and AUPRC in percent, means over the test sides of all folds and seeds: AUROC with its 95 % "
+        "interval over groups, for other training and test rows of this kind; AUPRC ± standard deviation over sides. "
+        f"Class: what a score takes ({', '.join(f'{name}: {text}' for name, text in CLASSES.items())}); its cost is in "
+        "prefills of the same prompt. Within kind: of pairs of rows of one kind, what is left once the kind is known.",
+        notes=notes, block="set",
+    )  # fmt: skip
+
+
+def decisions_table(sets: Sequence[SetResult]) -> Table:
+    """Return, for each set and method, what a gate gains by its order of the rows."""
+    rows: list[Mapping[str, Cell]] = []
+    for result in sets:
+        for method, of_method in result.scores.items():
+            found = [decisions(result.label[side], score) for side, score in test_sides(of_method)]
+            cells = {name: spread([one[name] for one in found]) for name in found[0]}
+            rows.append({"set": result.title, "method": METHODS[method].title, **cells})
+    return Table(
+        name="decisions", title="What a gate gains",
+        columns=(
+            Column("set", "Set", "text"), Column("method", "Method", "text"),
+            Column("e_aurc", "E-AURC", "number", 3, higher=False),
+            *(Column(f"caught_at_{100 * share:.0f}", f"Wrong caught, {share:.0%} of right withheld", "percent", 3,
+                     higher=True) for share in WITHHELD),
+        ),
+        rows=rows, block="set",
+        caption="Means ± standard deviation over the test sides. E-AURC: area under the curve of wrong among answered "
+        "over the share answered, less that of a perfect order, so 0 is perfect. Caught: the share of wrong answers "
+        "that is withheld where so many of the right ones are.",
+    )  # fmt: skip
+
+
+def ahead_table(sets: Sequence[SetResult]) -> Table:
+    """Return by how much our method leads each other one, on the same test sides; and the kind and our method together
+    the kind alone, which is what a probe adds to knowing the sort of question."""
+    rows: list[Mapping[str, Cell]] = []
+    for result in sets:
+        order = ("A", *(name for name in CLASSES if name != "A"))
+        pairs = [(OURS, other) for other in result.scores if other != OURS]
+        pairs.sort(key=lambda pair: order.index(METHODS[pair[1]].cost))
+        if {WITH_KIND, "kind-prior"} <= result.scores.keys():
+            pairs.insert(0, (WITH_KIND, "kind-prior"))
+        for one, other in pairs:
+            sides = test_sides(result.scores[one]), test_sides(result.scores[other])
+            cells = {"gain": _interval(gain(result.label, result.group, *sides))}
+            if result.kinds is not None:
+                cells["within"] = _interval(gain(result.label, result.group, *sides, result.kinds))
+            names = {"method": METHODS[one].title, "over": METHODS[other].title, "class": METHODS[other].cost}
+            rows.append({"set": result.title, **names, **cells})
+    return Table(
+        name="ahead", title="Ahead of each rival",
+        columns=(
+            Column("set", "Set", "text"), Column("method", "Method", "text"), Column("over", "Over", "text"),
+            Column("class", "Its class", "text"), Column("within", "AUROC within kind, points", "percent", 3),
+            Column("gain", "AUROC, points", "percent", 3),
+        ),
+        rows=rows, block="set",
+        caption="Differences of AUROC in points, paired by test side, with 95 % intervals over groups: where an "
+        "interval holds 0, the rows do not tell who leads.",
+    )  # fmt: skip
+
+
+def _interval(found: Gain) -> dict[str, float]:
+    return {"mean": found.difference, "low": found.low, "high": found.high}
+
+
+def form_table(sets: Sequence[SetResult]) -> Table | None:
+    """Return a row for each form of conversation of each set with two or more; None where there is no such set."""
+    rows: list[Mapping[str, Cell]] = []
+    methods: list[str] = []
+    for result in sets:
+        dataset = result.prepared.rows.dataset
+        form = np.array([dataset.rows[row].strata.get(FORM, "") for row in result.prepared.index.tolist()], np.str_)
+        names = sorted(set(form.tolist()) - {""})
+        if len(names) < 2:
+            continue
+        shown = (OURS, *(method for method in FORM_RIVALS if method in result.scores))
+        methods += [method for method in shown if method not in methods]
+        ranks = {method: pooled_ranks(len(form), result.scores[method]) for method in shown}
+        for name in names:
+            inside = form == name
+            label = result.label[inside]
+            cells: dict[str, Cell] = {}
+            if 0 < label.sum() < len(label):
+                cells = {method: risk_auroc(label, rank[inside]) for method, rank in ranks.items()}
+            rows.append(
+                {"set": result.title, FORM: name, "rows": len(label), "wrong": float(1 - label.mean()), **cells}
+            )
+    if not rows:
+        return None
+    return Table(
+        name="forms", title="By form of conversation",
+        columns=(
+            Column("set", "Set", "text"), Column(FORM, "Form", "text"), Column("rows", "Rows", "integer"),
+            Column("wrong", "Hallucinated", "percent", 3),
+            *(Column(method, f"AUROC, {METHODS[method].title}", "percent", 3, higher=True) for method in methods),
+        ),
+        rows=rows, block="set",
+        caption="AUROC in percent within the rows of one form, by out-of-fold ranks of the first seed. What a form "
+        "does to the level of the risk does not show here: `hallutracer train` puts that into the model card.",
+    )  # fmt: skip
+
+
+def write_row_scores(result: SetResult, path: Path) -> None:
+    """Write a line for each labelled row as CSV: id, group, label (1 factual), and each method's rank of risk.  A rank
+    is relative, in (0, 1), among the rows of the first seed's fold that tested the row: no fit saw it."""
+    ranks = [pooled_ranks(len(result.label), scores) for scores in result.scores.values()]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["id", "group", "label", *result.scores])
+    dataset = result.prepared.rows.dataset
+    for place, row in enumerate(result.prepared.index.tolist()):
+        values = [f"{rank[place]:.6f}" for rank in ranks]
+        writer.writerow([dataset.rows[row].id, int(result.group[place]), int(result.label[place]), *values])
+    atomic_write(path, text.getvalue().encode("utf-8", "backslashreplace"))
+
+
+def sources_of(kind: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Return each row's source [n]: its kind up to the first slash."""
+    return np.array([name.partition("/")[0] for name in kind.tolist()], np.str_)
+
+
+_TRANSFER = {"depth mean": OURS, "text": "text-ngrams"}  # name in the kept file -> method
+
+
+def transfer_table(sets: Mapping[str, MethodInputs], options: EvaluateOptions, folder: Path) -> Table | None:
+    """Return a block of rows for each mixture of two sources or more (named in front of the kind); None where no set is
+    one. Probes are fitted on one source, or on all but one, and scored on the others; no group is on both sides.  A
+    source's own column is cross-validated."""
+    rows: list[Mapping[str, Cell]] = []
+    notes: list[str] = []
+    names: list[str] = []
+    for title, inputs in sets.items():
+        source = sources_of(inputs.kind)
+        found = sorted(set(source.tolist()))
+        if len(found) < 2 or "" in found or not any("/" in name for name in inputs.kind.tolist()):
+            continue
+        names += [name for name in found if name not in names]
+        plans = [(name, np.flatnonzero(source == name), found) for name in found]
+        if len(found) > 2:
+            plans += [(f"all but {name}", np.flatnonzero(source != name), [name]) for name in found]
+        for trained_on, train, tested in tqdm(plans, f"{title}, transfer", unit="source"):
+            path = folder / f"{title}-{trained_on}".replace("/", "-")
+            try:
+                scores = _scores(inputs, train, tested, options, path.with_suffix(".npz"))
+            except (TrainingError, NoDirection) as error:
+                notes.append(f"{title}, trained on {trained_on}: left out, {error}")
+                continue
+            for method, of_method in scores.items():
+                sides = {name: (inputs.label[source == name], of_method[source == name]) for name in tested}
+                cells: dict[str, Cell] = {
+                    name: risk_auroc(label, score)
+                    for name, (label, score) in sides.items()
+                    if len(set(label.tolist())) == 2 and np.isfinite(score).all()
+                }
+                rows.append({"set": title, "train": trained_on, "method": METHODS[_TRANSFER[method]].title, **cells})
+    if not rows:
+        return None
+    return Table(
+        name="transfer", title="Trained on one source, tested on another",
+        columns=(
+            Column("set", "Set", "text"), Column("train", "Trained on", "text"), Column("method", "Method", "text"),
+            *(Column(name, f"AUROC on {name}", "percent", 3, higher=True) for name in names),
+        ),
+        rows=rows,
+        caption="AUROC in percent. A source's own column is cross-validated; in the others no group is on both sides.",
+        notes=notes, block="set",
+    )  # fmt: skip
+
+
+def _scores(
+    inputs: MethodInputs, train: Index, tested: Sequence[str], options: EvaluateOptions, path: Path
+) -> dict[str, Floats]:
+    """Return scores [n] by each method; NaN for rows that were not tested.  Training rows are tested out of fold."""
+
+    def make() -> dict[str, NDArray[np.generic]]:
+        found = {name: np.full(len(inputs.label), np.nan) for name in _TRANSFER}
+        outside = np.setdiff1d(np.arange(len(inputs.label)), train)
+        shared = np.isin(inputs.group[train], inputs.group[outside])
+        own = len(tested) > 1  # its own source is among them
+        splits = group_folds(inputs.label, inputs.group, train, options.folds, 0) if own else []
+        if not (own and shared.all()):  # sources that ask the same questions: there is nothing to learn from
+            splits = [*splits, (train[~shared], outside)]
+        for fitted, test in splits:
+            found["depth mean"][test] = -chosen_depth_mean(inputs.heads, inputs.group, fitted, test, 0, options)
+            found["text"][test] = text_ngrams(inputs, fitted, test, 0)
+        return dict(found)
+
+    return {name: np.asarray(values, np.float64) for name, values in kept(path, make).items()}
