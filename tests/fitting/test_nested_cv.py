@@ -102,7 +102,7 @@ def test_columns_of_the_nested_classifiers_are_out_of_fold() -> None:
     inside = probe.refit(given.readouts, train, train, 1.0).trajectory.mean(axis=1)
     assert auroc(given.label[train], inside) > 0.75
     _, found = columns(given, train, np.arange(260, 300), probe)
-    assert len(found) == 8
+    assert len(found) == 6
     for name, (of_train, _) in found:
         assert 0.35 < auroc(given.label[train], of_train[:, 0]) < 0.65, name
         assert np.all(np.isfinite(of_train))
