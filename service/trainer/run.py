@@ -115,7 +115,7 @@ def _draft(
 
     # Calibrate: the classifier sees out-of-fold signals only.  Choose the threshold, on every seed's risks.
     extra = extra_signals(names, inputs.first_token, columns)
-    probe.fit_risk(inputs.label, inputs.readouts.soft_label, extra)
+    probe.fit_risk(inputs.label, extra)
     classifier, risks = probe.classifier_, probe.out_of_fold_risk_
     cut = choose_threshold(options.rule, inputs.label, risks)
     threshold = cut.threshold

@@ -277,10 +277,10 @@ def test_classifier_and_threshold_are_fitted_apart_from_what_measures_them(
     bundle, _ = run(tmp_path, target="wrong<=0.2")
     names = len(nested_cv.NAMES) - len(nested_cv.CONTEXT_NAMES)  # no row has a passage
     assert len(fitted) == len(used) == 2 * 3 * names  # seeds, folds, signals
-    for (signals, label, _, classifier), (test_label, *_) in zip(fitted, used, strict=True):
+    for (signals, label, classifier), (test_label, *_) in zip(fitted, used, strict=True):
         assert len(label) + len(test_label) == 240
         assert label.sum() + test_label.sum() == fitted[0][1].sum() + used[0][0].sum()
-        again: FinalClassifier = fit(signals, label, None)
+        again: FinalClassifier = fit(signals, label)
         assert (classifier.weight.tolist(), classifier.intercept) == (again.weight.tolist(), again.intercept)
 
     [(_, label, risk, _)] = chosen
