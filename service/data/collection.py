@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from probes_store.local import atomic_write
-from service.data.options import SampleOptions
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, Engine, Sampling
@@ -24,8 +23,6 @@ from service.engines.checks import beyond_onset
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
 from service.prompts import PromptFormat, render
 from service.readout import Pooling, Site
-
-SAMPLED_TOGETHER = 256  # prompts in one call, which the engine cuts as its memory allows; a kill loses at most these
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,28 +174,6 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
     for path, size in sizes.items():
         with path.open("ab") as file:
             file.truncate(size)
-
-
-def sample_answers(
-    engine: Engine, dataset: Dataset, prompts: Prompts, folder: Path, options: SampleOptions, max_new_tokens: int
-) -> None:
-    """Draw K answers of each row that applies into ``folder``, sample by sample: its number and the answer."""
-    plan = [dataset.asking[batch] for batch in batches(prompts.lengths[dataset.asking], SAMPLED_TOGETHER)]
-    calls = [(number, batch) for number in range(options.samples) for batch in plan]
-    with closing(AppendLog(folder / options.file)) as answers:
-        ends = np.cumsum([len(batch) for _, batch in calls])
-        done = int(np.searchsorted(ends, answers.count, side="right"))
-        if done < len(calls):  # an unfinished call is made again as a whole
-            answers.keep(int(ends[done - 1]) if done else 0)
-        with _bar("answers", prompts, [batch for _, batch in calls], done) as bar:
-            for number, batch in calls[done:]:
-                sampling = Sampling(max_tokens=max_new_tokens, temperature=options.temperature, seed=number)
-                completions = engine.generate([prompts.of(int(row)) for row in batch], sampling)
-                answers.append([
-                    record | {"sample": number, "tokens": completion.token_ids}
-                    for record, completion in zip(_records(dataset, batch, completions), completions, strict=True)
-                ])  # fmt: skip
-                bar.update(int(prompts.lengths[batch].sum()))
 
 
 def _records(dataset: Dataset, batch: NDArray[np.int64], completions: Sequence[Completion]) -> list[dict[str, Any]]:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from service.data.judges import Judge, answer_problems, make_judge
-from service.data.options import JudgeOptions, SampleOptions
+from service.data.options import JudgeOptions
 from service.data.run_folder import AppendLog
 from service.data.training_rows import Dataset
 from service.errors import DataError, RunMismatch
@@ -34,7 +34,6 @@ class Labelled:
     index: NDArray[np.int64]  # [n] data rows
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
     left_out: dict[str, int]  # why the other rows do not take part, counted
-    share: NDArray[np.float64] | None = None  # [n] right ones among the sampled answers, where answers were sampled
 
 
 def given_labels(dataset: Dataset) -> Labelled:
@@ -58,29 +57,6 @@ def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labe
     used = {row: CLASSES[verdict] for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES}
     left_out = Counter(verdict for verdict in verdicts if verdict not in CLASSES)
     return Labelled(np.array([*used], np.int64), np.array([*used.values()], np.int64), dict(sorted(left_out.items())))
-
-
-def sampled_labels(dataset: Dataset, folder: Path, options: JudgeOptions, sampled: SampleOptions) -> Labelled:
-    """Judge the greedy answer and K sampled ones of each row; ``share`` is how many of these are right."""
-    greedy = judged_labels(dataset, folder, options)
-    answers = [(record["row"], record["answer"]) for record in read_samples(folder, sampled)]
-    path = folder / f"sample-labels-t{sampled.temperature:g}-{_key(options)}.jsonl"
-    verdicts = _verdicts(dataset, answers, path, options)
-    right, judged = np.zeros(len(dataset)), np.zeros(len(dataset))
-    for (row, _), verdict in zip(answers, verdicts, strict=True):
-        if verdict in CLASSES:
-            right[row] += CLASSES[verdict]
-            judged[row] += 1
-    kept = judged[greedy.index] > 0
-    index = greedy.index[kept]
-    without = {"without a sampled answer of a class": int((~kept).sum())} if not kept.all() else {}
-    return Labelled(index, greedy.label[kept], greedy.left_out | without, right[index] / judged[index])
-
-
-def read_samples(folder: Path, options: SampleOptions) -> list[dict[str, Any]]:
-    """Return the first K samples of every row, sample by sample: row, sample, answer, tokens, finish."""
-    with (folder / options.file).open(encoding="utf-8") as file:
-        return [record for record in map(json.loads, file) if record["sample"] < options.samples]
 
 
 def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]) -> Verdict:

@@ -20,21 +20,15 @@ BATCH_ROWS = 128  # answers of fewer prompts read all weights more often, to lit
 MAX_NEW_TOKENS = 48
 
 Labels = Literal["given", "generate"]
-TrainingLabels = Literal["given", "generate", "sample"]  # sample: K sampled answers beside the greedy one
 JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
 
 PYTHON = Parameter(parse=False)
 ROWS = option("JSONL rows: prompt or messages, label or answers; id and group if any.  evaluate: also NAME=FOLDER for "
               "a public set you downloaded ('hallutracer data list'), and repeatable.")  # fmt: skip
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
-GeneratedLabels = Annotated[TrainingLabels | None, option(
+GeneratedLabels = Annotated[Labels | None, option(
     "given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
-    "compares with 'answers'.  sample (train only): it also answers --samples times at --temperature, and the share "
-    "of right answers is what the probes are fitted on.  Default of guarantee: as the bundle's own rows were "
-    "labelled.")]  # fmt: skip
-Samples = Annotated[int, option(
-    "Answers sampled for each prompt; train: with --labels sample, evaluate: for methods that compare them.",
-    limits=Range(2))]  # fmt: skip
+    "compares with 'answers'.  Default of guarantee: as the bundle's own rows were labelled.")]  # fmt: skip
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
 RunDir = Annotated[Path | None, option(
     "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")]  # fmt: skip
@@ -137,16 +131,3 @@ class JudgeOptions:
         how = {"openai": self.judge_model, "similarity": "rouge-l", "calls": "bfcl"}.get(self.judge_name)
         name = f"{self.judge_name}:{how}" if how else self.judge_name
         return f"{name} of {self.answer_pattern}" if self.answer_pattern else name
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """How many answers are drawn of each prompt, and how."""
-
-    samples: int  # K
-    temperature: float = 1.0
-
-    @property
-    def file(self) -> str:
-        """Return the name of the file that keeps the samples of this temperature in a run folder."""
-        return f"samples-t{self.temperature:g}.jsonl"

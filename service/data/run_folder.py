@@ -7,8 +7,7 @@ rows-<site>-<pooling>.f32      the same pooled over other positions than t*
 first_token.f64      [N, 2] log maximum probability, entropy (nats)
 journal.jsonl        one line per finished batch, written after its data reached the disk
 answers.jsonl        generated answers, one line per row that applies, in the order of the plan
-samples-t<T>.jsonl   answers sampled at temperature T, one line per sample and row
-labels-<key>.jsonl   verdicts of one judge with one set of options; sample-labels-<key>.jsonl: on sampled answers"""
+labels-<key>.jsonl   verdicts of one judge with one set of options"""
 
 from __future__ import annotations
 

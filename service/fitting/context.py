@@ -88,7 +88,7 @@ def fit_passage_probes(
     readouts: Readouts, labels: PromptLabels, group: Index, rows: Index, probe: DepthMeanProbe, least: int = LEAST
 ) -> tuple[ContextFit, ContextFit] | None:
     """Fit ``passage`` and, of the rows with one, ``stated``, learnt from ``rows``.  None where there are too few."""
-    own = replace(readouts, label=labels.passage.astype(np.int64), soft_label=None)
+    own = replace(readouts, label=labels.passage.astype(np.int64))
     passage = fit_context_probe("passage", own, group, rows, probe, least)
     own, inside = replace(own, label=labels.stated.astype(np.int64)), rows[labels.passage[rows]]
     stated = fit_context_probe("stated", own, group, inside, probe, least)

@@ -29,8 +29,8 @@ from service.fitting.probes import (
     Task,
     fit_probes,
     project,
-    weighted_rows,
 )
+from service.fitting.scores import auroc
 from service.readout import Site
 from service.risk import depth_mean, risk
 
@@ -126,7 +126,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if len(group) != len(x):
             raise ValueError(f"groups has {len(group)} rows, X {len(x)}")
         self.fit_readouts(Readouts(_activations(x), np.arange(len(x)), label), group)
-        return self.fit_risk(label, extra=_extra(extra, len(x)))
+        return self.fit_risk(label, _extra(extra, len(x)))
 
     def trajectory(self, X: ArrayLike) -> Floats:  # noqa: N803
         """Return each layer's truth logit, scaled: [n, layers]."""
@@ -173,13 +173,12 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.out_of_fold_, self.scale_ = own.out_of_fold, own.scale
         return self
 
-    def fit_risk(self, label: Labels, soft_label: Floats | None = None, extra: Floats | None = None) -> Self:
-        """Fit the classifier on out-of-fold signals: label, soft_label [n] of ``fit_readouts``' rows, extra [n, k]."""
+    def fit_risk(self, label: Labels, extra: Floats | None = None) -> Self:
+        """Fit the classifier on out-of-fold signals: label [n] of ``fit_readouts``' rows, extra [n, k]."""
         seeds, signals = len(self.out_of_fold_), signal_matrix(self.out_of_fold_, extra)
         # Not averaged over seeds, which would be less noisy than the one probe that is served.
         self.signals_ = signals.reshape(-1, signals.shape[-1])
-        soft = None if soft_label is None else np.tile(soft_label, seeds)
-        self.classifier_ = fit_classifier(self.signals_, np.tile(label, seeds), soft)
+        self.classifier_ = fit_classifier(self.signals_, np.tile(label, seeds))
         self.out_of_fold_risk_ = self.classifier_.risk(self.signals_).reshape(seeds, -1)
         return self
 
@@ -207,7 +206,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 score = np.empty(len(readouts.label))
                 for (_, test), fit in zip(pairs, fits, strict=True):
                     score[test] = depth_mean(fit.trajectory)
-                quality = table[f"{c:g}"] = readouts.auroc(rows, score[rows])
+                quality = table[f"{c:g}"] = auroc(readouts.label[rows], score[rows])
                 if best is None or quality > best[0] + 1e-12:
                     best = (quality, c)
         if best is None and must:
@@ -247,15 +246,14 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return ScaledLogits(crossed.standardized, refitted.standardized, refitted.scale)
 
 
-def fit_classifier(signals: Floats, label: Labels, soft_label: Floats | None = None) -> FinalClassifier:
-    """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual), or soft_label [n].
+def fit_classifier(signals: Floats, label: Labels) -> FinalClassifier:
+    """Return a practically unregularised logistic regression: signals [n, k], label [n] (1 factual).
     No class weights: the risk is a probability at the training data's share of hallucinations."""
     mean, std = signals.mean(axis=0), signals.std(axis=0)
     std = np.where(std > 0, std, 1.0)
-    rows = weighted_rows(label, soft_label)
     with threadpool_limits(1):  # one order of summation, whatever the number of cores
         model = LogisticRegression(C=1e4, tol=1e-8, max_iter=5000)  # C matters where the classes are separable
-        model.fit(((signals - mean) / std)[rows.row], rows.label, sample_weight=rows.weight)
+        model.fit((signals - mean) / std, label)
     weight = model.coef_[0] / std
     return FinalClassifier(weight, float(model.intercept_[0] - weight @ mean))
 

@@ -134,7 +134,7 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
         risks = {}
         strata = [inputs.strata[int(row)] for row in test]
         for name, (of_train, of_test) in signals:
-            classifier = fit_classifier(of_train, label[train], inputs.readouts.soft(train))
+            classifier = fit_classifier(of_train, label[train])
             risks[name] = risk = classifier.risk(of_test)
             record["signals"][name] = scores_of(label[test], risk, strata)
         records.append(record)
@@ -172,7 +172,7 @@ def held_out(
     label, factual = inputs.label, int(inputs.label.sum())
     risks = {"bundle": classifier.risk(signals)}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
-        risks[name] = fit_classifier(of_train, references.label, references.readouts.soft_label).risk(of_test)
+        risks[name] = fit_classifier(of_train, references.label).risk(of_test)
     scores = {name: scores_of(label, risk, inputs.strata) for name, risk in risks.items()}
     gate = decisions.at_threshold(label, risks["bundle"], threshold)
     calibration = cox_line(label, inputs.group, risks["bundle"][None])
@@ -225,7 +225,7 @@ def probe_columns(
     crossed, fit = inner.cross_fit_, inner.probes_
     columns.append(("best_head", (crossed.best_head[0][:, None], fit.trajectory[:, [fit.best_layer]])))
     of_layers = crossed.unit_norm[0]
-    layer = int(np.argmax([readouts.auroc(train, column) for column in of_layers.T]))
+    layer = int(np.argmax([measures.auroc(readouts.label[train], column) for column in of_layers.T]))
     columns.append(("best_layer", (of_layers[:, [layer]], fit.trajectory[:, [layer]])))
     return inner.C_, columns
 

@@ -1,7 +1,4 @@
-"""Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training).
-
-A row's soft label is the share of right ones among its sampled answers.  Its logistic loss is that share times a
-factual row's plus the rest times a hallucinated one's, so the row becomes two weighted rows."""
+"""Probes: standardise, fit, select a head per layer, map to raw space, divide by the norm (App. probe-training)."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from service.data.run_folder import RowsFile
-from service.errors import NoDirection, TrainingError
+from service.errors import NoDirection
 from service.fitting import ClassBalance
 from service.fitting.scores import auroc
 from service.fitting.solver import CONSTANT, one_torch_thread, solve
@@ -59,56 +56,10 @@ class Readouts:
     file: RowsFile | ActivationArray
     index: Index  # [n]
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
-    soft_label: Floats | None = None  # [n] to fit on: the share of sampled answers that is right
 
     def subset(self, rows: Labels) -> Readouts:
         """Return the same file, restricted to these rows."""
-        return Readouts(self.file, self.index[rows], self.label[rows], self.soft(rows))
-
-    def soft(self, rows: Labels) -> Floats | None:
-        """Return the soft labels of these rows, where there are any."""
-        return _soft(self.soft_label, rows)
-
-    def auroc(self, rows: Labels, score: Floats) -> float:
-        """Return the AUROC of the truth scores [r] of ``rows`` [r], by the labels that are fitted on."""
-        return soft_auroc(self.label[rows], self.soft(rows), score)
-
-
-def _soft(soft_label: Floats | None, rows: Labels) -> Floats | None:
-    return None if soft_label is None else soft_label[rows]
-
-
-class WeightedRows(NamedTuple):
-    """r weighted rows made of n, those of the larger weight first in their own order."""
-
-    row: Index  # [r]
-    label: NDArray[np.int64]  # [r] 1 factual, 0 hallucinated
-    weight: Floats  # [r] those of a row sum to 1
-
-
-def weighted_rows(label: Labels, soft_label: Floats | None) -> WeightedRows:
-    """Return the rows of label [n] or, where there is one, of ``soft_label`` [n], without those of weight zero."""
-    rows = np.arange(len(label))
-    if soft_label is None:
-        return WeightedRows(rows, np.asarray(label, np.int64), np.ones(len(label)))
-    first = (soft_label >= 0.5).astype(np.int64)  # the class with more weight; the other one where it has any
-    mixed = np.flatnonzero((soft_label > 0) & (soft_label < 1))
-    both, row = np.r_[first, 1 - first[mixed]], np.r_[rows, mixed]
-    return WeightedRows(row, both, np.where(both == 1, soft_label[row], 1 - soft_label[row]))
-
-
-def soft_auroc(label: Labels, soft_label: Floats | None, score: NDArray[np.floating]) -> float:
-    """Return the AUROC of a truth score [n] against ``label`` [n] or, where there are any, soft labels [n]: then
-    P(score of a right answer > score of a wrong one), ties half, answers drawn from random rows."""
-    if soft_label is None:
-        return auroc(label, score)
-    made = weighted_rows(label, soft_label)
-    good = made.label == 1
-    score = np.asarray(score)[made.row]
-    others = np.argsort(score[~good])
-    upto = np.append(0.0, np.cumsum(made.weight[~good][others]))  # weight of the wrong answers ranked below
-    below, with_ties = (upto[np.searchsorted(score[~good][others], score[good], side)] for side in ("left", "right"))
-    return float(np.average((below + with_ties) / 2, weights=made.weight[good]) / upto[-1])
+        return Readouts(self.file, self.index[rows], self.label[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,29 +105,22 @@ class ProbeFit:
 
 
 def fit_head(
-    x: NDArray[np.floating], label: Labels, tasks: Sequence[Task], site: Site, balance: ClassBalance,
-    soft_label: Floats | None = None,
-) -> list[tuple[Floats, float] | None]:  # fmt: skip
+    x: NDArray[np.floating], label: Labels, tasks: Sequence[Task], site: Site, balance: ClassBalance
+) -> list[tuple[Floats, float] | None]:
     """Return each task's raw-space weight [d] and bias of one head, not yet divided by its norm: x [n, d], label [n].
     Eq. standardize, standardized-probe and raw-space-probe: L1 at the attention site, all tasks at once (``solver``),
-    L2 at the residual stream.  None where every weight is zero.  Rows of which both classes have a part by
-    ``soft_label`` [n] count twice in the attention site's standardisation."""
+    L2 at the residual stream.  None where every weight is zero."""
     if site is Site.RESIDUAL_STREAM:
-        trains = [task.train for task in tasks]
-        rows_of = [weighted_rows(label[train], _soft(soft_label, train)) for train in trains]
-        return [_ridge(x[task.train], rows, task.c, balance) for task, rows in zip(tasks, rows_of, strict=True)]
-    rows = weighted_rows(label, soft_label)
+        return [_ridge(x[task.train], label[task.train], task.c, balance) for task in tasks]
     partitions = {task.train.tobytes(): task.train for task in reversed(tasks)}
-    weight = np.zeros((len(partitions), len(rows.row)))
+    weight = np.zeros((len(partitions), len(x)))
     for of_partition, train in zip(weight, partitions.values(), strict=True):
         inside = np.zeros(len(x), bool)
         inside[train] = True
-        kept = inside[rows.row]
-        of_partition[kept] = row_weights(rows.label[kept], balance, rows.weight[kept])
+        of_partition[inside] = row_weights(label[inside], balance)
     number = {name: place for place, name in enumerate(partitions)}
     partition, c = np.array([number[task.train.tobytes()] for task in tasks]), np.array([task.c for task in tasks])
-    values = np.ascontiguousarray(x if soft_label is None else x[rows.row], np.float32)[None]
-    directions, intercepts = solve(values, rows.label, weight, partition, c)
+    directions, intercepts = solve(np.ascontiguousarray(x, np.float32)[None], label, weight, partition, c)
     pairs = zip(directions[0], intercepts[0], strict=True)
     return [(direction, float(bias)) if np.any(direction) else None for direction, bias in pairs]
 
@@ -195,28 +139,26 @@ def standardise(x: NDArray[np.floating]) -> tuple[Floats, Floats, Floats]:
     return z, mean, std
 
 
-def row_weights(label: Labels, balance: ClassBalance, weight: Floats | None = None) -> Floats:
-    """Return weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger one.
-    ``weight`` [n]: how much a row counts before it is balanced."""
+def row_weights(label: Labels, balance: ClassBalance) -> Floats:
+    """Return weights of the training rows, [n], that balance the classes; ``downsample`` zeroes rows of the larger
+    one."""
     if balance == "downsample":
         kept = np.zeros(len(label))
         kept[_downsample(label)] = 1.0
         return kept
-    counts = np.ones(len(label)) if weight is None else weight
-    sizes = np.bincount(label, counts, minlength=2)
-    return np.asarray(counts * (counts.sum() / (2.0 * sizes))[label])
+    sizes = np.bincount(label, minlength=2)
+    return np.asarray((len(label) / (2.0 * sizes))[label])
 
 
-def _ridge(x: NDArray[np.floating], rows: WeightedRows, c: float, balance: ClassBalance) -> tuple[Floats, float] | None:
-    if balance == "downsample":  # never with soft labels
-        kept = _downsample(rows.label)
-        x, rows = x[kept], weighted_rows(rows.label[kept], None)
+def _ridge(x: NDArray[np.floating], label: Labels, c: float, balance: ClassBalance) -> tuple[Floats, float] | None:
+    if balance == "downsample":
+        kept = _downsample(label)
+        x, label = x[kept], label[kept]
     z, mean, std = standardise(x)
-    weight = row_weights(rows.label, "weights", rows.weight)
     # Rows were checked on collection; checking them again costs as much as a small fit.
     with config_context(assume_finite=True, skip_parameter_validation=True):
         model = LogisticRegression(C=c, max_iter=5000)
-        model.fit(z[rows.row], rows.label, sample_weight=weight)
+        model.fit(z, label, sample_weight=row_weights(label, "weights"))
     raw = model.coef_[0] / std
     return (raw, float(model.intercept_[0] - raw @ mean)) if np.any(raw) else None
 
@@ -239,13 +181,7 @@ def fit_probes(
     A layer whose every probe is zero is fitted again, with ``retry_larger_c``, with the next C of ``LARGER_C`` that
     leaves it a direction; one that still has none gets, with ``zero_layers``, a direction and logits of zero.
 
-    Raises NoDirection: a layer has none.  TrainingError: sampled answers of a task's rows all right or all wrong."""
-    for task in tasks:
-        soft = readouts.soft(task.train)
-        if soft is not None and not 0 < soft.sum() < len(soft):
-            what = f"all sampled answers of {len(soft)} training rows are {'right' if soft.all() else 'wrong'}"
-            cure = "add rows of the other class, more samples or a higher temperature"
-            raise TrainingError(f"{what}: {cure}", param="samples")
+    Raises NoDirection: a layer has none."""
     geometry, site = readouts.file.geometry, readouts.file.site
     layers = range(geometry.num_layers) if layers is None else layers
     heads = [*range(geometry.heads(site))] if heads is None else [*map(int, heads)]
@@ -287,27 +223,21 @@ def _fit_layer(
     with threadpool_limits(1), one_torch_thread():  # one order of summation, whatever the number of cores
         for head in heads:
             x = readouts.file.head(layer, head)[readouts.index]
-            fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance, readouts.soft_label)
+            fitted = fit_head(x, readouts.label, tasks, readouts.file.site, balance)
             for number, (task, raw) in enumerate(zip(tasks, fitted, strict=True)):
                 if raw is not None:
-                    probe, current = unit_probe(x, readouts.label, task, head, raw, readouts.soft_label), best[number]
+                    probe, current = unit_probe(x, readouts.label, task, head, raw), best[number]
                     best[number] = probe if current is None or probe.auroc > current.auroc else current
     return best
 
 
-def unit_probe(
-    x: NDArray[np.float32], label: Labels, task: Task, head: int, raw: tuple[Floats, float],
-    soft_label: Floats | None = None,
-) -> HeadProbe:  # fmt: skip
+def unit_probe(x: NDArray[np.float32], label: Labels, task: Task, head: int, raw: tuple[Floats, float]) -> HeadProbe:
     """Return ``fit_head``'s weight and bias divided by the norm (Eq. raw-space-normalized-probe), rated on the training
-    rows: x [n, d], label, soft_label [n]."""
+    rows: x [n, d], label [n]."""
     norm = float(np.linalg.norm(raw[0]))
     direction, bias = raw[0] / norm, raw[1] / norm
-    inside, soft = label[task.train], _soft(soft_label, task.train)
-    logits = project(x, task.train, direction, bias)
-    rows = weighted_rows(inside, soft)
-    scale = within_class_std(rows.label, logits[rows.row], rows.weight)
-    own = soft_auroc(inside, soft, logits)
+    inside, logits = label[task.train], project(x, task.train, direction, bias)
+    scale, own = within_class_std(inside, logits), auroc(inside, logits)
     return HeadProbe(head, direction, bias, scale, own, project(x, task.test, direction, bias))
 
 
@@ -320,11 +250,10 @@ def project(x: NDArray[np.float32], rows: Index, direction: Floats, bias: float)
     return logits
 
 
-def within_class_std(label: Labels, values: Floats, weight: Floats | None = None) -> float:
-    """Return the pooled deviation around the class means: label [n], values [n], weight [n]; 1 where it is zero."""
+def within_class_std(label: Labels, values: Floats) -> float:
+    """Return the pooled deviation around the class means: label [n], values [n]; 1 where it is zero."""
     rest = values.astype(np.float64)
-    counts = np.ones(len(rest)) if weight is None else weight
     for value in (0, 1):
         inside = label == value
-        rest[inside] -= np.average(rest[inside], weights=counts[inside])
-    return float(np.sqrt(np.average(rest**2, weights=counts))) or 1.0
+        rest[inside] -= rest[inside].mean()
+    return float(np.sqrt(np.mean(rest**2))) or 1.0

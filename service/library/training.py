@@ -96,7 +96,7 @@ class Lines:
 
 def train(
     rows: str | Path | Iterable[Mapping[str, Any]], name: str, model: str | Path | None = None, *,
-    labels: Literal["given", "generate", "sample"] = "given", store: str | Path = DEFAULT_STORE,
+    labels: Literal["given", "generate"] = "given", store: str | Path = DEFAULT_STORE,
     run_dir: str | Path | None = None, engine: Engine | None = None, report: Report = note,
     probe: DepthMeanProbe | None = None, **options: Any,
 ) -> Trained:  # fmt: skip
@@ -107,7 +107,6 @@ def train(
             or ``answers``, and where several rows share a question or an entity their ``group``.
         name, model: Name of the bundle; the model as of ``load``.
         labels: "given": each row's label.  "generate": the model answers and a judge compares with ``answers``.
-            "sample": as generate, with sampled answers as well.
         store, run_dir: Folder or URL that the bundle is published in; folder of activations and progress (runs/NAME).
         engine, report: How the model is loaded; what takes the lines of progress (None: standard error).
         probe: What ``publish`` publishes; None: fitted on the rows.

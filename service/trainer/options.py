@@ -19,8 +19,6 @@ from service.data.options import (
     LabelOptions,
     Labels,
     RunDir,
-    SampleOptions,
-    Samples,
     Seed,
 )
 from service.errors import HalluTracerError, TrainingError
@@ -93,7 +91,7 @@ class RowsOptions(JudgeOptions, LabelOptions):
     @property
     def answers(self) -> Labels:
         """Return where the labels that everything is measured by come from: the rows, or greedy answers."""
-        return "generate" if self.labels in ("generate", "sample") else "given"
+        return self.labels or "given"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +142,6 @@ class NewRowsOptions(RowsOptions):
         """Raise TrainingError for an invalid value, and for what belongs to training."""
         super().check()
         _ = self.file
-        if self.labels == "sample":
-            raise TrainingError("labels are of greedy answers here: given or generate", param="labels")
         if self.prompt_format != "auto":
             raise TrainingError("prompt_format is that of the bundle's training rows", param="prompt_format")
 
@@ -213,9 +209,6 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     test: Annotated[Path | None, option(
         "Held-out rows, scored with the final bundle and used for nothing else.")] = None  # fmt: skip
     labels: GeneratedLabels = "given"
-    samples: Samples = 8
-    temperature: Annotated[float, option(
-        "With --labels sample: of the sampled answers.", limits=Range(positive=True))] = 1.0  # fmt: skip
     forms: Annotated[str | None, option(
         "Forms of conversation that questions are asked in.  mixture: all, by weight, and requests that ask for no "
         "fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  Default: "
@@ -258,8 +251,6 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         seeds = self.shuffles
         checks = (
             (self.signals in SIGNALS, "signals", f"one of {', '.join(map(repr, SIGNALS))}"),
-            (self.labels != "sample" or self.class_balance == "weights", "class_balance",
-             "'weights' with sampled labels, whose rows have a part in both classes"),
             (len(set(seeds)) == len(seeds) > 0, "seeds", "one or more distinct seeds"),
             (all(0 <= seed < 2**32 for seed in seeds), "seeds", "numbers from 0 to 2**32 - 1"),
             (len(self.c_grid) > 0, "c_grid", "one or more numbers"),
@@ -312,11 +303,6 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     def reads(self) -> tuple[Signal, ...]:
         """Return the signals that the classifier reads, by the manifest's names."""
         return SIGNALS[self.signals]
-
-    @property
-    def sampled(self) -> SampleOptions | None:
-        """Return how the answers are sampled that soft labels come from, if any do."""
-        return SampleOptions(self.samples, self.temperature) if self.labels == "sample" else None
 
     @property
     def rule(self) -> "GateRule":

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
-from service.data.collection import Collection, collect, sample_answers
+from service.data.collection import Collection, collect
 from service.data.forms import FORMS
 from service.data.judges import contains
-from service.data.labels import Labelled, given_labels, judged_labels, sampled_labels
-from service.data.options import SampleOptions
+from service.data.labels import Labelled, given_labels, judged_labels
 from service.data.training_rows import FORM, Dataset, class_problems
 from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
@@ -57,12 +56,12 @@ class PreparedData:
 
 def prepare(
     engine: Engine, dataset: Dataset, options: TrainOptions | NewRowsOptions, prompt_format: PromptFormat, name: str, *,
-    sites: Sequence[Site], folds: int | None, sampled: SampleOptions | None = None,
+    sites: Sequence[Site], folds: int | None,
 ) -> PreparedData:  # fmt: skip
     """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
 
-    sites: what is collected, the site that the probes read first; sampled: soft labels from sampled answers, too;
-    folds: how many groups each class must have once the answers are judged; None: any number, also none.
+    sites: what is collected, the site that the probes read first; folds: how many groups each class must have once the
+    answers are judged; None: any number, also none.
     Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups."""
     folder = options.folder / name
     collection = collect(
@@ -72,11 +71,7 @@ def prepare(
     if options.answers == "given":
         labelled = given_labels(dataset)
     else:
-        if sampled is None:
-            labelled = judged_labels(dataset, folder, options)
-        else:
-            sample_answers(engine, dataset, collection.prompts, folder, sampled, options.answer_tokens)
-            labelled = sampled_labels(dataset, folder, options, sampled)
+        labelled = judged_labels(dataset, folder, options)
         groups = dataset.groups[labelled.index]
         problems = [] if folds is None else class_problems(labelled.label, groups, folds)
         if problems:
@@ -84,7 +79,7 @@ def prepare(
     index = labelled.index
     tokens = collection.prompts.lengths[index]
     inputs = Inputs(
-        readouts=Readouts(collection.rows[sites[0]], index, labelled.label, labelled.share),
+        readouts=Readouts(collection.rows[sites[0]], index, labelled.label),
         group=dataset.groups[index], first_token=collection.first_token[index], prompt_tokens=tokens,
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
         prompts=prompt_labels(dataset, index, tokens),

@@ -133,12 +133,6 @@ def evaluation_document(
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
     if None not in forms:
         counts["forms"] = dict(sorted(Counter(forms).items()))
-    if (share := data.inputs.readouts.soft_label) is not None:  # then the probes were not fitted on the figures' labels
-        counts["soft_labels"] = {
-            "samples": options.samples, "temperature": options.temperature, "right": rounded(float(share.mean())),
-            "rows_with_right_and_wrong_answers": rounded(float(np.mean((share > 0) & (share < 1)))),
-            "right_where_the_greedy_answer_is": rounded(float(share[label == 1].mean())),
-        }  # fmt: skip
     document: dict[str, Any] = {
         "data": counts, "c_search": rounded(probe.c_search_),
         "out_of_fold": {

@@ -85,8 +85,8 @@ def _draft(
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
     sites = tuple(dict.fromkeys((options.site, *options.sites)))
     run = partial(prepare, engine, options=options, prompt_format=prompt_format, sites=sites)
-    data = run(dataset, name="train", folds=options.folds, sampled=options.sampled)
-    held = run(test, name="test", folds=0) if test else None  # rows that are only measured on need no soft label
+    data = run(dataset, name="train", folds=options.folds)
+    held = run(test, name="test", folds=0) if test else None
     counts, inputs = data.counts, data.inputs
     others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
     classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
@@ -115,7 +115,7 @@ def _draft(
 
     # Calibrate: the classifier sees out-of-fold signals only.  Choose the threshold, on every seed's risks.
     extra = extra_signals(names, inputs.first_token, columns)
-    probe.fit_risk(inputs.label, inputs.readouts.soft_label, extra)
+    probe.fit_risk(inputs.label, extra)
     classifier, risks = probe.classifier_, probe.out_of_fold_risk_
     cut = choose_threshold(options.rule, inputs.label, risks)
     threshold = cut.threshold

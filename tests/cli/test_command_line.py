@@ -138,7 +138,7 @@ def test_an_address_that_cannot_be_listened_on_is_said_before_a_model_is_loaded(
         (("--target", "wrong=0.2"), 2, 'such as "wrong<=0.2" with the quotes'),
         (("--forms", "mixture"), 2, "given labels belong to the prompts as they are"),
         (("--forms", "lone,chat", "--labels", "generate"), 2, "no form is called 'chat'"),
-        (("--forms", "turns,lone", "--labels", "sample"), 1, "line 1"),
+        (("--forms", "turns,lone", "--labels", "generate"), 1, "line 1"),
     ],
 )
 def test_train_reports_rows_forms_and_rules_before_a_model_is_loaded(

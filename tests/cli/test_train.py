@@ -64,7 +64,7 @@ def test_a_dry_run_loads_no_model_and_writes_nothing(
     [
         ("guarantee", ["--judge", "openai"], "--judge-url"), ("recalibrate", ["--threshold-rule", "youden"], "keep"),
         ("recalibrate", ["--prompt-format", "text"], "that of the bundle's training rows"),
-        ("guarantee", ["--labels", "sample"], "greedy answers"), ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
+        ("guarantee", ["--labels", "sample"], "generate"), ("recalibrate", ["--traffic", "no.jsonl"], "no.jsonl"),
     ],
 )  # fmt: skip
 def test_what_is_refused(

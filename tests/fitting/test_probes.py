@@ -1,4 +1,4 @@
-"""Probes: the paper's mapping, selection, what happens at the edges; a soft label counts as that many answers."""
+"""Probes: the paper's mapping, selection, what happens at the edges."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from service.errors import NoDirection, TrainingError
+from service.errors import NoDirection
 from service.fitting import ClassBalance, probes
-from service.fitting.estimator import fit_classifier
 from service.fitting.scores import auroc
 from service.readout import Site
 from tests.fitting.made import readouts
@@ -18,12 +17,11 @@ EVERY = np.arange(300)
 
 
 def fit_one(
-    x: np.ndarray, label: np.ndarray, c: float, site: Site = Site.ATTENTION_HEAD, balance: ClassBalance = "weights",
-    soft_label: np.ndarray | None = None,
-) -> tuple[np.ndarray, float]:  # fmt: skip
+    x: np.ndarray, label: np.ndarray, c: float, site: Site = Site.ATTENTION_HEAD, balance: ClassBalance = "weights"
+) -> tuple[np.ndarray, float]:
     """One head, one task, all rows."""
     every = np.arange(len(x))
-    [found] = probes.fit_head(x, label, [probes.Task(every, every, c)], site, balance, soft_label)
+    [found] = probes.fit_head(x, label, [probes.Task(every, every, c)], site, balance)
     assert found is not None
     return found
 
@@ -126,63 +124,3 @@ def test_downsampling_uses_as_many_rows_of_each_class() -> None:
     assert not np.allclose(down, fit_one(x, label, 0.3)[0])
     assert down.tolist() == again.tolist()
     assert probes.row_weights(label, "downsample").sum() == 60
-
-
-# --- soft labels ---
-
-K = 4  # answers of each row
-
-
-def shared() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, greedy labels, soft labels, and the verdicts [n, K] that these are of; every row has both kinds."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((150, 6)).astype(np.float32)
-    right = np.clip(rng.binomial(K, 1 / (1 + np.exp(-2 * x[:, 0]))), 1, K - 1)
-    return x, (x[:, 0] > 0).astype(np.int64), right / K, (np.arange(K) < right[:, None]).astype(np.int64)
-
-
-def test_weighted_rows_carry_the_soft_labels() -> None:
-    soft = np.array([0.0, 0.25, 1.0, 0.5])
-    made = probes.weighted_rows(np.array([1, 1, 0, 0]), soft)
-    assert len(made.row) == 6  # rows without doubt stay one row
-    for row, value in enumerate(soft):
-        mine = made.row == row
-        assert (made.weight[mine].sum(), made.weight[mine & (made.label == 1)].sum()) == (1, value)
-    assert [part.tolist() for part in probes.weighted_rows(np.array([1, 0]), None)] == [[0, 1], [1, 0], [1.0, 1.0]]
-
-
-@pytest.mark.parametrize("site", list(Site))
-def test_a_probe_is_that_of_one_row_for_each_answer(site: Site) -> None:
-    x, label, soft_label, verdicts = (part[:100] for part in shared())
-    soft = fit_one(x, label, 0.3, site, soft_label=soft_label)
-    # As many rows as answers, and a loss K times as large: C is K times smaller.
-    hard = fit_one(np.repeat(x, K, axis=0), verdicts.ravel(), 0.3 / K, site)
-    np.testing.assert_allclose(soft[0], hard[0], rtol=2e-3, atol=2e-4)
-    assert soft[1] == pytest.approx(hard[1], abs=2e-3)
-    assert abs(fit_one(x, label, 0.3, site)[0][0] - soft[0][0]) > 0.05
-
-
-def test_ranking_scale_balance_and_classifier_are_those_of_one_row_for_each_answer() -> None:
-    x, label, soft_label, verdicts = shared()
-    score = x[:, 0].astype(np.float64)
-    many, flat = np.repeat(score, K), verdicts.ravel()
-    assert probes.soft_auroc(label, soft_label, score) == pytest.approx(auroc(flat, many))
-    assert probes.soft_auroc(label, None, score) == auroc(label, score)
-    made = probes.weighted_rows(label, soft_label)
-    assert probes.within_class_std(made.label, score[made.row], made.weight) == pytest.approx(
-        probes.within_class_std(flat, many)
-    )
-    weight = probes.row_weights(made.label, "weights", made.weight)
-    assert weight[made.label == 1].sum() == pytest.approx(weight[made.label == 0].sum()) == pytest.approx(75)
-    signals = x.astype(np.float64)
-    soft, hard = fit_classifier(signals, label, soft_label), fit_classifier(np.repeat(signals, K, axis=0), flat)
-    np.testing.assert_allclose(soft.weight, hard.weight, rtol=1e-3, atol=1e-4)
-    assert soft.risk(signals).mean() == pytest.approx(1 - soft_label.mean(), abs=1e-4)
-
-
-def test_samples_that_are_all_wrong_are_an_error() -> None:
-    rows, label = sample()
-    data = probes.Readouts(readouts(rows, label).file, EVERY, label, np.r_[np.zeros(180), np.full(120, 0.5)])
-    with pytest.raises(TrainingError, match="180 training rows are wrong") as caught:
-        fit_all(data, probes.Task(EVERY[:180], EVERY[180:], 0.3))
-    assert caught.value.param == "samples"

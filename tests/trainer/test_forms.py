@@ -211,12 +211,6 @@ def test_patterns_of_the_judge_are_nothing_to_state(tmp_path: Path) -> None:
     assert {row["answers"][0] for row in found} == {row["answers"][0] for row in rows}
 
 
-def test_sampled_labels_are_asked_in_forms_and_only_where_there_is_an_answer(tmp_path: Path) -> None:
-    bundle, _ = run(tmp_path, Roomy(), questions(), **MIXED | {"labels": "sample", "samples": 2})
-    assert bundle.evaluation()["data"]["others"] == 200
-    assert len(lines(tmp_path / "run" / "train" / "samples-t1.jsonl")) == 2 * 240
-
-
 def test_rows_that_do_not_apply_are_read_but_not_answered(tmp_path: Path) -> None:
     rows = [*questions(60), *({"prompt": f"Write poem {n}.", "applies": False, "group": "p"} for n in range(30))]
     dataset = read_dataset(write_rows(tmp_path / "rows.jsonl", rows[::-1]), "generate", folds=2)
@@ -245,7 +239,7 @@ def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "text", "forms"),
     [
-        ("given", None, ()), ("generate", None, ("mixture",)), ("sample", None, ("mixture",)), ("generate", "none", ()),
+        ("given", None, ()), ("generate", None, ("mixture",)), ("generate", "none", ()),
         ("generate", "mixture", ("mixture",)), ("generate", "turns, lone", ("turns", "lone")),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from hallutracer_research.evaluation.methods import METHODS
 from service.cli.options import EngineChoice, Out, UsageError, check_place
 from service.cli.output import print_line
-from service.data.options import Data, LabelOptions, Samples
+from service.data.options import Data, LabelOptions
 from service.options import Common
 from service.settings import Range, option, section
 from service.trainer.options import FoldOptions
@@ -53,7 +53,9 @@ class EvaluateChoices:
                "side by side."),
         Parameter(metavar="FOLDER"),
     ] = ()  # fmt: skip
-    samples: Samples = 10
+    samples: Annotated[
+        int, option("Answers sampled for each prompt, for methods that compare them.", limits=Range(2))
+    ] = 10
     inner_folds: Annotated[int, option("Folds inside a training side.", limits=Range(2))] = 3
     per_subset: Annotated[bool, option("Also train and test inside each sub-dataset.")] = True
     skip_long: Annotated[
