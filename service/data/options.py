@@ -28,7 +28,8 @@ ROWS = option("JSONL rows: prompt or messages, label or answers; id and group if
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
 GeneratedLabels = Annotated[Labels | None, option(
     "given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
-    "compares with 'answers'.  Default of guarantee: as the bundle's own rows were labelled.")]  # fmt: skip
+    "compares with 'answers'.  Default of guarantee: as the bundle's own rows were labelled; of evaluate: the set's "
+    "own, or given where a row has a label.")]  # fmt: skip
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
 RunDir = Annotated[Path | None, option(
     "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")]  # fmt: skip

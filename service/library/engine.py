@@ -31,10 +31,8 @@ DEMO, SMOLLM2 = "demo", "smollm2"
 # Short name of a model -> its bundles, the default first.
 SHIPPED = MappingProxyType({SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")})
 
-# Size and sha256 of a file that people have -> the bundles of the model in it, the default first.
-FILES = MappingProxyType({
-    (1_117_320_768, "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"): ("qwen2.5-coder-1.5b",),
-})  # fmt: skip
+# Size and sha256 of a GGUF file that people have -> the bundles of the model in it, the default first.
+FILES: Mapping[tuple[int, str], tuple[str, ...]] = MappingProxyType({})
 
 
 class NoDefaultBundle(HalluTracerError):

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from hallutracer_research.evaluation.methods import METHODS
 from service.cli.options import EngineChoice, Out, UsageError, check_place
 from service.cli.output import print_line
-from service.data.options import Data, LabelOptions
+from service.data.options import Data, GeneratedLabels, LabelOptions
 from service.options import Common
 from service.settings import Range, option, section
 from service.trainer.options import FoldOptions
@@ -29,6 +29,7 @@ class EvaluateChoices:
     """What is compared, and on which rows."""
 
     data: Data = ()
+    labels: GeneratedLabels = None
     out: Out = None
     suite: Annotated[
         Literal["main", "paper"],
@@ -102,7 +103,7 @@ def evaluate(
         sources=limited(sources, options.limit), out=options.out or Path("evaluation"),
         suite=options.suite, methods=names, other_model=options.other_model, embedder=options.embedder,
         beside=tuple(map(Path, options.beside)), samples=options.samples, seeds=len(fit.shuffles),
-        folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge,
+        folds=fit.folds, inner_folds=options.inner_folds, c=fit.c, judge=labels.judge, labels=options.labels,
         max_new_tokens=labels.max_new_tokens, prompt_format=labels.prompt_format, per_subset=options.per_subset,
         skip_long=options.skip_long, batch_rows=fit.batch_rows, jobs=fit.jobs,
     )  # fmt: skip

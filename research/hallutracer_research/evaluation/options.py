@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from hallutracer_research.evaluation.methods import METHODS, OTHER, OURS, CostClass
-from service.data.options import BATCH_ROWS, JudgeName
+from service.data.options import BATCH_ROWS, JudgeName, Labels
 from service.engines.base import LoadedModel
 from service.errors import TrainingError
 from service.fitting import C_GRID
@@ -70,6 +70,7 @@ class EvaluateOptions:
     inner_folds: int = 3
     c: float | None = None  # None: chosen inside each training side
     c_grid: tuple[float, ...] = C_GRID
+    labels: Labels | None = None  # None: the set's own; of rows: given where one has a label
     judge: JudgeName | None = None  # None: the set's own, or "contains"
     max_new_tokens: int | None = None  # length of a judged answer; None: the set's own, or 48
     other_model: str | None = None  # a folder, a GGUF file or a hub name

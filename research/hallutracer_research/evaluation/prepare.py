@@ -21,7 +21,7 @@ from service.data.collection import Collection, collect
 from service.data.labels import check_answers, given_labels, judged_labels
 from service.data.options import JudgeName, JudgeOptions, Labels
 from service.data.rows import id_of, objects
-from service.data.training_rows import Dataset, check_all_apply, class_problems, read_dataset
+from service.data.training_rows import Dataset, class_problems, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
 from service.fitting.probes import Readouts
@@ -77,17 +77,20 @@ def read_rows(source: EvaluationSource, options: EvaluateOptions) -> SetRows:
         notes += [info.caveat, "rows: " + ", ".join(f"{key} {value}" for key, value in counts.items())]
     else:
         rows, title = [value | {"id": id_of(value, line)} for line, value in objects(source.path, [])], source.path.name
-    labels: Labels = info.labels if info else ("given" if any("label" in row for row in rows) else "generate")
+    labels: Labels = "given" if any("label" in row for row in rows) else "generate"
+    labels = options.labels or (info.labels if info else labels)
     folds = options.folds if labels == "given" else 0
     path = options.out / "sets" / source.name / "rows.jsonl"
     own = source.path if info is None else None
     if own is not None:
         dataset = read_dataset(own, labels, folds=folds)  # reports problems by the user's own lines
-        check_all_apply(dataset)
+        if others := len(dataset.others):
+            rows = [row for row in rows if row.get("applies", True)]
+            notes.append(f"{others} rows that ask for no fact left out")
     if source.limit is not None:
         rows = _sample_groups(rows, source.limit)
         notes.append(f"only {len(rows)} rows (--limit)")
-    if own is None or source.limit is not None:
+    if own is None or len(rows) < len(dataset):
         _write_rows(path, rows)
         dataset = read_dataset(path, labels, folds=folds)
     if own is not None:
