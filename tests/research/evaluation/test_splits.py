@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from hallutracer_research.evaluation import splits
-from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs
 from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_all_heads, kept_split, outer_splits
+from service.errors import TrainingError
 from service.fitting.probes import Readouts, Task, fit_probes
-from service.fitting.scores import auroc
+from service.fitting.scores import auroc, risk_auroc
 from tests.research.made import COUNT, OPTIONS, level_inputs
 
 CHOSEN = replace(OPTIONS, seeds=1)
@@ -101,3 +102,37 @@ def test_an_interrupted_computation_leaves_no_file(tmp_path: Path) -> None:
         splits.kept(path, fails)
     assert not path.exists()
     assert splits.kept(path, lambda: {"score": np.arange(3.0)})["score"].tolist() == [0, 1, 2]
+
+
+def test_the_kind_and_the_depth_mean_together_tell_more_than_each_and_no_test_label_reaches_them(
+    tmp_path: Path,
+) -> None:
+    rng, inputs = np.random.default_rng(2), level_inputs(tmp_path)
+    split = first_split(tmp_path, inputs)
+    kind = np.where(rng.random(COUNT) < 0.3, 1 - inputs.label, inputs.label).astype(np.str_)
+    named = replace(inputs, kind=kind)
+    wrong = inputs.label[split.test]
+    both = splits.with_kind(named, split)
+    alone = -split.test_trajectory.mean(axis=1)
+    prior = -kind[split.test].astype(np.int64)
+    assert risk_auroc(wrong, both) > max(risk_auroc(wrong, alone), risk_auroc(wrong, prior)) + 0.02
+    turned = inputs.label.copy()
+    turned[split.test] = 1 - turned[split.test]
+    assert splits.with_kind(replace(named, label=turned), split).tobytes() == both.tobytes()
+    # Kinds of three groups that tell nothing: shares that hold a row's own label would look as if they told much.
+    told_nothing = splits.with_kind(replace(inputs, kind=(inputs.group % 40).astype(np.str_)), split)
+    assert risk_auroc(wrong, told_nothing) > risk_auroc(wrong, alone) - 0.03
+    with pytest.raises(TrainingError, match="fewer than two kinds"):
+        splits.with_kind(inputs, split)
+
+
+def test_the_entropy_of_the_content_token_is_read_beside_the_depth_mean(tmp_path: Path) -> None:
+    rng, inputs = np.random.default_rng(2), level_inputs(tmp_path)
+    split = first_split(tmp_path, inputs)
+    entropy = rng.standard_normal(COUNT) - 1.2 * inputs.label
+    content = np.stack([rng.standard_normal(COUNT), entropy], axis=1)
+    found = splits.with_content(replace(inputs, answers=AnswerReadings(content=content)), split)
+    wrong, alone = inputs.label[split.test], -split.test_trajectory.mean(axis=1)
+    assert risk_auroc(wrong, found) > max(risk_auroc(wrong, alone), risk_auroc(wrong, entropy[split.test])) + 0.02
+    with pytest.raises(TrainingError, match="none were read"):
+        splits.with_content(inputs, split)
