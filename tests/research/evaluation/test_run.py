@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,16 @@ import numpy as np
 import pytest
 from transformers import BertConfig, BertModel
 
+from hallutracer_research.evaluating import source
 from hallutracer_research.evaluation import splits
 from hallutracer_research.evaluation.methods import METHODS, Method
+from hallutracer_research.evaluation.options import method_names
 from service.demo.questions import questions
 from service.errors import TrainingError
 from tests.command_line import hallutracer
 from tests.engines import tiny
 
+ROOT = Path(__file__).parents[3]
 QUICK = {"--limit": "160", "--seeds": "1", "--folds": "3", "--inner-folds": "2", "--c": "0.3", "--jobs": "1",
          "--threads": "1"}  # fmt: skip
 PAPER = ("--suite", "paper", "--no-per-subset")
@@ -318,3 +322,17 @@ def test_problems_of_a_file_are_told_by_its_lines(tmp_path: Path, text: str, wor
     done = run(tmp_path / "out", "--data", str(path), *limit, expect=1)
     assert words in done.stderr
     assert str(path) in done.stderr
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "research" / "tables").glob("*.toml")), ids=lambda file: file.stem)
+def test_a_table_s_file_names_options_methods_and_sets_that_there_are(tmp_path: Path, file: Path) -> None:
+    table = tomllib.loads(file.read_text())["evaluate"]
+    assert set(method_names(table["methods"])) <= set(METHODS)
+    for text in table["data"]:
+        name, equals, folder = text.partition("=")
+        (tmp_path / (folder or name)).write_text("{}\n")
+        assert source(text if equals else str(tmp_path / name)).known == (name if equals else None)
+    shown = hallutracer("evaluate", "--config", str(file), "--print-config")
+    assert shown.returncode == 0, shown.stderr
+    for key in table:
+        assert f"# evaluate.{key} in {file}" in shown.stdout, key
