@@ -5,7 +5,7 @@ command continues a killed run."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -65,6 +65,7 @@ class EvaluationResult:
     decisions: Table
     ahead: Table
     about: Table
+    milliseconds: Mapping[str, float]  # by set: median of prefills, one prompt at a time
     seconds: float
 
 
@@ -128,9 +129,9 @@ def evaluate(
         transfer = tables.transfer_table(by_set, options, options.out / "transfer")
     notes = [*(note for result in sets for note in _notes(result, options)), *(f"Left out: {one}" for one in problems)]
     main = tables.main_table(table_rows, notes)
-    about = scale.sets_table(sets, took, None if weights is None else sum(weights))
+    about = scale.sets_table(sets, None if weights is None else sum(weights))
     seconds = time.monotonic() - begun
-    more = tables.form_table(sets), tables.decisions_table(sets), tables.ahead_table(sets), about
+    more = tables.form_table(sets), tables.decisions_table(sets), tables.ahead_table(sets), about, took
     return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, *more, seconds)
 
 

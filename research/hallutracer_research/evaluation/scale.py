@@ -16,18 +16,18 @@ from service.errors import DataError
 from service.fitting.scores import debiased_calibration_error
 
 RESULTS = "results.json"
+TIMES = "milliseconds a prefill"  # among the facts and not in a table: another run of the same has other ones
 _OURS = METHODS[OURS].title
 
 
-def sets_table(sets: Sequence[SetResult], milliseconds: Mapping[str, float], weights: int | None) -> Table:
-    """Return a row for each set: how hard it is for the model, how true our risk is, what reading a prompt takes."""
+def sets_table(sets: Sequence[SetResult], weights: int | None) -> Table:
+    """Return a row for each set: how hard it is for the model, and how true our risk is."""
     rows: list[Mapping[str, Cell]] = []
     for result in sets:
         error = debiased_calibration_error(result.label, result.calibrated)
         rows.append({
             "set": result.title, "rows": len(result.label), "right": float(result.label.mean()), "weights": weights,
             "calibration": error, "gap": float(result.calibrated.mean() - 1 + result.label.mean()),
-            "milliseconds": milliseconds[result.title],
         })  # fmt: skip
     return Table(
         name="sets", title="The rows and the model",
@@ -35,19 +35,20 @@ def sets_table(sets: Sequence[SetResult], milliseconds: Mapping[str, float], wei
             Column("set", "Set", "text"), Column("rows", "Rows", "integer"), Column("right", "Right", "percent", 3),
             Column("weights", "Weights", "integer"), Column("calibration", "Calibration error, debiased", "number", 3),
             Column("gap", "Mean risk less share wrong", "number", 3),
-            Column("milliseconds", "Milliseconds a prefill", "number", 1),
         ),
         rows=rows,
         caption="Right: of the judged answers, or of the set's labels. Calibration: of the depth mean's risk, each row "
-        "by a fold of the first seed that never saw it. A prefill: median of prompts read one at a time, where the run "
-        "read them. Weights: of all blocks and the head.",
+        "by a fold of the first seed that never saw it. Weights: of all blocks and the head.",
     )  # fmt: skip
 
 
-def beside_tables(model: str, tables: Sequence[Table], folders: Sequence[Path]) -> list[Table]:
+def beside_tables(
+    model: str, tables: Sequence[Table], milliseconds: Mapping[str, float], folders: Sequence[Path]
+) -> list[Table]:
     """Return the figures of each model that one line can say, then every method's, model by model.  Raises DataError
     where a folder holds no finished evaluation, or none of the same rows."""
-    own = {table.name: table.document()["rows"] for table in tables}
+    own: dict[str, Any] = {table.name: table.document()["rows"] for table in tables}
+    own[TIMES] = milliseconds
     runs = {model: own}
     for folder in folders:
         name, found = finished(folder)
@@ -60,13 +61,12 @@ def beside_tables(model: str, tables: Sequence[Table], folders: Sequence[Path]) 
 
 
 def finished(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the model's name and the tables' rows of a finished evaluation.  Raises DataError."""
+    """Return the model's name, and the tables' rows and the times of a finished evaluation.  Raises DataError."""
     path = folder / RESULTS
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return str(document["facts"]["model"]["name"]), {
-            name: table["rows"] for name, table in document["tables"].items()
-        }
+        tables = {name: table["rows"] for name, table in document["tables"].items()}
+        return str(document["facts"]["model"]["name"]), tables | {TIMES: document["facts"][TIMES]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         cure = f"holds no finished evaluation ({RESULTS}: {error}); run hallutracer evaluate --out {folder} first"
         raise DataError(str(folder), [cure]) from error
@@ -90,7 +90,7 @@ def _models(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Tab
                 **{key: main.get(key) for key in ("within", "auroc")},
                 "left_out": float(np.mean(known)) if known else None,
                 **{key: mean(decided.get(key)) for key in ("e_aurc", "caught_at_10")},
-                **{key: about.get(key) for key in ("calibration", "milliseconds")},
+                "calibration": about.get("calibration"), "milliseconds": tables[TIMES].get(title),
             })  # fmt: skip
     return Table(
         name="models", title="Model by model",
@@ -105,7 +105,8 @@ def _models(runs: Mapping[str, Mapping[str, Any]], titles: Sequence[str]) -> Tab
         ),
         rows=rows, block="set",
         caption="Of the depth mean, with the measures of the tables above. Source left out: mean over the sources of a "
-        "mixture of the AUROC on the one that the probes were not fitted on.",
+        "mixture of the AUROC on the one that the probes were not fitted on. A prefill: median of prompts read one at "
+        "a time, on the machine of the run.",
     )  # fmt: skip
 
 

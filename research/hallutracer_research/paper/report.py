@@ -20,7 +20,7 @@ from hallutracer_research.evaluation.options import EvaluateOptions
 from hallutracer_research.evaluation.page import Claim, Figure, ReportData, Section, to_html, to_markdown
 from hallutracer_research.evaluation.results import SetResult, pooled_ranks
 from hallutracer_research.evaluation.run import EvaluationResult
-from hallutracer_research.evaluation.scale import beside_tables
+from hallutracer_research.evaluation.scale import TIMES, beside_tables
 from hallutracer_research.paper.ablations import MEAN, READOUT, depth_curve
 from hallutracer_research.paper.claims import claims
 from hallutracer_research.paper.diagnostics.classes import as_document
@@ -103,7 +103,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     )  # fmt: skip
     main = [table for table in tables if table is not None]
     if options.beside:
-        main += beside_tables(identity.model, main, options.beside)
+        main += beside_tables(identity.model, main, evaluation.milliseconds, options.beside)
     detection = [figure for result in results for figure in _detection(result)]
     sections = [Section("Detection", _PAPER, main, detection)]
     judged: list[Claim] = []
@@ -131,6 +131,7 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
             "versions": {"hallutracer": service.__version__, "python": platform.python_version(),
                          "numpy": np.__version__, "torch": version("torch"), "scikit-learn": version("scikit-learn")},
             "command": command,
+            TIMES: {title: round(value, 1) for title, value in evaluation.milliseconds.items()},
             "seconds, this run": round(evaluation.seconds),
         },
         claims=judged, sections=sections, published=PUBLISHED,
