@@ -26,6 +26,7 @@ from hallutracer_research.evaluation.methods.own_answers import (
     before_content,
     candidates,
     clusters,
+    continuation,
     eigen_score,
     log_odds,
 )
@@ -190,8 +191,7 @@ class _Reader:
 
     def positions(self) -> OtherPositions:
         """Read the prompts at other positions, with ``SCAFFOLD`` behind them."""
-        scaffold, begin = self.engine.tokenize(SCAFFOLD), self.engine.tokenize("")
-        scaffold = scaffold[len(begin) :] if scaffold[: len(begin)] == begin else scaffold  # no first tokens of a text
+        scaffold = continuation(self.engine, SCAFFOLD)
         layers = at_depths(self.engine.identity.geometry.num_layers, TOKEN_DEPTHS)
         pooled = {Pooling.LAST_8: "last_8", Pooling.LAST_16: "last_16"}
         sizes = {"layers": layers, "count": LAST_TOKENS}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.special import logit
 from threadpoolctl import threadpool_limits
 
-from hallutracer_research.evaluation.methods.base import MethodInputs, held_out_auroc, in_processes, linear_logits
+from hallutracer_research.evaluation.methods.base import MethodInputs, best_c, in_processes, linear_logits
 from hallutracer_research.evaluation.methods.references import kind_prior
 from hallutracer_research.evaluation.options import EvaluateOptions
 from probes_store.local import atomic_write
@@ -111,8 +110,7 @@ def trajectory_ridge(trajectory: Floats, label: Index, group: Index, test_trajec
     penalty.  Raises TrainingError where an inner fold lacks a class."""
     pairs = group_folds(label, group, np.arange(len(label)), 3, seed, what="trajectory inner fold")
     with threadpool_limits(1):  # sums in one order, whatever the number of cores
-        found = [held_out_auroc(partial(linear_logits, c, "l2"), trajectory, label, pairs) for c in RIDGE_GRID]
-        c = RIDGE_GRID[int(np.argmax(np.round(found, 12)))]
+        c, _ = best_c(trajectory, label, pairs, RIDGE_GRID)
         return -linear_logits(c, "l2", trajectory, label, test_trajectory)
 
 

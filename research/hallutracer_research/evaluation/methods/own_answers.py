@@ -52,25 +52,28 @@ def asked(question: str, answer: str, *, examples: bool = False) -> str:
     )
 
 
+def continuation(engine: Engine, text: str) -> list[int]:
+    """Return the text's tokens without those that the tokenizer puts before any text, as behind other tokens."""
+    ids, begin = engine.tokenize(text), engine.tokenize("")
+    return ids[len(begin) :] if ids[: len(begin)] == begin else ids
+
+
 def before_content(engine: Engine, question: str, answer: str) -> list[int]:
     """Return the tokens of ``answer`` before its first word of content: one that is no English stop word and not among
     the question's.  [] where it has none: then the first token is as good as any."""
     known = set(normalise(question).split())
     words = ((word, match.start()) for match in re.finditer(r"\w[\w'’-]*", answer) for word in [match[0]])
     place = next((at for word, at in words if is_content(word) and not set(normalise(word).split()) <= known), 0)
-    ids, begin = engine.tokenize(answer), engine.tokenize("")
-    ids = ids[len(begin) :] if ids[: len(begin)] == begin else ids
+    ids = continuation(engine, answer)
     ends = [len(engine.detokenize(ids[: count + 1])) for count in range(len(ids))] if place else []
     return ids[: sum(end <= place for end in ends)]
 
 
 def candidates(engine: Engine) -> tuple[list[int], list[int]]:
     """Return first tokens that say true, and those that say false.  Raises EngineError where there are none."""
-    begin = engine.tokenize("")  # the tokenizer's own first tokens, as of a sentence
 
     def tokens(words: Sequence[str]) -> list[int]:
-        texts = [engine.tokenize(form) for word in words for form in (word, f" {word}")]
-        cut = [ids[len(begin) :] if ids[: len(begin)] == begin else ids for ids in texts]
+        cut = [continuation(engine, form) for word in words for form in (word, f" {word}")]
         return sorted({ids[0] for ids in cut if len(ids) == 1})
 
     yes, no = tokens(TRUE), tokens(FALSE)

@@ -29,6 +29,7 @@ from hallutracer_research.evaluation.methods.base import (
     Linear,
     MethodInputs,
     Rows,
+    best_c,
     fit_at_best_layer,
     fit_linear,
     held_out_auroc,
@@ -102,12 +103,11 @@ def pca_heads(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: 
     x = np.zeros((len(inputs.label), components.shape[1]))
     x[rows] = components
     pairs = usable_folds(inputs.label, inputs.group, train, INNER_FOLDS, seed, what="PCA inner fold")
-    ways = [(count, c) for count in sorted({min(one, x.shape[1]) for one in COMPONENTS}) for c in C_GRID]
+    counts = sorted({min(one, x.shape[1]) for one in COMPONENTS})
     with threadpool_limits(1):
-        found = [
-            held_out_auroc(partial(linear_logits, c, "l2"), x[:, :count], inputs.label, pairs) for count, c in ways
-        ]
-        count, c = ways[int(np.argmax(np.round(found, 12)))]
+        found = [best_c(x[:, :count], inputs.label, pairs, C_GRID) for count in counts]
+        place = int(np.argmax([quality for _, quality in found]))
+        count, c = counts[place], found[place][0]
         return -linear_logits(c, "l2", x[train, :count], inputs.label[train], x[test, :count])
 
 
