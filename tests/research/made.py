@@ -183,7 +183,8 @@ def _answers(rng: np.random.Generator, label: np.ndarray, residual: np.ndarray) 
     states = rng.standard_normal((len(label), 2 * GEOMETRY.hidden_size)).astype(np.float32) * 3 + 5
     states[:, 4] += 6 * label
     entropy = np.round(-sum(residual[:, layer, layer] / residual[:, layer, layer].std() for layer in WIDE), 1)
-    return AnswerReadings(states=states, asked=np.full(len(label), 30.0), entropy=entropy, **known)
+    right = np.clip(rng.integers(0, 11, len(label)) / 20 + 0.5 * label, 0, 1)
+    return AnswerReadings(states=states, asked=np.full(len(label), 30.0), entropy=entropy, right=right, **known)
 
 
 def _tokens(rng: np.random.Generator, label: np.ndarray) -> np.ndarray:

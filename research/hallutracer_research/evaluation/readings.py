@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hallutracer_research.evaluation.methods import METHODS
+from hallutracer_research.evaluation.methods import METHODS, SOFT
 from hallutracer_research.evaluation.methods.base import AnswerReadings, OtherPositions, at_depths
 from hallutracer_research.evaluation.methods.own_answers import (
     asked,
@@ -36,6 +36,8 @@ from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.prepare import PreparedSet, SetRows, methods_of
 from hallutracer_research.evaluation.splits import kept
 from service.data.collection import batches, collect
+from service.data.judges import make_judge
+from service.data.labels import CLASSES, verdict_on
 from service.data.run_folder import claim
 from service.engines.base import Engine, Sampling
 from service.errors import EngineError
@@ -54,7 +56,7 @@ def check_engine(engine: Engine, methods: Sequence[str]) -> None:
     """Raise EngineError, before anything slow, where the engine cannot do what the methods need."""
     if any(METHODS[name].reads in ("answer", "samples") for name in methods):
         engine.sample([], SAMPLING, [])
-    if any(METHODS[name].reads == "positions" for name in methods):
+    if any(METHODS[name].reads == "positions" or name == SOFT for name in methods):
         cast(PoolingEngine, engine).positions([], [], layers=[], count=1, poolings=[])
     if {"p-true", "p-true-examples"} & set(methods):
         engine.next_token([], [token for side in candidates(engine) for token in side])
@@ -69,7 +71,7 @@ def with_readings(
     reader = _Reader(engine, prepared, options, prompt_format)
     wanted = {METHODS[name].reads for name in methods}
     inputs = prepared.inputs
-    if "positions" in wanted:
+    if "positions" in wanted or SOFT in methods:
         inputs = replace(inputs, positions=reader.positions())
     if "halluguard" in methods:
         inputs = replace(inputs, halluguard=reader.halluguard())
@@ -323,9 +325,21 @@ class _Reader:
         groups = [clusters(text, said.tolist()) for text, said in zip(inputs.text, found["text"], strict=True)]
         weighed = zip(groups, found["log_prob"], strict=True)
         return {
+            "right": self._share_right(found["text"]),
             "eigenscore": found["eigenscore"], "entropy": np.array([entropy_of(group) for group in groups]),
             "entropy_weighted": np.array([entropy_of(group, log_prob) for group, log_prob in weighed]),
         }  # fmt: skip
+
+    def _share_right(self, said: NDArray[np.str_]) -> Floats:
+        """Return the share of answers [n, samples] that are right, of those that belong to a class; NaN where none."""
+        options, rows = self.prepared.rows.judge, self.prepared.rows.dataset.rows
+        judge, shares = make_judge(options), np.full(len(said), np.nan)
+        for place, (number, texts) in enumerate(zip(self.prepared.index.tolist(), said.tolist(), strict=True)):
+            row = rows[number]
+            verdicts = [verdict_on(text, row.question, row.answers, judge, options.abstains) for text in texts]
+            if labels := [CLASSES[one] for one in verdicts if one in CLASSES]:
+                shares[place] = float(np.mean(labels))
+        return shares
 
 
 def _by_row(

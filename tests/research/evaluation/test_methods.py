@@ -350,6 +350,18 @@ def test_an_attention_pooled_probe_finds_the_token_that_knows(data: MethodInputs
     np.testing.assert_allclose(risk_auroc(data.label[test], again), found, atol=0.02)
 
 
+def test_an_attention_pooled_probe_with_soft_targets_learns_the_share_of_right_samples(data: MethodInputs) -> None:
+    train, test = sides(data)
+    right = 0.2 + 0.5 * data.label  # never 0 nor 1, and as wrong where the label is: a fit of the labels has no part
+    right[train[0]] = np.nan  # none of its samples was judged: its label stands for them
+    soft = replace(data, answers=replace(data.answers, right=right))
+    found = networks.attention_pooled_soft(soft, train, test, 0)
+    assert risk_auroc(data.label[test], found) > 0.9
+    assert np.ptp(found) < 0.8 * np.ptp(networks.attention_pooled(data, train, test, 0))  # it is taught to be less sure
+    with pytest.raises(TrainingError, match="sampled answers, and there are none"):
+        networks.attention_pooled_soft(replace(data, answers=AnswerReadings()), train, test, 0)
+
+
 def test_a_semantic_entropy_probe_sees_neither_labels_nor_test_samples(data: MethodInputs) -> None:
     train, test = sides(data)
     scores, entropy = probes.sep(data, train, test, 0, jobs=1), data.answers.entropy

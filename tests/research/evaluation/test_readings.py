@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from hallutracer_research.evaluation.methods import METHODS, OURS, own_answers
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.networks import features
 from hallutracer_research.evaluation.options import OF_OWN_ANSWERS, EvaluateOptions, EvaluationSource
+from hallutracer_research.evaluation.pooling import PoolingEngine
 from hallutracer_research.evaluation.prepare import PreparedSet, SetRows
 from hallutracer_research.evaluation.run import evaluate
 from service.data.collection import Collection, Prompts
@@ -35,7 +37,7 @@ LONGEST, SAMPLES = 5, 3
 class Killed:
     """An engine that is killed at its nth call for samples."""
 
-    def __init__(self, engine: TransformersEngine, at: int) -> None:
+    def __init__(self, engine: PoolingEngine, at: int) -> None:
         self._engine, self._left = engine, at
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +56,7 @@ def engine() -> Any:
     model.config.max_position_embeddings = (
         1200  # a byte is a token here, and P(True) asks in a hundred, behind a thousand
     )
-    return TransformersEngine(model, tiny.tokenizer())
+    return PoolingEngine(TransformersEngine(model, tiny.tokenizer()))
 
 
 @pytest.fixture
@@ -65,7 +67,8 @@ def made(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Prepar
     said = engine.generate(prompts, Sampling(max_tokens=LONGEST))
     lines = [json.dumps({"row": row, "answer": one.text}) + "\n" for row, one in enumerate(said)]
     (tmp_path / "answers.jsonl").write_text("".join(reversed(lines)))
-    dataset, judge = cast(Any, SimpleNamespace(digest="d")), JudgeOptions("contains")
+    asking = [SimpleNamespace(question="", answers=("[a-mA-M0-9]",)) for _ in LENGTHS]
+    dataset, judge = cast(Any, SimpleNamespace(digest="d", rows=asking)), JudgeOptions("regex")
     rows = SetRows("made", "", dataset, "generate", judge, LONGEST, (), ("a note",))
     inputs = MethodInputs(
         label=np.zeros(len(LABELLED), np.int64), group=np.arange(len(LABELLED)), heads=NOTHING, residual=NOTHING,
@@ -116,8 +119,10 @@ def test_each_reading_is_that_of_its_own_row(tmp_path: Path, engine: Any, made: 
             ("entropy", own_answers.semantic_entropy(groups), 1e-6),
             ("entropy_weighted", own_answers.semantic_entropy(groups, log_prob), 1e-5),
             ("eigenscore", own_answers.eigen_score(middle), 1e-3),
+            ("right", np.mean([bool(re.search("[a-mA-M0-9]", one.completion.text)) for one in drawn]), 1e-9),
         ):  # fmt: skip
             assert getattr(answers, name)[place] == pytest.approx(expected, abs=allowed), name
+    assert len(set(answers.right.tolist())) > 1
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -166,7 +171,7 @@ def test_answers_that_are_not_the_judged_ones_are_counted(tmp_path: Path, engine
 def test_labels_of_the_set_s_own_leave_nothing_to_read(tmp_path: Path, made: PreparedSet) -> None:
     given, chosen = replace(made.rows, labels="given"), options(tmp_path / "out")
     assert prepare.methods_of(given, chosen) == (OURS,)
-    assert prepare.left_out(given, chosen).startswith("left out: sep, ")
+    assert prepare.left_out(given, chosen).startswith("left out: attention-pooled-soft, sep, ")
     assert prepare.left_out(made.rows, chosen) == ""
     assert read(ScriptedEngine(), tmp_path / "out", replace(made, rows=given)).inputs.answers.log_prob is None
     assert not list((tmp_path / "out").rglob("*.npz"))
@@ -187,7 +192,7 @@ def test_a_question_of_p_true_that_does_not_fit_is_said_before_any_answer(
 ) -> None:
     long = replace(made.inputs, text=(*("why?",) * 4, "why " * 300, "why?"))
     with pytest.raises(PromptTooLong):
-        read(engine, tmp_path / "out", replace(made, inputs=long))
+        read(engine, tmp_path / "out", replace(made, inputs=long), "p-true", "perplexity")
     assert not list((tmp_path / "out").rglob("*.npz"))
 
 

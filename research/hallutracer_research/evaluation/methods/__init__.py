@@ -21,6 +21,7 @@ WITH_KIND, WITH_CONTENT, SCAFFOLD, OTHER = (
     "kind-and-depth-mean", "content-and-depth-mean", "scaffold-depth-mean", "other-model",
 )  # fmt: skip
 LAST_8, LAST_16 = "last-8-depth-mean", "last-16-depth-mean"
+SOFT = "attention-pooled-soft"  # reads the last tokens, too
 
 
 class Method(NamedTuple):
@@ -45,6 +46,7 @@ METHODS: dict[str, Method] = {
     LAST_16: Method("Depth mean of the last 16 tokens' mean", "A", reads="positions"),
     SCAFFOLD: Method('Depth mean behind "The answer is"', "A", reads="positions"),
     "attention-pooled": Method("Attention-pooled probe", "A", "networks.attention_pooled", "positions"),
+    SOFT: Method("Attention-pooled probe, soft targets", "A", "networks.attention_pooled_soft", "samples"),
     "pca-heads": Method("PCA of all heads, logistic regression", "A", "probes.pca_heads"),
     "iti": Method("ITI-Probe", "A", "probes.iti"),
     "fact-probe": Method("Fact-Probe", "A", "probes.fact_probe"),

@@ -60,6 +60,7 @@ class AnswerReadings(_ByRow):
     entropy: Floats | None = None  # [n] discrete semantic entropy of the sampled answers, nats
     entropy_weighted: Floats | None = None  # [n] the same, by their likelihoods
     eigenscore: Floats | None = None  # [n]
+    right: Floats | None = None  # [n] share of the sampled answers that the judge calls right; NaN where it judges none
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@
 here on the prompt's.  Inner folds choose between the middle, three quarters of the depth and the last layer.
 ``attention_pooled`` (arXiv 2606.21917): one learned query weighs the prompt's last 32 tokens by a softmax, and a linear
 probe reads their weighted mean.  A group-disjoint fifth chooses the layer and the weight decay, and stops the training.
+``attention_pooled_soft``: the same, taught the share of sampled answers that are right, and chosen by the labels.
 ``mind`` (Su et al. 2024): features and training of its published code: the last token's residual stream, mean over
 layers, beside the last layer's, mean over tokens; dropout 0.2, balanced loss, Adam at 5e-4, weight decay 1e-5, the best
 of 20 epochs on a fifth.  **Supervised:** the paper's learns from Wikipedia, here from the training side's labels."""
@@ -151,19 +152,35 @@ class _Pooled(nn.Module):
 
 def attention_pooled(inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None) -> Floats:
     """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a class."""
+    return _taught(inputs, train, test, seed, inputs.label.astype(np.float64))
+
+
+def attention_pooled_soft(
+    inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
+) -> Floats:
+    """Return the scores [n_test].  Raises TrainingError where a side of the training rows lacks a class."""
+    right = inputs.answers.right
+    if right is None:
+        raise TrainingError("attention-pooled-soft learns from sampled answers, and there are none; leave it out",
+                            param="methods")  # fmt: skip
+    return _taught(inputs, train, test, seed, np.where(np.isnan(right), inputs.label, right))
+
+
+def _taught(inputs: MethodInputs, train: Index, test: Index, seed: int, target: Floats) -> Floats:
     if inputs.positions is None:
         raise TrainingError("attention-pooled reads the last tokens, and none were read; leave it out", param="methods")
     states = inputs.positions.states
     fitted, held = group_folds(inputs.label, inputs.group, train, VALIDATION_FOLDS, seed, what="pooling inner fold")[0]
     ways = [(layer, decay) for layer in range(states.shape[1]) for decay in DECAYS]
-    found = [_fit_pooled(states[:, layer], inputs.label, fitted, held, decay, seed) for layer, decay in ways]
+    label = inputs.label
+    found = [_fit_pooled(states[:, layer], target, label, fitted, held, decay, seed) for layer, decay in ways]
     best = int(np.argmax([round(quality, 12) for quality, _ in found]))
     (layer, _), (_, score) = ways[best], found[best]
     return -score(states[test, layer])
 
 
 def _fit_pooled(
-    states: NDArray[np.float16], label: Index, fitted: Index, held: Index, decay: float, seed: int
+    states: NDArray[np.float16], taught: Floats, label: Index, fitted: Index, held: Index, decay: float, seed: int
 ) -> tuple[float, Callable[[NDArray[np.float16]], Floats]]:
     """Return the best AUROC on the ``held`` rows, and what gives truth logits of other rows: states [n, t, d]."""
     there = states[fitted].any(axis=2)
@@ -174,7 +191,7 @@ def _fit_pooled(
         known = rows.any(axis=2)
         return torch.from_numpy((rows.astype(np.float32) - mean) / std), torch.from_numpy(known)
 
-    target = torch.from_numpy(label[fitted].astype(np.float32))
+    target = torch.from_numpy(taught[fitted].astype(np.float32))
     balance = (1 - target.mean()) / target.mean().clamp(min=1e-6)
     loss = nn.BCEWithLogitsLoss(pos_weight=balance)
     x, known = scaled(states[fitted])
