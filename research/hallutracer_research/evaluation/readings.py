@@ -289,19 +289,21 @@ class _Reader:
             for text, answer in zip(self.prepared.inputs.text, self.judged, strict=True)
         ]
 
+        decoded = np.array([len(one) for one in begun], np.int64)
+        later = np.flatnonzero(decoded)  # of the others the first token is that token, and is known
+
         def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-            prompts = [[*prompt, *begun[row]] for prompt, row in zip(self.prompts(at), at.tolist(), strict=True)]
+            prompts = [[*prompt, *begun[row]] for prompt, row in zip(self.prompts(later[at]), later[at], strict=True)]
             tokens = self.engine.extract(prompts, ()).first_tokens
             return {"content": np.array([[one.log_max_prob, one.entropy] for one in tokens])}
 
-        decoded = np.array([len(one) for one in begun], np.float64)
-        lengths, of_answers = (
-            self.prepared.inputs.prompt_tokens + decoded,
-            self.owner | {"answers": _digest(self.judged)},
-        )
-        name, folder = "first words of content", self.folder / "answers" / "content"
-        found = _by_row(folder, of_answers, lengths.astype(np.int64), AT_ONCE, name, read)
-        return {"content": found["content"], "decoded": decoded}
+        content = self.prepared.inputs.first_token.copy()
+        if len(later):
+            lengths = (self.prepared.inputs.prompt_tokens + decoded)[later]
+            of_answers = self.owner | {"answers": _digest(self.judged), "read": "where tokens stand before it"}
+            folder, name = self.folder / "answers" / "content", "first words of content"
+            content[later] = _by_row(folder, of_answers, lengths, AT_ONCE, name, read)["content"]
+        return {"content": content, "decoded": decoded.astype(np.float64)}
 
     def samples(self) -> dict[str, Any]:
         """Sample answers; their semantic entropies and EigenScore."""

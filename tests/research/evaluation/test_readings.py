@@ -65,6 +65,7 @@ def made(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Prepar
     monkeypatch.setattr(readings, "AT_ONCE", 4)
     prompts = tiny.prompts(LENGTHS)
     said = engine.generate(prompts, Sampling(max_tokens=LONGEST))
+    first = np.array([[one.log_max_prob, one.entropy] for one in engine.extract(prompts, ()).first_tokens])
     lines = [json.dumps({"row": row, "answer": one.text}) + "\n" for row, one in enumerate(said)]
     (tmp_path / "answers.jsonl").write_text("".join(reversed(lines)))
     asking = [SimpleNamespace(question="", answers=("[a-mA-M0-9]",)) for _ in LENGTHS]
@@ -72,7 +73,7 @@ def made(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Prepar
     rows = SetRows("made", "", dataset, "generate", judge, LONGEST, (), ("a note",))
     inputs = MethodInputs(
         label=np.zeros(len(LABELLED), np.int64), group=np.arange(len(LABELLED)), heads=NOTHING, residual=NOTHING,
-        first_token=np.zeros((len(LABELLED), 2)), prompt_tokens=np.array(LENGTHS)[LABELLED],
+        first_token=first[LABELLED], prompt_tokens=np.array(LENGTHS)[LABELLED],
         text=tuple(f"what is {row}?" for row in LABELLED),
     )  # fmt: skip
     kept = Prompts(np.concatenate(prompts).astype(np.int32), np.cumsum([0, *LENGTHS]))
