@@ -198,12 +198,12 @@ def with_kind(inputs: MethodInputs, split: Split) -> Floats:
     return _beside_depth_mean(inputs, split, logit(np.clip(prior, 1e-3, 1 - 1e-3)))
 
 
-def with_content(inputs: MethodInputs, split: Split) -> Floats:
-    """Return scores [n_test] of a logistic regression on the depth mean and the entropy of the answer's first token of
-    content.  Raises TrainingError where that was not read."""
-    if inputs.answers.content is None:
-        raise TrainingError("content-and-depth-mean reads answers, and none were read; leave it out", param="methods")
-    return _beside_depth_mean(inputs, split, inputs.answers.content[:, 1])
+def with_entropy(read: Floats | None, inputs: MethodInputs, split: Split) -> Floats:
+    """Return scores [n_test] of a logistic regression on the depth mean and the entropy of another token's
+    distribution: ``read`` [n, 2].  Raises TrainingError where that was not read."""
+    if read is None:
+        raise TrainingError("there is no other token to read beside the depth mean; leave it out", param="methods")
+    return _beside_depth_mean(inputs, split, read[:, 1])
 
 
 def _beside_depth_mean(inputs: MethodInputs, split: Split, column: Floats) -> Floats:

@@ -30,12 +30,12 @@ def test_methods_by_name_and_by_class() -> None:
     by_class = {cls: {name for name in METHODS if METHODS[name].cost == cls} for cls in CLASSES}
     assert by_class["none"] == {"prompt-length", "text-ngrams", "kind-prior"}
     assert by_class["other"] == {"other-model", "text-embedding"}
-    behind = {"scaffold-max-prob", "scaffold-entropy"}
+    behind = {"scaffold-max-prob", "scaffold-entropy", "scaffold-entropy-and-depth-mean"}
     assert by_class["B"] == {"first-token-max-prob", "first-token-entropy", *behind}
     of_content = {"content-max-prob", "content-entropy", "content-and-depth-mean"}
     assert by_class["C"] == {"halluguard", "perplexity", "p-true", "p-true-examples", "mind", *of_content}
     assert by_class["D"] == {"semantic-entropy", "semantic-entropy-discrete", "eigenscore"}
-    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 20
+    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 21
     named = options.method_names
     assert named(None) == named("default") == options.DEFAULT_METHODS
     assert {METHODS[name].reads for name in options.DEFAULT_METHODS} == {"prompt"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hallutracer_research.evaluation import splits
-from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs
+from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_all_heads, kept_split, outer_splits
 from service.errors import TrainingError
 from service.fitting.probes import Readouts, Task, fit_probes
@@ -126,13 +126,13 @@ def test_the_kind_and_the_depth_mean_together_tell_more_than_each_and_no_test_la
         splits.with_kind(inputs, split)
 
 
-def test_the_entropy_of_the_content_token_is_read_beside_the_depth_mean(tmp_path: Path) -> None:
+def test_the_entropy_of_another_token_is_read_beside_the_depth_mean(tmp_path: Path) -> None:
     rng, inputs = np.random.default_rng(2), level_inputs(tmp_path)
     split = first_split(tmp_path, inputs)
     entropy = rng.standard_normal(COUNT) - 1.2 * inputs.label
     content = np.stack([rng.standard_normal(COUNT), entropy], axis=1)
-    found = splits.with_content(replace(inputs, answers=AnswerReadings(content=content)), split)
+    found = splits.with_entropy(content, inputs, split)
     wrong, alone = inputs.label[split.test], -split.test_trajectory.mean(axis=1)
     assert risk_auroc(wrong, found) > max(risk_auroc(wrong, alone), risk_auroc(wrong, entropy[split.test])) + 0.02
-    with pytest.raises(TrainingError, match="none were read"):
-        splits.with_content(inputs, split)
+    with pytest.raises(TrainingError, match="no other token"):
+        splits.with_entropy(None, inputs, split)

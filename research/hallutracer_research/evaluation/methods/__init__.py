@@ -21,6 +21,7 @@ WITH_KIND, WITH_CONTENT, SCAFFOLD, OTHER = (
     "kind-and-depth-mean", "content-and-depth-mean", "scaffold-depth-mean", "other-model",
 )  # fmt: skip
 LAST_8, LAST_16 = "last-8-depth-mean", "last-16-depth-mean"
+WITH_SCAFFOLD = "scaffold-entropy-and-depth-mean"
 SOFT = "attention-pooled-soft"  # reads the last tokens, too
 
 
@@ -76,6 +77,7 @@ METHODS: dict[str, Method] = {
         'Maximum probability behind "The answer is"', "B", "references.scaffold_max_prob", "positions"
     ),
     "scaffold-entropy": Method('Entropy behind "The answer is"', "B", "references.scaffold_entropy", "positions"),
+    WITH_SCAFFOLD: Method('Depth mean and entropy behind "The answer is"', "B", reads="positions"),
     OTHER: Method("Another model's depth mean", "other", reads="other-model"),
     "text-embedding": Method("Sentence embedding of the text", "other", "references.text_embedding", "embedder"),
     "prompt-length": Method("Prompt length", "none", "references.prompt_length"),
