@@ -141,10 +141,15 @@ class GuardedRag:
 
 
 def client_from_environment() -> AsyncClient:
-    """The service's client, with the first key of the key file.  Raises OSError, ValueError."""
+    """The service's client, with the first key of the key file.  Raises OSError; ValueError for a time that is none."""
     path = os.environ.get("HALLUTRACER_API_KEY_FILE")
     key = None if path is None else lines_of(path, "a key")[0].split()[0]
-    return AsyncClient(os.environ.get("HALLUTRACER_URL", "http://127.0.0.1:8765"), api_key=key, timeout=10.0)
+    given = os.environ.get("RAG_TIMEOUT_S", "10")
+    try:
+        seconds = float(given)
+    except ValueError:
+        raise ValueError(f"RAG_TIMEOUT_S is a number of seconds, not {given!r}") from None
+    return AsyncClient(os.environ.get("HALLUTRACER_URL", "http://127.0.0.1:8765"), api_key=key, timeout=seconds)
 
 
 @asynccontextmanager

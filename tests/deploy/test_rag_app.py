@@ -208,6 +208,10 @@ def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="one passage a line"):
         example.passages_from_environment()
     file.write_text("one\n\n two \n")
+    for seconds, said in (("ten", "RAG_TIMEOUT_S is a number of seconds, not 'ten'"), ("0", "positive number")):
+        monkeypatch.setenv("RAG_TIMEOUT_S", seconds)
+        with pytest.raises(ValueError, match=said):
+            example.client_from_environment()
     assert example.passages_from_environment() == ["one", "two"]
     monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", "answer anyway")
     with pytest.raises(ValueError, match="refuse or passages"), TestClient(example.app):
