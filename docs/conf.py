@@ -14,7 +14,7 @@ include_patterns = [
     "deploy/platforms/README.md", "deploy/sidecar/README.md", "probes_store/FORMAT.md",
 ]  # fmt: skip
 # Records, not pages: a generated report and a list of licences.
-exclude_patterns = [".*", "build", "runs", "probes", "evaluation", "docs/smollm2-report.md", "docs/licences.md"]
+exclude_patterns = [".*", "build", "runs", "probes", "evaluation", "docs/*-report.md", "docs/licences.md"]
 
 myst_heading_anchors = 4
 # Pages such as a generated report leave out a heading level; browsers do not mind.
