@@ -16,6 +16,7 @@ PAGES = [
 ]  # fmt: skip
 RECORDS = [  # not on the site: generated, or a log
     ROOT / "docs" / "licences.md",
+    ROOT / "docs" / "models-report.md",
     ROOT / "docs" / "smollm2-report.md",
     ROOT / "benchmarks" / "LOG.md",
 ]
