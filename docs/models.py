@@ -10,7 +10,7 @@ import numpy as np
 from probes_store.bundle import Bundle
 from probes_store.store import SHIPPED, Store
 from service.fitting.decisions import decisions
-from service.judging.evaluation import coverage, kept_risks
+from service.judging.evaluation import coverage, gate_at, kept_risks
 from service.library.engine import FILES
 from service.library.engine import SHIPPED as MODELS
 from service.trainer.presentation import markdown_table
@@ -25,14 +25,14 @@ A bundle reads one model, and is chosen by its name or by the model that you ser
 other model [train one](training.md). Every figure is of rows that no fit saw, by nested cross-validation, from the
 bundle's own record (`hallutracer bundle show NAME`).
 """
-FOOT = """\
+MEASURES = """\
 - **Within kind** counts pairs of rows of one kind of question only: what is left once the kind is known. It is the
   figure to compare first, since kinds differ in difficulty.
 - **E-AURC** is the area between the curve of wrong answers over coverage and that of a perfect order; 0 is perfect.
 - **Caught** is the share of wrong answers that a gate withholds when it withholds 10 % of the right ones.
-- **Calibration error** is debiased; answered and wrong among answered are at the bundle's threshold. That of
-  `qwen2.5-coder-1.5b` is [certified](guarantees.md): of the questions that it
-  answers at most 30 % are answered wrong, with confidence 95 %.
+- **Calibration error** is debiased; answered and wrong among answered are at the bundle's threshold.
+"""
+FOOT = """\
 
 [Results](results.md) has how they were made, and by form of conversation; [Evaluation](evaluation.md) what rivals of
 the same cost reach.
@@ -44,19 +44,18 @@ def row(bundle: Bundle) -> list[str]:
     manifest, evaluation = bundle.manifest, bundle.evaluation()
     own = evaluation["cross_validation"]["signals"][evaluation["signal_of_the_bundle"]]
     training, gate, risks = manifest.training, coverage(bundle).own, kept_risks(bundle)
-    answered, among = (None, None) if gate is None else (gate.answered, gate.wrong_among_answered)
     rows = training.factual + training.hallucinated
     found: dict[str, float] = {}
     if risks is not None:
         risk, wrong = risks
         found = decisions(1 - wrong.astype(np.int64), risk)
-        if gate is None and (below := risk < manifest.threshold).any():  # the threshold was certified since
-            answered, among = float(below.mean()), float(wrong[below].mean())
+        gate = gate or gate_at(manifest.threshold, risk < manifest.threshold, wrong)  # none: certified since
     return [
         f"`{manifest.name}`", manifest.model.name, f"{rows:,}", f"{training.factual / rows:.1%}",
         interval(own["auroc_within_kind"]), interval(own["auroc"]), number(found.get("e_aurc")),
         "-" if not found else f"{found['caught_at_10']:.1%}", number(own["calibration_debiased"]["mean"]),
-        f"{manifest.threshold:.3f}", *("-" if one is None else f"{one:.1%}" for one in (answered, among)),
+        f"{manifest.threshold:.3f}", "-" if gate is None else f"{gate.answered:.1%}",
+        "-" if gate is None or gate.wrong_among_answered is None else f"{gate.wrong_among_answered:.1%}",
     ]  # fmt: skip
 
 
@@ -78,8 +77,19 @@ def page() -> str:
         "calibration error", "threshold", "answered", "wrong among answered",
     ]  # fmt: skip
     store: Any = Store(SHIPPED)
-    rows = [row(store.load(name)) for names in (*FILES.values(), *MODELS.values()) for name in names]
-    return f"{HEAD}\n{markdown_table(titles, rows, range(2, len(titles)))}\n\n{FOOT}"
+    bundles = [store.load(name) for names in (*FILES.values(), *MODELS.values()) for name in names]
+    table = markdown_table(titles, [row(bundle) for bundle in bundles], range(2, len(titles)))
+    return f"{HEAD}\n{table}\n\n{MEASURES}{''.join(map(promise, bundles))}{FOOT}"
+
+
+def promise(bundle: Bundle) -> str:
+    """What a certified threshold promises; nothing of another."""
+    given = bundle.manifest.guarantee
+    if given is None:
+        return ""
+    name, share, sure = bundle.manifest.name, f"{given.alpha:.0%}", f"{1 - given.delta:.0%}"
+    return (f"- The threshold of `{name}` is [certified](guarantees.md): of the question groups that it answers at\n"
+            f"  most {share} are answered wrong, with confidence {sure}.\n")  # fmt: skip
 
 
 if __name__ == "__main__":

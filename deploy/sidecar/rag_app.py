@@ -141,7 +141,7 @@ class GuardedRag:
 
 
 def client_from_environment() -> AsyncClient:
-    """The service's client, with the first key of the key file.  Raises OSError; ValueError for a time that is none."""
+    """The service's client, with the first key of the key file.  Raises OSError, ValueError."""
     path = os.environ.get("HALLUTRACER_API_KEY_FILE")
     key = None if path is None else lines_of(path, "a key")[0].split()[0]
     given = os.environ.get("RAG_TIMEOUT_S", "10")

@@ -76,11 +76,11 @@ def coverage(bundle: Bundle) -> Coverage:
     risk, wrong = kept
     parts = np.array_split(np.argsort(risk, kind="stable"), 10) if len(risk) >= ENOUGH else []
     tenths = [Tenth(float(risk[part[0]]), float(risk[part[-1]]), float((~wrong[part]).mean())) for part in parts]
-    gates = tuple(_gate(threshold, risk < threshold, wrong) for threshold in THRESHOLDS)
+    gates = tuple(gate_at(threshold, risk < threshold, wrong) for threshold in THRESHOLDS)
     return Coverage("out_of_fold_risks", rows, share, gates, own, tuple(tenths))
 
 
-def _gate(threshold: float, answered: NDArray[np.bool_], wrong: NDArray[np.bool_]) -> CoverageGate:
+def gate_at(threshold: float, answered: NDArray[np.bool_], wrong: NDArray[np.bool_]) -> CoverageGate:
     """answered [n], wrong [n] -> the rows' shares; a risk at the threshold is withheld."""
     among = float(wrong[answered].mean()) if answered.any() else None
     withheld = float((~answered)[~wrong].mean()) if (~wrong).any() else 0.0

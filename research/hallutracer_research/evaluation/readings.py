@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hallutracer_research.evaluation.methods import METHODS, SOFT
+from hallutracer_research.evaluation.methods import METHODS, OF_POSITIONS
 from hallutracer_research.evaluation.methods.base import AnswerReadings, OtherPositions, at_depths
 from hallutracer_research.evaluation.methods.own_answers import (
     asked,
@@ -56,7 +56,7 @@ def check_engine(engine: Engine, methods: Sequence[str]) -> None:
     """Raise EngineError, before anything slow, where the engine cannot do what the methods need."""
     if any(METHODS[name].reads in ("answer", "samples") for name in methods):
         engine.sample([], SAMPLING, [])
-    if any(METHODS[name].reads == "positions" or name == SOFT for name in methods):
+    if OF_POSITIONS & set(methods):
         cast(PoolingEngine, engine).positions([], [], layers=[], count=1, poolings=[])
     if {"p-true", "p-true-examples"} & set(methods):
         engine.next_token([], [token for side in candidates(engine) for token in side])
@@ -71,7 +71,7 @@ def with_readings(
     reader = _Reader(engine, prepared, options, prompt_format)
     wanted = {METHODS[name].reads for name in methods}
     inputs = prepared.inputs
-    if "positions" in wanted or SOFT in methods:
+    if OF_POSITIONS & set(methods):
         inputs = replace(inputs, positions=reader.positions())
     if "halluguard" in methods:
         inputs = replace(inputs, halluguard=reader.halluguard())

@@ -253,7 +253,7 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
     depth_means = {RESIDUAL: inputs.residual, OTHER: inputs.other, LAST_8: None, LAST_16: None, SCAFFOLD: None}
     if (read := inputs.positions) is not None:
         depth_means |= {LAST_8: read.last_8, LAST_16: read.last_16, SCAFFOLD: read.behind}
-    with_entropy = {WITH_CONTENT: inputs.answers.content, WITH_SCAFFOLD: None if read is None else read.first_token}
+    entropies = {WITH_CONTENT: inputs.answers.content, WITH_SCAFFOLD: None if read is None else read.first_token}
 
     def make() -> Floats:
         if method in depth_means:
@@ -262,8 +262,8 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
             return -splits.chosen_depth_mean(readouts, inputs.group, *sides, split.seed, options)
         if method == WITH_KIND:
             return splits.with_kind(inputs, split)
-        if method in with_entropy:
-            return splits.with_entropy(with_entropy[method], inputs, split)
+        if method in entropies:
+            return splits.with_entropy(entropies[method], inputs, split)
         if method == TRAJECTORY:
             label, group = inputs.label[split.train], inputs.group[split.train]
             return splits.trajectory_ridge(split.train_trajectory, label, group, split.test_trajectory, split.seed)

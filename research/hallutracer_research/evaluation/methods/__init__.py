@@ -86,6 +86,7 @@ METHODS: dict[str, Method] = {
     SHUFFLED: Method("HalluTracer on shuffled labels (control)", "A"),
 }
 """By name on the command line, in the order in which they are listed there."""
+OF_POSITIONS = {name for name, method in METHODS.items() if method.reads == "positions" or name == SOFT}
 
 
 def fit_method(
