@@ -1,6 +1,7 @@
 """Draw the playground, the terminal and the tenths, of a service that runs: python docs/screenshots.py URL.
 
-Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg."""
+Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg of SmolLM2, and of another model
+docs/playground-BUNDLE.png."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.browser.chromium import executable
 
 DOCS = Path(__file__).parent
 ROWS = 24
-WAIT_MS = 120_000
+WAIT_MS = 600_000
 
 
 def page(browser: Browser, url: str, target: Path, width: int, height: int) -> None:
@@ -64,8 +65,11 @@ def tenths(url: str, target: Path) -> None:
 
 def main(url: str) -> None:
     """All of them."""
+    bundle = httpx.get(f"{url}/v1/bundles").raise_for_status().json()["data"][0]["name"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable())
+        if bundle != "smollm2":
+            return page(browser, url, DOCS / f"playground-{bundle}.png", 1280, 900)
         page(browser, url, DOCS / "playground.png", 1280, 900)
         page(browser, url, DOCS / "playground-phone.png", 390, 844)
     terminal(url, DOCS / "try.svg")
