@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from hallutracer_research.evaluation.methods import METHODS, OTHER, OURS, CostClass
+from hallutracer_research.evaluation.methods import ASKED, BOTH, METHODS, OTHER, OURS, CostClass
 from service.data.options import BATCH_ROWS, JudgeName, Labels
 from service.engines.base import LoadedModel
 from service.errors import TrainingError
@@ -37,7 +37,8 @@ CLASSES: Mapping[CostClass, str] = MappingProxyType(
     }
 )
 """Class -> what it takes, cheapest first."""
-OF_OWN_ANSWERS = tuple(name for name, method in METHODS.items() if method.reads in ("samples", "answer", "content"))
+OF_ANSWERS = ("samples", "answer", "content", "behind-answer")
+OF_OWN_ANSWERS = tuple(name for name, method in METHODS.items() if method.reads in OF_ANSWERS)
 """Methods that read the model's own answers, which a set with labels of its own is not about."""
 # Answers take minutes where a prefill takes seconds, and behind a scaffold every prompt is read again.
 DEFAULT_METHODS = tuple(name for name, one in METHODS.items() if one.cost != "C" and one.reads == "prompt")
@@ -141,7 +142,7 @@ class Tokens(NamedTuple):
     answer: float
     samples: int = 0  # answers of class D
     asked: float = 0.0  # of the prompt that asks for P(True)
-    scaffold: float = 0.0
+    scaffold: float = 0.0  # or question, behind the prompt or the answer
     other: float = 0.0  # of the prompt as another model reads it
 
 
@@ -157,7 +158,7 @@ def count_weights(engine: LoadedModel) -> Weights | None:
 def cost(method: str, weights: Weights | None, tokens: Tokens, other: Weights | None = None) -> Cost:
     """Return the method's cost; ``other``: weights of the other model."""
     cls = METHODS[method].cost
-    behind = method.startswith("scaffold")
+    behind = method.startswith("scaffold") or method in (ASKED, BOTH)
     if cls == "none" or (cls == "A" and not behind):
         return Cost(cls, 0.0 if cls == "none" else 1.0)
     if weights is None:

@@ -50,13 +50,15 @@ def pool(states: Tensor, pooling: Pooling, content: Tensor) -> Tensor:
     return states[-LAST.get(pooling, len(states)) :].mean(dim=0)
 
 
-class Positions(NamedTuple):
-    """What n prompts were read at, besides t*."""
+Span = tuple[int, int]  # of tokens, from the first to before the second
 
-    states: NDArray[np.float16]  # [n, layers, count, hidden_size] residual stream of the last tokens; zeros in front
-    pooled: dict[Pooling, NDArray[np.float32]]  # [n, m, width] attention heads
-    behind: NDArray[np.float32]  # [n, m, width] attention heads at the scaffold's last token
-    first_token: NDArray[np.float64]  # [n, 2] behind the scaffold: log maximum probability, entropy (nats)
+
+class SpanReadouts(NamedTuple):
+    """What n rows of tokens were read at, besides their ends."""
+
+    heads: NDArray[np.float32]  # [spans, n, m, width] attention heads, mean over each span's tokens
+    states: NDArray[np.float16]  # [n, layers, count, hidden_size] residual stream of so many tokens; zeros in front
+    first_token: NDArray[np.float64]  # [n, 2] behind the last token: log maximum probability, entropy (nats)
 
 
 class PoolingEngine:
@@ -111,38 +113,37 @@ class PoolingEngine:
         _pass(model, prompt, [(module, reader(site), SITES[site].is_input) for site in sites for module in at[site]])
         return {key: torch.stack(layers).cpu().numpy() for key, layers in rows.items()}
 
-    def positions(
-        self, prompts: Prompts, scaffold: TokenIds, *, layers: Sequence[int], count: int, poolings: Sequence[Pooling]
-    ) -> Positions:
-        """Read prompts with the beginning of an answer, ``scaffold``, behind them, in one pass each: what lies before
-        it is read as if it were not there, since attention is causal.  Raises EngineError where modules are in another
-        process."""
+    def spans(
+        self, rows: Prompts, spans: Sequence[Sequence[Span]], *, layers: Sequence[int] = (), count: int = 0,
+        ends: Sequence[int] = (),
+    ) -> SpanReadouts:  # fmt: skip
+        """Read rows of tokens at spans, as many in each row, in one pass each: what lies before a token is read as if
+        nothing came behind it, since attention is causal.  With ``layers`` also the residual stream of ``count`` tokens
+        before each of ``ends``.  Raises EngineError where modules are in another process."""
         model, geometry = self._engine.torch_model, self._engine.identity.geometry
         if model is None:
             raise EngineError("other positions are read by the transformers engine only", param="engine")
-        site, number = Site.ATTENTION_HEAD, len(prompts)
+        site, number = Site.ATTENTION_HEAD, len(rows)
         at = locate(model.model).at
-        wide = (number, geometry.num_layers, geometry.width(site))
-        found = Positions(
-            np.zeros((number, len(layers), count, geometry.hidden_size), np.float16),
-            {one: np.empty(wide, np.float32) for one in poolings}, np.empty(wide, np.float32), np.empty((number, 2)),
+        kinds = len(spans[0]) if spans else 0
+        found = SpanReadouts(
+            np.empty((kinds, number, geometry.num_layers, geometry.width(site)), np.float32),
+            np.zeros((number, len(layers), count, geometry.hidden_size), np.float16), np.empty((number, 2)),
         )  # fmt: skip
-        for row, prompt in enumerate(prompts):
-            end = len(prompt)
+        for row, (tokens, own) in enumerate(zip(rows, spans, strict=True)):
 
-            def last(place: int, row: int = row, end: int = end) -> Any:
+            def last(place: int, row: int = row) -> Any:
                 def hook(_module: Any, *tensors: Any) -> None:
-                    states = _states(tensors)[max(0, end - count) : end].float().cpu().numpy()
+                    states = _states(tensors)[max(0, ends[row] - count) : ends[row]].float().cpu().numpy()
                     found.states[row, place, count - len(states) :] = states
 
                 return hook
 
-            def heads(layer: int, row: int = row, end: int = end) -> Any:
+            def heads(layer: int, row: int = row, own: Sequence[Span] = own) -> Any:
                 def hook(_module: Any, *tensors: Any) -> None:
                     states = _states(tensors)
-                    for one, values in found.pooled.items():
-                        values[row, layer] = pool(states[:end], one, torch.ones(end, dtype=torch.bool)).cpu().numpy()
-                    found.behind[row, layer] = states[-1].float().cpu().numpy()
+                    for kind, (begin, end) in enumerate(own):
+                        found.heads[kind, row, layer] = states[begin:end].float().mean(dim=0).cpu().numpy()
 
                 return hook
 
@@ -150,11 +151,10 @@ class PoolingEngine:
             hooks = [(residual[one], last(place), SITES[Site.RESIDUAL_STREAM].is_input)
                      for place, one in enumerate(layers)]  # fmt: skip
             hooks += [(module, heads(layer), SITES[site].is_input) for layer, module in enumerate(at[site])]
-            logits = _pass(model, [*prompt, *scaffold], hooks, logits_to_keep=1).logits[:, -1].float()
+            logits = _pass(model, tokens, hooks, logits_to_keep=1).logits[:, -1].float()
             first = first_token_of(summarise(logits)[0].cpu().numpy())
             found.first_token[row] = first.log_max_prob, first.entropy
-        read: list[NDArray[Any]] = [found.states, found.behind, *found.pooled.values()]
-        if not all(np.isfinite(values).all() for values in read):
+        if not (np.isfinite(found.heads).all() and np.isfinite(found.states).all()):
             raise NonFiniteReadout("a position is beyond the range of its dtype: load the model with dtype float32")
         return found
 

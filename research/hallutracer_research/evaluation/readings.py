@@ -20,7 +20,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hallutracer_research.evaluation.methods import METHODS, OF_POSITIONS
-from hallutracer_research.evaluation.methods.base import AnswerReadings, OtherPositions, at_depths
+from hallutracer_research.evaluation.methods.base import (
+    AnswerReadings,
+    BehindAnswers,
+    OtherPositions,
+    at_depths,
+)
 from hallutracer_research.evaluation.methods.own_answers import (
     asked,
     before_content,
@@ -28,6 +33,7 @@ from hallutracer_research.evaluation.methods.own_answers import (
     clusters,
     continuation,
     eigen_score,
+    follow_up,
     log_odds,
 )
 from hallutracer_research.evaluation.methods.own_answers import semantic_entropy as entropy_of
@@ -43,12 +49,13 @@ from service.engines.base import Engine, Sampling
 from service.errors import EngineError
 from service.fitting.probes import ActivationArray, Floats, Readouts
 from service.prompts import PromptFormat, default_prompt_format, render
-from service.readout import Pooling, Site
+from service.readout import Site
 
 AT_ONCE = 320  # answers in one file; a kill loses at most these
 SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # Farquhar et al.'s, without their top-k of 50
 SEED = 0
 TOKEN_DEPTHS, LAST_TOKENS = (0.4, 0.6, 0.8), 32  # of the attention-pooled probe
+QUESTION = "Is that correct?"  # asked behind the answer
 SCAFFOLD = "The answer is"  # what is read behind, as if the model had begun so
 
 
@@ -56,8 +63,8 @@ def check_engine(engine: Engine, methods: Sequence[str]) -> None:
     """Raise EngineError, before anything slow, where the engine cannot do what the methods need."""
     if any(METHODS[name].reads in ("answer", "samples") for name in methods):
         engine.sample([], SAMPLING, [])
-    if OF_POSITIONS & set(methods):
-        cast(PoolingEngine, engine).positions([], [], layers=[], count=1, poolings=[])
+    if OF_POSITIONS & set(methods) or any(METHODS[name].reads == "behind-answer" for name in methods):
+        cast(PoolingEngine, engine).spans([], [])
     if {"p-true", "p-true-examples"} & set(methods):
         engine.next_token([], [token for side in candidates(engine) for token in side])
 
@@ -80,6 +87,8 @@ def with_readings(
         found |= reader.p_true([examples for examples in (False, True) if reader.p_true_name(examples) in methods])
     if {"perplexity", "mind"} & set(methods):
         found |= reader.greedy()
+    if "behind-answer" in wanted:
+        inputs = replace(inputs, behind=reader.behind_answers())
     if "content" in wanted:
         found |= reader.content()
     if "samples" in wanted:
@@ -195,34 +204,61 @@ class _Reader:
         """Read the prompts at other positions, with ``SCAFFOLD`` behind them."""
         scaffold = continuation(self.engine, SCAFFOLD)
         layers = at_depths(self.engine.identity.geometry.num_layers, TOKEN_DEPTHS)
-        pooled = {Pooling.LAST_8: "last_8", Pooling.LAST_16: "last_16"}
         sizes = {"layers": layers, "count": LAST_TOKENS}
 
         def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-            found = cast(PoolingEngine, self.engine).positions(
-                self.prompts(at), scaffold, layers=layers, count=LAST_TOKENS, poolings=list(pooled)
-            )
-            heads = {"behind": found.behind, **{name: found.pooled[one] for one, name in pooled.items()}}
+            prompts = self.prompts(at)
+            ends = [len(prompt) for prompt in prompts]
+            found = cast(PoolingEngine, self.engine).spans(
+                [[*prompt, *scaffold] for prompt in prompts],
+                [[(max(0, end - 8), end), (max(0, end - 16), end), _last(end + len(scaffold))] for end in ends],
+                layers=layers, count=LAST_TOKENS, ends=ends,
+            )  # fmt: skip
+            heads = dict(zip(("last_8", "last_16", "behind"), found.heads, strict=True))
             return {"states": found.states, "first_token": found.first_token, **heads}
 
         found = _by_row(
             self.folder / "positions", self.owner | sizes | {"scaffold": list(scaffold)},
             self.prepared.inputs.prompt_tokens, AT_ONCE, "other positions", read,
         )  # fmt: skip
-        rows, geometry = np.arange(len(self.prepared.index)), self.engine.identity.geometry
-        shape = (len(rows), geometry.num_layers, geometry.heads(Site.ATTENTION_HEAD), geometry.head_dim)
-        heads = {
-            name: Readouts(
-                ActivationArray(found[name].reshape(shape), Site.ATTENTION_HEAD), rows, self.prepared.inputs.label
-            )
-            for name in ("last_8", "last_16", "behind")
-        }
         return OtherPositions(
-            states=found["states"],
-            first_token=found["first_token"],
-            scaffold=np.full(len(rows), len(scaffold)),
-            **heads,
+            states=found["states"], first_token=found["first_token"],
+            scaffold=np.full(len(self.prepared.index), len(scaffold)),
+            **{name: self._heads(found[name]) for name in ("last_8", "last_16", "behind")},
+        )  # fmt: skip
+
+    def behind_answers(self) -> BehindAnswers:
+        """Read the judged answers' tokens, and behind them a user who asks ``QUESTION``."""
+        question = follow_up(self.engine, QUESTION, self.prompt_format)
+        # An answer of no token at all has no last one: there the prompt's is read.
+        said = [continuation(self.engine, answer) for answer in self.judged]
+
+        def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+            prompts, answers = self.prompts(at), [said[row] for row in at.tolist()]
+            ends = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+            found = cast(PoolingEngine, self.engine).spans(
+                [[*prompt, *answer, *question] for prompt, answer in zip(prompts, answers, strict=True)],
+                [[_last(end), (min(len(prompt), end - 1), end), _last(end + len(question))]
+                 for prompt, end in zip(prompts, ends, strict=True)],
+            )  # fmt: skip
+            return dict(zip(("last", "mean", "asked"), found.heads, strict=True))
+
+        found = _by_row(
+            self.folder / "answers" / "behind",
+            self.owner | {"answers": _digest(self.judged), "question": list(question)},
+            self.prepared.inputs.prompt_tokens + np.array([len(one) for one in said]), AT_ONCE, "behind answers", read,
+        )  # fmt: skip
+        return BehindAnswers(
+            **{name: self._heads(found[name]) for name in ("last", "mean", "asked")},
+            question=np.full(len(self.prepared.index), len(question)),
         )
+
+    def _heads(self, rows: NDArray[np.float32]) -> Readouts:
+        """Return activations [n, m, width] of attention heads as readouts of all rows."""
+        count, geometry = len(self.prepared.index), self.engine.identity.geometry
+        shape = (count, geometry.num_layers, geometry.heads(Site.ATTENTION_HEAD), geometry.head_dim)
+        file = ActivationArray(rows.reshape(shape), Site.ATTENTION_HEAD)
+        return Readouts(file, np.arange(count), self.prepared.inputs.label)
 
     def halluguard(self) -> Floats:
         """Score the answers from gradients, [n]."""
@@ -361,6 +397,10 @@ def _by_row(
     if bad := [key for key, values in joined.items() if values.dtype.kind == "f" and not np.isfinite(values).all()]:
         raise EngineError(f"{name} hold a NaN or an infinity ({', '.join(bad)}): try another dtype")
     return joined
+
+
+def _last(end: int) -> tuple[int, int]:
+    return end - 1, end
 
 
 def _digest(values: Sequence[Any]) -> str:

@@ -18,6 +18,10 @@ from tqdm import tqdm
 
 from hallutracer_research.evaluation import prepare, readings, results, scale, splits, tables
 from hallutracer_research.evaluation.methods import (
+    ANSWER_LAST,
+    ANSWER_MEAN,
+    ASKED,
+    BOTH,
     LAST_8,
     LAST_16,
     METHODS,
@@ -170,7 +174,9 @@ def _costs(
             answer = mean(answers.decoded)
         if method == "p-true-examples":
             asked = answers.asked_examples
-        scaffold = 0.0 if inputs.positions is None else float(inputs.positions.scaffold.mean())
+        scaffold = 0.0 if inputs.positions is None else mean(inputs.positions.scaffold)
+        if inputs.behind is not None and METHODS[method].reads == "behind-answer":
+            scaffold = mean(inputs.behind.question)
         return Tokens(
             mean(inputs.prompt_tokens), answer, options.samples, mean(asked), scaffold, mean(inputs.other_tokens)
         )
@@ -253,6 +259,9 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
     depth_means = {RESIDUAL: inputs.residual, OTHER: inputs.other, LAST_8: None, LAST_16: None, SCAFFOLD: None}
     if (read := inputs.positions) is not None:
         depth_means |= {LAST_8: read.last_8, LAST_16: read.last_16, SCAFFOLD: read.behind}
+    depth_means |= dict.fromkeys((ANSWER_LAST, ANSWER_MEAN, ASKED))
+    if (behind := inputs.behind) is not None:
+        depth_means |= {ANSWER_LAST: behind.last, ANSWER_MEAN: behind.mean, ASKED: behind.asked}
     entropies = {WITH_CONTENT: inputs.answers.content, WITH_SCAFFOLD: None if read is None else read.first_token}
 
     def make() -> Floats:
@@ -260,6 +269,8 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
             if (readouts := depth_means[method]) is None:
                 raise TrainingError(f"{method} has nothing to read: leave it out", param="methods")
             return -splits.chosen_depth_mean(readouts, inputs.group, *sides, split.seed, options)
+        if method == BOTH:
+            return splits.before_and_behind(None if behind is None else behind.asked, inputs, split, options)
         if method == WITH_KIND:
             return splits.with_kind(inputs, split)
         if method in entropies:

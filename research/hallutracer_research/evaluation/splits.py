@@ -206,6 +206,20 @@ def with_entropy(read: Floats | None, inputs: MethodInputs, split: Split) -> Flo
     return _beside_depth_mean(inputs, split, read[:, 1])
 
 
+def before_and_behind(behind: Readouts | None, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
+    """Return scores [n_test] of a logistic regression on two depth means, of the prompt's end and of ``behind``, both
+    out of fold on the training side.  Raises TrainingError without ``behind``, and where an inner fold lacks a
+    class."""
+    if behind is None:
+        raise TrainingError("nothing was read behind the answers; leave it out", param="methods")
+    fits, train, found = fit_options(options), split.train, np.zeros(len(inputs.label))
+    c = fits.choose_c(behind, inputs.group, train, split.seed).c
+    inner = group_folds(inputs.label, inputs.group, train, options.inner_folds, split.seed, what="inner fold")
+    for fitted, held in [*inner, (train, split.test)]:
+        found[held] = depth_mean(fits.refit(behind, fitted, held, c).trajectory)
+    return _beside_depth_mean(inputs, split, found)
+
+
 def _beside_depth_mean(inputs: MethodInputs, split: Split, column: Floats) -> Floats:
     sides = (split.train, split.train_trajectory), (split.test, split.test_trajectory)
     x, x_test = (np.stack([column[rows], depth_mean(trajectory)], axis=1) for rows, trajectory in sides)

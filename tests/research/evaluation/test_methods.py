@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -498,6 +498,22 @@ class Words:
     def next_token(self, prompts: Any, tokens: Any) -> np.ndarray:
         table = np.log(np.array([0.0, 0.1, 0.2, 0.05, 0.0, 0.25, 0.15]), where=np.arange(7) % 4 != 0, out=np.zeros(7))
         return np.array([table[list(tokens)]] * len(prompts))
+
+
+def test_a_follow_up_is_what_the_template_writes_behind_an_answer() -> None:
+    tiny_one = cast(Any, tiny.shared_engine("llama"))
+    assert tiny_one.detokenize(own_answers.follow_up(tiny_one, "Is it?", "text")) == "\nIs it?"
+    assert tiny_one.detokenize(own_answers.follow_up(tiny_one, "Is it?", "chat")) == "\nuser: Is it?\n"
+
+    class Chat(Words):
+        known: ClassVar = {"X": 4, "0": 6, "a": 7, "Is it?": 8}
+
+        def render_chat(self, messages: Any) -> list[int]:
+            marks = {"user": 20, "assistant": 21}
+            told = ([marks[one["role"]], self.known[one["content"]], 30] for one in messages)
+            return [0, *(token for one in told for token in one), 21]
+
+    assert own_answers.follow_up(cast(Any, Chat()), "Is it?", "chat") == [30, 20, 8, 30, 21]
 
 
 def test_p_true_sums_the_forms_of_its_answers() -> None:

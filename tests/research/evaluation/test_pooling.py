@@ -67,25 +67,32 @@ def test_pooled_activations_are_the_onsets_of_every_beginning_pooled_by_hand(nam
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_other_positions_are_the_onsets_of_beginnings_and_of_the_scaffold_s_end(name: str) -> None:
-    engine, prompts, layers, scaffold = tiny.shared_engine(name), mixed_prompts(), [0, 2], [7, 11, 5]
-    poolings = [Pooling.LAST_8, Pooling.LAST_16]
-    found = PoolingEngine(engine).positions(prompts, scaffold, layers=layers, count=6, poolings=poolings)
+def test_spans_are_means_of_onsets_of_beginnings_and_the_last_token_s_distribution_is_the_row_s(name: str) -> None:
+    engine, prompts, layers, behind = tiny.shared_engine(name), mixed_prompts(), [0, 2], [7, 11, 5]
+    ends = [len(prompt) for prompt in prompts]
+    rows = [[*prompt, *behind] for prompt in prompts]
+    spans = [[(max(0, end - 8), end), (end, end + 2), (end + 2, end + 3)] for end in ends]
+    found = PoolingEngine(engine).spans(rows, spans, layers=layers, count=6, ends=ends)
     assert (found.states.shape[:3], found.states.dtype) == ((len(prompts), 2, 6), np.float16)
-    pooled = PoolingEngine(engine).extract(prompts, BOTH, poolings).pooled
-    behind = engine.extract([[*prompt, *scaffold] for prompt in prompts], BOTH)
     heads = Site.ATTENTION_HEAD
-    for one in poolings:
-        np.testing.assert_allclose(found.pooled[one], pooled[heads, one], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(found.behind, behind.activations[heads], rtol=0, atol=1e-5)
-    signals = [(first.log_max_prob, first.entropy) for first in behind.first_tokens]
+    pooled = PoolingEngine(engine).extract(prompts, BOTH, [Pooling.LAST_8]).pooled
+    np.testing.assert_allclose(found.heads[0], pooled[heads, Pooling.LAST_8], rtol=0, atol=1e-5)
+    one, two, whole = (engine.extract([row[: end + more] for row, end in zip(rows, ends, strict=True)], BOTH)
+                       for more in (1, 2, 3))  # fmt: skip
+    both = (one.activations[heads] + two.activations[heads]) / 2
+    np.testing.assert_allclose(found.heads[1], both, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found.heads[2], whole.activations[heads], rtol=0, atol=1e-5)
+    signals = [(first.log_max_prob, first.entropy) for first in whole.first_tokens]
     np.testing.assert_allclose(found.first_token, signals, rtol=1e-4, atol=1e-5)
     for row, prompt in enumerate(prompts):
-        ends = range(max(0, len(prompt) - 6), len(prompt))
-        states = engine.extract([prompt[: end + 1] for end in ends], BOTH).activations[Site.RESIDUAL_STREAM]
+        places = range(max(0, len(prompt) - 6), len(prompt))
+        states = engine.extract([prompt[: end + 1] for end in places], BOTH).activations[Site.RESIDUAL_STREAM]
         expected = states[:, layers].swapaxes(0, 1)
-        np.testing.assert_allclose(found.states[row][:, 6 - len(ends) :], expected, rtol=2e-3, atol=2e-3)
-        assert not found.states[row][:, : 6 - len(ends)].any()
+        np.testing.assert_allclose(found.states[row][:, 6 - len(places) :], expected, rtol=2e-3, atol=2e-3)
+        assert not found.states[row][:, : 6 - len(places)].any()
+    alone = PoolingEngine(engine).spans(rows, [of_row[:1] for of_row in spans])
+    np.testing.assert_array_equal(alone.heads, found.heads[:1])
+    assert alone.states.size == 0
 
 
 def test_what_the_engine_itself_reads_does_not_change_by_a_bit() -> None:

@@ -33,9 +33,10 @@ def test_methods_by_name_and_by_class() -> None:
     behind = {"scaffold-max-prob", "scaffold-entropy", "scaffold-entropy-and-depth-mean"}
     assert by_class["B"] == {"first-token-max-prob", "first-token-entropy", *behind}
     of_content = {"content-max-prob", "content-entropy", "content-and-depth-mean"}
-    assert by_class["C"] == {"halluguard", "perplexity", "p-true", "p-true-examples", "mind", *of_content}
+    answers = {"answer-last-depth-mean", "answer-mean-depth-mean", "asked-depth-mean", "depth-mean-and-asked"}
+    assert by_class["C"] == {"halluguard", "perplexity", "p-true", "p-true-examples", "mind", *of_content, *answers}
     assert by_class["D"] == {"semantic-entropy", "semantic-entropy-discrete", "eigenscore"}
-    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 21
+    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 25
     named = options.method_names
     assert named(None) == named("default") == options.DEFAULT_METHODS
     assert {METHODS[name].reads for name in options.DEFAULT_METHODS} == {"prompt"}
@@ -57,7 +58,8 @@ def test_methods_by_name_and_by_class() -> None:
         ("mind", C, None), ("p-true", C + 45 * 1000 + HEAD, None), ("semantic-entropy", D, None),
         ("eigenscore", D, None), ("scaffold-depth-mean", PREFILL + 4 * 1000, None),
         ("last-8-depth-mean", PREFILL, 1.0), ("scaffold-entropy", PREFILL + 4 * 1000 + HEAD, None),
-        ("p-true-examples", C + 45 * 1000 + HEAD, None),
+        ("p-true-examples", C + 45 * 1000 + HEAD, None), ("answer-mean-depth-mean", C, None),
+        ("asked-depth-mean", C + 4 * 1000, None), ("depth-mean-and-asked", C + 4 * 1000, None),
         ("content-entropy", C, None),
     ],
 )  # fmt: skip

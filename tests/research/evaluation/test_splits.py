@@ -14,7 +14,8 @@ from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_all_he
 from service.errors import TrainingError
 from service.fitting.probes import Readouts, Task, fit_probes
 from service.fitting.scores import auroc, risk_auroc
-from tests.research.made import COUNT, OPTIONS, level_inputs
+from service.readout import Site
+from tests.research.made import COUNT, OPTIONS, level_inputs, noise, plant, readouts
 
 CHOSEN = replace(OPTIONS, seeds=1)
 TASK = Task(np.arange(0, 160), np.arange(160, COUNT), 0.3)
@@ -136,3 +137,24 @@ def test_the_entropy_of_another_token_is_read_beside_the_depth_mean(tmp_path: Pa
     assert risk_auroc(wrong, found) > max(risk_auroc(wrong, alone), risk_auroc(wrong, entropy[split.test])) + 0.02
     with pytest.raises(TrainingError, match="no other token"):
         splits.with_entropy(None, inputs, split)
+
+
+def test_what_is_read_behind_the_answer_adds_to_the_depth_mean_and_no_test_label_reaches_it(tmp_path: Path) -> None:
+    inputs, other = level_inputs(tmp_path), tmp_path / "other"
+    other.mkdir()
+    split = first_split(tmp_path, inputs)
+    rows = noise(np.random.default_rng(5), COUNT, Site.ATTENTION_HEAD)
+    for layer in range(rows.shape[1]):
+        plant(rows, inputs.label, layer, 3, 0.25)
+    behind = readouts(other, rows, inputs.label, Site.ATTENTION_HEAD)
+    both = splits.before_and_behind(behind, inputs, split, CHOSEN)
+    wrong = inputs.label[split.test]
+    alone = -split.test_trajectory.mean(axis=1)
+    second = -splits.chosen_depth_mean(behind, inputs.group, split.train, split.test, 0, CHOSEN)
+    assert risk_auroc(wrong, both) > max(risk_auroc(wrong, alone), risk_auroc(wrong, second)) + 0.01
+    turned = inputs.label.copy()
+    turned[split.test] = 1 - turned[split.test]
+    of_turned = splits.before_and_behind(replace(behind, label=turned), replace(inputs, label=turned), split, CHOSEN)
+    assert of_turned.tobytes() == both.tobytes()
+    with pytest.raises(TrainingError, match="behind the answers"):
+        splits.before_and_behind(None, inputs, split, CHOSEN)

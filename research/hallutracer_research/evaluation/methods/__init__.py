@@ -22,6 +22,9 @@ WITH_KIND, WITH_CONTENT, SCAFFOLD, OTHER = (
 )  # fmt: skip
 LAST_8, LAST_16 = "last-8-depth-mean", "last-16-depth-mean"
 WITH_SCAFFOLD = "scaffold-entropy-and-depth-mean"
+ANSWER_LAST, ANSWER_MEAN, ASKED, BOTH = (
+    "answer-last-depth-mean", "answer-mean-depth-mean", "asked-depth-mean", "depth-mean-and-asked",
+)  # fmt: skip
 SOFT = "attention-pooled-soft"  # reads the last tokens, too
 
 
@@ -34,8 +37,10 @@ class Method(NamedTuple):
     # ``run`` fits from a whole split.
     fit: str | Fit | None = None
     # Besides the prompt's end: its last tokens; a beginning of an answer behind it; the model's own greedy answer, or
-    # its first word of content, or sampled ones; another model; an encoder of sentences.
-    reads: Literal["prompt", "positions", "answer", "content", "samples", "other-model", "embedder"] = "prompt"
+    # its first word of content, or what stands behind it, or sampled ones; another model; an encoder of sentences.
+    reads: Literal[
+        "prompt", "positions", "answer", "content", "behind-answer", "samples", "other-model", "embedder"
+    ] = "prompt"
 
 
 METHODS: dict[str, Method] = {
@@ -62,6 +67,10 @@ METHODS: dict[str, Method] = {
     ),
     "content-entropy": Method("Entropy, first token of content", "C", "references.content_entropy", "content"),
     WITH_CONTENT: Method("Depth mean and entropy of the first token of content", "C", reads="content"),
+    ANSWER_LAST: Method("Depth mean at the answer's last token", "C", reads="behind-answer"),
+    ANSWER_MEAN: Method("Depth mean of the answer's tokens' mean", "C", reads="behind-answer"),
+    ASKED: Method('Depth mean behind "Is that correct?"', "C", reads="behind-answer"),
+    BOTH: Method('Depth means before the answer and behind "Is that correct?"', "C", reads="behind-answer"),
     "perplexity": Method("Perplexity of the answer", "C", "references.perplexity", "answer"),
     "p-true": Method("P(True)", "C", "references.p_true", "answer"),
     "p-true-examples": Method("P(True), six examples", "C", "references.p_true_examples", "answer"),

@@ -78,6 +78,16 @@ class OtherPositions(_ByRow):
 
 
 @dataclass(frozen=True, eq=False)
+class BehindAnswers(_ByRow):
+    """What was read of the judged answers' tokens, and behind them."""
+
+    last: Readouts  # attention heads, at the answer's last token
+    mean: Readouts  # mean over the answer's tokens
+    asked: Readouts  # behind a short question about the answer
+    question: Index  # [n] tokens of that question
+
+
+@dataclass(frozen=True, eq=False)
 class MethodInputs(_ByRow):
     """The n labelled rows, read in one extraction pass; None or empty where no method asked for it."""
 
@@ -91,6 +101,7 @@ class MethodInputs(_ByRow):
     kind: NDArray[np.str_] = field(default_factory=lambda: np.array([], np.str_))  # [n] sub-dataset, "" for none
     halluguard: Floats | None = None  # [n] ``halluguard_scores``
     positions: OtherPositions | None = None
+    behind: BehindAnswers | None = None
     other: Readouts | None = None  # another model's attention heads, at its own t*
     other_tokens: NDArray[np.int64] | None = None  # [n] of the prompt as that model reads it
     embedding: NDArray[np.float32] | None = None  # [n, d] of the text

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from os.path import commonprefix
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from hallutracer_research.evaluation.pooling import is_content
 from service.data.judges import normalise
 from service.engines.base import Engine
 from service.errors import EngineError
+from service.prompts import PromptFormat
 
 TRUE, FALSE = ("A", "True"), ("B", "False")
 _NEGATION = re.compile(
@@ -56,6 +58,19 @@ def continuation(engine: Engine, text: str) -> list[int]:
     """Return the text's tokens without those that the tokenizer puts before any text, as behind other tokens."""
     ids, begin = engine.tokenize(text), engine.tokenize("")
     return ids[len(begin) :] if ids[: len(begin)] == begin else ids
+
+
+def follow_up(engine: Engine, question: str, prompt_format: PromptFormat) -> list[int]:
+    """Return the tokens that stand behind an answer's when the user then asks ``question``: the answer's end and the
+    beginning of the next one, as the template has them.  They are what chats with different answers have in common."""
+    if prompt_format == "text":
+        return continuation(engine, f"\n{question}")
+
+    def chat(answer: str) -> list[int]:
+        turns = ("user", "a"), ("assistant", answer), ("user", question)
+        return engine.render_chat([{"role": role, "content": content} for role, content in turns])
+
+    return list(commonprefix([chat("X")[::-1], chat("0")[::-1]]))[::-1]
 
 
 def before_content(engine: Engine, question: str, answer: str) -> list[int]:
