@@ -45,7 +45,8 @@ def two_versions(place: Path | str, cache: Path | None = None) -> tuple[Store, d
 
 def draft(source: str) -> BundleDraft:
     one = Store(SHIPPED).load(source)
-    return BundleDraft(replace(one.manifest, name=NAME), one.probes, one.golden, one.evaluation(), one.card())
+    manifest = replace(one.manifest, name=NAME)
+    return BundleDraft(manifest, one.probes, one.golden, one.evaluation(), one.card(), answer=one.answer)
 
 
 class Replica:

@@ -1,6 +1,7 @@
 """The readout's cost: our score-only prefill compared with the bare forward of the same engine, in one run.
 
     python -m benchmarks.readout_cost [--pairs 30] [--shapes qwen2.5-0.5b,demo] [--tokens 64,256] [--json OUT]
+    python -m benchmarks.readout_cost --answers 1,32 [--pairs 200]
 
 Ways to spend one prefill on the same ids, interleaved in random order, reported as paired ratios (median, and the
 interval of the middle 90 %), so that a drift of the machine's speed cancels:
@@ -10,7 +11,10 @@ interval of the middle 90 %), so that a drift of the machine's speed cancels:
   score     TransformersEngine.score: readout, depth mean, stop after the last readout
   score+1st the same with first-token signals: the whole forward with the lm_head on the last position
   hidden    output_hidden_states=True, its last position, then numpy
-  residual  TransformersEngine.score at the residual stream, the site that ``hidden`` reads"""
+  residual  TransformersEngine.score at the residual stream, the site that ``hidden`` reads
+
+With ``--answers``, ways to decode one more token of so many answers together: step, the same again, and step+read,
+which reads each answer's token by probes."""
 
 from __future__ import annotations
 
@@ -28,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 
 from benchmarks.harness import spread
 from service.demo import MODEL_DIR
+from service.engines.base import Sampling
 from service.engines.transformers.engine import TransformersEngine
 from service.readout import Site
 from tests.engines.tiny import probes
@@ -36,6 +41,8 @@ RATIOS = [
     ("score", "bare", "<= 1.02"), ("score", "bare+head", "<= 1.02"), ("score+1st", "bare+head", "<= 1.02"),
     ("score", "hidden", "< 1"), ("residual", "bare", "<= 1.02"), ("residual", "hidden", "< 1"),
 ]  # fmt: skip
+
+OF_STEPS = [("step again", "step", "1"), ("step+read", "step", "<= 1.03")]
 
 
 def build(shape: str) -> tuple[PreTrainedModel, TransformersEngine]:
@@ -78,6 +85,26 @@ def ways(model: PreTrainedModel, engine: TransformersEngine, ids: list[int]) -> 
     }  # fmt: skip
 
 
+def steps(engine: TransformersEngine, ids: list[int], answers: int) -> dict[str, Callable[[], object]]:
+    one = probes(engine.identity.geometry, Site.ATTENTION_HEAD)
+
+    def way(read: bool) -> Callable[[], object]:
+        begun = engine.begin([ids] * answers, [])
+        for continuation in begun:
+            continuation.answer_probes = one if read else None
+        running = [continuation.decode(Sampling(max_tokens=engine.identity.max_tokens)) for continuation in begun]
+
+        def step() -> None:
+            engine.step_together(begun)
+            for pieces in running:
+                next(pieces)
+
+        step()  # of the prefill's own logits
+        return step
+
+    return {"step": way(False), "step again": way(False), "step+read": way(True)}
+
+
 def measure(
     contestants: dict[str, Callable[[], object]], pairs: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
@@ -109,6 +136,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--shapes", default="qwen2.5-0.5b,demo")
     parser.add_argument("--tokens", default="64,256")
+    parser.add_argument("--answers", help="decode so many together, instead of prefills")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     clock_help = "cpu: with --threads 1, on a busy machine"
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help=clock_help)
@@ -127,15 +155,17 @@ def main() -> None:
                 print(f"{shape}, {length} tokens: longer than the model's context of {limit}, left out\n")
                 continue
             ids = np.random.default_rng(length).integers(10, 4_000, length).tolist()
-            times = measure(ways(model, engine, ids), options.pairs, clock)
-            medians = (f"{name} {statistics.median(values) * 1e3:.2f} ms" for name, values in times.items())
-            print(f"{shape}, {length} tokens: {', '.join(medians)}")
-            for ours, theirs, target in RATIOS:
-                ratio = spread(np.array(times[ours]) / np.array(times[theirs]))
-                print(f"  {ours:>9} / {theirs:<9} {ratio}   target {target}")
-                which = {"shape": shape, "tokens": length, "ours": ours, "theirs": theirs}
-                record.append(which | {"median": ratio.median})
-            print()
+            for answers in map(int, (options.answers or "0").split(",")):
+                contestants = steps(engine, ids, answers) if answers else ways(model, engine, ids)
+                times = measure(contestants, options.pairs, clock)
+                medians = (f"{name} {statistics.median(values) * 1e3:.2f} ms" for name, values in times.items())
+                print(f"{shape}, {length} tokens{f', {answers} answers' if answers else ''}: {', '.join(medians)}")
+                for ours, theirs, target in OF_STEPS if answers else RATIOS:
+                    ratio = spread(np.array(times[ours]) / np.array(times[theirs]))
+                    print(f"  {ours:>9} / {theirs:<9} {ratio}   target {target}")
+                    which = {"shape": shape, "tokens": length, "answers": answers, "ours": ours, "theirs": theirs}
+                    record.append(which | {"median": ratio.median})
+                print()
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
 

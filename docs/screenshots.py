@@ -69,7 +69,8 @@ def main(url: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable())
         if bundle != "smollm2":
-            return page(browser, url, DOCS / f"playground-{bundle}.png", 1280, 900)
+            page(browser, url, DOCS / f"playground-{bundle}.png", 1280, 900)
+            return
         page(browser, url, DOCS / "playground.png", 1280, 900)
         page(browser, url, DOCS / "playground-phone.png", 390, 844)
     terminal(url, DOCS / "try.svg")

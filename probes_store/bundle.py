@@ -1,4 +1,4 @@
-"""A bundle folder: draft -> bytes on disk -> frozen Bundle, and the replay of its golden prompts.
+"""A bundle folder: draft -> bytes on disk -> frozen Bundle, and the replay of its golden prompts and answers.
 
 Loading checks the manifest first, then names, sizes and hashes of all files, and only then parses the tensors.
 Before writing, everything is rendered to bytes and read back by the same reader, so that only a bundle that loads can
@@ -6,8 +6,10 @@ be published."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,19 @@ from numpy.typing import NDArray
 from probes_store import errors
 from probes_store import manifest as manifests
 from probes_store.errors import BadValue, BundleNotFound, DigestMismatch, GoldenMismatch, MissingFile, Truncated
-from probes_store.manifest import CARD, EVALUATION, GOLDEN, MANIFEST, PROBES, FileRecord, Manifest, read_manifest
+from probes_store.manifest import (
+    ANSWER,
+    CARD,
+    EVALUATION,
+    GOLDEN,
+    MANIFEST,
+    PROBES,
+    FileRecord,
+    Manifest,
+    read_manifest,
+)
 from probes_store.syntax import parse_json, plain, readable_json
-from probes_store.tensors import Golden, ProbeTensors, pack, read_golden, read_probes
+from probes_store.tensors import AnswerTensors, Golden, ProbeTensors, pack, read_answer, read_golden, read_probes
 
 MAX_MANIFEST = 1 << 20  # bytes
 MAX_TOTAL = 256 * 1024 * 1024  # bytes of a bundle that comes over a network, all files together
@@ -37,6 +49,7 @@ class BundleDraft:
     evaluation: dict[str, Any]
     card: str  # README.md; must not contain version, digest or time, which are set on publishing
     plots: dict[str, bytes] = field(default_factory=dict)  # "roc.png" -> bytes, becomes plots/roc.png
+    answer: AnswerTensors | None = None  # exactly where the manifest has the record
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +60,7 @@ class Bundle:
     probes: ProbeTensors
     golden: Golden
     path: Path
+    answer: AnswerTensors | None = None  # exactly where the manifest has the record
 
     @property
     def reference(self) -> str:
@@ -85,9 +99,8 @@ def load_bundle(path: Path) -> Bundle:
         name = entry.relative_to(path).as_posix()
         if not (name in (*manifest.files, MANIFEST, SIGNATURE, "plots") or entry.name.startswith(".")):
             raise errors.UnknownFile("the manifest does not list this file", file=_shown(path, name))
-    files = read_files(path, manifest)
-    probes = read_probes(files[PROBES], manifest, _shown(path, PROBES))
-    return Bundle(manifest, probes, read_golden(files[GOLDEN], manifest, _shown(path, GOLDEN)), path)
+    probes, golden, answer = _read_tensors(read_files(path, manifest), manifest, partial(_shown, path))
+    return Bundle(manifest, probes, golden, path, answer)
 
 
 def load_version(name: str, path: Path) -> Bundle:
@@ -127,6 +140,7 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
     files = {
         PROBES: pack(draft.probes, PROBES),
         GOLDEN: pack(draft.golden, GOLDEN),
+        **({} if draft.answer is None else {ANSWER: pack(draft.answer, ANSWER)}),
         EVALUATION: readable_json(plain(draft.evaluation, EVALUATION)),
         CARD: draft.card.encode(),
         **{f"plots/{name}": data for name, data in draft.plots.items()},
@@ -135,9 +149,18 @@ def render(draft: BundleDraft) -> tuple[Manifest, dict[str, bytes]]:
     set_here = {"version": 1, "created": manifests.UNSET_TIME, "files": records}
     fields = plain(manifests.as_document(draft.manifest) | set_here, MANIFEST)
     manifest = manifests.read_record(manifests.with_seal(fields), MANIFEST)
-    read_probes(files[PROBES], manifest)
-    read_golden(files[GOLDEN], manifest)
+    _read_tensors(files, manifest)
     return manifest, files
+
+
+def _read_tensors(
+    files: Mapping[str, bytes], manifest: Manifest, shown: Callable[[str], str] = str
+) -> tuple[ProbeTensors, Golden, AnswerTensors | None]:
+    """Read every tensor file of a manifest; ``shown``: file -> what messages call it."""
+    probes = read_probes(files[PROBES], manifest, shown(PROBES))
+    golden = read_golden(files[GOLDEN], manifest, shown(GOLDEN))
+    answer = None if manifest.answer is None else read_answer(files[ANSWER], manifest, shown(ANSWER))
+    return probes, golden, answer
 
 
 def timestamp(moment: datetime | None = None) -> str:
@@ -237,7 +260,26 @@ def check_golden(
 
     Raises GoldenMismatch with the worst deviation, for any NaN and for another shape; ValueError for an unknown dtype.
     """
-    golden, context, layers = bundle.golden, bundle.manifest.context, bundle.manifest.model.num_layers
+    return _compare(bundle, bundle.golden, trajectories, risks, dtype, "prompt")
+
+
+def check_answers(
+    bundle: Bundle, trajectories: NDArray[np.floating], risks: NDArray[np.floating], *, dtype: str
+) -> Deviation:
+    """Compare a replay of the golden answers, logits [G, m] averaged over each one's tokens and risks [G].
+
+    As ``check_golden`` does, which raises the same; also ValueError for a bundle without an answer probe."""
+    if bundle.answer is None:
+        raise ValueError(f"bundle {bundle.reference} has no answer probe")
+    return _compare(bundle, bundle.answer, trajectories, risks, dtype, "answer")
+
+
+def _compare(
+    bundle: Bundle, golden: Golden | AnswerTensors, trajectories: NDArray[np.floating], risks: NDArray[np.floating],
+    dtype: str, row: str,
+) -> Deviation:  # fmt: skip
+    """Compare logits [G, k m] and risks [G] with those of ``golden``, whose rows messages call golden ``row``s."""
+    context, layers = bundle.manifest.context, bundle.manifest.model.num_layers
     tolerance = tolerance_for(bundle.manifest.dtype, dtype)
     worst_of: dict[str, float] = {}
     for what, found, recorded, unit, limit in (
@@ -246,13 +288,13 @@ def check_golden(
     ):
         replayed, expected = np.asarray(found, np.float64), np.asarray(recorded, np.float64)
         if replayed.shape != expected.shape:
-            raise GoldenMismatch(f"bundle {bundle.reference}: the replay has another shape", field=what,
-                                 expected=list(expected.shape), found=list(replayed.shape))  # fmt: skip
+            raise GoldenMismatch(f"bundle {bundle.reference}: the replay of its golden {row}s has another shape",
+                                 field=what, expected=list(expected.shape), found=list(replayed.shape))  # fmt: skip
         deviation = np.abs(replayed - expected) / unit
         worst_of[what] = float(deviation.max())
         worst = np.unravel_index(int(np.argmax(deviation)), deviation.shape)
         if not deviation[worst] <= limit:  # argmax finds NaN first, and this comparison rejects it
-            place = f"golden prompt {worst[0]}"
+            place = f"golden {row} {worst[0]}"
             if len(worst) > 1:
                 probe, layer = divmod(int(worst[1]), layers)
                 place += f", layer {layer}"

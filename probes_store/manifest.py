@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, getitem
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
@@ -27,6 +28,7 @@ MAX_FILE = 64 * 1024 * 1024  # bytes of any file: a file is read whole
 MANIFEST = "bundle.json"
 PROBES, GOLDEN, EVALUATION, CARD = "probes.safetensors", "golden.safetensors", "evaluation.json", "README.md"
 REQUIRED = (PROBES, GOLDEN, EVALUATION, CARD)
+ANSWER = "answer.safetensors"  # required where the manifest has the record ``answer``, and unknown elsewhere
 PLOT = re.compile(r"plots/[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.png")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -158,6 +160,7 @@ class Manifest(Record):
     uncertainty: records.Uncertainty
     recalibration: records.Recalibration | None = None
     context: records.Context | None = None
+    answer: records.AnswerProbe | None = None  # absent in the file where there is none
     guarantee_shapes: tuple[Filled, ...] | None = None  # of conversations, that the guarantee was calibrated on
     training: TrainingRecord
     files: dict[Text, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
@@ -216,12 +219,23 @@ class Manifest(Record):
             needed = records.CONTEXT_NEEDS.get(name, set())
             field = "context" if probes is None else "context.probes"
             require(needed <= (probes or set()), field, f"the probes {sorted(needed)} of the signal {name}", probes)
-        for file in REQUIRED:
-            require(file in self.files, f"files.{file}", "a file that every bundle has", None, "missing")
+        required = REQUIRED if self.answer is None else (*REQUIRED, ANSWER)
+        for file in required:
+            require(file in self.files, f"files.{file}", "a file that this bundle must have", None, "missing")
         for file in self.files:
-            fine = file in REQUIRED or bool(PLOT.fullmatch(file))
+            fine = file in required or bool(PLOT.fullmatch(file))
             require(fine, f"files.{file}", "", None, "unexpected_keyword_argument")
         return self
+
+
+# Fields that came later -> what they hold.  They are absent where they are None: older bundles keep their bytes.
+_LATER: Final[Mapping[str, str]] = {"model.adapter": "a digest", "answer": "a record"}
+
+
+def _holder(document: Any, field: str) -> tuple[dict[str, Any], str]:
+    """Return the record of bundle.json's values that has this field, and what the field is called in there."""
+    *where, name = field.split(".")
+    return reduce(getitem, where, document), name
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -232,8 +246,10 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 def as_document(manifest: Manifest) -> dict[str, Any]:
     """Return bundle.json's values."""
     document = dataclasses.asdict(manifest)
-    if manifest.model.adapter is None:  # so that bundles from before there were adapters keep their bytes
-        del document["model"]["adapter"]
+    for field in _LATER:
+        record, name = _holder(document, field)
+        if record[name] is None:
+            del record[name]
     return document
 
 
@@ -293,13 +309,15 @@ def read_record(document: Any, file: str) -> Manifest:
     inner = document.get("recalibration") if isinstance(document, dict) else None
     for kind, where, part in ((Manifest, "", document), (records.Recalibration, "recalibration.", inner)):
         for field in dataclasses.fields(kind):  # these have defaults, which are not for files
-            if isinstance(part, dict) and field.name not in part:
-                raise MissingField("the field is missing", file=file, field=f"{where}{field.name}")
+            place = f"{where}{field.name}"
+            if isinstance(part, dict) and field.name not in part and place not in _LATER:
+                raise MissingField("the field is missing", file=file, field=place)
     try:
         manifest = _ADAPTER.validate_python(document)
-        if manifest.model.adapter is None and "adapter" in document["model"]:
-            raise BadValue("bad value", file=file, field="model.adapter", expected="a digest, or no such field",
-                           found=None)  # fmt: skip
+        for place, what in _LATER.items():
+            record, name = _holder(document, place)
+            if name in record and record[name] is None:
+                raise BadValue("bad value", file=file, field=place, expected=f"{what}, or no such field", found=None)
         return manifest
     except ValidationError as error:  # its first, those about a field's presence before those about its value
         found = min(error.errors(), key=lambda one: [*_PROBLEMS, one["type"]].index(one["type"]))

@@ -1,4 +1,4 @@
-"""The records inside of a manifest: guarantee, uncertainty, recalibration and context, and how strictly all are read.
+"""The records inside of a manifest: guarantee, uncertainty, recalibration, context, answer; how strictly all are read.
 
 They are frozen dataclasses, which a trainer fills and changes with ``dataclasses.replace``; pydantic checks them where
 a manifest is read or sealed (``manifest.read_record``)."""
@@ -253,4 +253,27 @@ class Context(Record):
         require(0 < len(names) == len(set(names)), "probes", "one or more, each name once", names)
         both = (self.applicability is None) == ("asks" not in names)
         require(both, "applicability", "null exactly where there is no probe 'asks'", self.applicability)
+        return self
+
+
+@dataclass(frozen=True)
+class AnswerProbe(Record):
+    """Probes of the answer's own tokens, whose tensors are those of answer.safetensors.
+
+    risk = 1 - sigmoid(weight . mean over the answer's tokens of the depth mean + intercept).  A recalibration is about
+    the risk before the answer and leaves this one as it is."""
+
+    weight: Real
+    intercept: Real
+    threshold: Between  # from which on an answer is flagged
+    rows: AtLeast2  # answers that it was fitted on
+    hallucinated: Positive  # of them
+    auroc: Share  # out of fold
+    before: Share  # out-of-fold AUROC of the risk before the answer, on the same rows
+    c: AboveZero  # inverse strength of the probes' regularisation
+    statement: Filled  # what it means, and what not
+
+    @model_validator(mode="after")
+    def _relations(self) -> Self:
+        require(self.hallucinated < self.rows, "hallucinated", f"1 to {self.rows - 1}", self.hallucinated)
         return self

@@ -1,7 +1,7 @@
-"""The two tensor files: contents, layout, and conversion to bytes and back.
+"""The tensor files: contents, layout, and conversion to bytes and back.
 
-Symbols: m layers, d the length of a probe direction, A context probes, L = (1 + A) m logits, G golden prompts.  Arrays
-that were read are read-only."""
+Symbols: m layers, d the length of a probe direction, A context probes, L = (1 + A) m logits, G golden prompts or
+answers.  Arrays that were read are read-only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from probes_store.errors import BadValue, MissingField, NotFinite, UnknownField, WrongShape
-from probes_store.manifest import GOLDEN, PROBES, Manifest
+from probes_store.manifest import ANSWER, GOLDEN, PROBES, Manifest
 from probes_store.syntax import parse_json
 
 UNIT_NORM_TOLERANCE = 1e-4
@@ -23,17 +23,17 @@ MAX_HEADER = 64 * 1024  # bytes; there are at most twelve tensors
 _NUMPY: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 _Layout = Mapping[str, tuple[str, str]]
 # Tensor -> element type, axes; "any" length is as the file has it.
-_PROBE_LAYOUT: Final[_Layout] = {
+_LINEAR: Final[_Layout] = {
     "head": ("I32", "m"), "direction": ("F32", "m d"), "bias": ("F32", "m"), "scale": ("F32", "m"),
-    "trajectory_mean": ("F32", "2 m"), "trajectory_std": ("F32", "2 m"),
+}  # fmt: skip
+_ROWS: Final[_Layout] = {"input_ids": ("I32", "any"), "offsets": ("I32", "any"), "risk": ("F64", "any")}
+_PROBE_LAYOUT: Final[_Layout] = {
+    **_LINEAR, "trajectory_mean": ("F32", "2 m"), "trajectory_std": ("F32", "2 m"),
     "reference_mean": ("F32", "L"), "reference_whitening": ("F32", "L L"),
-    "context_head": ("I32", "A m"), "context_direction": ("F32", "A m d"), "context_bias": ("F32", "A m"),
-    "context_scale": ("F32", "A m"),
+    **{f"context_{name}": (code, f"A {axes}") for name, (code, axes) in _LINEAR.items()},
 }  # fmt: skip
-_GOLDEN_LAYOUT: Final[_Layout] = {
-    "input_ids": ("I32", "any"), "offsets": ("I32", "any"), "trajectory": ("F32", "any L"), "risk": ("F64", "any"),
-    "first_token": ("F32", "any 2"),
-}  # fmt: skip
+_GOLDEN_LAYOUT: Final[_Layout] = {**_ROWS, "trajectory": ("F32", "any L"), "first_token": ("F32", "any 2")}
+_ANSWER_LAYOUT: Final[_Layout] = {**_LINEAR, **_ROWS, "trajectory": ("F32", "any m"), "answer_tokens": ("I32", "any")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +71,7 @@ class Golden:
     ) -> Golden:  # fmt: skip
         """Return G prompts of token ids and their readings; shapes as in the fields."""
         return cls(
-            np.array([token for prompt in prompts for token in prompt], np.int32),
-            np.cumsum([0, *map(len, prompts)]).astype(np.int32),
+            *joined(prompts),
             np.asarray(trajectory, np.float32),
             np.asarray(risk, np.float64),
             None if first_token is None else np.asarray(first_token, np.float32),
@@ -80,12 +79,46 @@ class Golden:
 
     def prompts(self) -> list[list[int]]:
         """Return the G prompts as lists of token ids."""
-        return [ids.tolist() for ids in np.split(self.input_ids, self.offsets[1:-1])]
+        return _parted(self)
 
 
-def pack(tensors: ProbeTensors | Golden, file: str) -> bytes:
+@dataclass(frozen=True, eq=False)
+class AnswerTensors:
+    """answer.safetensors: one linear probe a layer of the answer's own tokens, and golden answers to replay."""
+
+    head: NDArray[np.int32]  # [m] these four as in ``ProbeTensors``
+    direction: NDArray[np.float32]  # [m, d]
+    bias: NDArray[np.float32]  # [m]
+    scale: NDArray[np.float32]  # [m]
+    input_ids: NDArray[np.int32]  # [total] all prompts with their answers' tokens behind them, one after the other
+    offsets: NDArray[np.int32]  # [G + 1] row g is input_ids[offsets[g] : offsets[g + 1]]
+    answer_tokens: NDArray[np.int32]  # [G] how many of a row's last tokens are the answer's; fewer than it has
+    trajectory: NDArray[np.float32]  # [G, m] scaled logits, mean over the answer's tokens
+    risk: NDArray[np.float64]  # [G]
+
+    def rows(self) -> list[list[int]]:
+        """Return the G prompts with their answers as lists of token ids."""
+        return _parted(self)
+
+
+def joined(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return G rows of token ids as ``input_ids`` [total] and ``offsets`` [G + 1]."""
+    ids = np.array([token for row in rows for token in row], np.int32)
+    return ids, np.cumsum([0, *map(len, rows)]).astype(np.int32)
+
+
+def _parted(tensors: Golden | AnswerTensors) -> list[list[int]]:
+    return [ids.tolist() for ids in np.split(tensors.input_ids, tensors.offsets[1:-1])]
+
+
+_LAYOUTS: Final[Mapping[type, _Layout]] = {
+    ProbeTensors: _PROBE_LAYOUT, Golden: _GOLDEN_LAYOUT, AnswerTensors: _ANSWER_LAYOUT,
+}  # fmt: skip
+
+
+def pack(tensors: ProbeTensors | Golden | AnswerTensors, file: str) -> bytes:
     """Return safetensors bytes.  Raises WrongShape where an element type would lose something (int64 ids, say)."""
-    layout, arrays = _PROBE_LAYOUT if isinstance(tensors, ProbeTensors) else _GOLDEN_LAYOUT, {}
+    layout, arrays = _LAYOUTS[type(tensors)], {}
     for name, value in vars(tensors).items():
         if value is None:
             continue
@@ -107,15 +140,8 @@ def read_probes(data: bytes, manifest: Manifest, file: str = PROBES) -> ProbeTen
     layout = {name: at for name, at in _PROBE_LAYOUT.items() if not name.startswith("context_") or len(prefixes) == 2}
     arrays = _unpack(data, layout, manifest, file)
     for prefix in prefixes:
-        head, scale = arrays[f"{prefix}head"], arrays[f"{prefix}scale"]
-        norm, heads = np.linalg.norm(arrays[f"{prefix}direction"].astype(np.float64), axis=-1), manifest.probe_heads
-        unit = np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)
-        _require(unit, file, f"{prefix}direction", "unit norm in every layer", norm)
-        _require(np.all((head >= 0) & (head < heads)), file, f"{prefix}head", f"heads from 0 to {heads - 1}", head)
-        _require(np.all(scale > 0), file, f"{prefix}scale", "positive numbers", scale)
-    scale, std = arrays["scale"], arrays["trajectory_std"]
-    ones = manifest.logit_scale != "unit_norm" or np.all(scale == 1)
-    _require(ones, file, "scale", "all ones under logit_scale unit_norm", scale)
+        _check_probes(arrays, manifest, file, prefix)
+    std = arrays["trajectory_std"]
     _require(np.all(std >= 0), file, "trajectory_std", "no negative number", std.min())
     return ProbeTensors(**arrays)
 
@@ -124,20 +150,48 @@ def read_golden(data: bytes, manifest: Manifest, file: str = GOLDEN) -> Golden:
     """Read the golden prompts, with ``first_token`` where the signals need it.  Raises a subclass of BundleDamaged."""
     layout = {name: at for name, at in _GOLDEN_LAYOUT.items() if name != "first_token" or manifest.needs_first_token}
     arrays = _unpack(data, layout, manifest, file)
-    ids, offsets, risk = arrays["input_ids"], arrays["offsets"], arrays["risk"]
-    count = len(offsets) - 1
-    _require(count >= 1, file, "offsets", "at least one prompt: two offsets", offsets)
-    for name in ("trajectory", "risk", "first_token"):
-        if name in arrays and (found := len(arrays[name])) != count:
-            raise WrongShape("one row for each prompt", file=file, field=name, expected=count, found=found)
-    increasing = offsets[0] == 0 and offsets[-1] == len(ids) and np.all(np.diff(offsets.astype(np.int64)) > 0)
-    _require(increasing, file, "offsets", f"0, increasing strictly, up to {len(ids)}", offsets)
-    _require(np.all(ids >= 0), file, "input_ids", "token ids of 0 or more", ids.min())
-    _require(np.all((risk >= 0) & (risk <= 1)), file, "risk", "numbers from 0 to 1", risk)
+    _check_rows(arrays, file, "prompt")
     if (first := arrays.get("first_token")) is not None:
         fine = np.all(first * [-1, 1] >= 0)
         _require(fine, file, "first_token", "log_max_prob of 0 or less and entropy of 0 or more", first)
     return Golden(**arrays)
+
+
+def read_answer(data: bytes, manifest: Manifest, file: str = ANSWER) -> AnswerTensors:
+    """Read the probes of the answer's tokens and the golden answers.  Raises a subclass of BundleDamaged."""
+    arrays = _unpack(data, _ANSWER_LAYOUT, manifest, file)
+    _check_probes(arrays, manifest, file)
+    _check_rows(arrays, file, "answer")
+    tokens, lengths = arrays["answer_tokens"], np.diff(arrays["offsets"])
+    fine = np.all((tokens >= 1) & (tokens < lengths))
+    _require(fine, file, "answer_tokens", f"1 or more, and fewer than each row's {lengths}", tokens)
+    return AnswerTensors(**arrays)
+
+
+def _check_probes(arrays: Mapping[str, NDArray[Any]], manifest: Manifest, file: str, prefix: str = "") -> None:
+    """Check the ranges of linear probes; those of the context have a scale under any ``logit_scale``."""
+    head, scale = arrays[f"{prefix}head"], arrays[f"{prefix}scale"]
+    norm, heads = np.linalg.norm(arrays[f"{prefix}direction"].astype(np.float64), axis=-1), manifest.probe_heads
+    unit = np.all(np.abs(norm - 1.0) <= UNIT_NORM_TOLERANCE)
+    _require(unit, file, f"{prefix}direction", "unit norm in every layer", norm)
+    _require(np.all((head >= 0) & (head < heads)), file, f"{prefix}head", f"heads from 0 to {heads - 1}", head)
+    _require(np.all(scale > 0), file, f"{prefix}scale", "positive numbers", scale)
+    ones = bool(prefix) or manifest.logit_scale != "unit_norm" or np.all(scale == 1)
+    _require(ones, file, f"{prefix}scale", "all ones under logit_scale unit_norm", scale)
+
+
+def _check_rows(arrays: Mapping[str, NDArray[Any]], file: str, what: str) -> None:
+    """Check G rows of token ids, each a golden ``what``, and that every reading has as many, risks from 0 to 1."""
+    ids, offsets, risk = arrays["input_ids"], arrays["offsets"], arrays["risk"]
+    count = len(offsets) - 1
+    _require(count >= 1, file, "offsets", f"at least one {what}: two offsets", offsets)
+    for name in ("trajectory", "risk", "first_token", "answer_tokens"):
+        if name in arrays and (found := len(arrays[name])) != count:
+            raise WrongShape(f"one row for each {what}", file=file, field=name, expected=count, found=found)
+    increasing = offsets[0] == 0 and offsets[-1] == len(ids) and np.all(np.diff(offsets.astype(np.int64)) > 0)
+    _require(increasing, file, "offsets", f"0, increasing strictly, up to {len(ids)}", offsets)
+    _require(np.all(ids >= 0), file, "input_ids", "token ids of 0 or more", ids.min())
+    _require(np.all((risk >= 0) & (risk <= 1)), file, "risk", "numbers from 0 to 1", risk)
 
 
 def _unpack(data: bytes, layout: _Layout, manifest: Manifest, file: str) -> dict[str, NDArray[Any]]:

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.bundle import Bundle, check_golden
+from probes_store.bundle import Bundle, check_answers, check_golden
 from probes_store.manifest import SIGNALS, check_identity
 from probes_store.records import least_reaching
 from service.engines import base
@@ -27,7 +27,7 @@ from service.judging.uncertainty import Uncertain, uncertain
 from service.policies.guard import GATE, Decision, Policy, Verdict, judge
 from service.prompts import Message, as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
-from service.risk import depth_mean, served_risk
+from service.risk import depth_mean, risk, served_risk
 
 _ROUNDING = 1e-9  # of a recalibrated risk, relative
 
@@ -39,6 +39,15 @@ class ShadowRisk:
     bundle: str  # name:version
     risk: float | None
     flagged: bool  # by the request's policy; a risk that is no number is flagged
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRisk:
+    """The risk that a finished answer is wrong, by its own tokens."""
+
+    risk: float
+    flagged: bool  # it reached the bundle's own threshold for answers
+    tokens: int  # that were read
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class RiskReport:
     signals: tuple[float, ...] = ()  # what the classifier read, in the manifest's order
     context: base.PromptContext = base.UNKNOWN
     completion: Completion | None = None
+    answer: AnswerRisk | None = None  # of ``completion``; None where nothing reads answers, or no token was read
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
     shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
@@ -63,6 +73,10 @@ class RiskReport:
     def decision(self) -> Decision:
         """What happens to the request."""
         return self.verdict.decision
+
+    def before_answer(self) -> RiskReport:
+        """Return what is known before the answer, which may be complete: the risk is sent before any of it."""
+        return replace(self, completion=None, answer=None)
 
 
 class Scorer:
@@ -75,12 +89,41 @@ class Scorer:
         self.prompt_format = as_prompt_format(bundle.manifest.prompt_format)
         self.probes = Probes.all_of(Site(bundle.manifest.readout.site), bundle.probes)  # the risk's, then the context's
         self.needs_first_token = bundle.manifest.needs_first_token
+        self.answer_probes: Probes | None = None
+        if (answer := bundle.answer) is not None and engine.reads_answers:
+            self.answer_probes = Probes(self.probes[0].site, answer.head, answer.direction, answer.bias, answer.scale)
         self.replayed(self.score(bundle.golden.prompts()))
+        self._replay_answers()
 
     def replayed(self, reports: Sequence[RiskReport]) -> None:
         """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises GoldenMismatch."""
         logits, risks = np.stack([one.logits for one in reports]), np.array([one.risk for one in reports])
         self.golden = check_golden(self.bundle, logits, risks, dtype=self.engine.identity.dtype)
+
+    def _replay_answers(self) -> None:
+        """Read the golden answers as written text.  Raises GoldenMismatch."""
+        stored = self.bundle.answer
+        if stored is None or self.answer_probes is None:
+            return
+        read = self.engine.score(stored.rows(), [self.answer_probes], last=stored.answer_tokens.tolist())
+        trajectories = np.stack([one.trajectories[0] for one in read])
+        risks = np.array([self._answer_risk(trajectory) for trajectory in trajectories])
+        check_answers(self.bundle, trajectories, risks, dtype=self.engine.identity.dtype)
+
+    def _answer_risk(self, trajectory: NDArray[np.float64]) -> float:
+        record = self.bundle.manifest.answer
+        assert record is not None
+        return float(risk(depth_mean(trajectory)[None], np.array([record.weight]), record.intercept))
+
+    def judge_answer(self, reading: base.AnswerReading | None) -> AnswerRisk | None:
+        """Return the risk of an answer whose tokens were read; None where none was.  Raises NonFiniteReadout."""
+        record = self.bundle.manifest.answer
+        if reading is None or record is None:
+            return None
+        value = self._answer_risk(reading.trajectory)
+        if not np.isfinite(value):
+            raise NonFiniteReadout("a decode step gave a NaN or an infinity; no risk of the answer is served")
+        return AnswerRisk(value, value >= record.threshold, reading.tokens)
 
     def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
         """Return token ids, rendered the way this bundle's training prompts were."""
@@ -128,7 +171,7 @@ class Scorer:
         updates = self.engine.answer(
             prompt, [probes for scorer in (self, *shadows) for probes in scorer.probes],
             first_token=any(scorer.needs_first_token for scorer in (self, *shadows)), sampling=sampling, turn=turn,
-            gate=None if sampling is None else self.gate(policy),
+            gate=None if sampling is None else self.gate(policy), answer_probes=self.answer_probes,
         )  # fmt: skip
         report: RiskReport | None = None
         async with aclosing(updates):
@@ -146,7 +189,8 @@ class Scorer:
                         yield report, replace(update, piece="", tokens=0, completion=None)
                         return
                 if update.completion is not None:
-                    yield replace(report, completion=update.completion), update
+                    answer = self.judge_answer(update.answer)
+                    yield replace(report, completion=update.completion, answer=answer), update
                     return
                 yield report, update
         raise base.unfinished()

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from probes_store.bundle import Bundle, BundleDraft
-from probes_store.manifest import Classifier
+from probes_store.manifest import Classifier, Manifest
 from probes_store.records import Applicability, Context, ContextName, ContextProbe
-from probes_store.tensors import Golden
+from probes_store.tensors import AnswerTensors, Golden
 from service.engines.base import LoadedModel
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.trainer.publish import model_record
-from tests.probes_store.factory import UNCERTAINTY, make_draft, write_bundle
+from tests.probes_store.factory import ANSWER, UNCERTAINTY, answer_tensors, make_draft, write_bundle
 from tests.scripted_engine import ScriptedEngine
 
 GOLDEN = [[256, 65, 66], [256, 67]]
@@ -53,6 +53,24 @@ def scripted(tmp_path: Path, **options: Any) -> tuple[ScriptedEngine, Bundle]:
     """A script and a bundle of its own; ``Scheduled`` makes an engine of the script."""
     script = ScriptedEngine(**options)
     return script, matching_bundle(script, tmp_path)
+
+
+def answers_read(engine: LoadedModel, manifest: Manifest) -> AnswerTensors:
+    """Random probes of the answer's own tokens, with golden answers as the engine reads them."""
+    made, record = answer_tensors(manifest), manifest.answer
+    assert record is not None
+    probes = Probes(Site(manifest.readout.site), made.head, made.direction, made.bias, made.scale)
+    read = engine.score(made.rows(), [probes], last=made.answer_tokens.tolist())
+    trajectory = np.stack([one.trajectories[0] for one in read])
+    found = risk(depth_mean(trajectory)[:, None], np.array([record.weight]), record.intercept)
+    return replace(made, trajectory=trajectory.astype(np.float32), risk=found)
+
+
+def with_answer(draft: BundleDraft, engine: LoadedModel) -> BundleDraft:
+    """The draft with an answer probe."""
+    manifest = draft.manifest = replace(draft.manifest, answer=ANSWER)
+    draft.answer = answers_read(engine, manifest)
+    return draft
 
 
 def with_context(

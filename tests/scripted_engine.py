@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engines.base import (
+    AnswerReading,
     Completion,
     Counters,
     Extraction,
@@ -48,7 +49,7 @@ class ScriptedEngine:
         self.nan_layer: int | None = None
         self.before: Callable[[str], None] | None = None
         self.counters, self.max_batch_tokens, self.torch_model = Counters(), 8192, None
-        self.special_tokens = ("<|end|>",)
+        self.special_tokens, self.reads_answers = ("<|end|>",), True
         self.identity = ModelIdentity(
             model=model, revision="local", fingerprint=_sha("scripted"), architecture="ScriptedForCausalLM",
             model_type="scripted", tokenizer=_sha("utf-8"), chat_template=_sha("role: content") if chat else None,
@@ -95,23 +96,34 @@ class ScriptedEngine:
         check_prompts(prompts, vocabulary=VOCABULARY, max_tokens=self.identity.max_tokens)
 
     def score(
-        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False
-    ) -> list[PrefillResult]:
+        self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False,
+        last: Sequence[int] = (),
+    ) -> list[PrefillResult]:  # fmt: skip
         """Truth logits; a NaN is not refused, for tests of the callers."""
         self._forward("score", prompts)
-        return [self._read(prompt, probes, first_token) for prompt in prompts]
+        if not last:
+            return [self._read(prompt, probes, first_token) for prompt in prompts]
+        return [
+            PrefillResult(tuple(self.read_last(prompt, count, one) for one in probes), None, len(prompt))
+            for prompt, count in zip(prompts, last, strict=True)
+        ]
+
+    def read_last(self, tokens: TokenIds, count: int, probes: Probes) -> NDArray[np.float64]:
+        """The mean of the truth logits at so many last tokens, [m]."""
+        ends = [tokens[: len(tokens) - left] for left in range(count)]
+        return np.asarray(np.mean([self._read(end, [probes], False).trajectories[0] for end in ends], axis=0))
 
     def begin(self, prompts: Sequence[TokenIds], probes: Sequence[Probes]) -> list[ScriptedContinuation]:
         """As ``score``, with continuations that yield ``answer``."""
         self._forward("begin", prompts)
-        return [ScriptedContinuation(self, self._read(prompt, probes, True)) for prompt in prompts]
+        return [ScriptedContinuation(self, self._read(prompt, probes, True), prompt) for prompt in prompts]
 
     def step_together(self, continuations: Sequence[ScriptedContinuation]) -> None:
         """Each runs by itself."""
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,),
-        sampling: Sampling | None = None,
+        sampling: Sampling | None = None, answer_site: Site | None = None,
     ) -> Extraction:  # fmt: skip
         """Activations [n, m, width], and answers.  Raises EngineError for any pooling but last_1."""
         check_onset_only(poolings)
@@ -121,7 +133,14 @@ class ScriptedEngine:
             rows = np.array([self.activations(prompt, site) for prompt in prompts], np.float32)
             activations[site] = rows.reshape(len(prompts), geometry.num_layers, geometry.width(site))
         completions = () if sampling is None else tuple(self.generate(prompts, sampling))
-        return Extraction(activations, tuple(map(self.first_token, prompts)), completions=completions)
+        read = None
+        if answer_site is not None:
+            read = np.zeros((len(prompts), geometry.num_layers, geometry.width(answer_site)), np.float32)
+            for row, (prompt, said) in enumerate(zip(prompts, completions, strict=True)):
+                ends = [[*prompt, *said.token_ids[:place]] for place in range(1, len(said.token_ids))]
+                if ends:
+                    read[row] = np.mean([self.activations(end, answer_site) for end in ends], axis=0)
+        return Extraction(activations, tuple(map(self.first_token, prompts)), completions=completions, answers=read)
 
     def generate(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Completion]:
         """``answer``, for every prompt."""
@@ -174,9 +193,11 @@ class ScriptedEngine:
 class ScriptedContinuation:
     """Yields the engine's ``answer`` by character.  Implements ``base.Continuation``."""
 
-    def __init__(self, engine: ScriptedEngine, prefill: PrefillResult) -> None:
-        self._engine, self.prefill, self._open = engine, prefill, True
+    def __init__(self, engine: ScriptedEngine, prefill: PrefillResult, prompt: TokenIds) -> None:
+        self._engine, self.prefill, self._open, self._prompt = engine, prefill, True, prompt
         self.completion: Completion | None = None  # the answer so far; None before ``decode``
+        self.answer_probes: Probes | None = None
+        self.reading: AnswerReading | None = None
         engine.counters.open_continuations += 1
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
@@ -200,6 +221,7 @@ class ScriptedContinuation:
                     reason = "length"
                     return
                 if ids:
+                    self._went_on(ids)
                     self._engine.wait()
                     counters.decode_steps += len(encoded)
                     counters.forward_tokens += len(encoded)
@@ -212,6 +234,12 @@ class ScriptedContinuation:
         finally:
             self.completion = Completion(text, tuple(ids), reason)
             self.close()
+
+    def _went_on(self, ids: list[int]) -> None:
+        """Read the answer's tokens so far, each of which the next one follows."""
+        if self.answer_probes is not None and ids:
+            mean = self._engine.read_last([*self._prompt, *ids], len(ids), self.answer_probes)
+            self.reading = AnswerReading(len(ids), mean)
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -211,7 +211,8 @@ async def _chunks(
         return sent({"choices": [], "usage": _counted(reports)}) if with_usage else b""
 
     def last(reports: list[RiskReport]) -> bytes:
-        return chunk({}, _finish_reason(reports[0])) + used(reports)
+        known = wire.answer_note(reports[0].answer)
+        return chunk({}, _finish_reason(reports[0]), **({"hallutracer": known} if known else {})) + used(reports)
 
     if foreign is None and withheld(report):
         said = {"role": "assistant", **_refusal(report, in_content)}

@@ -19,7 +19,7 @@ from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
 from service.judging.guarantee import GuaranteeStatus
 from service.policies.guard import Decision
 from service.risk import running_means
-from service.scoring import RiskReport, Scorer
+from service.scoring import AnswerRisk, RiskReport, Scorer
 from service.serving import observers
 from service.serving.dispatcher import RequestHandle
 from service.serving.judgement import Judgement
@@ -77,6 +77,10 @@ class RiskOut(Strict):
     trajectory: list[float] | None = Field(None, description="truth logit of each layer")
     running_mean: list[float] | None = Field(None, description="mean of the truth logits up to each layer")
     completion: CompletionOut | None = None
+    answer_risk: Risk | None = Field(
+        None, description="that the answer is wrong, by its own tokens; if the bundle and the engine read answers"
+    )
+    answer_flagged: bool | None = Field(None, description="that risk reached the bundle's threshold for answers")
 
 
 class Usage(Strict):
@@ -231,7 +235,7 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         distance=known.distance, applies=report.context.said, asks=report.context.asks,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
-        completion=completion_out(report.completion),
+        completion=completion_out(report.completion), **answer_note(report.answer),
     )  # fmt: skip
 
 
@@ -265,6 +269,11 @@ def risk_headers(scorer: Scorer, reports: Sequence[RiskReport]) -> dict[str, str
         headers["x-hallutracer-risk"] = f"{reports[0].risk:.6f}"
         headers["x-hallutracer-decision"] = reports[0].decision.value
     return headers
+
+
+def answer_note(answer: AnswerRisk | None) -> dict[str, Any]:
+    """Return what is said of a finished answer; nothing where it was not read."""
+    return {} if answer is None else {"answer_risk": answer.risk, "answer_flagged": answer.flagged}
 
 
 def completion_out(completion: Completion | None) -> CompletionOut | None:

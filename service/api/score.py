@@ -167,7 +167,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
             scorer=asked.scorer, policy=policy, request_id=record.request_id, created=created,
             prompts=tuple(
                 JudgedPrompt(
-                    index, replace(job.report, completion=None) if asked.stream else job.report,
+                    index, job.report.before_answer() if asked.stream else job.report,
                     token_ids=job.token_ids, timings=job.timings, submitted_ns=job.submitted_ns, shape=one.shape,
                     stored=one.stored,
                 )
@@ -277,7 +277,8 @@ async def _events(reply: wire.Reply, first: str) -> AsyncIterator[bytes]:
     def last(reports: list[RiskReport]) -> bytes:
         completion = wire.completion_out(reports[0].completion)
         assert completion is not None
-        return chunk("", completion.finish_reason, usage=wire.usage(reports).model_dump())
+        known = wire.answer_note(reports[0].answer)
+        return chunk("", completion.finish_reason, usage=wire.usage(reports).model_dump(), **known)
 
     yield wire.event(first)
     if reply.judgement.reports[0].decision is Decision.CONTINUE:

@@ -89,6 +89,9 @@ def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = No
         console.print(f"asks for no fact (P(asks) {report.context.asks:.2f}): the risk does not apply")
     if report.completion is not None:
         console.print(Text.assemble(("answer ", "bold"), report.completion.text.strip()))
+    if report.answer is not None:
+        side = "flagged" if report.answer.flagged else "not flagged"
+        console.print(f"risk of this answer, by its own tokens: {report.answer.risk:.3f} ({side})")
     means = np.asarray(bundle.probes.trajectory_mean, np.float64)
     console.print(*plot_lines(report.trajectory, means, width=console.width), sep="\n")
 

@@ -52,17 +52,20 @@ class Collection:
     rows: dict[Site, RowsFile]
     first_token: NDArray[np.float64]  # [N, 2] log maximum probability, entropy (nats)
     pooled: dict[tuple[Site, Pooling], RowsFile] = field(default_factory=dict)  # never last_1, which is ``rows``
+    answers: RowsFile | None = None  # means over an answer's own tokens; zeros where none was read
 
 
 def collect(
     engine: Engine, dataset: Dataset, folder: Path, *, sites: Sequence[Site], prompt_format: PromptFormat,
     batch_rows: int, max_new_tokens: int | None = None, poolings: Sequence[Pooling] = (),
+    answer_site: Site | None = None,
 ) -> Collection:  # fmt: skip
     """Extract every prompt's activations at ``sites`` and, with ``max_new_tokens``, its greedy answer from one prefill.
 
     A row that does not apply has no answer.  ``poolings`` adds activations pooled over other positions (App. pooling)
-    from the same forward passes.  Raises DataError (prompts the model cannot take, by line number), RunMismatch (the
-    folder is another run's), TrainingError (a small disk), NonFiniteReadout, and EngineError where it cannot pool."""
+    from the same forward passes, ``answer_site`` those of the answer's own tokens there.
+    Raises DataError (prompts the model cannot take, by line number), RunMismatch (the folder is another run's),
+    TrainingError (a small disk), NonFiniteReadout, and EngineError where it cannot pool or reads no answers."""
     others = beyond_onset(poolings)
     if others:
         engine.extract([], (), others)  # raises before the folder is made
@@ -73,7 +76,8 @@ def collect(
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
     run = {"data": dataset.digest, "model": identity, "sites": sorted(sites), "prompt_format": prompt_format,
            "batch_rows": batch_rows, "max_new_tokens": max_new_tokens}  # fmt: skip
-    claim(folder, run | ({"poolings": sorted(others)} if others else {}))
+    more: dict[str, Any] = {"poolings": sorted(others)} if others else {}
+    claim(folder, run | more | ({"answer_site": answer_site} if answer_site else {}))
     atomic_write(folder / "input_ids.i32", prompts.ids.astype("<i4").tobytes())
     atomic_write(folder / "offsets.i64", prompts.offsets.astype("<i8").tobytes())
     files = {site: RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset)) for site in sites}
@@ -85,7 +89,9 @@ def collect(
             for batch in batches(prompts.lengths[rows], batch_rows)]  # fmt: skip
     greedy = None if max_new_tokens is None else Sampling(max_tokens=max_new_tokens, temperature=0.0)
     first_token = folder / "first_token.f64"
-    every = (*files.values(), *pooled.values())
+    own = None if answer_site is None else RowsFile(folder / f"rows-{answer_site}-answer.f32", geometry, answer_site,
+                                                    len(dataset))  # fmt: skip
+    every = (*files.values(), *pooled.values(), *filter(None, [own]))
     with ExitStack() as stack:
         journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
         done = journal.count
@@ -105,10 +111,13 @@ def collect(
         bar = stack.enter_context(_bar("readouts" + (" and answers" if greedy else ""), prompts, plan, done))
         for number, batch in list(enumerate(plan))[done:]:
             answered = greedy if dataset.applies[batch[0]] else None
+            read = {} if own is None or answered is None else {"answer_site": own.site}
             extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files),
-                                        (Pooling.LAST_1, *others), answered)  # fmt: skip
+                                        (Pooling.LAST_1, *others), answered, **read)  # fmt: skip
             outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
             outputs += [(file, extraction.pooled[key], ", ".join(key)) for key, file in pooled.items()]
+            if own is not None and extraction.answers is not None:
+                outputs.append((own, extraction.answers, f"{own.site} of the answers"))
             for file, activations, where in outputs:
                 if not np.all(np.isfinite(activations)):
                     raise NonFiniteReadout(f"batch {number} of {len(plan)} gave a NaN or an infinity at {where}: try "
@@ -122,10 +131,10 @@ def collect(
             for descriptor in targets.values():
                 os.fsync(descriptor)
             if answered is not None:
-                answers.append(_records(dataset, batch, extraction.completions))
+                answers.append(_records(dataset, batch, extraction.completions, tokens=own is not None))
             journal.append([{"batch": number, "rows": len(batch)}])  # now all of the batch is on disk
             bar.update(int(prompts.lengths[batch].sum()))
-    return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled)
+    return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, own)
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
@@ -176,9 +185,12 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
             file.truncate(size)
 
 
-def _records(dataset: Dataset, batch: NDArray[np.int64], completions: Sequence[Completion]) -> list[dict[str, Any]]:
+def _records(
+    dataset: Dataset, batch: NDArray[np.int64], completions: Sequence[Completion], *, tokens: bool
+) -> list[dict[str, Any]]:
     return [
         {"id": dataset.rows[row].id, "row": row, "answer": completion.text, "finish": completion.finish_reason}
+        | ({"tokens": list(completion.token_ids)} if tokens else {})
         for row, completion in zip(batch.tolist(), completions, strict=True)
     ]
 

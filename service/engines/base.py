@@ -116,6 +116,15 @@ class Extraction:
     first_tokens: tuple[FirstToken, ...]
     pooled: dict[tuple[Site, Pooling], NDArray[np.float32]] = field(default_factory=dict)  # of no engine of this room
     completions: tuple[Completion, ...] = ()  # with ``sampling``
+    answers: NDArray[np.float32] | None = None  # [n, m, width] with ``answer_site``: over ``AnswerReading``'s tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerReading:
+    """The truth logits of an answer's own tokens: of all that the model went on from, so not of the last one."""
+
+    tokens: int  # >= 1
+    trajectory: NDArray[np.float64]  # [m] mean over these tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +218,7 @@ class Update:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; with ``prefill``
     queue_s: float = 0.0  # from submission to the start of the first forward pass; with ``prefill``
     prefill_s: float = 0.0  # from there to the first token; with ``prefill``
+    answer: AnswerReading | None = None  # so far, with ``answer_probes``; None before a token was read
 
 
 def prefill_of(update: Update) -> PrefillResult:
@@ -237,6 +247,7 @@ class Continuation(Protocol):
     """One prefilled prompt that can be decoded from its KV cache.  The caller of ``begin`` closes it."""
 
     prefill: PrefillResult  # the result at t*
+    answer_probes: Probes | None  # what its answer's own tokens are read by; to be set before ``decode``
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = ...) -> Iterator[str]:
         """Yield one piece of text per token, "" if it completes no character, until ``cancelled()`` or closed."""
@@ -244,6 +255,10 @@ class Continuation(Protocol):
     @property
     def completion(self) -> Completion | None:
         """The answer so far; None before ``decode``."""
+
+    @property
+    def reading(self) -> AnswerReading | None:
+        """What ``answer_probes`` have read so far; None before a token."""
 
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""
@@ -256,6 +271,7 @@ class LoadedModel(Protocol):
     counters: Counters
     max_batch_tokens: int  # padded, in one forward pass
     special_tokens: tuple[str, ...]  # of the tokenizer, as they are spelt
+    reads_answers: bool  # whether it reads an answer's own tokens
 
     @property
     def torch_model(self) -> TorchModel | None:
@@ -273,13 +289,20 @@ class LoadedModel(Protocol):
     def check(self, prompts: Prompts) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
 
-    def score(self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False) -> list[PrefillResult]:
-        """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the last readout."""
+    def score(
+        self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
+    ) -> list[PrefillResult]:
+        """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the last readout.
+
+        ``last``: trajectories are means over so many last tokens of each prompt, as over an answer behind it.  Raises
+        EngineError where the engine reads the last token only."""
 
     def extract(
-        self, prompts: Prompts, sites: Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
-    ) -> Extraction:
-        """Return all heads' activations at t*; with ``sampling``, answers, too.  Raises EngineError for poolings."""
+        self, prompts: Prompts, sites: Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
+        answer_site: Site | None = None,
+    ) -> Extraction:  # fmt: skip
+        """Return all heads' activations at t*; with ``sampling``, answers, too, and what was read of their own tokens
+        at ``answer_site``.  Raises EngineError for poolings, and for a site where the engine reads no answers."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:
         """Decode an answer to each prompt, in batches, for labelling."""
@@ -321,7 +344,9 @@ class Engine(LoadedModel, Protocol):
     def answer(
         self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
         sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,
+        answer_probes: Probes | None = None,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield a prompt's prefill and, with ``sampling``, its answer; waiting prompts begin by ``turn``, then arrival.
 
+        ``answer_probes``: updates say what they read of the answer's own tokens, where the engine ``reads_answers``.
         If ``gate`` closes, it ends with the prefill.  Closing it ends the request.  Raises what ``score`` raises."""

@@ -119,6 +119,12 @@ def refuse_tracing(engine: str) -> NoReturn:
     raise EngineError(said, param="methods")
 
 
+def refuse_answer_reading(engine: str) -> NoReturn:
+    """Raise EngineError: an engine that reads no answer's own tokens."""
+    said = f"the {engine} engine reads no answer's own tokens; use the transformers engine, or leave the probes out"
+    raise EngineError(f"{said} (--no-answer-probes)", param="answer_probes")
+
+
 def beyond_onset(poolings: Sequence[Pooling]) -> list[Pooling]:
     """Return the poolings other than last_1, each once, in a fixed order."""
     return [pooling for pooling in Pooling if pooling in poolings and pooling is not Pooling.LAST_1]

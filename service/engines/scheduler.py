@@ -52,6 +52,7 @@ class EngineRequest:
     gate: EngineGate | None
     outbox: Outbox
     turn: Turn = FIRST_COME
+    answer_probes: Probes | None = None
     inbox: asyncio.Queue[Update | BaseException | None] = field(default_factory=asyncio.Queue)  # None: the end
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # written by the consumer's loop, read by the engine's thread
@@ -154,6 +155,7 @@ class Scheduled:
         self.batch = batch
         self.identity, self.counters, self.special_tokens = batch.identity, batch.counters, batch.special_tokens
         self.max_batch_tokens: int = batch.max_batch_tokens
+        self.reads_answers = batch.reads_answers
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
         self.check = batch.check
         # While prompts are being served, these run between turns.
@@ -184,12 +186,13 @@ class Scheduled:
     async def answer(
         self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
         sampling: Sampling | None = None, gate: EngineGate | None = None, turn: Turn = FIRST_COME,
+        answer_probes: Probes | None = None,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield the updates of ``base.Engine.answer``."""
         if sampling is not None:
             check_sampling(sampling)
         outbox = self._outboxes.of(asyncio.get_running_loop())
-        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox, turn)
+        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox, turn, answer_probes)
         with self._changed:
             if not self.alive:
                 raise EngineError("the engine is closed or has failed; restart the service")
@@ -313,6 +316,7 @@ class Scheduled:
             if continuation is None or request.sampling is None or request.cancelled or closed:
                 request.finish()
             else:
+                continuation.answer_probes = request.answer_probes
                 request.pieces = continuation.decode(request.sampling, partial(getattr, request, "cancelled"))
                 self._queue.answering.insert(0, request)
 
@@ -332,11 +336,12 @@ class Scheduled:
             except Exception as error:
                 request.finish(error)
                 continue
+            continuation = request.continuation
+            assert continuation is not None
             if piece is not None:
-                request.send(Update(piece=piece, tokens=1))
+                request.send(Update(piece=piece, tokens=1, answer=continuation.reading))
                 continue
-            assert request.continuation is not None
-            request.send(Update(completion=request.continuation.completion))
+            request.send(Update(completion=continuation.completion, answer=continuation.reading))
             request.finish()
         for request in answers:
             if request.cancelled and not request.finished:

@@ -50,6 +50,7 @@ class Risk:
     applies: bool | None  # False: it asks for no fact, so the risk says nothing; None: the bundle does not know
     answer: str | None  # None where none was asked for, or the prompt is flagged
     prompt_tokens: int
+    answer_risk: float | None = None  # that the answer is wrong, by its own tokens; None where nothing reads answers
 
     @property
     def running_mean(self) -> NDArray[np.float64]:
@@ -99,7 +100,7 @@ class Risks(Sequence[Risk]):
     def to_frame(self, *, trajectory: bool = False) -> DataFrame:
         """Return a row for each prompt; with ``trajectory`` also the columns layer_0 .. layer_m-1.  Needs pandas."""
         names = ("risk", "low", "high", "flagged", "outside_training", "applies", "decision", "threshold", "depth_mean",
-                 "answer", "prompt_tokens")  # fmt: skip
+                 "answer", "answer_risk", "prompt_tokens")  # fmt: skip
         ends = [row.interval or (np.nan, np.nan) for row in self.rows]
         known: dict[str, list[Any]] = {"low": [low for low, _ in ends], "high": [high for _, high in ends]}
         columns: dict[str, Any] = {"prompt": [row.text for row in self.rows]}
@@ -141,7 +142,7 @@ def risk_of(prompt: str | Sequence[Message], judged: JudgedPrompt) -> Risk:
         trajectory=trajectory, interval=None if known is None else known.interval,
         outside_training=None if known is None else known.outside, applies=report.context.said,
         answer=None if report.completion is None else report.completion.text.strip(),
-        prompt_tokens=report.prompt_tokens,
+        prompt_tokens=report.prompt_tokens, answer_risk=None if report.answer is None else report.answer.risk,
     )  # fmt: skip
 
 

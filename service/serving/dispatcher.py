@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from service.engines.base import FIRST_COME, Engine, Sampling, TokenIds, Turn, Update, unfinished
@@ -59,8 +59,9 @@ class Job:
 
     def end(self) -> AnswerEnd:
         """Return how its answer has ended, or how far it had come."""
-        completion = None if self.report is None else self.report.completion
-        return AnswerEnd(len(completion.token_ids) if completion else self.tokens, self.decode_s, completion)
+        completion, answer = (None, None) if self.report is None else (self.report.completion, self.report.answer)
+        tokens = len(completion.token_ids) if completion else self.tokens
+        return AnswerEnd(tokens, self.decode_s, completion, answer)
 
 
 @dataclass(eq=False)
@@ -94,8 +95,7 @@ class RequestHandle:
     async def risks(self) -> list[RiskReport]:
         """Return all reports, without answers, once all are scored; raise the first error, or DeadlineExceeded."""
         await self._until(self.scored)
-        # A short answer may be complete by now, but a stream sends the risk before any of it.
-        return [replace(job.result(), completion=None) for job in self.jobs]
+        return [job.result().before_answer() for job in self.jobs]
 
     async def answers(self) -> list[RiskReport]:
         """Return each prompt's report with its completion, once nothing more will come; raise as ``risks`` does."""

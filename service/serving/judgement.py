@@ -27,7 +27,7 @@ from service.feedback.rows import Tally
 from service.judging.drift import Drift, DriftLimits, LabelTest, Reference, compare, reference_of
 from service.judging.guarantee import GuaranteeStatus, Shape, guarantee_status
 from service.policies.guard import Policy
-from service.scoring import RiskReport, Scorer
+from service.scoring import AnswerRisk, RiskReport, Scorer
 
 log = logging.getLogger("hallutracer")
 _KEY = secrets.token_bytes(16)  # this process's own: a digest tells nobody else anything
@@ -285,3 +285,4 @@ class AnswerEnd:
     tokens: int = 0  # decoded; what was decoded before a reader left was decoded all the same
     decode_s: float | None = None  # from the verdict to the last token; None where nothing was decoded to its end
     completion: Completion | None = None
+    risk: AnswerRisk | None = None  # of the whole answer

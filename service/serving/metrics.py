@@ -117,6 +117,9 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
     ("Counter", "audit_lines_total", None, ("fate",),
      "Lines of the audit log: written, or missed; broken: written after lines that somebody had changed."),
     ("Histogram", "risk", TENTHS, BUNDLE, "Risk of each scored prompt."),
+    ("Histogram", "answer_risk", TENTHS, BUNDLE, "Risk of each finished answer, by its own tokens."),
+    ("Counter", "answers_flagged_total", None, BUNDLE,
+     "Answers that the risk before them let through and their own tokens did not."),
     ("Histogram", "request_seconds", SECONDS, (),
      "A whole scoring request that was worked on: answered, failed or late, not refused."),
     ("Histogram", "queue_seconds", SECONDS, (), "A prompt's wait for a forward pass."),
@@ -163,6 +166,7 @@ _FIRST: dict[str, Iterable[str]] = {
 _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
     "flagged_total": [()], "outside_training_total": [()], "no_fact_total": [()], "risk": [()],
+    "answer_risk": [()], "answers_flagged_total": [()],
     "prompt_tokens_total": [()], "completion_tokens_total": [()],
     "feedback_labels_total": [(label,) for label in LABELS],
     "feedback_agreement_total": [*product(("yes", "no"), JUDGED)], "prompts_total": [(str(one),) for one in Decision],
@@ -271,6 +275,9 @@ class Metrics:
             for phase in ("queue", "prefill", "probe"):
                 self._all[f"{phase}_seconds"].observe(getattr(timings, phase))
             self._all["risk_seconds"].observe(timings.total)
+            if answer.risk is not None:
+                observe("answer_risk", by=answer.risk.risk)
+                count("answers_flagged_total", by=int(answer.risk.flagged and not report.verdict.flagged))
             if answer.decode_s is not None:
                 self._all["decode_seconds"].observe(answer.decode_s)
 

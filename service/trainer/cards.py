@@ -110,6 +110,7 @@ def write_card(
         test_tables=test and _tables(test["signals"], "{:.3f}".format, "bundle"),
         plots=[(title, file) for file, title in PLOTS.items() if file in plots], signals=signals,
         cut=evaluation["threshold"], rule=rule[0].upper() + rule[1:], tables=tables,
+        answer=evaluation.get("answer", {}),
         intervals=[] if record.interval is None else [(at, *_ends(record.interval, at)) for at in SHOWN_RISKS],
     )  # fmt: skip
     return f"---\n{_hub_data(manifest, evaluation).to_yaml()}\n---\n{text}"
@@ -241,6 +242,9 @@ def closing_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
     if held is not None:
         row = held["signals"]["bundle"]
         yield f"Held-out rows: AUROC {row['auroc']:.3f}, ECE {row['ece']:.3f}, {held['rows']} rows"
+    if (answer := evaluation.get("answer")) is not None:
+        before, after = cell(answer["before"]), cell(answer["auroc"])
+        yield f"Out of fold, on {answer['rows']} answers: AUROC {before} before the answer, {after} of its own tokens"
     if crossed is None and held is None:
         yield "Not evaluated: how well this bundle works is not known"
     yield rule_in_words(evaluation["threshold"])

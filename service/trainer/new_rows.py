@@ -191,7 +191,10 @@ def draft_of(
     bundle: Bundle, manifest: Manifest, evaluation: dict[str, Any], card: str, *, golden: Golden | None = None,
     plots: Mapping[str, bytes] = MappingProxyType({}),
 ) -> BundleDraft:  # fmt: skip
-    """Return the bundle's probes and plots with another manifest, evaluation and card; ``plots`` are further ones."""
+    """Return the bundle's probes, the answer's too, and plots with another manifest, evaluation and card.
+
+    ``plots`` are further ones."""
     files = [name for name in bundle.manifest.files if "/" in name]
     own = {name.removeprefix("plots/"): (bundle.path / name).read_bytes() for name in files}
-    return BundleDraft(manifest, bundle.probes, golden or bundle.golden, evaluation, card, own | dict(plots))
+    return BundleDraft(manifest, bundle.probes, golden or bundle.golden, evaluation, card, own | dict(plots),
+                       answer=bundle.answer)  # fmt: skip

@@ -233,6 +233,9 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         "Keep up to 48 questions with their accepted answers in the bundle, for 'hallutracer try' and the playground: "
         "of --test, else of rows that then leave training (5 % at most).  --no-sample where your questions are "
         "private."), Parameter(negative="--no-sample")] = True  # fmt: skip
+    answer_probes: Annotated[bool, option(
+        "Also fit probes on the tokens of the answers that the model generates, for the risk of a finished answer "
+        "(--labels generate; transformers engine).")] = True  # fmt: skip
     evaluate: Annotated[bool, option(
         "Nested cross-validation for the model card; without it the card reports no performance.")] = True  # fmt: skip
     allow_no_signal: Annotated[bool, option(

@@ -42,6 +42,7 @@ class PreparedData:
     collection: Collection
     labelled: Labelled
     inputs: Inputs
+    answers: Readouts | None = None  # of the labelled rows' own answers; zeros where no token was read
 
     @property
     def counts(self) -> dict[str, int]:
@@ -56,17 +57,18 @@ class PreparedData:
 
 def prepare(
     engine: Engine, dataset: Dataset, options: TrainOptions | NewRowsOptions, prompt_format: PromptFormat, name: str, *,
-    sites: Sequence[Site], folds: int | None,
+    sites: Sequence[Site], folds: int | None, answer_probes: bool = False,
 ) -> PreparedData:  # fmt: skip
     """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
 
     sites: what is collected, the site that the probes read first; folds: how many groups each class must have once the
-    answers are judged; None: any number, also none.
+    answers are judged; None: any number, also none; answer_probes: read generated answers, too, where the engine can.
     Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups."""
     folder = options.folder / name
     collection = collect(
         engine, dataset, folder, sites=sites, prompt_format=prompt_format, batch_rows=options.batch_rows,
         max_new_tokens=options.answer_tokens if options.answers == "generate" else None,
+        answer_site=sites[0] if answer_probes and options.answers == "generate" and engine.reads_answers else None,
     )  # fmt: skip
     if options.answers == "given":
         labelled = given_labels(dataset)
@@ -84,7 +86,8 @@ def prepare(
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
         prompts=prompt_labels(dataset, index, tokens),
     )  # fmt: skip
-    return PreparedData(dataset, collection, labelled, inputs)
+    answers = None if collection.answers is None else Readouts(collection.answers, index, labelled.label)
+    return PreparedData(dataset, collection, labelled, inputs, answers)
 
 
 def trajectories(readouts: Readouts, probes: Sequence[Probes]) -> Floats:

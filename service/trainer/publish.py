@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import service
 from probes_store import manifest as stored
 from probes_store.bundle import spreads, tolerance_for
-from probes_store.records import CONTEXT_SIGNALS, Context, DType, Uncertainty
+from probes_store.records import CONTEXT_SIGNALS, AnswerProbe, Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
 from service.data.training_rows import FORM
 from service.engines.base import Engine, ModelIdentity
@@ -68,6 +68,18 @@ def record_golden(
     needs_first_token = any(name in signals for name in FIRST_TOKEN)
     onsets = engine.score(prompts, probes, first_token=needs_first_token)
     replayed = np.stack([np.concatenate(onset.trajectories) for onset in onsets])
+    check_replay(engine, replayed, collected)
+    layers = engine.identity.geometry.num_layers
+    first_token = np.zeros((len(prompts), 2))
+    if needs_first_token:
+        first_token = np.array([[t.log_max_prob, t.entropy] for t in (onset.first_token for onset in onsets) if t])
+    tokens = np.array([onset.prompt_tokens for onset in onsets])
+    risk = classifier.risk(served_signals(replayed, first_token, tokens, signals, context, layers))
+    return Golden.record(prompts, replayed, risk, first_token if needs_first_token else None)
+
+
+def check_replay(engine: Engine, replayed: Floats, collected: Floats) -> None:
+    """Raise EngineError where the engine replays other logits, [G, k m], than it collected of the same tokens."""
     dtype = engine.identity.dtype
     layers, limit = engine.identity.geometry.num_layers, tolerance_for(dtype).trajectory
     worst = float(np.max(np.abs(replayed - collected) / spreads(collected, layers)))
@@ -75,12 +87,6 @@ def record_golden(
         raise EngineError(f"serving and training read different logits: they differ by {worst:.3g} spreads, "
                           f"{limit:.3g} would pass in {dtype}; if another run says so, too, the engine does not fit "
                           "this model")  # fmt: skip
-    first_token = np.zeros((len(prompts), 2))
-    if needs_first_token:
-        first_token = np.array([[t.log_max_prob, t.entropy] for t in (onset.first_token for onset in onsets) if t])
-    tokens = np.array([onset.prompt_tokens for onset in onsets])
-    risk = classifier.risk(served_signals(replayed, first_token, tokens, signals, context, layers))
-    return Golden.record(prompts, replayed, risk, first_token if needs_first_token else None)
 
 
 def model_record(identity: ModelIdentity) -> stored.ModelRecord:
@@ -97,6 +103,7 @@ def model_record(identity: ModelIdentity) -> stored.ModelRecord:
 def manifest_of(
     options: TrainOptions, identity: ModelIdentity, prompt_format: PromptFormat, data: PreparedData, c: float,
     classifier: FinalClassifier, threshold: float, uncertainty: Uncertainty, context: BundleContext | None = None,
+    answer: AnswerProbe | None = None,
 ) -> stored.Manifest:  # fmt: skip
     """Return the manifest, without what publishing adds: version, time, digests and files."""
     counts = {key: count for key, count in data.counts.items() if key != "others"}  # only the evaluation names them
@@ -114,6 +121,7 @@ def manifest_of(
         signals=with_context(options.reads, context),
         classifier=stored.Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
         uncertainty=uncertainty, context=None if context is None else context.record(), training=training,
+        answer=answer,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from service.judging.evaluation import Sample
 from service.prompts import default_prompt_format
 from service.readout import Probes
 from service.trainer import publish
+from service.trainer.answer import fit_answer
 from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card
 from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks
@@ -85,7 +86,7 @@ def _draft(
     dataset, test = spread(options, dataset, test, engine, prompt_format, console)
     sites = tuple(dict.fromkeys((options.site, *options.sites)))
     run = partial(prepare, engine, options=options, prompt_format=prompt_format, sites=sites)
-    data = run(dataset, name="train", folds=options.folds)
+    data = run(dataset, name="train", folds=options.folds, answer_probes=options.answer_probes)
     held = run(test, name="test", folds=0) if test else None
     counts, inputs = data.counts, data.inputs
     others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
@@ -119,6 +120,7 @@ def _draft(
     classifier, risks = probe.classifier_, probe.out_of_fold_risk_
     cut = choose_threshold(options.rule, inputs.label, risks)
     threshold = cut.threshold
+    answer = fit_answer(data, probe, options, engine, console)
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
     own = name_of(names, options.logit_scale)
@@ -145,6 +147,7 @@ def _draft(
         fits = [fit.record for fit in context.fits]
         document["context"] = rounded({fit.name: {"auroc": fit.auroc, "rows": fit.rows} for fit in fits})
     document |= {} if sample is None else {SAMPLE: sample.document()}
+    document |= {} if answer is None else {"answer": answer.document}
     document["threshold"] = cut.document() | {"out_of_fold": rounded(cut.gate)}
     if held is not None:
         document["rows_seen"]["held-out"] = Marks.of(held.dataset).document()
@@ -165,11 +168,12 @@ def _draft(
     collected = trajectories(inputs.readouts.subset(chosen), probes)
     golden = publish.record_golden(engine, prompts, probes, classifier, names, collected, record)
     manifest = publish.manifest_of(options, engine.identity, prompt_format, data, probe.C_, classifier, threshold,
-                                   uncertainty, context)  # fmt: skip
+                                   uncertainty, context, None if answer is None else answer.record)  # fmt: skip
     card = write_card(manifest, document, signal_std=probe.signals_.std(axis=0).tolist(),
                       left_out=data.labelled.left_out, plots=sorted(plots))  # fmt: skip
     better = [] if nested is None else list(better_options(inputs, nested, own))
-    return BundleDraft(manifest, tensors, golden, document, card, plots), better
+    second = None if answer is None else answer.tensors
+    return BundleDraft(manifest, tensors, golden, document, card, plots, second), better
 
 
 def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:

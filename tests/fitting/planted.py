@@ -50,11 +50,11 @@ class PlantedEngine(ScriptedEngine):
             rows[layer] = rows[layer] * (1 + layer) + (sign * self.strength * (1 + layer) * direction).ravel()
         return rows
 
-    def extract(self, prompts: Any, sites: Any, *others: Any) -> Extraction:
+    def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
         self.extracts += 1
         if self.kill_at == self.extracts:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().extract(prompts, sites, *others)
+        return super().extract(prompts, sites, *others, **read)
 
     def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
         """Paris where it is known, every third time otherwise a refusal, else Rome."""

@@ -1,4 +1,4 @@
-"""A bundle's folder: bytes and digest that are pinned, every kind of damage, and the replay of the golden prompts."""
+"""A bundle's folder: bytes and digest that are pinned, every kind of damage, and the replay of golden rows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,26 @@ from safetensors.numpy import load, save
 
 import probes_store
 from probes_store import errors, manifest, records
-from probes_store.bundle import TOLERANCES, Bundle, check_golden, load_bundle, render, spreads, tolerance_for
+from probes_store.bundle import (
+    TOLERANCES,
+    Bundle,
+    check_answers,
+    check_golden,
+    load_bundle,
+    render,
+    spreads,
+    tolerance_for,
+)
 from probes_store.errors import BadValue, BundleDamaged, MissingField, NotFinite, Truncated, UnknownField, WrongShape
-from probes_store.tensors import Golden, ProbeTensors, pack, read_golden, read_probes
-from tests.probes_store.factory import CONTEXT, make_draft, write_bundle
+from probes_store.tensors import AnswerTensors, Golden, ProbeTensors, pack, read_answer, read_golden, read_probes
+from tests.probes_store.factory import ANSWER, CONTEXT, answer_tensors, make_draft, write_bundle
 from tests.probes_store.reseal import replace_file
 
 CREATED = datetime(2026, 1, 31, 12, tzinfo=UTC)
-PROBES, GOLDEN = "probes.safetensors", "golden.safetensors"
-FILES = ("bundle.json", PROBES, GOLDEN, "evaluation.json", "README.md", "plots/roc.png")
+PROBES, GOLDEN, ANSWERS = "probes.safetensors", "golden.safetensors", "answer.safetensors"
+FILES = ("bundle.json", PROBES, GOLDEN, ANSWERS, "evaluation.json", "README.md", "plots/roc.png")
+READERS = {PROBES: read_probes, GOLDEN: read_golden, ANSWERS: read_answer}
+WITH_ANSWER = {"answer": ANSWER}
 # Of the fixed draft below.  If one of these changes, published bundles change: that is a new format version.
 PINNED_DIGEST = "sha256:d21bab480555a48800b4333f1c27df4d60eb8209e89945e22afdb1a8a7e4384d"
 PINNED_HEADER = (
@@ -49,7 +60,7 @@ PINNED_PROBES = struct.pack("<Q", len(PINNED_HEADER + PADDING)) + PINNED_HEADER 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
-    return write_bundle(make_draft(), tmp_path / "tiny" / "1", created=CREATED)
+    return write_bundle(make_draft(**WITH_ANSWER), tmp_path / "tiny" / "1", created=CREATED)
 
 
 def refuses(error: type[BundleDamaged], path: Path) -> None:
@@ -78,13 +89,17 @@ def test_pinned_bytes_and_digest(tmp_path: Path) -> None:
         {"logit_scale": "standardized", "chat_template": None, "prompt_format": "text", "plots": {}},
         {"signals": ("depth_mean", "entropy", "log_max_prob")},
         {"model": {"num_layers": 1, "num_heads": 1}, "card": "# Überschrift\n"},
+        WITH_ANSWER,
+        WITH_ANSWER | {"site": "residual_stream", "logit_scale": "standardized", "context": CONTEXT},
     ],
 )
 def test_what_is_written_is_loaded(tmp_path: Path, changes: dict[str, Any]) -> None:
     draft = make_draft(3, **changes)
     bundle = write_bundle(draft, tmp_path / "x" / "5", version=5)
-    for tensors, loaded in ((draft.probes, bundle.probes), (draft.golden, bundle.golden)):
-        for name, value in vars(tensors).items():
+    assert (bundle.answer is None) == (bundle.manifest.answer is None) == ("answer" not in changes)
+    parts = ((draft.probes, bundle.probes), (draft.golden, bundle.golden), (draft.answer, bundle.answer))
+    for tensors, loaded in parts:
+        for name, value in vars(tensors).items() if tensors is not None else ():
             found = getattr(loaded, name)
             if value is None:
                 assert found is None
@@ -94,6 +109,7 @@ def test_what_is_written_is_loaded(tmp_path: Path, changes: dict[str, Any]) -> N
     assert (bundle.reference, bundle.manifest.signals) == ("tiny:5", draft.manifest.signals)
     assert (bundle.evaluation(), bundle.card()) == (draft.evaluation, draft.card)
     assert bundle.golden.prompts() == [[1, 5, 9], [1, 7, 2, 3]]
+    assert bundle.answer is None or bundle.answer.rows() == [[1, 5, 9, 4], [1, 7, 2, 3, 8, 6]]
 
 
 def test_equal_drafts_have_equal_bytes_and_every_part_is_in_the_digest() -> None:
@@ -105,6 +121,8 @@ def test_equal_drafts_have_equal_bytes_and_every_part_is_in_the_digest() -> None
         {"evaluation": {}},
         {"plots": {}},
         {"threshold": 0.4},
+        WITH_ANSWER,
+        {"answer": dataclasses.replace(ANSWER, threshold=0.5)},
     ]
     assert len({render(make_draft(**change))[0].digest for change in changes}) == len(changes)
 
@@ -159,6 +177,9 @@ def add(**arrays: Any) -> Any:
 NAN, INF = float("nan"), float("inf")
 FIRST = {"signals": ("depth_mean", "entropy")}
 WITH_CONTEXT = {"context": CONTEXT, "signals": ("depth_mean", "passage", "stated")}
+ANSWER_TENSORS = (
+    "head", "direction", "bias", "scale", "trajectory", "risk", "input_ids", "offsets", "answer_tokens",
+)  # fmt: skip
 LAYERS, CONTEXT_TENSORS = 3, ("context_head", "context_direction", "context_bias", "context_scale")
 # The draft's changes, file, error, tensor, what becomes of it: None where it goes, a function of all where it is new.
 DAMAGE: list[tuple[dict[str, Any], str, type[BundleDamaged], str, Any]] = [
@@ -190,6 +211,21 @@ DAMAGE: list[tuple[dict[str, Any], str, type[BundleDamaged], str, Any]] = [
         ("context_head", put((1, 1), 2)), ("context_head", put(0, -1)), ("context_direction", put((2, 1), 0.0)),
         ("context_direction", lambda a: (a * np.array([1, 1, 1.01]).reshape(3, 1, 1)).astype("f4")),
         ("context_scale", put((0, 2), 0.0)), ("context_scale", np.negative))),
+    *((WITH_ANSWER, ANSWERS, error, tensor, change) for error, tensor, change in (
+        *((MissingField, tensor, None) for tensor in ANSWER_TENSORS),
+        *((WrongShape, tensor, lambda a: a[None]) for tensor in ANSWER_TENSORS),
+        *((WrongShape, tensor, lambda a: a.astype("i8")) for tensor in ANSWER_TENSORS),
+        *((WrongShape, tensor, lambda a: a[:1]) for tensor in ANSWER_TENSORS if tensor not in ("input_ids", "offsets")),
+        *((NotFinite, tensor, lambda a: np.full_like(a, NAN)) for tensor in ANSWER_TENSORS[1:6]),
+        (WrongShape, "trajectory", lambda a: a[:, :2]), (WrongShape, "direction", lambda a: np.ascontiguousarray(a.T)),
+        (BadValue, "head", put(0, 2)), (BadValue, "head", put(2, -1)), (BadValue, "direction", put((0, 0), 3.0)),
+        (BadValue, "direction", np.zeros_like), (BadValue, "scale", put(1, 2.0)), (BadValue, "scale", put(1, 0.0)),
+        (BadValue, "risk", put(1, 1.5)), (BadValue, "risk", put(0, -0.5)), (BadValue, "input_ids", put(0, -1)),
+        (BadValue, "offsets", put(0, 1)), (BadValue, "offsets", put(1, 0)), (BadValue, "offsets", put(2, 9)),
+        (BadValue, "offsets", lambda a: a[:0]), (BadValue, "offsets", lambda a: a[:1]),
+        *((BadValue, "answer_tokens", put(*wrong)) for wrong in ((0, 0), (0, 4), (1, 6), (1, -1), (0, 2**31 - 1))),
+        *((UnknownField, name, add(**{name: np.zeros((2, 2), "f4")})) for name in ("first_token", "context_bias")))),
+    (WITH_ANSWER | {"logit_scale": "standardized"}, ANSWERS, BadValue, "scale", np.negative),
 ]  # fmt: skip
 
 
@@ -204,14 +240,15 @@ def test_damaged_tensors_behind_right_hashes() -> None:
         else:
             tensors[tensor] = damage(tensors[tensor])
         with pytest.raises(BundleDamaged) as caught:
-            (read_probes if file == PROBES else read_golden)(save(tensors), manifest, "there")
+            READERS[file](save(tensors), manifest, "there")
         found = caught.value
         assert (type(found), found.file, (found.field or "").partition("[")[0]) == (error, "there", tensor), found
 
 
-def test_hostile_headers_behind_right_hashes(bundle: Bundle) -> None:
+@pytest.mark.parametrize("file", [PROBES, ANSWERS])
+def test_hostile_headers_behind_right_hashes(bundle: Bundle, file: str) -> None:
     """Two readers of a tensor that is listed twice may see different probes; a header may hide anything in padding."""
-    data = (bundle.path / PROBES).read_bytes()
+    data = (bundle.path / file).read_bytes()
     size = int.from_bytes(data[:8], "little")
     header, body = data[8 : 8 + size], data[8 + size :]
     bias = re.search(rb'"bias":\{[^}]*\}', header)
@@ -220,10 +257,10 @@ def test_hostile_headers_behind_right_hashes(bundle: Bundle) -> None:
     odd = (header + b" " * 8, header + b" " * 100_000, twice + b" " * (-len(twice) % 8))
     for hostile in (b"", b"1234567", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"{}x", b"\x80\x04K\x01.",
                     *(len(text).to_bytes(8, "little") + text + body for text in odd)):  # fmt: skip
-        replace_file(bundle.path, PROBES, hostile)
-        with pytest.raises((BadValue, UnknownField), match=f"tiny/1/{PROBES}"):
+        replace_file(bundle.path, file, hostile)
+        with pytest.raises((BadValue, UnknownField), match=f"tiny/1/{file}"):
             load_bundle(bundle.path)
-    replace_file(bundle.path, PROBES, data)
+    replace_file(bundle.path, file, data)
     load_bundle(bundle.path)
 
 
@@ -265,11 +302,26 @@ def test_what_cannot_be_loaded_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "1").exists()
 
 
+def test_record_and_file_of_the_answer_go_together(tmp_path: Path) -> None:
+    without, alone = make_draft(**WITH_ANSWER), make_draft()
+    without.answer, alone.answer = None, answer_tensors(alone.manifest)
+    for draft, error in ((without, MissingField), (alone, UnknownField)):
+        with pytest.raises(error, match=f"bundle.json field files.{ANSWERS}"):
+            render(draft)
+    bundle = write_bundle(make_draft(), tmp_path / "tiny" / "1")
+    (bundle.path / ANSWERS).write_bytes(render(make_draft(**WITH_ANSWER))[1][ANSWERS])
+    refuses(errors.UnknownFile, bundle.path)
+    replace_file(bundle.path, ANSWERS, (bundle.path / ANSWERS).read_bytes())
+    refuses(UnknownField, bundle.path)
+
+
 def test_numbers_are_never_narrowed_silently(tmp_path: Path) -> None:
     golden = make_draft().golden
     for bad in (np.array([2**31] * 7), np.ones(7), np.array([True] * 7)):
         with pytest.raises(WrongShape, match="input_ids"):
             pack(Golden(**(vars(golden) | {"input_ids": bad})), GOLDEN)
+    with pytest.raises(WrongShape, match=f"{ANSWERS} field answer_tokens"):
+        pack(dataclasses.replace(answer_tensors(make_draft().manifest), answer_tokens=np.ones(2)), ANSWERS)
     huge = Golden(**(vars(golden) | {"trajectory": golden.trajectory.astype(np.float64) * 1e300}))
     with pytest.raises(NotFinite, match="trajectory"):
         render(make_draft(golden=huge))
@@ -304,7 +356,7 @@ def test_format_md_names_every_field_tensor_and_tolerance() -> None:
     for record in (
         manifest.Manifest, manifest.ModelRecord, manifest.ReadoutRecord, manifest.Classifier, manifest.TrainingRecord,
         ProbeTensors, Golden, records.Guarantee, records.Uncertainty, records.RefitInterval, records.Recalibration,
-        records.Context, records.ContextProbe, records.Applicability,
+        records.Context, records.ContextProbe, records.Applicability, records.AnswerProbe, AnswerTensors,
     ):  # fmt: skip
         for field in dataclasses.fields(record):
             if field.name not in ("model", "tokenizer", "chat_template", "readout", "classifier", "training"):
@@ -418,3 +470,30 @@ def test_a_wide_probe_hides_no_error_of_another(dtype: str) -> None:
     # The worst is so by its probe's own spread, not by its size.
     wide[0, 2 * LAYERS + 1] = 0.9 * 1e4 * (0.25 if dtype == "bfloat16" else 1e-3)
     mismatch(bundle, recorded + own + wide, risks, dtype, "golden prompt 0, layer 1, recorded")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_golden_answers_are_compared_as_golden_prompts_are(dtype: str) -> None:
+    made = make_draft(**WITH_ANSWER | {"context": CONTEXT, "dtype": dtype})
+    answer, limit = answer_tensors(made.manifest), TOLERANCES[dtype]
+    bundle = Bundle(render(made)[0], made.probes, made.golden, Path("nowhere"), answer)
+    recorded, risks = answer.trajectory.astype(np.float64), answer.risk
+    found = check_answers(bundle, recorded, risks, dtype=dtype)
+    assert (found.found.risk, found.found.trajectory, found.allowed) == (0.0, 0.0, limit)
+    one, risk = np.zeros_like(recorded), np.zeros_like(risks)
+    one[1, 2], risk[0] = limit.trajectory * spreads(recorded, LAYERS)[2], limit.risk
+    check_answers(bundle, recorded + 0.99 * one, risks + 0.99 * risk, dtype=dtype)
+    for logits, other, named in (
+        (recorded + 1.01 * one, risks, "trajectory: .*golden answer 1, layer 2, recorded"),
+        (recorded + NAN * one, risks, "trajectory: .*golden answer 0, layer 0, recorded"),  # the first NaN
+        (recorded, risks + 1.01 * risk, "risk: .*golden answer 0, recorded"),
+        (recorded, risks * np.array([1, NAN]), "risk: .*golden answer 1, recorded"),
+        (recorded[:, ::-1], risks, "trajectory: .*golden answer"),
+        (bundle.golden.trajectory, risks, "trajectory: .*replay of its golden answers has another shape"),
+        (recorded, risks[:1], "risk: .*replay of its golden answers has another shape"),
+    ):
+        with pytest.raises(errors.GoldenMismatch) as caught:
+            check_answers(bundle, logits, other, dtype=dtype)
+        assert re.search(named, f"{caught.value.field}: {caught.value}")
+    with pytest.raises(ValueError, match="tiny:1 has no answer probe"):
+        check_answers(bundle_of(dtype), recorded, risks, dtype=dtype)

@@ -26,13 +26,13 @@ from probes_store import bundle as loading
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.errors import BundleError
 from probes_store.store import SHIPPED, Store
-from tests.probes_store.factory import make_draft, write_bundle
+from tests.probes_store.factory import ANSWER, make_draft, write_bundle
 from tests.probes_store.reseal import reseal, sha256
 
 SHORT, LONG = 1_000, 60_000
 MOST_MIB = 200  # that the peak may grow by; the largest file of the largest bundle has 60 KB
 HANG_S = 60  # of one mutation; a load takes a millisecond
-FILES = ("bundle.json", "probes.safetensors", "golden.safetensors")
+FILES = ("bundle.json", "probes.safetensors", "golden.safetensors", "answer.safetensors")
 NOT_CONTENT = ("version", "created", "digest", "seal")
 ODD_NUMBERS = (0, -1, 1, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.5, 1e308, 5e-324, -0.0)
 ODD_TEXTS = ("", "\0", "../../etc/passwd", "a" * 100_000, "\ud800", "\u202e", "NaN", "sha256:", "plots/../x.png", "é")
@@ -67,7 +67,7 @@ def raw(change: Change) -> Mutator:
     """A change of one file, with all hashes as they were."""
 
     def mutate(draw: random.Random, files: Files) -> None:
-        name = draw.choice(FILES)
+        name = draw.choice(list(files))
         files[name] = change(draw, files[name])
 
     return mutate
@@ -77,7 +77,7 @@ def resealed(change: Change) -> Mutator:
     """A change of one tensor file, with its hash, the digest and the seal made right again."""
 
     def mutate(draw: random.Random, files: Files) -> None:
-        name = draw.choice(FILES[1:])
+        name = draw.choice(list(files)[1:])
         data, document = change(draw, files[name]), json.loads(files["bundle.json"])
         document["files"][name] = {"bytes": len(data), "sha256": sha256(data)}
         files[name], files["bundle.json"] = data, reseal(document)
@@ -208,12 +208,13 @@ def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) ->
         assert len({name for name, _ in pairs}) == len(pairs), "an entry twice"
         return dict(pairs)
 
-    same_content = all(files[name] == original[name] for name in FILES[1:]) and content(files) == content(original)
+    same_content = all(files[name] == original[name] for name in files if name != "bundle.json")
+    same_content = same_content and content(files) == content(original)
     assert (found.manifest.digest == origin.manifest.digest) == same_content, "other content under the same digest"
     assert files == original or found.manifest.seal != origin.manifest.seal, "other bytes under the same seal"
     values = [owner[key] for owner, key in places(json.loads(files["bundle.json"]), [])]
     assert all(abs(value) <= 2**53 for value in values if type(value) is int), "a number that readers disagree about"
-    for name in FILES[1:]:  # two readers see the same: no entry twice, nothing hidden behind the header
+    for name in list(files)[1:]:  # two readers see the same: no entry twice, nothing hidden behind the header
         text = files[name][8 : 8 + int.from_bytes(files[name][:8], "little")]
         assert len(text) - len(text.rstrip(b" ")) < 8, "something may hide in the padding"
         json.loads(text, object_pairs_hook=unique)
@@ -228,29 +229,39 @@ def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) ->
     assert probes["reference_whitening"].shape == (logits, logits)
     assert probes["trajectory_mean"].shape == probes["trajectory_std"].shape == (2, layers)
     assert golden.trajectory.shape == (len(golden.risk), logits)
-    arrays = [value for value in (*probes.values(), *vars(golden).values()) if value is not None]
+    of_answer = {} if found.answer is None else vars(found.answer)
+    assert bool(of_answer) == (found.manifest.answer is not None) == ("answer.safetensors" in files)
+    arrays = [value for value in (*probes.values(), *vars(golden).values(), *of_answer.values()) if value is not None]
     assert all(np.isfinite(value).all() for value in arrays)
-    for prefix in ("", "context_") if context else ("",):
-        direction, head = probes[f"{prefix}direction"].astype(np.float64), probes[f"{prefix}head"]
+    fits = [(probes, ""), *([(probes, "context_")] if context else []), *([(of_answer, "")] if of_answer else [])]
+    for part, prefix in fits:
+        direction, head = part[f"{prefix}direction"].astype(np.float64), part[f"{prefix}head"]
         assert np.allclose(np.linalg.norm(direction, axis=-1), 1, atol=1e-3)
         assert ((head >= 0) & (head < found.manifest.probe_heads)).all()
     assert ((golden.risk >= 0) & (golden.risk <= 1)).all()
     assert 0 <= found.manifest.threshold <= 1
     assert all(len(prompt) for prompt in golden.prompts())
+    if found.answer is not None:
+        rows, tokens = found.answer.rows(), found.answer.answer_tokens
+        assert found.answer.direction.shape == (layers, dim)
+        assert found.answer.trajectory.shape == (len(rows), layers)
+        assert ((found.answer.risk >= 0) & (found.answer.risk <= 1)).all()
+        assert all(1 <= own < len(row) for own, row in zip(tokens, rows, strict=True))
 
 
 def fuzz(origin: Bundle, count: int, seed: int, kinds: Counter[str], refused: Counter[str]) -> None:
     """``count`` mutations of one bundle in its folder; counts those that were refused, by mutator and by error.
 
     ``kinds`` also counts (with "=") those that came out as they were and (with "+") those that were accepted."""
-    draw, original = random.Random(seed), {name: (origin.path / name).read_bytes() for name in FILES}
+    draw = random.Random(seed)
+    original = {name: (origin.path / name).read_bytes() for name in FILES if (origin.path / name).exists()}
     there = dict(original)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # a hang ends as by Ctrl-C
     for number in range(count):
         kind, files = draw.choice(list(MUTATORS)), dict(original)
         MUTATORS[kind](draw, files)
         kinds[f"={kind}"] += files == original
-        for name in FILES:
+        for name in files:
             if files[name] is not there[name]:
                 (origin.path / name).write_bytes(files[name])
         there = files
@@ -275,7 +286,7 @@ def origins(folder: Path) -> Iterator[Bundle]:
     shipped = [Store(SHIPPED).load(name) for name in ("demo", "smollm2")]
     for place, draft in enumerate([
         make_draft(),
-        make_draft(1, signals=("depth_mean", "entropy", "log_max_prob"), logit_scale="standardized"),
+        make_draft(1, signals=("depth_mean", "entropy", "log_max_prob"), logit_scale="standardized", answer=ANSWER),
         make_draft(2, site="residual_stream", chat_template=None, prompt_format="text"),
         *(BundleDraft(one.manifest, one.probes, one.golden, {}, "# card\n") for one in shipped),
     ]):  # fmt: skip
@@ -301,7 +312,7 @@ def test_mutations_are_refused_or_sound(count: int, seed: int) -> None:
 
 @pytest.mark.parametrize("found", ["a crash", "the old bundle", "a hang"])
 def test_the_fuzzer_would_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    origin = write_bundle(make_draft(), tmp_path / "tiny" / "1")
+    origin = write_bundle(make_draft(answer=ANSWER), tmp_path / "tiny" / "1")
 
     def loads(_: Path) -> Bundle:
         while found == "a hang":

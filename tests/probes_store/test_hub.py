@@ -25,7 +25,7 @@ from probes_store.syntax import HubAddress, parse_address, readable_json
 from probes_store.transfer import Pulled, Pushed, files_of, pull, push
 from probes_store.trust import Signing, required_signature
 from tests.probes_store.conftest import Opens
-from tests.probes_store.factory import make_draft, write_bundle
+from tests.probes_store.factory import ANSWER, make_draft, write_bundle
 from tests.probes_store.hub_stand_in import TOKEN, Hub, Repository, Request, hub_stand_in
 from tests.probes_store.keys import KeyPair
 
@@ -114,7 +114,7 @@ def test_addresses() -> None:
 
 
 def test_a_bundle_goes_there_and_back(place: Place) -> None:
-    bundle = place.made(version=3)
+    bundle = place.made(version=3, answer=ANSWER)
     done = place.push(bundle)
     assert (done.create, done.commit, done.nothing) == (True, True, False)
     assert (done.url, done.address, done.private) == (f"{place.hub.url}/me/tiny/tree/v3", "hf://me/tiny@v3", False)
@@ -133,7 +133,7 @@ def test_a_bundle_goes_there_and_back(place: Place) -> None:
     assert loaded.manifest == bundle.manifest
     assert place.hub.leaked == []  # the storage, another host, never saw the token
     again = place.pull()
-    assert (again.added, again.bundle.path, place.hub.count("GET /storage")) == (False, loaded.path, 3)
+    assert (again.added, again.bundle.path, place.hub.count("GET /storage")) == (False, loaded.path, 4)
 
 
 def test_the_next_version_follows_and_the_old_stays(place: Place) -> None:

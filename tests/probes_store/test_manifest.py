@@ -24,6 +24,7 @@ from probes_store.syntax import canonical_json, parse_json, plain, readable_json
 from service.engines.base import ModelIdentity
 from service.readout import Geometry
 from tests.probes_store.factory import (
+    ANSWER,
     APPLICABILITY,
     ASKS,
     CONTEXT,
@@ -46,7 +47,7 @@ STEPS = Recalibration("isotonic", knots=(0.0, 0.25, 0.5, 1.0), values=(0.1, 0.2,
 READING = ("depth_mean", "passage", "stated")
 FULL = make_draft(
     context=CONTEXT, signals=READING, guarantee=GUARANTEE, threshold=GUARANTEE.threshold, uncertainty=UNCERTAINTY,
-    recalibration=PLATT, guarantee_shapes=("alone", "a chat"),
+    recalibration=PLATT, guarantee_shapes=("alone", "a chat"), answer=ANSWER,
 )  # fmt: skip
 EVERYTHING: dict[str, Any] = json.loads(manifest_bytes(render(FULL)[0]))
 
@@ -141,13 +142,18 @@ def test_unknown_and_missing_fields_and_files() -> None:
         for field in at(EVERYTHING, path):
             edited = changed(EVERYTHING, path, {})
             del at(edited, path)[field]
-            refuses(MissingField, ".".join((*path, field)), edited)
+            if (*path, field) == ("answer",):  # the one record that may be absent; then its file is unknown
+                refuses(UnknownField, "files.answer.safetensors", edited)
+            else:
+                refuses(MissingField, ".".join((*path, field)), edited)
     files, record = DOCUMENT["files"], {"bytes": 1, "sha256": "0" * 64}
     for name in ("weights.pkl", "../../escape.png", "plots/../../x.png", "/etc/passwd", "plots/a/b.png", "plots/.png"):
         refuses(UnknownField, f"files.{name}", DOCUMENT | {"files": files | {name: record}})
     for name in ("probes.safetensors", "golden.safetensors", "evaluation.json", "README.md"):
         without = {key: value for key, value in files.items() if key != name}
         refuses(MissingField, f"files.{name}", DOCUMENT | {"files": without})
+    refuses(MissingField, "files.answer.safetensors", EVERYTHING | {"files": files})
+    refuses(UnknownField, "files.answer.safetensors", DOCUMENT | {"files": files | {"answer.safetensors": record}})
 
 
 # Of DOCUMENT: the record's path, a field and values that it does not take.
@@ -195,6 +201,11 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
     "context/applicability": [
         {"threshold": 0.0}, {"threshold": 1.0}, {"questions_below": -0.01}, {"questions_below": 1.01},
         {"others_above": -0.01}, {"others_above": 1.01}, {"statement": ""},
+    ],
+    "answer": [
+        {"weight": 1}, {"intercept": "0"}, {"threshold": 0.0}, {"threshold": 1.0}, {"rows": 1}, {"hallucinated": 0},
+        {"hallucinated": 300}, {"rows": 120, "named": "hallucinated"}, {"auroc": -0.01}, {"auroc": 1.01},
+        {"before": -0.01}, {"before": 1.01}, {"c": 0.0}, {"statement": ""},
     ],
     "classifier": [{"weight": [1.0, 2.0]}],
     "": [{"guarantee_shapes": shapes} for shapes in ([], ["alone", "alone"], ["alone", ""])],
@@ -331,6 +342,20 @@ def test_an_adapter_is_named_where_there_is_one_and_no_field_where_there_is_none
     check_identity(tuned, dataclasses.replace(LOADED, adapter=OTHER))
     with pytest.raises(errors.WrongModel, match="another adapter.*expected sha256:9.*found none.*Load the adapter of"):
         check_identity(tuned, LOADED)
+
+
+def test_an_answer_probe_has_a_record_and_there_is_no_field_where_there_is_none() -> None:
+    assert "answer" not in DOCUMENT
+    full = render(FULL)[0]
+    assert (full.answer, read_manifest(manifest_bytes(full))) == (ANSWER, full)
+    assert EVERYTHING["answer"] == dataclasses.asdict(ANSWER)
+    assert sealed(full, version=2).answer == ANSWER
+    for document in (DOCUMENT, EVERYTHING):
+        files = {name: one for name, one in document["files"].items() if name != "answer.safetensors"}
+        said = refuses(BadValue, "answer", document | {"answer": None, "files": files})
+        assert "a record, or no such field" in said
+    for wrong in ([], "", 3):
+        refuses(BadValue, "answer", EVERYTHING | {"answer": wrong})
 
 
 def tree(kind: type[errors.BundleError]) -> list[type[errors.BundleError]]:

@@ -24,7 +24,7 @@ from probes_store.store import SHIPPED, Store
 from probes_store.syntax import is_url
 from probes_store.transfer import copy
 from tests.probes_store.conftest import S3_LONG, Opens
-from tests.probes_store.factory import make_draft, write_bundle
+from tests.probes_store.factory import ANSWER, make_draft, write_bundle
 
 FORK = multiprocessing.get_context("fork")
 
@@ -56,7 +56,7 @@ def test_versions_count_up_never_change_and_equal_content_is_not_copied(where: s
     assert here.list() == []
     first = here.publish(make_draft(0))
     before = files(here.root)
-    second = here.publish(make_draft(1))
+    second = here.publish(make_draft(1, answer=ANSWER))
     assert (first.reference, second.reference, here.where) == ("tiny:1", "tiny:2", where)
     assert first.path == here.root / "tiny" / "1"
     assert before.items() <= files(here.root).items()
@@ -64,9 +64,11 @@ def test_versions_count_up_never_change_and_equal_content_is_not_copied(where: s
     assert here.publish(make_draft(0, name="other")).manifest.digest != first.manifest.digest
     there = opens(where, "two")
     assert there.load("tiny").reference == "tiny:2"
-    found = there.verify("tiny:1")
-    assert found.manifest == first.manifest
-    assert read_files(found.path, found.manifest) == read_files(first.path, first.manifest)
+    for made, parts in ((first, 5), (second, 6)):
+        found = there.verify(made.reference)
+        assert (found.manifest, len(found.manifest.files)) == (made.manifest, parts)
+        assert (found.answer is None) == (made is first)
+        assert read_files(found.path, found.manifest) == read_files(made.path, made.manifest)
     listed = there.list()
     assert [(one.reference, one.error) for one in listed] == [("other:1", None), ("tiny:1", None), ("tiny:2", None)]
     assert listed[2].manifest == second.manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,10 +18,11 @@ from probes_store.errors import DigestMismatch, OpenStore, SignatureMismatch, Si
 from probes_store.local import write_files
 from probes_store.manifest import MANIFEST, manifest_bytes, sealed
 from probes_store.store import SHIPPED, Store, Trust
+from probes_store.tensors import pack
 from probes_store.transfer import copy, files_of
 from probes_store.trust import Signing, check_closed, required_signature
 from tests.probes_store.conftest import Opens
-from tests.probes_store.factory import make_draft
+from tests.probes_store.factory import ANSWER, answer_tensors, make_draft
 from tests.probes_store.keys import KeyPair, certified, key_pair
 from tests.probes_store.reseal import edit_manifest, replace_file
 
@@ -32,7 +34,7 @@ def strict(store: Store, keys: KeyPair) -> Store:
 
 
 def signed(store: Store, keys: KeyPair, seed: int = 0) -> Bundle:
-    return store.sign(store.publish(make_draft(seed)).reference, Signing(keys.private))
+    return store.sign(store.publish(make_draft(seed, answer=ANSWER)).reference, Signing(keys.private))
 
 
 def tamper(path: Path) -> None:
@@ -68,12 +70,14 @@ def test_an_unsigned_bundle_does_not(store: Store, strict: Store, tmp_path: Path
 
 def test_every_file_is_covered(store: Store, strict: Store, keys: KeyPair) -> None:
     bundle = signed(store, keys)
-    whole = bundle.files()
-    for name in (MANIFEST, "README.md", "evaluation.json", "plots/roc.png"):
+    whole, answer = bundle.files(), answer_tensors(bundle.manifest)
+    other = dict.fromkeys(("README.md", "evaluation.json", "plots/roc.png"), b"{}\n")
+    other["answer.safetensors"] = pack(dataclasses.replace(answer, bias=-answer.bias), "answer.safetensors")
+    for name in (MANIFEST, *other):
         if name == MANIFEST:
             tamper(bundle.path)
         else:
-            replace_file(bundle.path, name, b"{}\n")
+            replace_file(bundle.path, name, other[name])
         assert store.load("tiny").reference == "tiny:1"
         with pytest.raises(SignatureMismatch, match="tiny:1"):
             strict.load("tiny")

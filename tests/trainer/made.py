@@ -6,15 +6,18 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from probes_store.bundle import Bundle
+from probes_store.bundle import Bundle, BundleDraft
 from probes_store.store import Store
 from service.scoring import RiskReport, Scorer
 from service.trainer.options import TrainOptions
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.matching import answers_read
+from tests.probes_store.factory import ANSWER
 
 Rows = list[dict[str, Any]]
 FAST: dict[str, Any] = {
@@ -57,6 +60,21 @@ def store_of(bundle: Bundle, folder: Path) -> Store:
     """A store with this bundle alone, as planted:1."""
     shutil.copytree(bundle.path, folder / "store" / "planted" / "1")
     return Store(folder / "store")
+
+
+def with_answer(bundle: Bundle, store: Store) -> Bundle:
+    """The next version of a bundle, which has an answer probe, as the planted engine reads it."""
+    manifest = replace(bundle.manifest, answer=ANSWER)
+    contents = bundle.probes, bundle.golden, bundle.evaluation(), bundle.card()
+    return store.publish(BundleDraft(manifest, *contents, answer=answers_read(PlantedEngine(), manifest)))
+
+
+def check_answer_kept(before: Bundle, after: Bundle) -> None:
+    """Another version, with the answer probe as it was."""
+    assert before.manifest.answer is not None
+    assert after.manifest.digest != before.manifest.digest
+    assert after.manifest.answer == before.manifest.answer
+    assert after.files()["answer.safetensors"] == before.files()["answer.safetensors"]
 
 
 def served(bundle: Bundle, rows: Rows, engine: Any = None) -> list[RiskReport]:

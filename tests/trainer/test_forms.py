@@ -35,10 +35,10 @@ class Roomy(PlantedEngine):
         super().__init__(max_tokens=ROOM, **options)
         self.stop = stop
 
-    def extract(self, prompts: Any, sites: Any, *others: Any) -> Extraction:
+    def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Extraction:
         if self.extracts == self.stop:
             raise KeyboardInterrupt
-        return super().extract(prompts, sites, *others)
+        return super().extract(prompts, sites, *others, **read)
 
 
 def questions(count: int = 240, seed: int = 0) -> Rows:

@@ -27,7 +27,7 @@ from service.trainer import new_rows
 from service.trainer.guarantee import guarantee, plan
 from service.trainer.options import GuaranteeOptions
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.trainer.made import Never, Rows, run, served, store_of
+from tests.trainer.made import Never, Rows, check_answer_kept, run, served, store_of, with_answer
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,11 @@ def test_the_guarantee_is_published_and_served(tmp_path: Path, store: Store, tra
     assert record["thresholds_from"] == "training's out-of-fold risks"
     for file in ("probes.safetensors", "golden.safetensors"):
         assert (bundle.path / file).read_bytes() == (trained.path / file).read_bytes()
+
+
+def test_an_answer_probe_comes_along(tmp_path: Path, store: Store, trained: Bundle) -> None:
+    before = with_answer(trained, store)
+    check_answer_kept(before, published(tmp_path, store)[0])
 
 
 def test_rows_outside_training_count_as_withheld(

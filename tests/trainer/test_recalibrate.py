@@ -15,7 +15,7 @@ from service.trainer.guarantee import guarantee, plan
 from service.trainer.options import GuaranteeOptions, RecalibrateOptions
 from service.trainer.recalibrate import recalibrate
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
-from tests.trainer.made import Never, Rows, run, served, store_of
+from tests.trainer.made import Never, Rows, check_answer_kept, run, served, store_of, with_answer
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,13 @@ def test_the_served_risk_is_recalibrated_and_the_decisions_stay(tmp_path: Path, 
     check_served(trained, bundle)
     assert (bundle.path / "probes.safetensors").read_bytes() == (trained.path / "probes.safetensors").read_bytes()
     assert bundle.manifest.classifier == trained.manifest.classifier
+
+
+def test_an_answer_probe_comes_along_as_it_is(tmp_path: Path, store: Store, trained: Bundle) -> None:
+    before = with_answer(trained, store)
+    after, _ = published(tmp_path, store)
+    check_answer_kept(before, after)
+    assert (after.golden.risk != before.golden.risk).all()  # the risk before the answer is another one
 
 
 def test_everything_is_recorded_and_shown(tmp_path: Path, store: Store) -> None:

@@ -110,6 +110,8 @@ class Risk(Checked):
     trajectory: tuple[float, ...] | None = None
     running_mean: tuple[float, ...] | None = None
     completion: Completion | None = None
+    answer_risk: Share | None = None  # that the answer is wrong, by its own tokens; None: nothing reads answers
+    answer_flagged: bool | None = None  # that risk reached the bundle's threshold for answers
 
     @property
     def gated(self) -> bool:
@@ -289,13 +291,15 @@ class Delta(Checked):
 
 @dataclass(frozen=True)
 class Chunk(Checked):
-    """One event of a stream after the risk; the last one has ``finish_reason`` and ``usage``."""
+    """One event of a stream after the risk; the last one has ``finish_reason``, ``usage`` and the answer's risk."""
 
     object: Literal["completion.chunk"]
     index: Count
     delta: Delta
     finish_reason: str | None = None
     usage: Usage | None = None
+    answer_risk: Share | None = None
+    answer_flagged: bool | None = None
 
 
 class InvalidBody(Exception):

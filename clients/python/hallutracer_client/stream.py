@@ -85,6 +85,7 @@ class BaseAnswer(results.OfOneRisk):
         self._pieces: list[str] = []
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
+        self._last: Chunk | None = None
         self._ended = self._closed = False
 
     @property
@@ -111,6 +112,16 @@ class BaseAnswer(results.OfOneRisk):
         if not self._ended or self._finish_reason is None or self._usage is None:
             return None
         return Completion("".join(self._pieces), self._finish_reason, self._usage.completion_tokens)
+
+    @property
+    def answer_risk(self) -> float | None:
+        """The risk of the whole answer, by its own tokens; None before the end, and where nothing reads answers."""
+        return None if self._last is None else self._last.answer_risk
+
+    @property
+    def answer_flagged(self) -> bool | None:
+        """Whether that risk reached the bundle's threshold for answers; None where there is none."""
+        return None if self._last is None else self._last.answer_flagged
 
     @property
     def usage(self) -> Usage:
@@ -153,6 +164,7 @@ class BaseAnswer(results.OfOneRisk):
             self._pieces.append(chunk.delta.text)
             self._finish_reason = chunk.finish_reason or self._finish_reason
             self._usage = chunk.usage or self._usage
+            self._last = chunk
             if chunk.delta.text:
                 return chunk.delta.text
         return ""

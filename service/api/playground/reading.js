@@ -70,6 +70,10 @@ export class Reading {
     const cut = chunk.finish_reason === "length" ? ", cut off at the limit" : "";
     this.count.textContent = `${tokens} answer token${tokens === 1 ? "" : "s"} after ${chunk.usage.prompt_tokens} of the prompt${cut}.`;
     if (!this.text) this.answer.textContent = "(an empty answer)";
+    if (chunk.answer_risk !== undefined) {
+      this.left.append(el("p", { class: chunk.answer_flagged ? "facts warn" : "facts", "data-answer-risk": chunk.answer_risk },
+        `Read again while it was written: the answer's own tokens put its risk at ${fixed(chunk.answer_risk)}${chunk.answer_flagged ? ", above the bundle's line for answers" : ""}.`));
+    }
   }
 
   fail(message) {

@@ -17,11 +17,12 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache
 
-from service.engines.base import BatchEngine, Completion, PrefillResult, Sampling, TracedAnswer
+from service.engines.base import AnswerReading, BatchEngine, Completion, PrefillResult, Sampling, TracedAnswer
 from service.engines.checks import check_sampling
 from service.engines.families import text_config
 from service.engines.transformers.hooks import Batch
 from service.errors import EngineError, NonFiniteReadout
+from service.readout import Probes, Site
 
 Tensor = torch.Tensor
 GREEDY_BELOW = 1e-6  # smaller temperatures overflow float32; their limit is the greedy token
@@ -111,17 +112,22 @@ class Decoder(BatchEngine, Protocol):
 
 
 class KvContinuation:
-    """A prefilled prompt and its answer (``base.Continuation``); with ``states``, of t*, it is traced."""
+    """A prefilled prompt and its answer (``base.Continuation``); with a ``site`` and its ``states`` at t*, traced."""
 
     def __init__(
-        self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor, states: Tensor | None = None
-    ) -> None:
+        self, decoder: Decoder, prefill: PrefillResult, cache: Any, logits: Tensor, site: Site | None = None,
+        states: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._decoder = decoder
         self.prefill = prefill
         self.cache: Any = cache  # None once it is closed
         self._ahead: Tensor | None = logits  # the next token's, float32 [vocab]; None while they are to be computed
-        self.states = states  # [m, hidden_size] of the token that ``_ahead`` follows; None where it is not traced
-        self._sum = None if states is None else torch.zeros_like(states)  # of the answer's own tokens
+        self.site = site  # where the answer's own tokens are read, None: nowhere, or by ``answer_probes``
+        self.answer_probes: Probes | None = None
+        self._traced = states is not None
+        self._read: Any = states  # of the token that ``_ahead`` follows: [m, width], truth logits [m] by probes
+        self._sum: Any = None  # of the answer's own tokens, so many
+        self._tokens = 0
         self._log_prob: list[float] = []
         self._stream: TextStream | None = None
         self._ids: list[int] = []
@@ -163,9 +169,8 @@ class KvContinuation:
                     raise NonFiniteReadout("the logits of a decode step hold a NaN: load the model with dtype bfloat16")
                 token = pick(logits, sampling, generator)
                 self._ids.append(token)
-                if self.states is not None and self._sum is not None:
+                if self._traced:
                     self._log_prob.append(float(logits[token].double() - logits.double().logsumexp(dim=-1)))
-                    self._sum += self.states if len(self._ids) > 1 else 0.0
                 if token in self._decoder.end_tokens:
                     self._finish = "stop"
                     break
@@ -183,12 +188,24 @@ class KvContinuation:
         finally:
             self.close()
 
+    @property
+    def mean(self) -> Any:
+        """The mean of what was read of the answer's own tokens, as ``_read`` is; None before a token."""
+        return self._sum / self._tokens if self._tokens else None
+
     def traced(self) -> TracedAnswer:
         """Return the finished answer and what the model computed for it."""
-        assert self.completion is not None and self.states is not None and self._sum is not None  # noqa: PT018
-        mean = self._sum / (len(self._ids) - 1) if len(self._ids) > 1 else self.states
-        last, means = (part.cpu().numpy() for part in (self.states, mean))
+        assert self.completion is not None
+        mean = self._read if self.mean is None else self.mean
+        last, means = (part.cpu().numpy() for part in (self._read, mean))
         return TracedAnswer(self.completion, np.array(self._log_prob, np.float64), last, means)
+
+    @property
+    def reading(self) -> AnswerReading | None:
+        """What ``answer_probes`` have read so far; None before a token."""
+        if self.answer_probes is None or not self._tokens:
+            return None
+        return AnswerReading(self._tokens, self.mean)
 
     @property
     def waits(self) -> bool:
@@ -200,9 +217,12 @@ class KvContinuation:
         """The last token and its position."""
         return self._ids[-1], self.prefill.prompt_tokens + len(self._ids) - 1
 
-    def go_on(self, logits: Tensor, states: Tensor | None = None) -> None:
-        """Take the next token's logits [vocab] float32 and, where traced, the states that they follow."""
-        self._ahead, self.states = logits, states
+    def go_on(self, logits: Tensor, read: Any = None) -> None:
+        """Take the next token's logits [vocab] float32 and what was read of the token that they follow."""
+        self._ahead = logits
+        if read is not None:
+            self._read, self._tokens = read, self._tokens + 1
+            self._sum = read if self._sum is None else self._sum + read
 
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""

@@ -40,6 +40,8 @@ class TransformersEngine:
     A prompt's readout is independent of its batch: to 1e-5 in float32, in half types to the rounding of their kernels.
     """
 
+    reads_answers = True
+
     def __init__(
         self, model: Any, tokenizer: Any, *, options: EngineOptions | None = None, fingerprint: str | None = None,
         config: Any | None = None,
@@ -105,14 +107,17 @@ class TransformersEngine:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.max_tokens)
 
-    def score(self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False) -> list[PrefillResult]:
+    def score(
+        self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
+    ) -> list[PrefillResult]:
         """Return trajectories [m] (Eq. trajectory) at t* by prompt and probe.  Raises NonFiniteReadout."""
         with self._running(prompts):
             stack = self._stack(probes)
             done: list[Prefilled] = []
-            for batch in self._batches(prompts):
+            for batch in self._batches(prompts, whole=bool(last)):
                 sink = TruthLogits(stack, len(batch.index), self._device)
-                logits = self._prefill(batch, sink, full=first_token or not probes)
+                counts = [last[index] for index in batch.index] if last else ()
+                logits = self._prefill(batch, sink, full=first_token or not probes, last=counts)
                 done.append((batch, sink, None if logits is None or not first_token else summarise(logits)))
             return hooks.prefill_results(stack, done)
 
@@ -131,8 +136,9 @@ class TransformersEngine:
             return [KvContinuation(self, result, *kept[index]) for index, result in enumerate(results)]
 
     def extract(
-        self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
-    ) -> Extraction:
+        self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
+        answer_site: Site | None = None,
+    ) -> Extraction:  # fmt: skip
         """Return activations at t*, [n, m, width] float32 per site; each answer is what its prompt gets alone."""
         check_onset_only(poolings)
         if sampling is not None:
@@ -140,7 +146,7 @@ class TransformersEngine:
         shape = len(prompts), self._modules.geometry.num_layers
         activations = {site: np.empty((*shape, self._modules.geometry.width(site)), np.float32) for site in sites}
         first: dict[int, base.FirstToken] = {}
-        answers: dict[int, base.Completion] = {}
+        answered: dict[int, KvContinuation] = {}
         with self._running(prompts):
             groups = [list(range(len(prompts)))] if sampling is None else self._answered_together(prompts, sampling)
             for group in groups:
@@ -160,12 +166,21 @@ class TransformersEngine:
                         activations[site][rows] = values.swapaxes(0, 1)
                     first.update(zip(rows, map(first_token_of, summarise(logits).cpu().numpy()), strict=True))
                     for row, cache, one in zip(rows, caches, logits, strict=False):
-                        begun[row] = KvContinuation(self, PrefillResult((), first[row], len(prompts[row])), cache, one)
+                        prefill = PrefillResult((), first[row], len(prompts[row]))
+                        begun[row] = KvContinuation(self, prefill, cache, one, answer_site)
                 if sampling is not None:
                     self._answer(begun.values(), [sampling] * len(begun))
-                    answers |= {row: cast(base.Completion, one.completion) for row, one in begun.items()}
-        completions = tuple(answers[row] for row in sorted(answers))
-        return Extraction(activations, tuple(first[row] for row in sorted(first)), completions=completions)
+                    answered |= begun
+        ended = [answered[row] for row in sorted(answered)]
+        answers = None
+        if answer_site is not None:
+            answers = np.zeros((*shape, self._modules.geometry.width(answer_site)), np.float32)
+            for row, one in enumerate(ended):
+                if one.mean is not None:
+                    answers[row] = one.mean.cpu().numpy()
+            hooks.refuse_non_finite(answers.swapaxes(0, 1), range(len(prompts)), f"{answer_site} of the answer")
+        return Extraction(activations, tuple(first[row] for row in sorted(first)), answers=answers,
+                          completions=tuple(cast(base.Completion, one.completion) for one in ended))  # fmt: skip
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[base.Completion]:
         """Return the answers of ``extract``."""
@@ -189,7 +204,8 @@ class TransformersEngine:
                         row = group[place]
                         prefill = PrefillResult((), None, len(prompts[row]))
                         copies = [cache, *(copy.deepcopy(cache) for _ in seeds[row][1:])]
-                        begun[row] = [KvContinuation(self, prefill, own, one, state) for own in copies]
+                        site = Site.RESIDUAL_STREAM
+                        begun[row] = [KvContinuation(self, prefill, own, one, site, state) for own in copies]
                 own = [replace(sampling, seed=seed) for row in begun for seed in seeds[row]]
                 self._answer(list(chain.from_iterable(begun.values())), own)
                 answers |= {row: [one.traced() for one in of_prompt] for row, of_prompt in begun.items()}
@@ -232,9 +248,10 @@ class TransformersEngine:
         finally:
             self._busy.release()
 
-    def _batches(self, prompts: Prompts, *, kept: bool = False) -> Iterator[Batch]:
-        """Yield micro-batches, whose caches are ``kept``; what chats begin with is not run again."""
-        prefixes = [len(self._prefix.tokens) if self._prefix.begins(prompt) else 0 for prompt in prompts]
+    def _batches(self, prompts: Prompts, *, kept: bool = False, whole: bool = False) -> Iterator[Batch]:
+        """Yield micro-batches, whose caches are ``kept``; what chats begin with is not run again, unless ``whole``."""
+        begins = [not whole and self._prefix.begins(prompt) for prompt in prompts]
+        prefixes = [len(self._prefix.tokens) if begun else 0 for begun in begins]
         for prefix in sorted(set(prefixes)):
             rows = [row for row, own in enumerate(prefixes) if own == prefix]
             lengths = [len(prompts[row]) - prefix for row in rows]
@@ -261,18 +278,32 @@ class TransformersEngine:
     def _step(self, continuations: Sequence[KvContinuation]) -> None:
         waiting = [continuation for continuation in continuations if continuation.waits]
         for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
-            states: Sequence[Tensor | None] = [None] * len(group)
-            if group[0].states is not None:  # then all are traced
-                sink, onset = self._buffer([Site.RESIDUAL_STREAM], len(group)), hooks.at_onsets([0], self._device)
-                with hooks.reading(self._modules, self._head, sink, onset, stop=False):
-                    logits = decoding.next_logits(self._model, group, self._device)
-                states = sink.buffers[Site.RESIDUAL_STREAM].unbind(1)
-            else:
-                logits = decoding.next_logits(self._model, group, self._device)
+            logits, read = self._decode_step(group)
             self.counters.forward_tokens += len(group)
             self.counters.decode_steps += len(group)
-            for continuation, row, state in zip(group, logits, states, strict=True):
-                continuation.go_on(row, state)
+            for continuation, row, own in zip(group, logits, read, strict=True):
+                continuation.go_on(row, own)
+
+    def _decode_step(self, group: Sequence[KvContinuation]) -> tuple[Tensor, Sequence[Any]]:
+        """Return the next logits, [vocab] of each row, and what each wants read of its last token, in one pass."""
+        site = group[0].site  # then all are read there
+        probes = {id(one.answer_probes): one.answer_probes for one in group if one.answer_probes is not None}
+        if site is None and not probes:
+            return decoding.next_logits(self._model, group, self._device), [None] * len(group)
+        places = sorted(probes)  # in a fixed order, because stacks are kept
+        stack = self._stack([probes[place] for place in places])
+        sink: hooks.Sink = TruthLogits(stack, len(group), self._device)
+        if site is not None:
+            sink = self._buffer([site], len(group))
+        with hooks.reading(self._modules, self._head, sink, hooks.at_onsets([0], self._device), stop=False):
+            logits = decoding.next_logits(self._model, group, self._device)
+        if site is not None:
+            return logits, sink.buffers[site].unbind(1)
+        truth = stack.finish({key: sums.cpu().numpy() for key, sums in sink.buffers.items()})  # [m, rows, P]
+        return logits, [
+            None if one.answer_probes is None else truth[:, row, places.index(id(one.answer_probes))]
+            for row, one in enumerate(group)
+        ]
 
     def _buffer(self, sites: base.Sites, rows: int) -> ActivationBuffer:
         check_sites(self.identity.model_type, sites)
@@ -295,11 +326,15 @@ class TransformersEngine:
         # The model's native kind for one prompt, full-length layers for several.
         return DynamicCache(config=self._model.config) if len(batch.index) == 1 else DynamicCache()
 
-    def _prefill(self, batch: Batch, sink: hooks.Sink, *, full: bool, cache: Any = None) -> Tensor | None:
-        """Run as ``_logits``; None if not ``full``, which ends at the last readout."""
+    def _prefill(
+        self, batch: Batch, sink: hooks.Sink, *, full: bool, cache: Any = None, last: Sequence[int] = ()
+    ) -> Tensor | None:
+        """Run as ``_logits``; None if not ``full``, which ends at the last readout.
+
+        ``last``: the sink gets means over so many last tokens; only where it ends there."""
         self.counters.forward_tokens += sum(batch.lengths)
         self.counters.prefills += len(batch.index)
-        onset = hooks.at_onsets(batch.onsets, self._device)
+        onset = hooks.over_last(batch.onsets, last) if last else hooks.at_onsets(batch.onsets, self._device)
         if batch.prefix and cache is None:
             cache = self._new_cache(batch)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}

@@ -172,6 +172,12 @@ def at_onsets(positions: Sequence[int], device: torch.device) -> Callable[[Tenso
     return lambda states: states[batch, columns]
 
 
+def over_last(ends: Sequence[int], counts: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Return what averages so many positions up to ``ends``, float32 [batch, width] of [batch, positions, width]."""
+    spans = [slice(end + 1 - count, end + 1) for end, count in zip(ends, counts, strict=True)]
+    return lambda states: torch.stack([states[row, span].float().mean(dim=0) for row, span in enumerate(spans)])
+
+
 class ProbeStack:
     """Several bundles' probes on the device: one weight [m, width, P] per site, zero outside a probe's head."""
 

@@ -23,7 +23,14 @@ from probes_store.bundle import Bundle
 from service.engines import adapters, base, loading
 from service.engines.base import Completion, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update
 from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
-from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, refuse_tracing
+from service.engines.checks import (
+    Tokens,
+    check_onset_only,
+    check_prompts,
+    check_sampling,
+    refuse_answer_reading,
+    refuse_tracing,
+)
 from service.engines.families import check_sites, family_of, text_config
 from service.engines.vllm import launch
 from service.engines.vllm.client import ProbeLease, Slots, parameters_for, payload_of, times
@@ -49,7 +56,7 @@ def slots_for(bundles: Iterable[Bundle]) -> int:
 class VllmEngine:
     """One model on a started ``AsyncLLM``, all of whose coroutines run on ``loop``.  Implements ``base.Engine``."""
 
-    scores_overtake_answers = False
+    scores_overtake_answers = reads_answers = False
     torch_model = None  # the modules are in vLLM's processes
     _request_numbers = count()  # of all engines, several of which may be around one ``AsyncLLM``
 
@@ -147,8 +154,12 @@ class VllmEngine:
         """Raise RequestError for the first prompt that vLLM cannot run: it needs room for one sampled token, too."""
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.identity.max_tokens - 1)
 
-    def score(self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False) -> list[PrefillResult]:
+    def score(
+        self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
+    ) -> list[PrefillResult]:
         """Return trajectories [m] (Eq. trajectory) at t* by prompt and probe.  Raises EngineError, NonFiniteReadout."""
+        if last:
+            refuse_answer_reading("vllm")
         self._begin(prompts)
 
         async def prefill(prompt: base.TokenIds) -> PrefillResult:
@@ -158,10 +169,13 @@ class VllmEngine:
         return self._run_all([prefill(prompt) for prompt in prompts])
 
     def extract(
-        self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None
-    ) -> Extraction:
+        self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
+        answer_site: Site | None = None,
+    ) -> Extraction:  # fmt: skip
         """Return ``base.LoadedModel.extract``'s.  Raises EngineError unless loaded with ``rows`` and these sites."""
         check_onset_only(poolings)
+        if answer_site is not None:
+            refuse_answer_reading("vllm")
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
             raise EngineError("this engine was started for scoring; start it with rows=True to extract activations")
         if sampling is not None:
@@ -211,6 +225,7 @@ class VllmEngine:
     async def answer(
         self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False,
         sampling: Sampling | None = None, gate: base.EngineGate | None = None, turn: base.Turn = base.FIRST_COME,
+        answer_probes: Probes | None = None,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
         """Yield ``base.Engine.answer``'s updates of one vLLM request; ``turn`` needs the policy "priority"."""
         if sampling is not None:

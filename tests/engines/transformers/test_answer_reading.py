@@ -1,0 +1,109 @@
+"""What is read of an answer's own tokens: while it is written, of those that write beside it, and of a text at once."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.engines.base import Sampling
+from service.errors import NonFiniteReadout
+from service.readout import Probes, Site
+from tests.engines import tiny
+
+LENGTHS = [3, 20, 7, 30, 1, 11]
+KINDS = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]
+
+
+def by_hand(engine: Any, prompt: list[int], answer: list[int], probes: Probes) -> np.ndarray:
+    """Mean truth logits [m] at the onsets of the beginnings that end in one of the answer's tokens."""
+    beginnings = [[*prompt, *answer[: count + 1]] for count in range(len(answer))]
+    return np.mean([one.trajectories[0] for one in engine.score(beginnings, [probes])], axis=0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_answers_that_write_together_are_each_read_by_their_own_probes(name: str) -> None:
+    engine, prompts = tiny.engine(name), tiny.prompts(LENGTHS)
+    plain = engine.generate(prompts, Sampling(max_tokens=9))
+    two = tiny.probes(engine.identity.geometry, scaled=True), tiny.probes(engine.identity.geometry, seed=5)
+    read_by = [two[0], None, two[1], two[0], two[1], None]
+    continuations = engine.begin(prompts, [])
+    for one, probes in zip(continuations, read_by, strict=True):
+        one.answer_probes = probes
+    streams = [one.decode(Sampling(max_tokens=9)) for one in continuations]
+    assert [one.reading for one in continuations] == [None] * len(prompts)
+    chance, running = Random(0), list(range(len(prompts)))
+    while running:
+        some = chance.sample(running, chance.randint(1, len(running)))
+        engine.step_together([continuations[place] for place in some])
+        for place in some:
+            if next(streams[place], None) is None:
+                running.remove(place)
+    assert [one.completion for one in continuations] == plain
+    for prompt, one, probes in zip(prompts, continuations, read_by, strict=True):
+        if probes is None:
+            assert one.reading is None
+            continue
+        went_on = list(one.completion.token_ids[:-1])
+        assert one.reading.tokens == len(went_on)
+        expected = by_hand(engine, prompt, went_on, probes)
+        np.testing.assert_allclose(one.reading.trajectory, expected, rtol=1e-3, atol=1e-4)
+        [whole] = engine.score([[*prompt, *went_on]], [probes], last=[len(went_on)])
+        np.testing.assert_allclose(whole.trajectories[0], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_an_answer_of_one_token_has_no_reading() -> None:
+    engine = tiny.engine("llama")
+    [one] = engine.begin(tiny.prompts([5]), [])
+    one.answer_probes = tiny.probes(engine.identity.geometry)
+    list(one.decode(Sampling(max_tokens=1)))
+    assert one.reading is None
+
+
+@pytest.mark.parametrize("site", list(Site))
+@pytest.mark.parametrize("name", KINDS[:4])
+def test_training_reads_the_tokens_that_serving_reads(name: str, site: Site) -> None:
+    engine, prompts = tiny.engine(name, max_batch_tokens=90), tiny.prompts(LENGTHS)
+    plain = engine.extract(prompts, [site], sampling=Sampling(max_tokens=6))
+    assert plain.answers is None
+    found = engine.extract(prompts, [site], sampling=Sampling(max_tokens=6), answer_site=site)
+    assert found.completions == plain.completions
+    np.testing.assert_array_equal(found.activations[site], plain.activations[site])
+    assert found.answers is not None
+    for prompt, said, read in zip(prompts, found.completions, found.answers, strict=True):
+        ids = list(said.token_ids[:-1])
+        ends = [[*prompt, *ids[: count + 1]] for count in range(len(ids))]
+        expected = engine.extract(ends, [site]).activations[site].mean(axis=0)
+        np.testing.assert_allclose(read, expected, rtol=1e-3, atol=1e-4)
+    short = engine.extract(prompts[:2], [site], sampling=Sampling(max_tokens=1), answer_site=site)
+    assert short.answers is not None
+    assert not short.answers.any(), "zeros: no token was read"
+
+
+def test_many_rows_are_read_over_spans_of_their_own_and_a_shared_beginning_is_among_them() -> None:
+    engine = tiny.engine("llama", max_batch_tokens=64)
+    probes = tiny.probes(engine.identity.geometry), tiny.probes(engine.identity.geometry, Site.RESIDUAL_STREAM, seed=5)
+    chats = [engine.render_chat([{"role": "user", "content": text}]) for text in ("who was it?", "where", "a")]
+    rows, last = [*tiny.prompts([9, 14, 4]), *chats], [3, 13, 1, 4, 2, len(chats[2])]
+    for row, count, found in zip(rows, last, engine.score(rows, probes, last=last), strict=True):
+        for one, trajectory in zip(probes, found.trajectories, strict=True):
+            expected = by_hand(engine, row[: len(row) - count], row[len(row) - count :], one)
+            np.testing.assert_allclose(trajectory, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_nan_in_an_answer_s_activations_is_refused_in_training() -> None:
+    engine = tiny.engine("llama")
+    calls: list[int] = []
+
+    def spoil(_module: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        calls.append(given[0].shape[1])
+        return (given[0] * float("nan"),) if given[0].shape[1] == 1 else None  # decode steps alone
+
+    handle = tiny.projections(engine)[-1].register_forward_pre_hook(spoil)
+    with pytest.raises(NonFiniteReadout):
+        engine.extract(tiny.prompts([5, 5]), [Site.ATTENTION_HEAD], sampling=Sampling(max_tokens=3),
+                       answer_site=Site.ATTENTION_HEAD)  # fmt: skip
+    handle.remove()
+    assert 1 in calls

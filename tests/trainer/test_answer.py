@@ -1,0 +1,178 @@
+"""The second look: probes of the answers' own tokens, fitted, published, replayed and served; or left out, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hallutracer as ht
+from probes_store.bundle import Bundle
+from probes_store.errors import GoldenMismatch
+from service.data.run_folder import RowsFile
+from service.demo.questions import questions as demo_questions
+from service.engines.base import Sampling
+from service.engines.scheduler import Scheduled
+from service.errors import EngineError
+from service.fitting.probes import Readouts
+from service.policies.guard import OBSERVE
+from service.readout import Geometry, Probes, Site
+from service.risk import depth_mean, risk
+from service.scoring import Scorer
+from service.trainer.prepare import trajectories
+from tests.fitting.planted import PlantedEngine, planted_rows
+from tests.trainer.made import ONE, run, section
+
+GENERATED: dict[str, Any] = {"labels": "generate", "judge": "contains"}
+
+
+def questions(count: int = 240) -> list[dict[str, Any]]:
+    rows = planted_rows(count)
+    return [{key: value for key, value in row.items() if key != "label"} | {"answers": ["Paris"]} for row in rows]
+
+
+class Confesses(PlantedEngine):
+    """What it knows is plain in its answers' tokens, and dim before them."""
+
+    def activations(self, prompt: Any, site: Any) -> Any:
+        self.strength = 1.2 if list(prompt[-1:]) == [1] else 0.15
+        return super().activations(prompt, site)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return run(tmp_path_factory.mktemp("answer"), Confesses(), questions(), **GENERATED)[0]
+
+
+def test_the_bundle_has_a_second_part_and_says_what_it_is_worth(trained: Bundle) -> None:
+    record, stored, evaluation = trained.manifest.answer, trained.answer, trained.evaluation()["answer"]
+    assert record is not None
+    assert stored is not None
+    assert record.auroc > record.before + 0.1
+    assert record.auroc == evaluation["auroc"]["mean"]
+    assert evaluation["gain"]["low"] > 0
+    counts = trained.manifest.training
+    assert evaluation["rows"] == record.rows == counts.factual + counts.hallucinated
+    assert evaluation["hallucinated"] == record.hallucinated == counts.hallucinated
+    assert record.threshold == trained.manifest.threshold == 0.5
+    assert set(stored.head.tolist()) <= {1, 2}, "head 0 is noise"
+    assert stored.answer_tokens.tolist() == [1] * len(stored.risk)
+    assert stored.risk[-1] - stored.risk[0] > 0.5
+    text = section(trained, "The answer itself")
+    assert record.statement in text
+    assert f"{record.auroc:.3f} [" in text
+    assert "flagged at 0.5000 or more" in text
+
+
+def test_serving_reads_the_answer_that_it_writes(trained: Bundle) -> None:
+    engine = Confesses()
+    scorer = Scorer(Scheduled(engine), trained)
+    prompts = [scorer.render(f"Is it {word}, number {number}?") for number, word in enumerate(["known", "hidden"] * 6)]
+    engine.answer = "\x01!"  # one token that the model goes on from
+    reports = scorer.score_or_continue(prompts, Sampling(max_tokens=5), OBSERVE)
+    for place, report in enumerate(reports):
+        assert report.answer is not None
+        assert report.answer.tokens == 1
+        assert report.answer.flagged == bool(place % 2) == (report.answer.risk >= 0.5)
+        assert report.before_answer().answer is None
+    engine.answer = "!"
+    [short] = scorer.score_or_continue(prompts[:1], Sampling(max_tokens=5), OBSERVE)
+    assert short.answer is None, "the model went on from no token"
+    assert scorer.score(prompts[:1])[0].answer is None
+
+
+def test_an_engine_that_reads_no_answers_serves_the_rest(trained: Bundle) -> None:
+    engine = Confesses()
+    engine.reads_answers = False
+    scorer = Scorer(Scheduled(engine), trained)
+    [report] = scorer.score_or_continue([scorer.render("Is it known?")], Sampling(max_tokens=5), OBSERVE)
+    assert report.completion is not None
+    assert report.answer is None
+
+
+def test_golden_answers_are_replayed(trained: Bundle) -> None:
+    class Shifted(Confesses):
+        def read_last(self, tokens: Any, count: int, probes: Any) -> Any:
+            return super().read_last(tokens[:-1], count, probes)
+
+    with pytest.raises(GoldenMismatch, match="golden answer"):
+        Scorer(Shifted(), trained)
+
+
+def test_a_run_that_serving_would_read_otherwise_publishes_nothing(tmp_path: Path) -> None:
+    class Other(Confesses):
+        def read_last(self, tokens: Any, count: int, probes: Any) -> Any:
+            return super().read_last([*tokens, 7], count, probes)
+
+    with pytest.raises(EngineError, match="serving and training read different logits"):
+        run(tmp_path, Other(), questions(), **ONE, **GENERATED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "said"),
+    [({"answer_probes": False}, Confesses, ""), ({}, "blind", ""), ({"labels": "given"}, Confesses, ""),
+     ({}, "dumb", "no probes of the answers' tokens")],
+)  # fmt: skip
+def test_the_second_part_is_left_out(tmp_path: Path, changes: dict[str, Any], engine: Any, said: str) -> None:
+    class Blind(Confesses):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reads_answers = False
+
+    class Dumb(PlantedEngine):
+        """Its answers' tokens tell nothing."""
+
+        def activations(self, prompt: Any, site: Any) -> Any:
+            self.strength = 0.0 if list(prompt[-1:]) == [1] else 0.5
+            return super().activations(prompt, site)
+
+    made = {"blind": Blind, "dumb": Dumb}.get(engine, engine)()
+    rows = planted_rows(240) if changes.get("labels") == "given" else questions()
+    bundle, console = run(tmp_path, made, rows, **ONE | GENERATED | changes)
+    assert bundle.manifest.answer is bundle.answer is None
+    assert "answer" not in bundle.evaluation()
+    assert "The answer itself" not in bundle.card()
+    told = [line for line in console.lines if line.startswith("no probes")]
+    assert [said in line for line in told] == [True] * bool(said)
+
+
+def test_an_interrupted_run_reads_no_answer_twice(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", Confesses(), questions(), **ONE, **GENERATED)[0]
+    again = run(tmp_path / "whole", Confesses(), questions(), **ONE, **GENERATED)[0]
+    assert whole.manifest.digest == again.manifest.digest
+    assert whole.answer is not None
+    assert again.answer is not None
+    np.testing.assert_array_equal(whole.answer.trajectory, again.answer.trajectory)
+
+
+def test_a_real_model_s_answers_are_read_in_training_and_in_service_alike(tmp_path: Path) -> None:
+    asked = ("id", "prompt", "answers", "group", "kind")
+    rows = [{key: row[key] for key in asked} for row in demo_questions("train")[::10]]
+    quick: dict[str, Any] = {"seeds": (0,), "folds": 3, "c": 0.1, "jobs": 1, "forms": "none", "evaluate": False,
+                             "keep_sample": False, "report": lambda line: None}  # fmt: skip
+    made = ht.train(rows, "mine", "demo", labels="generate", store=tmp_path, run_dir=tmp_path / "run", **quick)
+    record, stored = made.bundle.manifest.answer, made.bundle.answer
+    assert record is not None
+    assert stored is not None
+    assert record.auroc > 0.7
+    with ht.load("demo", made.reference, store=tmp_path) as detector:  # replays the golden answers
+        found = detector.score([row["prompt"] for row in rows[:12]], generate=24)
+    folder = tmp_path / "run" / "train"
+    with (folder / "answers.jsonl").open() as lines:
+        said = {line["id"]: line["answer"].strip() for line in map(json.loads, lines)}
+    site, shape = Site.ATTENTION_HEAD, made.bundle.manifest.model
+    geometry = Geometry(shape.num_layers, shape.num_heads, shape.head_dim, shape.hidden_size)
+    collected = RowsFile(folder / f"rows-{site}-answer.f32", geometry, site, len(rows))
+    probes = Probes(site, stored.head, stored.direction, stored.bias, stored.scale)
+    logits = trajectories(Readouts(collected, np.arange(12), np.zeros(12, np.int64)), [probes])
+    risks = risk(depth_mean(logits)[:, None], np.array([record.weight]), record.intercept)
+    answered = [place for place, one in enumerate(found) if one.answer is not None]
+    assert len(answered) > 3
+    for place in answered:
+        assert found[place].answer == said[rows[place]["id"]]
+        assert found[place].answer_risk == pytest.approx(risks[place], abs=1e-4)
+    assert np.ptp(risks[answered]) > 0.05, "else any number would do"
+    assert found.to_frame()["answer_risk"].notna().sum() == len(answered)
