@@ -24,7 +24,7 @@ from service.engines.bridge import gather_all, wait_for
 from service.engines.checks import check_sampling
 from service.errors import NonFiniteReadout
 from service.judging.uncertainty import Uncertain, uncertain
-from service.policies.guard import GATE, Decision, Policy, Verdict, judge
+from service.policies.guard import GATE, Decision, Policy, Verdict, judge, stopped_by
 from service.prompts import Message, as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
@@ -75,8 +75,8 @@ class RiskReport:
         return self.verdict.decision
 
     def before_answer(self) -> RiskReport:
-        """Return what is known before the answer, which may be complete: the risk is sent before any of it."""
-        return replace(self, completion=None, answer=None)
+        """Return what is sent before an answer, which may be complete.  What was withheld has none to come."""
+        return self if self.completion is None else replace(self, completion=None, answer=None)
 
 
 class Scorer:
@@ -189,11 +189,24 @@ class Scorer:
                         yield report, replace(update, piece="", tokens=0, completion=None)
                         return
                 if update.completion is not None:
-                    answer = self.judge_answer(update.answer)
-                    yield replace(report, completion=update.completion, answer=answer), update
+                    yield self._finished(report, policy, update)
                     return
-                yield report, update
+                yield report, replace(update, piece="") if policy.recheck else update
         raise base.unfinished()
+
+    def _finished(self, report: RiskReport, policy: Policy, last: Update) -> tuple[RiskReport, Update]:
+        """Return the last report of an answer and its update; under ``recheck`` that has all of the text, or none."""
+        answer = self.judge_answer(last.answer)
+        found = replace(report, completion=last.completion, answer=answer)
+        if not policy.recheck or last.completion is None:
+            return found, last
+        judged = report.context.applies or policy.withhold_no_fact
+        if judged and (answer is None or answer.flagged):  # closed where nothing was read
+            verdict = stopped_by(policy, report.verdict, None if answer is None else answer.risk)
+            found = replace(found, verdict=verdict)
+        if found.decision is not Decision.CONTINUE:
+            return replace(found, completion=None), replace(last, piece="", completion=None)
+        return found, replace(last, piece=last.completion.text)
 
     def threshold(self, policy: Policy) -> float:
         """Return the risk from which on ``policy`` flags a prompt of this bundle."""

@@ -188,7 +188,8 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
                 size = size_of(asked.kind, asked.prompts)
                 prompts = await service.tokenizing.run(size, lambda: _read(asked, service))
             handle.start([one.token_ids for one in prompts])
-            await (handle.risks() if asked.stream else handle.answers())
+            # What is read again is held to its end, so that the first event of a stream has the decision.
+            await (handle.risks() if asked.stream and not policy.recheck else handle.answers())
             judged = judgement()
             await observers.judged(service, judged)
             return wire.Reply(judged, handle, service, record)

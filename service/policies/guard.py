@@ -88,7 +88,9 @@ class Policy:
 
     ``withhold_outside``: prompts outside what training saw are treated as flagged ones are, whatever their risk; None,
     which nobody chose: where the policy withholds and the bundle can tell well enough (``Scorer.withholds_outside``).
-    ``withhold_no_fact``: a prompt that asks for no fact is judged by its risk as any other; otherwise it continues."""
+    ``withhold_no_fact``: a prompt that asks for no fact is judged by its risk as any other; otherwise it continues.
+    ``recheck``: an answer that may begin is held until its own tokens were read, and treated as a flagged prompt is
+    where they flag it, or where none could be read."""
 
     name: str
     action: Action
@@ -96,6 +98,7 @@ class Policy:
     message: str | None = None
     withhold_outside: bool | None = None
     withhold_no_fact: bool = False
+    recheck: bool = False
     upstream: Upstream | None = None  # of a fallback
 
     def __post_init__(self) -> None:
@@ -142,7 +145,12 @@ def judge(
     what training saw, and the policy treats such prompts as flagged ones (``Scorer.withholds_outside``)."""
     threshold = check_threshold(default_threshold if policy.threshold is None else policy.threshold)
     flagged = risk >= threshold and (applies or policy.withhold_no_fact)
-    stopped = flagged or outside
-    decision = policy.action.decision if stopped else Decision.CONTINUE
-    says = policy.message if stopped and policy.action.says else None
-    return Verdict(decision, flagged, threshold, None if says is None else says.replace("{risk}", f"{risk:.2f}"))
+    verdict = Verdict(Decision.CONTINUE, flagged, threshold, None)
+    return stopped_by(policy, verdict, risk) if flagged or outside else verdict
+
+
+def stopped_by(policy: Policy, verdict: Verdict, risk: float | None) -> Verdict:
+    """Return the verdict with the policy's action: its decision and its words, with this risk where there is one."""
+    says = policy.message if policy.action.says else None
+    shown = "unknown" if risk is None else f"{risk:.2f}"
+    return replace(verdict, decision=policy.action.decision, message=says and says.replace("{risk}", shown))

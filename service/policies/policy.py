@@ -91,6 +91,7 @@ class PolicyTable(BaseModel):
     message: Text | None = None
     withhold_outside: bool | None = None
     withhold_no_fact: bool = False
+    recheck: bool = False
     upstream: Text | None = None
     upstream_model: Text | None = None
     upstream_key_env: Text | None = None
@@ -104,6 +105,8 @@ class PolicyTable(BaseModel):
         for field in ("withhold_outside", "withhold_no_fact"):
             if getattr(self, field) and not self.action.withholds:
                 raise ValueError(f"{field} must be false with action {self.action.value!r}")
+        if self.recheck and self.action is Action.OBSERVE:
+            raise ValueError("recheck must be false with action 'observe'")
         given = {field for field in self.model_fields_set if field.startswith("upstream")}
         if given and self.action is not Action.FALLBACK:
             raise ValueError(f"only action fallback has {min(given)}; remove it or change the action")
@@ -153,4 +156,5 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
     except HalluTracerError as error:
         raise HalluTracerError(f"{where}: {error}") from None
     says = (found.message or found.action.message or message) if found.action.says else None
-    return Policy(name, found.action, found.threshold, says, found.withhold_outside, found.withhold_no_fact, upstream)
+    chosen = found.withhold_outside, found.withhold_no_fact, found.recheck
+    return Policy(name, found.action, found.threshold, says, *chosen, upstream)

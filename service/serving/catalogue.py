@@ -15,7 +15,14 @@ from typing import Literal
 from probes_store.errors import BundleError, GoldenMismatch
 from probes_store.syntax import PIN
 from service.access.callers import Caller
-from service.errors import FeedbackUnavailable, NonFiniteReadout, NotAllowed, NotFound, WeightsChanged
+from service.errors import (
+    FeedbackUnavailable,
+    HalluTracerError,
+    NonFiniteReadout,
+    NotAllowed,
+    NotFound,
+    WeightsChanged,
+)
 from service.feedback.rows import Tally
 from service.judging.drift import DriftLimits
 from service.policies.guard import OBSERVE, Action, Policy
@@ -140,6 +147,7 @@ class Catalogue:
         for rule in self.policies.rules:
             if rule.model not in (None, served):
                 log.warning("a rule for policy %r never fits: it names another model than %s", rule.policy, served)
+        self.check_recheck(scorers)
         aliases: dict[str, str] = {}
         for name in {scorer.bundle.manifest.name for scorer in scorers}:
             try:
@@ -160,6 +168,18 @@ class Catalogue:
             except FeedbackUnavailable as error:
                 log.error("the labels of %s are not known before the next one comes: %s", manifest.digest, error)
         return Loaded(scorers, aliases, rollout, {**left_out, **unused}, tallies)
+
+    def check_recheck(self, scorers: Sequence[Scorer]) -> None:
+        """Raise HalluTracerError where a policy reads answers again and one of the bundles cannot."""
+        blind = next((one for one in scorers if one.answer_probes is None), None)
+        policy = next((one.name for one in self.policies.named.values() if one.recheck), None)
+        if blind is None or policy is None:
+            return
+        why = "has no probes of answers: train it with --labels generate"
+        if blind.bundle.answer is not None:
+            why = "has probes of answers, which this engine does not read: use --engine transformers"
+        raise HalluTracerError(f"policy {policy!r} has recheck, and bundle {blind.bundle.reference} {why}; or take "
+                               "recheck out of the policies file", param="policies")  # fmt: skip
 
     def serve(self, loaded: Loaded) -> None:
         """Have ``loaded`` judge every request from now on."""
@@ -303,6 +323,8 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     refuse("policy", f"{named} lets prompts outside training through", looser=outside)
     no_fact = policy.withhold_no_fact < own.withhold_no_fact
     refuse("policy", f"{named} lets prompts that ask for no fact through", looser=no_fact)
+    again = policy.recheck < own.recheck
+    refuse("policy", f"{named} does not read the answer again", looser=again)
     most, wanted = scorer.threshold(own), scorer.threshold(policy)
     refuse("threshold", f"the threshold may be at most {most:g} here, not {wanted:g}", looser=wanted > most)
 

@@ -84,14 +84,16 @@ def test_a_file_adds_to_the_built_in_policies(tmp_path: Path) -> None:
         '[gate]\naction = "abstain"\nthreshold = 0\n[strict]\naction = "block"\nthreshold = 0.2\n'
         '[careful]\naction = "block"\nwithhold_outside = true\n'
         '[all]\naction = "block"\nwithhold_outside = false\nwithhold_no_fact = true\n'
+        '[again]\naction = "annotate"\nrecheck = true\n'
         '[seen]\naction = "observe"\nwithhold_no_fact = false\n'
     )
     policies = read_policies(path, "No.").named
-    assert set(policies) == {"observe", "gate", "block", "strict", "careful", "all", "seen"}
+    assert set(policies) == {"observe", "gate", "block", "strict", "careful", "all", "again", "seen"}
     assert policies["gate"] == Policy("gate", Action.ABSTAIN, 0, "No.")
     assert policies["strict"] == Policy("strict", Action.BLOCK, 0.2, None)
     assert policies["careful"] == Policy("careful", Action.BLOCK, None, None, withhold_outside=True)
     assert policies["all"] == Policy("all", Action.BLOCK, withhold_outside=False, withhold_no_fact=True)
+    assert policies["again"] == Policy("again", Action.ANNOTATE, None, Action.ANNOTATE.message, recheck=True)
     assert policies["seen"] == Policy("seen", Action.OBSERVE)
 
 
@@ -113,6 +115,8 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ('[a]\naction = "block"\nwithhold_no_fact = "true"', "withhold_no_fact: "),
         ('[a]\naction = "observe"\nwithhold_no_fact = true', "withhold_no_fact must be false with"),
         ('[a]\naction = "annotate"\nwithhold_no_fact = true', "false with action 'annotate'"),
+        ('[a]\naction = "block"\nrecheck = 1', "recheck: "),
+        ('[a]\naction = "observe"\nrecheck = true', "recheck must be false with action 'observe'"),
         ('[a]\naction = "block"\nthreshold = 2', "threshold: "),
         ('[a]\naction = "block"\nthreshold = nan', "threshold: "),
         ('[a]\naction = "block"\nthreshold = true', "threshold: "),
