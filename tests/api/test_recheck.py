@@ -1,4 +1,4 @@
-"""An answer that is read again: nothing of it is sent before its own tokens were read, nor at all where they flag it."""
+"""An answer that is read again: nothing of it is sent before its tokens were read, nor at all where they flag it."""
 
 from __future__ import annotations
 
