@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.tensors import ProbeTensors
+from probes_store.tensors import AnswerTensors, ProbeTensors
 
 
 class Site(StrEnum):
@@ -84,8 +84,8 @@ class Probes:
     scale: NDArray[np.float32]
 
     @classmethod
-    def of(cls, site: Site, stored: ProbeTensors) -> Probes:
-        """Return the stored probes of the risk."""
+    def of(cls, site: Site, stored: ProbeTensors | AnswerTensors) -> Probes:
+        """Return the stored probes of the risk, or of the answer's tokens."""
         return cls(site, stored.head, stored.direction, stored.bias, stored.scale)
 
     @classmethod

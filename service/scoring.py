@@ -91,7 +91,7 @@ class Scorer:
         self.needs_first_token = bundle.manifest.needs_first_token
         self.answer_probes: Probes | None = None
         if (answer := bundle.answer) is not None and engine.reads_answers:
-            self.answer_probes = Probes(self.probes[0].site, answer.head, answer.direction, answer.bias, answer.scale)
+            self.answer_probes = Probes.of(self.probes[0].site, answer)
         self.replayed(self.score(bundle.golden.prompts()))
         self._replay_answers()
 

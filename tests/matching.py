@@ -59,7 +59,7 @@ def answers_read(engine: LoadedModel, manifest: Manifest) -> AnswerTensors:
     """Random probes of the answer's own tokens, with golden answers as the engine reads them."""
     made, record = answer_tensors(manifest), manifest.answer
     assert record is not None
-    probes = Probes(Site(manifest.readout.site), made.head, made.direction, made.bias, made.scale)
+    probes = Probes.of(Site(manifest.readout.site), made)
     read = engine.score(made.rows(), [probes], last=made.answer_tokens.tolist())
     trajectory = np.stack([one.trajectories[0] for one in read])
     found = risk(depth_mean(trajectory)[:, None], np.array([record.weight]), record.intercept)

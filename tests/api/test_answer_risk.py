@@ -38,7 +38,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def by_hand(service: Running, prompt: list[int], answer: str) -> float:
     stored = service.bundles[1].answer
     assert stored is not None
-    probes = Probes(Site.ATTENTION_HEAD, stored.head, stored.direction, stored.bias, stored.scale)
+    probes = Probes.of(Site.ATTENTION_HEAD, stored)
     went_on = answer.encode()[:-1]
     mean = depth_mean(service.engine.read_last([*prompt, *went_on], len(went_on), probes))
     return float(risk(mean[None], np.array([ANSWER.weight]), ANSWER.intercept))

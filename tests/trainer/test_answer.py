@@ -166,7 +166,7 @@ def test_a_real_model_s_answers_are_read_in_training_and_in_service_alike(tmp_pa
     site, shape = Site.ATTENTION_HEAD, made.bundle.manifest.model
     geometry = Geometry(shape.num_layers, shape.num_heads, shape.head_dim, shape.hidden_size)
     collected = RowsFile(folder / f"rows-{site}-answer.f32", geometry, site, len(rows))
-    probes = Probes(site, stored.head, stored.direction, stored.bias, stored.scale)
+    probes = Probes.of(site, stored)
     logits = trajectories(Readouts(collected, np.arange(12), np.zeros(12, np.int64)), [probes])
     risks = risk(depth_mean(logits)[:, None], np.array([record.weight]), record.intercept)
     answered = [place for place, one in enumerate(found) if one.answer is not None]
