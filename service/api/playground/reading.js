@@ -39,7 +39,8 @@ export class Reading {
       this.answer.classList.add("withheld");
       this.answer.removeAttribute("aria-busy");
       this.answer.textContent = risk.message ?? "No answer.";
-      this.count.textContent = "No answer token was decoded.";
+      this.count.textContent = risk.answer_flagged
+        ? `The answer was read and not given: its own tokens put its risk at ${fixed(risk.answer_risk)}.` : "No answer token was decoded.";
       this.left.append(this.answer, this.count);
     }
     if (risk.trajectory) this.#draw(risk);
@@ -51,6 +52,7 @@ export class Reading {
     const be = this.answered ? (done) => done[0].toUpperCase() + done.slice(1) : (done) => `Would be ${done}`;
     const does = this.risk.message ? "warns" : "only watches";
     if (decision === "continue") return flagged ? `${be("answered")} although flagged: the policy ${this.policy} ${does}` : be("answered");
+    if (this.risk.answer_flagged) return `${be(WITHHELD[decision] ?? "withheld")} after it was read`;
     return `${be(WITHHELD[decision] ?? "withheld")} before the first token${outside && !flagged ? ": unlike the training prompts" : ""}`;
   }
 
@@ -72,7 +74,7 @@ export class Reading {
     if (!this.text) this.answer.textContent = "(an empty answer)";
     if (chunk.answer_risk !== undefined) {
       this.left.append(el("p", { class: chunk.answer_flagged ? "facts warn" : "facts", "data-answer-risk": chunk.answer_risk },
-        `Read again while it was written: the answer's own tokens put its risk at ${fixed(chunk.answer_risk)}${chunk.answer_flagged ? ", above the bundle's line for answers" : ""}.`));
+        `Read again: the answer's own tokens put its risk at ${fixed(chunk.answer_risk)}${chunk.answer_flagged ? ", above the bundle's line for answers" : ""}.`));
     }
   }
 
