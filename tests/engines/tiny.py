@@ -5,7 +5,9 @@ enough that a mistake shows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -225,6 +227,17 @@ def prompts(lengths: list[int], seed: int = 1) -> list[list[int]]:
     """Random prompts of these lengths, without special tokens."""
     generator = np.random.default_rng(seed)
     return [generator.integers(0, 256, size=length).tolist() for length in lengths]
+
+
+def come_and_go(engine: TransformersEngine, continuations: Sequence[Any], streams: Sequence[Iterator[str]]) -> None:
+    """Decode answers to their ends, of which some take part in each step."""
+    chance, running = Random(0), list(range(len(streams)))
+    while running:
+        some = chance.sample(running, chance.randint(1, len(running)))
+        engine.step_together([continuations[place] for place in some])
+        for place in some:
+            if next(streams[place], None) is None:
+                running.remove(place)
 
 
 def probes(geometry: Geometry, site: Site = Site.ATTENTION_HEAD, seed: int = 2, *, scaled: bool = False) -> Probes:

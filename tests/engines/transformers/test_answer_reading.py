@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -34,13 +33,7 @@ def test_answers_that_write_together_are_each_read_by_their_own_probes(name: str
         one.answer_probes = probes
     streams = [one.decode(Sampling(max_tokens=9)) for one in continuations]
     assert [one.reading for one in continuations] == [None] * len(prompts)
-    chance, running = Random(0), list(range(len(prompts)))
-    while running:
-        some = chance.sample(running, chance.randint(1, len(running)))
-        engine.step_together([continuations[place] for place in some])
-        for place in some:
-            if next(streams[place], None) is None:
-                running.remove(place)
+    tiny.come_and_go(engine, continuations, streams)
     assert [one.completion for one in continuations] == plain
     for prompt, one, probes in zip(prompts, continuations, read_by, strict=True):
         if probes is None:

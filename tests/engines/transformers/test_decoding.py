@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -232,13 +231,7 @@ def test_greedy_answers_that_come_and_go_are_the_models_own(name: str) -> None:
     prompts = tiny.prompts(LENGTHS)
     continuations = engine.begin(prompts, [])
     streams = [continuation.decode(Sampling(max_tokens=14)) for continuation in continuations]
-    chance, running = Random(0), list(range(len(prompts)))
-    while running:
-        some = chance.sample(running, chance.randint(1, len(running)))
-        engine.step_together([continuations[place] for place in some])
-        for place in some:
-            if next(streams[place], None) is None:
-                running.remove(place)
+    tiny.come_and_go(engine, continuations, streams)
     produced = 0
     for prompt, continuation in zip(prompts, continuations, strict=True):
         assert continuation.completion is not None
