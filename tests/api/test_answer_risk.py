@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from service.errors import NonFiniteReadout
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.scoring import Scorer
+from tests.api.test_score import events
 from tests.matching import matching_bundle, matching_draft, with_answer
 from tests.probes_store.factory import ANSWER, write_bundle
 from tests.running import Running, running
@@ -42,10 +42,6 @@ def by_hand(service: Running, prompt: list[int], answer: str) -> float:
     went_on = answer.encode()[:-1]
     mean = depth_mean(service.engine.read_last([*prompt, *went_on], len(went_on), probes))
     return float(risk(mean[None], np.array([ANSWER.weight]), ANSWER.intercept))
-
-
-def events(text: str) -> list[Any]:
-    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and "[DONE]" not in line]
 
 
 ANSWERED: dict[str, Any] = {"bundle": "both", "threshold": 1, "generate": {"max_tokens": 6}}

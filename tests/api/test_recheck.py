@@ -19,8 +19,9 @@ from service.engines.scheduler import Scheduled
 from service.judging.guarantee import guarantee_status
 from service.policies.guard import Action, Policy
 from service.scoring import Scorer
-from tests.api.test_answer_risk import events, two_parts
+from tests.api.test_answer_risk import two_parts
 from tests.api.test_no_token import answered, request
+from tests.api.test_score import events
 from tests.matching import answers_read, matching_draft, with_answer, with_context
 from tests.probes_store.factory import ANSWER, GUARANTEE, write_bundle
 from tests.running import App, Running, running, until

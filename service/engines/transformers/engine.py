@@ -286,19 +286,21 @@ class TransformersEngine:
 
     def _decode_step(self, group: Sequence[KvContinuation]) -> tuple[Tensor, Sequence[Any]]:
         """Return the next logits, [vocab] of each row, and what each wants read of its last token, in one pass."""
-        site = group[0].site  # then all are read there
+
+        def stepped(sink: hooks.Sink) -> Tensor:
+            with hooks.reading(self._modules, self._head, sink, hooks.at_onsets([0], self._device), stop=False):
+                return decoding.next_logits(self._model, group, self._device)
+
+        if (site := group[0].site) is not None:  # then all are read there
+            buffer = self._buffer([site], len(group))
+            return stepped(buffer), buffer.buffers[site].unbind(1)
         probes = {id(one.answer_probes): one.answer_probes for one in group if one.answer_probes is not None}
-        if site is None and not probes:
+        if not probes:
             return decoding.next_logits(self._model, group, self._device), [None] * len(group)
         places = sorted(probes)  # in a fixed order, because stacks are kept
         stack = self._stack([probes[place] for place in places])
-        sink: hooks.Sink = TruthLogits(stack, len(group), self._device)
-        if site is not None:
-            sink = self._buffer([site], len(group))
-        with hooks.reading(self._modules, self._head, sink, hooks.at_onsets([0], self._device), stop=False):
-            logits = decoding.next_logits(self._model, group, self._device)
-        if site is not None:
-            return logits, sink.buffers[site].unbind(1)
+        sink = TruthLogits(stack, len(group), self._device)
+        logits = stepped(sink)
         truth = stack.finish({key: sums.cpu().numpy() for key, sums in sink.buffers.items()})  # [m, rows, P]
         return logits, [
             None if one.answer_probes is None else truth[:, row, places.index(id(one.answer_probes))]
