@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hallutracer_research.evaluation.methods import METHODS, OF_POSITIONS
+from hallutracer_research.evaluation.methods import METHODS, OF_POSITIONS, SEP_BEHIND
 from hallutracer_research.evaluation.methods.base import (
     AnswerReadings,
     BehindAnswers,
@@ -38,7 +38,7 @@ from hallutracer_research.evaluation.methods.own_answers import (
 )
 from hallutracer_research.evaluation.methods.own_answers import semantic_entropy as entropy_of
 from hallutracer_research.evaluation.options import EvaluateOptions
-from hallutracer_research.evaluation.pooling import PoolingEngine
+from hallutracer_research.evaluation.pooling import PoolingEngine, Span
 from hallutracer_research.evaluation.prepare import PreparedSet, SetRows, methods_of
 from hallutracer_research.evaluation.splits import kept
 from service.data.collection import batches, collect
@@ -56,12 +56,13 @@ SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # Farquhar et al.'s, without th
 SEED = 0
 TOKEN_DEPTHS, LAST_TOKENS = (0.4, 0.6, 0.8), 32  # of the attention-pooled probe
 QUESTION = "Is that correct?"  # asked behind the answer
+BEGINNING = 24  # of an answer's tokens, each of which is kept
 SCAFFOLD = "The answer is"  # what is read behind, as if the model had begun so
 
 
 def check_engine(engine: Engine, methods: Sequence[str]) -> None:
     """Raise EngineError, before anything slow, where the engine cannot do what the methods need."""
-    if any(METHODS[name].reads in ("answer", "samples") for name in methods):
+    if SEP_BEHIND in methods or any(METHODS[name].reads in ("answer", "samples") for name in methods):
         engine.sample([], SAMPLING, [])
     if OF_POSITIONS & set(methods) or any(METHODS[name].reads == "behind-answer" for name in methods):
         cast(PoolingEngine, engine).spans([], [])
@@ -91,7 +92,7 @@ def with_readings(
         inputs = replace(inputs, behind=reader.behind_answers())
     if "content" in wanted:
         found |= reader.content()
-    if "samples" in wanted:
+    if "samples" in wanted or SEP_BEHIND in methods:
         found |= reader.samples()
     return replace(prepared, rows=reader.rows, inputs=replace(inputs, answers=AnswerReadings(**found)))
 
@@ -230,28 +231,39 @@ class _Reader:
     def behind_answers(self) -> BehindAnswers:
         """Read the judged answers' tokens, and behind them a user who asks ``QUESTION``."""
         question = follow_up(self.engine, QUESTION, self.prompt_format)
-        # An answer of no token at all has no last one: there the prompt's is read.
         said = [continuation(self.engine, answer) for answer in self.judged]
+        layers = range(self.engine.identity.geometry.num_layers)
+
+        def spans(prompt: int, end: int) -> list[Span]:
+            # An answer of no token at all has no last one: there the prompt's is read.
+            begin = min(prompt, end - 1)
+            each = [_last(min(begin + count, end)) for count in range(1, BEGINNING + 1)]
+            return [_last(end), (begin, end), _last(end + len(question)), *each]
 
         def read(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
             prompts, answers = self.prompts(at), [said[row] for row in at.tolist()]
             ends = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
             found = cast(PoolingEngine, self.engine).spans(
                 [[*prompt, *answer, *question] for prompt, answer in zip(prompts, answers, strict=True)],
-                [[_last(end), (min(len(prompt), end - 1), end), _last(end + len(question))]
-                 for prompt, end in zip(prompts, ends, strict=True)],
+                [spans(len(prompt), end) for prompt, end in zip(prompts, ends, strict=True)],
+                layers=layers, count=1, ends=ends,
             )  # fmt: skip
-            return dict(zip(("last", "mean", "asked"), found.heads, strict=True))
+            heads = dict(zip(("last", "mean", "asked"), found.heads, strict=False))
+            each = found.heads[len(heads) :].swapaxes(0, 1).astype(np.float16)
+            return heads | {"tokens": each, "residual": found.states[:, :, 0]}
 
         found = _by_row(
             self.folder / "answers" / "behind",
-            self.owner | {"answers": _digest(self.judged), "question": list(question)},
+            self.owner | {"answers": _digest(self.judged), "question": list(question), "each": BEGINNING},
             self.prepared.inputs.prompt_tokens + np.array([len(one) for one in said]), AT_ONCE, "behind answers", read,
         )  # fmt: skip
+        residual = ActivationArray(found["residual"][:, :, None].astype(np.float32), Site.RESIDUAL_STREAM)
+        every = np.arange(len(self.prepared.index))
         return BehindAnswers(
             **{name: self._heads(found[name]) for name in ("last", "mean", "asked")},
-            question=np.full(len(self.prepared.index), len(question)),
-        )
+            residual=Readouts(residual, every, self.prepared.inputs.label), tokens=found["tokens"],
+            said=np.array([max(1, len(one)) for one in said]), question=np.full(len(every), len(question)),
+        )  # fmt: skip
 
     def _heads(self, rows: NDArray[np.float32]) -> Readouts:
         """Return activations [n, m, width] of attention heads as readouts of all rows."""
@@ -392,8 +404,11 @@ def _by_row(
         for number, rows in enumerate(plan):
             parts.append(kept(folder / f"{number:05d}.npz", partial(make, rows)))
             bar.update(len(rows))
-    place = np.argsort(np.concatenate(plan))
-    joined: dict[str, Any] = {key: np.concatenate([part[key] for part in parts])[place] for key in parts[0]}
+    joined: dict[str, Any] = {}
+    for key, values in list(parts[0].items()):
+        joined[key] = np.empty((len(lengths), *values.shape[1:]), np.result_type(*(part[key].dtype for part in parts)))
+        for rows, part in zip(plan, parts, strict=True):
+            joined[key][rows] = part.pop(key)  # some are gigabytes
     if bad := [key for key, values in joined.items() if values.dtype.kind == "f" and not np.isfinite(values).all()]:
         raise EngineError(f"{name} hold a NaN or an infinity ({', '.join(bad)}): try another dtype")
     return joined

@@ -18,19 +18,16 @@ from tqdm import tqdm
 
 from hallutracer_research.evaluation import prepare, readings, results, scale, splits, tables
 from hallutracer_research.evaluation.methods import (
-    ANSWER_LAST,
-    ANSWER_MEAN,
-    ASKED,
+    ANSWER_MAX,
     BOTH,
-    LAST_8,
-    LAST_16,
     METHODS,
     OTHER,
     OURS,
     RESIDUAL,
-    SCAFFOLD,
+    RUNNING,
     SHUFFLED,
     TRAJECTORY,
+    WITH_ANSWER,
     WITH_CONTENT,
     WITH_KIND,
     WITH_SCAFFOLD,
@@ -255,22 +252,24 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
     if method == OURS:
         return -depth_mean(split.test_trajectory)
 
-    sides = split.train, split.test
-    depth_means = {RESIDUAL: inputs.residual, OTHER: inputs.other, LAST_8: None, LAST_16: None, SCAFFOLD: None}
-    if (read := inputs.positions) is not None:
-        depth_means |= {LAST_8: read.last_8, LAST_16: read.last_16, SCAFFOLD: read.behind}
-    depth_means |= dict.fromkeys((ANSWER_LAST, ANSWER_MEAN, ASKED))
-    if (behind := inputs.behind) is not None:
-        depth_means |= {ANSWER_LAST: behind.last, ANSWER_MEAN: behind.mean, ASKED: behind.asked}
+    sides, read = (split.train, split.test), inputs.positions
     entropies = {WITH_CONTENT: inputs.answers.content, WITH_SCAFFOLD: None if read is None else read.first_token}
+    readouts: Any = inputs
+    for name in METHODS[method].of.split(".") if METHODS[method].of else ():
+        if (readouts := getattr(readouts, name)) is None:
+            raise TrainingError(f"{method} has nothing to read: leave it out", param="methods")
+    if method in RUNNING or method == ANSWER_MAX:
+        path = folder / "answer-running" / f"seed{split.seed}-fold{split.fold}.npz"
+        found = kept(path, partial(splits.running, inputs, split, options))
+        return np.asarray(found[method], np.float64)
 
     def make() -> Floats:
-        if method in depth_means:
-            if (readouts := depth_means[method]) is None:
-                raise TrainingError(f"{method} has nothing to read: leave it out", param="methods")
+        if method in (BOTH, WITH_ANSWER):
+            return splits.before_and_behind(readouts, inputs, split, options)
+        if METHODS[method].of and METHODS[method].fit is None:
             return -splits.chosen_depth_mean(readouts, inputs.group, *sides, split.seed, options)
-        if method == BOTH:
-            return splits.before_and_behind(None if behind is None else behind.asked, inputs, split, options)
+        if METHODS[method].of:
+            return fit_method(method, replace(inputs, residual=readouts), *sides, split.seed, options.jobs or None)
         if method == WITH_KIND:
             return splits.with_kind(inputs, split)
         if method in entropies:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scipy.special import logit
 from threadpoolctl import threadpool_limits
 
+from hallutracer_research.evaluation.methods import ANSWER_MAX, RUNNING
 from hallutracer_research.evaluation.methods.base import MethodInputs, best_c, in_processes, linear_logits
 from hallutracer_research.evaluation.methods.references import kind_prior
 from hallutracer_research.evaluation.options import EvaluateOptions
@@ -206,12 +207,30 @@ def with_entropy(read: Floats | None, inputs: MethodInputs, split: Split) -> Flo
     return _beside_depth_mean(inputs, split, read[:, 1])
 
 
-def before_and_behind(behind: Readouts | None, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
+def running(inputs: MethodInputs, split: Split, options: EvaluateOptions) -> dict[str, NDArray[np.generic]]:
+    """Return scores [n_test] of the test side's answers as they grow, by probes of whole answers' means: of the mean of
+    each beginning, and of the one token whose risk is highest.  Raises TrainingError without answers."""
+    if (behind := inputs.behind) is None:
+        raise TrainingError("no answer's tokens were read; leave it out", param="methods")
+    fits, train, test = fit_options(options), split.train, split.test
+    fit = fits.refit(behind.mean, train, test, fits.choose_c(behind.mean, inputs.group, train, split.seed).c)
+    dim = behind.mean.file.geometry.dim(Site.ATTENTION_HEAD)
+    each = np.zeros((len(test), behind.tokens.shape[1]))
+    for layer, (head, direction, bias) in enumerate(zip(fit.head.tolist(), fit.direction, fit.bias, strict=True)):
+        columns = behind.tokens[test, :, layer, head * dim : (head + 1) * dim].astype(np.float64)
+        each -= (columns @ direction + bias) / len(fit.head)
+    place = np.arange(each.shape[1])
+    grown = np.cumsum(each, axis=1) / (1 + place)
+    ends = np.minimum(behind.said[test], each.shape[1])
+    found: dict[str, NDArray[np.generic]] = {
+        name: grown[np.arange(len(test)), np.minimum(count, ends) - 1] for name, count in RUNNING.items()
+    }
+    return found | {ANSWER_MAX: np.where(place < ends[:, None], each, -np.inf).max(axis=1)}
+
+
+def before_and_behind(behind: Readouts, inputs: MethodInputs, split: Split, options: EvaluateOptions) -> Floats:
     """Return scores [n_test] of a logistic regression on two depth means, of the prompt's end and of ``behind``, both
-    out of fold on the training side.  Raises TrainingError without ``behind``, and where an inner fold lacks a
-    class."""
-    if behind is None:
-        raise TrainingError("nothing was read behind the answers; leave it out", param="methods")
+    out of fold on the training side.  Raises TrainingError where an inner fold lacks a class."""
     fits, train, found = fit_options(options), split.train, np.zeros(len(inputs.label))
     c = fits.choose_c(behind, inputs.group, train, split.seed).c
     inner = group_folds(inputs.label, inputs.group, train, options.inner_folds, split.seed, what="inner fold")

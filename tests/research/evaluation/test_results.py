@@ -33,10 +33,12 @@ def test_methods_by_name_and_by_class() -> None:
     behind = {"scaffold-max-prob", "scaffold-entropy", "scaffold-entropy-and-depth-mean"}
     assert by_class["B"] == {"first-token-max-prob", "first-token-entropy", *behind}
     of_content = {"content-max-prob", "content-entropy", "content-and-depth-mean"}
-    answers = {"answer-last-depth-mean", "answer-mean-depth-mean", "asked-depth-mean", "depth-mean-and-asked"}
+    answers = {"answer-last-depth-mean", "answer-mean-depth-mean", "answer-max-depth-mean", "asked-depth-mean"}
+    answers |= {"depth-mean-and-asked", "depth-mean-and-answer-mean", "answer-saplma", "answer-sep"}
+    answers |= {f"answer-first-{count}" for count in (1, 2, 4, 8, 16)}
     assert by_class["C"] == {"halluguard", "perplexity", "p-true", "p-true-examples", "mind", *of_content, *answers}
     assert by_class["D"] == {"semantic-entropy", "semantic-entropy-discrete", "eigenscore"}
-    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 25
+    assert len({method.title for method in METHODS.values()}) == len(METHODS) == len(by_class["A"]) + 34
     named = options.method_names
     assert named(None) == named("default") == options.DEFAULT_METHODS
     assert {METHODS[name].reads for name in options.DEFAULT_METHODS} == {"prompt"}

@@ -132,7 +132,7 @@ SECOND = ("other-model", "text-embedding")
 OF_CLASS_D = [name for name, method in METHODS.items() if method.cost == "D"]
 DEMO = "hallutracer-demo"
 NEW = {"Vowels of the question", "Fails late"}
-BEHIND = "answer-last-depth-mean,answer-mean-depth-mean,asked-depth-mean,depth-mean-and-asked"
+BEHIND = ",".join(name for name, method in METHODS.items() if method.reads == "behind-answer")
 READ = f"sep,content-entropy,content-and-depth-mean,{BEHIND},perplexity,p-true,mind,D"  # of the model's own answers
 MORE = "kind-and-depth-mean,last-8-depth-mean,scaffold-depth-mean,pca-heads,scaffold-entropy"
 SMALL = ("--methods", f"hallutracer,{MORE},{READ},fails-late,vowels", "--samples", "2", "--skip-long")
@@ -205,7 +205,7 @@ def test_rivals_read_the_model_s_own_answers_where_the_labels_are_about_them(sma
     assert said is not None
     assert set(said[1].split(", ")) == {*READ.removesuffix("D").strip(",").split(","), *OF_CLASS_D}
     found = small.found["own"]
-    assert " ".join(row["class"] for row in found.values()) == "A A A A A other other B C C C C C C C C C D D D none"
+    assert " ".join(row["class"] for row in found.values()) == f"A A A A A other other B {'C ' * 18}D D D none"
     costs = {name: row["cost"] for name, row in found.items()}
     assert costs["Semantic-entropy probe"] == 1.0
     assert costs["EigenScore"] - 1 == pytest.approx(2 * (costs["Perplexity of the answer"] - 1))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hallutracer_research.evaluation import splits
-from hallutracer_research.evaluation.methods.base import MethodInputs
+from hallutracer_research.evaluation.methods.base import BehindAnswers, MethodInputs
 from hallutracer_research.evaluation.splits import HeadProbes, Split, fit_all_heads, kept_split, outer_splits
 from service.errors import TrainingError
 from service.fitting.probes import Readouts, Task, fit_probes
@@ -156,5 +156,36 @@ def test_what_is_read_behind_the_answer_adds_to_the_depth_mean_and_no_test_label
     turned[split.test] = 1 - turned[split.test]
     of_turned = splits.before_and_behind(replace(behind, label=turned), replace(inputs, label=turned), split, CHOSEN)
     assert of_turned.tobytes() == both.tobytes()
-    with pytest.raises(TrainingError, match="behind the answers"):
-        splits.before_and_behind(None, inputs, split, CHOSEN)
+
+
+def test_running_scores_are_those_of_the_mean_s_probes_on_each_beginning_and_token(tmp_path: Path) -> None:
+    inputs, rng = level_inputs(tmp_path), np.random.default_rng(6)
+    split, site = first_split(tmp_path, inputs), Site.ATTENTION_HEAD
+    said = rng.integers(1, 9, COUNT)
+    tokens = np.stack([noise(rng, COUNT, site) for _ in range(6)])
+    for token in tokens:
+        for layer in range(token.shape[1]):
+            plant(token, inputs.label, layer, 1, 1.0)
+    tokens = tokens.astype(np.float16)
+    for row, count in enumerate(said):
+        tokens[count:, row] = tokens[min(count, 6) - 1, row]  # behind the end stands the last one again
+    mean = np.stack([tokens[: min(count, 6), row].astype(np.float32).mean(axis=0) for row, count in enumerate(said)])
+    folder = tmp_path / "mean"
+    folder.mkdir()
+    read = readouts(folder, mean, inputs.label, site)
+    behind = BehindAnswers(read, read, read, read, tokens.swapaxes(0, 1), said, said)
+    with_answers = replace(inputs, behind=behind)
+    found = splits.running(with_answers, split, CHOSEN)
+    whole = -splits.chosen_depth_mean(read, inputs.group, split.train, split.test, 0, CHOSEN)
+    np.testing.assert_allclose(found["answer-first-16"], whole, rtol=0, atol=2e-3)  # float16, and no token beyond
+    short = said[split.test] <= 2
+    np.testing.assert_allclose(found["answer-first-2"][short], whole[short], rtol=0, atol=2e-3)
+    assert np.abs(found["answer-first-2"] - whole)[~short].max() > 0.01
+    for count in (1, 3):  # the riskiest of one token is that one; of several it is no lower than their mean
+        rows = said[split.test] == count
+        assert rows.any()
+        assert (found["answer-max-depth-mean"][rows] >= found["answer-first-4"][rows] - 1e-9).all()
+    one = said[split.test] == 1
+    np.testing.assert_array_equal(found["answer-max-depth-mean"][one], found["answer-first-1"][one])
+    with pytest.raises(TrainingError, match="no answer's tokens"):
+        splits.running(inputs, split, CHOSEN)

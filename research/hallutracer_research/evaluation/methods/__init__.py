@@ -22,10 +22,10 @@ WITH_KIND, WITH_CONTENT, SCAFFOLD, OTHER = (
 )  # fmt: skip
 LAST_8, LAST_16 = "last-8-depth-mean", "last-16-depth-mean"
 WITH_SCAFFOLD = "scaffold-entropy-and-depth-mean"
-ANSWER_LAST, ANSWER_MEAN, ASKED, BOTH = (
-    "answer-last-depth-mean", "answer-mean-depth-mean", "asked-depth-mean", "depth-mean-and-asked",
-)  # fmt: skip
-SOFT = "attention-pooled-soft"  # reads the last tokens, too
+ASKED, BOTH, WITH_ANSWER = "asked-depth-mean", "depth-mean-and-asked", "depth-mean-and-answer-mean"
+ANSWER_MAX, BEGINNINGS = "answer-max-depth-mean", (1, 2, 4, 8, 16)
+RUNNING = {f"answer-first-{count}": count for count in BEGINNINGS}
+SOFT, SEP_BEHIND = "attention-pooled-soft", "answer-sep"  # of last tokens and of samples
 
 
 class Method(NamedTuple):
@@ -41,16 +41,18 @@ class Method(NamedTuple):
     reads: Literal[
         "prompt", "positions", "answer", "content", "behind-answer", "samples", "other-model", "embedder"
     ] = "prompt"
+    # Where in ``MethodInputs`` the depth mean's readouts are, or those that ``fit`` takes for the residual stream.
+    of: str = ""
 
 
 METHODS: dict[str, Method] = {
     OURS: Method("HalluTracer (depth mean)", "A"),
-    RESIDUAL: Method("Residual-stream depth mean", "A"),
+    RESIDUAL: Method("Residual-stream depth mean", "A", of="residual"),
     WITH_KIND: Method("Share of its kind and depth mean", "A"),
     TRAJECTORY: Method("Whole trajectory (ridge)", "A"),
-    LAST_8: Method("Depth mean of the last 8 tokens' mean", "A", reads="positions"),
-    LAST_16: Method("Depth mean of the last 16 tokens' mean", "A", reads="positions"),
-    SCAFFOLD: Method('Depth mean behind "The answer is"', "A", reads="positions"),
+    LAST_8: Method("Depth mean of the last 8 tokens' mean", "A", reads="positions", of="positions.last_8"),
+    LAST_16: Method("Depth mean of the last 16 tokens' mean", "A", reads="positions", of="positions.last_16"),
+    SCAFFOLD: Method('Depth mean behind "The answer is"', "A", reads="positions", of="positions.behind"),
     "attention-pooled": Method("Attention-pooled probe", "A", "networks.attention_pooled", "positions"),
     SOFT: Method("Attention-pooled probe, soft targets", "A", "networks.attention_pooled_soft", "samples"),
     "pca-heads": Method("PCA of all heads, logistic regression", "A", "probes.pca_heads"),
@@ -67,10 +69,30 @@ METHODS: dict[str, Method] = {
     ),
     "content-entropy": Method("Entropy, first token of content", "C", "references.content_entropy", "content"),
     WITH_CONTENT: Method("Depth mean and entropy of the first token of content", "C", reads="content"),
-    ANSWER_LAST: Method("Depth mean at the answer's last token", "C", reads="behind-answer"),
-    ANSWER_MEAN: Method("Depth mean of the answer's tokens' mean", "C", reads="behind-answer"),
-    ASKED: Method('Depth mean behind "Is that correct?"', "C", reads="behind-answer"),
-    BOTH: Method('Depth means before the answer and behind "Is that correct?"', "C", reads="behind-answer"),
+    "answer-last-depth-mean": Method(
+        "Depth mean at the answer's last token", "C", reads="behind-answer", of="behind.last"
+    ),
+    "answer-mean-depth-mean": Method(
+        "Depth mean of the answer's tokens' mean", "C", reads="behind-answer", of="behind.mean"
+    ),
+    **{
+        name: Method(f"The same probes, mean of the first {count} tokens", "C", reads="behind-answer")
+        for name, count in RUNNING.items()
+    },
+    ANSWER_MAX: Method("The same probes, the riskiest token", "C", reads="behind-answer"),
+    WITH_ANSWER: Method(
+        "Depth means before the answer and of its tokens' mean", "C", reads="behind-answer", of="behind.mean"
+    ),
+    ASKED: Method('Depth mean behind "Is that correct?"', "C", reads="behind-answer", of="behind.asked"),
+    BOTH: Method(
+        'Depth means before the answer and behind "Is that correct?"', "C", reads="behind-answer", of="behind.asked"
+    ),
+    "answer-saplma": Method(
+        "SAPLMA at the answer's last token", "C", "networks.saplma", "behind-answer", of="behind.residual"
+    ),
+    SEP_BEHIND: Method(
+        "Semantic-entropy probe at the answer's last token", "C", "probes.sep", "behind-answer", of="behind.residual"
+    ),
     "perplexity": Method("Perplexity of the answer", "C", "references.perplexity", "answer"),
     "p-true": Method("P(True)", "C", "references.p_true", "answer"),
     "p-true-examples": Method("P(True), six examples", "C", "references.p_true_examples", "answer"),
@@ -87,7 +109,7 @@ METHODS: dict[str, Method] = {
     ),
     "scaffold-entropy": Method('Entropy behind "The answer is"', "B", "references.scaffold_entropy", "positions"),
     WITH_SCAFFOLD: Method('Depth mean and entropy behind "The answer is"', "B", reads="positions"),
-    OTHER: Method("Another model's depth mean", "other", reads="other-model"),
+    OTHER: Method("Another model's depth mean", "other", reads="other-model", of="other"),
     "text-embedding": Method("Sentence embedding of the text", "other", "references.text_embedding", "embedder"),
     "prompt-length": Method("Prompt length", "none", "references.prompt_length"),
     "text-ngrams": Method("Text alone (word and character n-grams)", "none", "references.text_ngrams"),

@@ -84,6 +84,9 @@ class BehindAnswers(_ByRow):
     last: Readouts  # attention heads, at the answer's last token
     mean: Readouts  # mean over the answer's tokens
     asked: Readouts  # behind a short question about the answer
+    residual: Readouts  # the residual stream, at the answer's last token
+    tokens: NDArray[np.float16]  # [n, first tokens, m, width] attention heads at each; its last one's behind the end
+    said: Index  # [n] tokens of the answer
     question: Index  # [n] tokens of that question
 
 
