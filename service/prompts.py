@@ -35,6 +35,12 @@ def chat_ending(engine: Engine) -> tuple[int, ...]:
     return tuple(token for token, _ in islice(pairs, 2))[::-1]
 
 
+def continuation(engine: Engine, text: str) -> list[int]:
+    """Return the text's tokens without those that the tokenizer puts before any text, as behind other tokens."""
+    ids, begin = engine.tokenize(text), engine.tokenize("")
+    return ids[len(begin) :] if ids[: len(begin)] == begin else ids
+
+
 def render(
     engine: Engine, prompt: str | None, messages: Sequence[Message] | None, prompt_format: PromptFormat
 ) -> list[int]:

@@ -123,14 +123,16 @@ class ScriptedEngine:
 
     def extract(
         self, prompts: Sequence[TokenIds], sites: Sequence[Site], poolings: Sequence[Pooling] = (Pooling.LAST_1,),
-        sampling: Sampling | None = None, answer_site: Site | None = None,
+        sampling: Sampling | None = None, answer_site: Site | None = None, last: Sequence[int] = (),
     ) -> Extraction:  # fmt: skip
         """Activations [n, m, width], and answers.  Raises EngineError for any pooling but last_1."""
         check_onset_only(poolings)
         self._forward("extract", prompts)
         geometry, activations = self.identity.geometry, {}
         for site in sites:
-            rows = np.array([self.activations(prompt, site) for prompt in prompts], np.float32)
+            ends = [[prompt[: len(prompt) - left] for left in range(count)]
+                    for prompt, count in zip(prompts, last or [1] * len(prompts), strict=True)]  # fmt: skip
+            rows = np.array([np.mean([self.activations(end, site) for end in own], axis=0) for own in ends], np.float32)
             activations[site] = rows.reshape(len(prompts), geometry.num_layers, geometry.width(site))
         completions = () if sampling is None else tuple(self.generate(prompts, sampling))
         read = None

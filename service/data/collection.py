@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
@@ -21,7 +22,7 @@ from service.data.training_rows import Dataset
 from service.engines.base import Completion, Engine, Sampling
 from service.engines.checks import beyond_onset
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
-from service.prompts import PromptFormat, render
+from service.prompts import PromptFormat, continuation, render
 from service.readout import Pooling, Site
 
 
@@ -108,10 +109,10 @@ def collect(
         targets = {path: os.open(path, os.O_WRONLY) for path in (*(file.path for file in every), first_token)}
         for descriptor in targets.values():
             stack.callback(os.close, descriptor)
-        bar = stack.enter_context(_bar("readouts" + (" and answers" if greedy else ""), prompts, plan, done))
+        bar = stack.enter_context(_bar("readouts" + (" and answers" if greedy else ""), prompts.lengths, plan, done))
         for number, batch in list(enumerate(plan))[done:]:
             answered = greedy if dataset.applies[batch[0]] else None
-            read = {} if own is None or answered is None else {"answer_site": own.site}
+            read: dict[str, Any] = {} if own is None or answered is None else {"answer_site": own.site}
             extraction = engine.extract([prompts.of(int(row)) for row in batch], list(files),
                                         (Pooling.LAST_1, *others), answered, **read)  # fmt: skip
             outputs = [(file, extraction.activations[site], str(site)) for site, file in files.items()]
@@ -135,6 +136,39 @@ def collect(
             journal.append([{"batch": number, "rows": len(batch)}])  # now all of the batch is on disk
             bar.update(int(prompts.lengths[batch].sum()))
     return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, own)
+
+
+def read_given(
+    engine: Engine, dataset: Dataset, prompts: Prompts, folder: Path, site: Site, batch_rows: int
+) -> RowsFile:
+    """Read the rows' own answers behind their prompts: means over their tokens at ``site``; zeros for a row without.
+
+    Resumes.  Raises DataError (a prompt and its answer that the model cannot take), and what ``collect`` raises."""
+    geometry, limit = engine.identity.geometry, engine.identity.max_tokens
+    said = [continuation(engine, row.answer) if row.applies else [] for row in dataset.rows]
+    rows, lengths = np.flatnonzero([bool(tokens) for tokens in said]), prompts.lengths + np.array([*map(len, said)])
+    if problems := [f"line {dataset.rows[row].line}: {lengths[row]} tokens with its 'answer' are more than the model's "
+                    f"{limit}" for row in rows if lengths[row] > limit]:  # fmt: skip
+        raise DataError(str(dataset.path), problems)
+    claim(folder, {"data": dataset.digest, "model": engine.identity.fingerprint, "site": site, "batch_rows": batch_rows,
+                   "prompts": hashlib.sha256(prompts.ids.tobytes()).hexdigest()})  # fmt: skip
+    file = RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset))
+    plan = [rows[batch] for batch in batches(lengths[rows], batch_rows)]
+    with ExitStack() as stack:
+        journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
+        done = journal.count
+        _reserve(folder, {file.path: file.nbytes}, started=done > 0)
+        target = os.open(file.path, os.O_WRONLY)
+        stack.callback(os.close, target)
+        bar = stack.enter_context(_bar("answers", lengths, plan, done))
+        for number, batch in list(enumerate(plan))[done:]:
+            told = [[*prompts.of(row), *said[row]] for row in batch.tolist()]
+            read = engine.extract(told, [site], last=[len(said[row]) for row in batch.tolist()])
+            file.write(target, batch, read.activations[site])
+            os.fsync(target)
+            journal.append([{"batch": number, "rows": len(batch)}])
+            bar.update(int(lengths[batch].sum()))
+    return file
 
 
 def batches(lengths: NDArray[np.integer], batch_rows: int) -> list[NDArray[np.int64]]:
@@ -195,8 +229,8 @@ def _records(
     ]
 
 
-def _bar(name: str, prompts: Prompts, plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
+def _bar(name: str, lengths: NDArray[np.int64], plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:
     """Return a progress bar over prompt tokens, which estimate the time left better than rows do."""
-    sizes = [int(prompts.lengths[batch].sum()) for batch in plan]
+    sizes = [int(lengths[batch].sum()) for batch in plan]
     return tqdm(desc=name, total=sum(sizes), initial=sum(sizes[:done]), unit="tok", unit_scale=True,
                 mininterval=0.2 if sys.stderr.isatty() else 30.0)  # fmt: skip

@@ -1,8 +1,9 @@
 """JSONL training rows, parsed once; every problem is reported by line number before a model is loaded.
 
 A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` (1 factual,
-0 hallucinated) or ``answers`` (accepted answers, for labels that are generated and judged); ``group`` (rows that folds
-keep together; rows with the same prompt always are, and so are rows without a group that ask the same in other words);
+0 hallucinated) and, where it is known, the ``answer`` that it is about, or ``answers`` (accepted answers, for labels
+that are generated and judged); ``group`` (rows that folds keep together; rows with the same prompt always are, and so
+are rows without a group that ask the same in other words);
 ``applies``, false for a row that asks for no fact: it has neither ``label`` nor ``answers``.
 Other keys are metadata; ``kind``, ``template`` and ``form`` name strata of the evaluation.
 
@@ -50,6 +51,7 @@ class Row:
     prompt_digest: bytes
     applies: bool = True  # False: it asks for no fact, so that no answer to it is right or wrong
     statement: str = ""  # a sentence that gives the answer, for the forms that state facts
+    answer: str = ""  # the answer that ``label`` is about, character for character as it stands behind the prompt
 
     @property
     def question(self) -> str:
@@ -168,6 +170,7 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
             strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
             applies=value.get("applies", True),
             statement=value["statement"] if isinstance(value.get("statement"), str) else "",
+            answer=value.get("answer", "") if labels == "given" else "",
         ))  # fmt: skip
     problems += _across(rows)
     if not problems and not any(row.applies for row in rows):
@@ -213,6 +216,9 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
             yield f"'label' is missing{cure}"
         elif type(value["label"]) is not int or value["label"] not in (0, 1):
             yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
+        if not isinstance(value.get("answer", ""), str):
+            found = json.dumps(value["answer"])[:60]
+            yield f"'answer' must be a string, the answer that 'label' is about, found {found}"
     elif "answers" not in value:
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
         yield f"'answers' is missing{cure}"

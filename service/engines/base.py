@@ -299,10 +299,11 @@ class LoadedModel(Protocol):
 
     def extract(
         self, prompts: Prompts, sites: Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
-        answer_site: Site | None = None,
+        answer_site: Site | None = None, last: Sequence[int] = (),
     ) -> Extraction:  # fmt: skip
         """Return all heads' activations at t*; with ``sampling``, answers, too, and what was read of their own tokens
-        at ``answer_site``.  Raises EngineError for poolings, and for a site where the engine reads no answers."""
+        at ``answer_site``.  ``last``: as of ``score``, and neither first tokens nor answers.  Raises EngineError for
+        poolings, and where the engine reads no answers."""
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> list[Completion]:
         """Decode an answer to each prompt, in batches, for labelling."""

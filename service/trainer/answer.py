@@ -1,8 +1,9 @@
-"""The second look: the same probes on the answer's own tokens, fitted on the answers that training generates."""
+"""The second look: the same probes on the answer's own tokens, of the answers that training generates or is given."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from service.fitting.estimator import DepthMeanProbe, signal_matrix
 from service.fitting.nested_cv import rounded
 from service.fitting.probes import Index, Readouts
 from service.fitting.thresholds import choose_threshold
+from service.prompts import continuation
 from service.readout import Probes
 from service.trainer.cards import CHANCE, say
 from service.trainer.options import Console, TrainOptions
@@ -101,12 +103,12 @@ def _tensors(own: DepthMeanProbe, read: Readouts, data: PreparedData, engine: En
     arrays = (array.astype(np.float32) for array in (fit.direction, fit.bias, own.scale_))
     probes = Probes(read.file.site, fit.head, *arrays)
     chosen = golden_rows(own.classifier_.risk(signal_matrix(own.scaled_[own.logit_scale].trajectory)))
-    said = answer_tokens(data)
-    rows, counts = list[list[int]](), list[int]()
-    for row in read.index[chosen].tolist():
-        went_on = said[row][:-1]  # the model did not go on from the last one
-        rows.append([*data.collection.prompts.of(row), *went_on])
-        counts.append(len(went_on))
+    said = answer_tokens(data, engine)
+    places = read.index[chosen].tolist()
+    rows, counts = (
+        [[*data.collection.prompts.of(row), *said(row)] for row in places],
+        [len(said(row)) for row in places],
+    )
     replayed = np.stack([one.trajectories[0] for one in engine.score(rows, [probes], last=counts)])
     check_replay(engine, replayed, trajectories(read.subset(chosen), [probes]))
     ids, offsets = joined(rows)
@@ -117,7 +119,10 @@ def _tensors(own: DepthMeanProbe, read: Readouts, data: PreparedData, engine: En
     )  # fmt: skip
 
 
-def answer_tokens(data: PreparedData) -> dict[int, list[int]]:
-    """Return the tokens of the run's answers, by data row."""
+def answer_tokens(data: PreparedData, engine: Engine) -> Callable[[int], list[int]]:
+    """Return what gives a data row's answer, as many tokens of it as were read."""
+    if data.collection.answers is None:
+        return lambda row: continuation(engine, data.dataset.rows[row].answer)
     with (data.collection.folder / "answers.jsonl").open(encoding="utf-8") as lines:
-        return {record["row"]: record["tokens"] for record in map(json.loads, lines)}
+        said = {record["row"]: record["tokens"] for record in map(json.loads, lines)}
+    return lambda row: said[row][:-1]  # the model did not go on from the last one

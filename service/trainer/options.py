@@ -234,8 +234,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         "of --test, else of rows that then leave training (5 % at most).  --no-sample where your questions are "
         "private."), Parameter(negative="--no-sample")] = True  # fmt: skip
     answer_probes: Annotated[bool, option(
-        "Also fit probes on the tokens of the answers that the model generates, for the risk of a finished answer "
-        "(--labels generate; transformers engine).")] = True  # fmt: skip
+        "Also fit probes on answers' own tokens, for the risk of a finished answer: of those that --labels generate "
+        "has, or that rows with a label bring as 'answer' (transformers engine).")] = True  # fmt: skip
     evaluate: Annotated[bool, option(
         "Nested cross-validation for the model card; without it the card reports no performance.")] = True  # fmt: skip
     allow_no_signal: Annotated[bool, option(

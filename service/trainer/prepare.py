@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
-from service.data.collection import Collection, collect
+from service.data.collection import Collection, collect, read_given
 from service.data.forms import FORMS
 from service.data.judges import contains
 from service.data.labels import Labelled, given_labels, judged_labels
@@ -62,7 +62,7 @@ def prepare(
     """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
 
     sites: what is collected, the site that the probes read first; folds: how many groups each class must have once the
-    answers are judged; None: any number, also none; answer_probes: read generated answers, too, where the engine can.
+    answers are judged; None: any number, also none; answer_probes: read answers, too, where the engine can.
     Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups."""
     folder = options.folder / name
     collection = collect(
@@ -86,7 +86,10 @@ def prepare(
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
         prompts=prompt_labels(dataset, index, tokens),
     )  # fmt: skip
-    answers = None if collection.answers is None else Readouts(collection.answers, index, labelled.label)
+    read = collection.answers
+    if answer_probes and engine.reads_answers and any(row.answer for row in dataset.rows):
+        read = read_given(engine, dataset, collection.prompts, folder / "answers", sites[0], options.batch_rows)
+    answers = None if read is None else Readouts(read, index, labelled.label)
     return PreparedData(dataset, collection, labelled, inputs, answers)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hallutracer_research.evaluation.methods import OURS, RESIDUAL
-from hallutracer_research.evaluation.methods.base import AnswerReadings, MethodInputs, OtherPositions
+from hallutracer_research.evaluation.methods.base import AnswerReadings, BehindAnswers, MethodInputs, OtherPositions
 from hallutracer_research.evaluation.options import EvaluateOptions, EvaluationSource
 from hallutracer_research.evaluation.prepare import PreparedSet
 from hallutracer_research.evaluation.results import SetResult
@@ -160,6 +160,11 @@ def method_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float
     more = np.random.default_rng(seed + 3)
     known = more.standard_normal((count, 4)) + np.array([1.2, -1.2, 1.2, -1.2]) * label[:, None]
     embedding = more.standard_normal((count, 7)) + 1.5 * label[:, None] * (np.arange(7) == 3)
+    own = noise(more, count, Site.RESIDUAL_STREAM)
+    for layer in WIDE:
+        plant(own, label, layer, layer + 1, strength * 0.75)
+    (folder / "behind").mkdir(exist_ok=True)
+    read = readouts(folder, heads, label, Site.ATTENTION_HEAD)
     return MethodInputs(
         label=label, group=group, heads=readouts(folder, heads, label, Site.ATTENTION_HEAD),
         residual=readouts(folder, residual, label, Site.RESIDUAL_STREAM),
@@ -171,6 +176,10 @@ def method_inputs(folder: Path, count: int = 240, seed: int = 0, strength: float
         positions=OtherPositions(
             _tokens(more, label), *(readouts(folder, heads, label, Site.ATTENTION_HEAD) for _ in range(3)),
             first_token=known[:, 2:], scaffold=np.full(count, 3),
+        ),
+        behind=BehindAnswers(
+            read, read, read, readouts(folder / "behind", own, label, Site.RESIDUAL_STREAM),
+            tokens=heads[:, None].astype(np.float16), said=np.full(count, 1), question=np.full(count, 4),
         ),
         embedding=embedding.astype(np.float32),
     )  # fmt: skip

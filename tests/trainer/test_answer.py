@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ import pytest
 import hallutracer as ht
 from probes_store.bundle import Bundle
 from probes_store.errors import GoldenMismatch
+from service.data.collection import read_given, render_all
 from service.data.run_folder import RowsFile
+from service.data.training_rows import read_dataset
+from service.demo import MODEL_DIR
 from service.demo.questions import questions as demo_questions
-from service.engines.base import Sampling
+from service.engines.base import EngineOptions, Sampling
 from service.engines.scheduler import Scheduled
-from service.errors import EngineError
+from service.engines.transformers.engine import TransformersEngine
+from service.errors import DataError, EngineError
 from service.fitting.probes import Readouts
 from service.policies.guard import OBSERVE
+from service.prompts import render
 from service.readout import Geometry, Probes, Site
 from service.risk import depth_mean, risk
 from service.scoring import Scorer
@@ -176,3 +182,46 @@ def test_a_real_model_s_answers_are_read_in_training_and_in_service_alike(tmp_pa
         assert found[place].answer_risk == pytest.approx(risks[place], abs=1e-4)
     assert np.ptp(risks[answered]) > 0.05, "else any number would do"
     assert found.to_frame()["answer_risk"].notna().sum() == len(answered)
+
+
+def test_given_answers_are_read_behind_their_prompts(tmp_path: Path) -> None:
+    rows = planted_rows(240)
+    for place, row in enumerate(rows):
+        row |= {"answer": "\x01\x01"} if place % 6 else {"answer": ""} if place % 12 else {}
+    engine = Confesses()
+    bundle, _ = run(tmp_path, engine, rows, **ONE)
+    record, stored = bundle.manifest.answer, bundle.answer
+    assert record is not None
+    assert stored is not None
+    assert record.rows == 200
+    assert record.auroc > record.before + 0.1
+    assert stored.answer_tokens.tolist() == [2] * len(stored.risk)
+    assert Scorer(Confesses(), bundle).answer_probes is not None
+    read, again = engine.extracts, Confesses()
+    assert run(tmp_path, again, rows, **ONE)[0].manifest.digest == bundle.manifest.digest
+    assert (read > 2, again.extracts) == (True, 0)
+    with pytest.raises(DataError, match=r"line 1: \d+ tokens with its 'answer' are more than the model's"):
+        run(tmp_path / "long", Confesses(), [rows[1] | {"answer": "no " * 4000}, *rows[2:]], **ONE)
+    with pytest.raises(DataError, match=r"line 1: 'answer' must be a string.*found 7"):
+        run(tmp_path / "number", Confesses(), [rows[1] | {"answer": 7}, *rows[2:]], **ONE)
+
+
+def test_a_given_answer_is_read_as_one_that_the_model_wrote(tmp_path: Path) -> None:
+    asked = ("id", "prompt", "answers", "group", "kind")
+    rows = [{key: row[key] for key in asked} for row in demo_questions("train")[:24]]
+    rows = [row | {"label": place % 2} for place, row in enumerate(rows)]
+    site = Site.ATTENTION_HEAD
+    with closing(Scheduled(TransformersEngine.load(EngineOptions(str(MODEL_DIR))))) as engine:
+        prompts = [render(engine, row["prompt"], None, "text") for row in rows]
+        made = engine.extract(prompts, [site], sampling=Sampling(max_tokens=24), answer_site=site)
+        assert made.answers is not None
+        told = [row | {"answer": said.text} for row, said in zip(rows, made.completions, strict=True)]
+        path = tmp_path / "told.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in told))
+        dataset = read_dataset(path, "given", folds=None)
+        drawn = render_all(engine, dataset, "text", 0)
+        file = read_given(engine, dataset, drawn, tmp_path / "read", site, 7)
+    alike = [place for place, said in enumerate(made.completions) if said.finish_reason == "stop"]
+    assert len(alike) > 12
+    for layer in range(file.geometry.num_layers):
+        np.testing.assert_allclose(file.layer(layer)[alike], made.answers[alike, layer], rtol=1e-3, atol=1e-4)

@@ -31,7 +31,6 @@ from hallutracer_research.evaluation.methods.own_answers import (
     before_content,
     candidates,
     clusters,
-    continuation,
     eigen_score,
     follow_up,
     log_odds,
@@ -48,7 +47,7 @@ from service.data.run_folder import claim
 from service.engines.base import Engine, Sampling
 from service.errors import EngineError
 from service.fitting.probes import ActivationArray, Floats, Readouts
-from service.prompts import PromptFormat, default_prompt_format, render
+from service.prompts import PromptFormat, continuation, default_prompt_format, render
 from service.readout import Site
 
 AT_ONCE = 320  # answers in one file; a kill loses at most these

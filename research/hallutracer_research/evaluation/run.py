@@ -32,6 +32,7 @@ from hallutracer_research.evaluation.methods import (
     WITH_KIND,
     WITH_SCAFFOLD,
     fit_method,
+    readouts_of,
 )
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import Cost, EvaluateOptions, Tokens, Weights, cost, count_weights
@@ -254,10 +255,6 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
 
     sides, read = (split.train, split.test), inputs.positions
     entropies = {WITH_CONTENT: inputs.answers.content, WITH_SCAFFOLD: None if read is None else read.first_token}
-    readouts: Any = inputs
-    for name in METHODS[method].of.split(".") if METHODS[method].of else ():
-        if (readouts := getattr(readouts, name)) is None:
-            raise TrainingError(f"{method} has nothing to read: leave it out", param="methods")
     if method in RUNNING or method == ANSWER_MAX:
         path = folder / "answer-running" / f"seed{split.seed}-fold{split.fold}.npz"
         found = kept(path, partial(splits.running, inputs, split, options))
@@ -265,11 +262,9 @@ def _score(folder: Path, method: str, inputs: MethodInputs, split: Split, option
 
     def make() -> Floats:
         if method in (BOTH, WITH_ANSWER):
-            return splits.before_and_behind(readouts, inputs, split, options)
+            return splits.before_and_behind(readouts_of(method, inputs), inputs, split, options)
         if METHODS[method].of and METHODS[method].fit is None:
-            return -splits.chosen_depth_mean(readouts, inputs.group, *sides, split.seed, options)
-        if METHODS[method].of:
-            return fit_method(method, replace(inputs, residual=readouts), *sides, split.seed, options.jobs or None)
+            return -splits.chosen_depth_mean(readouts_of(method, inputs), inputs.group, *sides, split.seed, options)
         if method == WITH_KIND:
             return splits.with_kind(inputs, split)
         if method in entropies:

@@ -137,7 +137,7 @@ class TransformersEngine:
 
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
-        answer_site: Site | None = None,
+        answer_site: Site | None = None, last: Sequence[int] = (),
     ) -> Extraction:  # fmt: skip
         """Return activations at t*, [n, m, width] float32 per site; each answer is what its prompt gets alone."""
         check_onset_only(poolings)
@@ -152,11 +152,14 @@ class TransformersEngine:
             for group in groups:
                 own = [prompts[row] for row in group]
                 begun: dict[int, KvContinuation] = {}
-                for batch in self._batches(own, kept=sampling is not None):
+                for batch in self._batches(own, kept=sampling is not None, whole=bool(last)):
                     rows = [group[place] for place in batch.index]
                     sink = self._buffer(sites, len(rows))
                     caches: list[Any] = []
-                    if sampling is None:
+                    logits: Any = ()
+                    if last:
+                        self._prefill(batch, sink, full=False, last=[last[row] for row in rows])
+                    elif sampling is None:
                         logits = self._logits(batch, sink)
                     else:
                         logits, caches = self._prefill_kept(batch, sink)
@@ -164,7 +167,8 @@ class TransformersEngine:
                         values = buffer.cpu().numpy()
                         hooks.refuse_non_finite(values, rows, str(site))
                         activations[site][rows] = values.swapaxes(0, 1)
-                    first.update(zip(rows, map(first_token_of, summarise(logits).cpu().numpy()), strict=True))
+                    if not last:
+                        first.update(zip(rows, map(first_token_of, summarise(logits).cpu().numpy()), strict=True))
                     for row, cache, one in zip(rows, caches, logits, strict=False):
                         prefill = PrefillResult((), first[row], len(prompts[row]))
                         begun[row] = KvContinuation(self, prefill, cache, one, answer_site)

@@ -170,11 +170,11 @@ class VllmEngine:
 
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
-        answer_site: Site | None = None,
+        answer_site: Site | None = None, last: Sequence[int] = (),
     ) -> Extraction:  # fmt: skip
         """Return ``base.LoadedModel.extract``'s.  Raises EngineError unless loaded with ``rows`` and these sites."""
         check_onset_only(poolings)
-        if answer_site is not None:
+        if answer_site is not None or last:
             refuse_answer_reading("vllm")
         if not self._plan.activations or not set(sites) <= set(self._plan.sites):
             raise EngineError("this engine was started for scoring; start it with rows=True to extract activations")

@@ -36,8 +36,9 @@ WITHOUT_TRANSFORMERS = ("networks", "probes", "references")
 
 
 def relabelled(data: MethodInputs, label: np.ndarray) -> MethodInputs:
-    heads, residual = (replace(readouts, label=label) for readouts in (data.heads, data.residual))
-    return replace(data, label=label, heads=heads, residual=residual)
+    assert data.behind is not None
+    heads, residual, own = (replace(one, label=label) for one in (data.heads, data.residual, data.behind.residual))
+    return replace(data, label=label, heads=heads, residual=residual, behind=replace(data.behind, residual=own))
 
 
 def planted(folder: Path, site: Site, plan: Callable[[np.ndarray, np.ndarray], Any], count: int = 120) -> MethodInputs:
@@ -67,10 +68,19 @@ def test_scores_rise_with_hallucination_and_neither_test_labels_nor_other_test_r
 
 @pytest.mark.parametrize("name", [name for name in RIVALS if METHODS[name].reads != "prompt" or name == "halluguard"])
 def test_methods_that_read_more_than_the_prompt_need_it(data: MethodInputs, name: str) -> None:
-    without = replace(data, halluguard=None, answers=AnswerReadings(), positions=None, embedding=None)
+    without = replace(data, halluguard=None, answers=AnswerReadings(), positions=None, embedding=None, behind=None)
     with pytest.raises(TrainingError, match=rf"{name}.*leave") as caught:
         fit_method(name, without, *sides(data), 0)
     assert caught.value.param == "methods"
+
+
+@pytest.mark.parametrize("name", ["saplma", "sep"])
+def test_a_probe_at_the_answer_s_end_is_the_prompt_s_on_what_was_read_there(data: MethodInputs, name: str) -> None:
+    assert data.behind is not None
+    found = fit_method(f"answer-{name}", data, *sides(data), 3, jobs=1)
+    there = replace(data, residual=data.behind.residual)
+    assert found.tobytes() == fit_method(name, there, *sides(data), 3, jobs=1).tobytes()
+    assert found.tobytes() != fit_method(name, data, *sides(data), 3, jobs=1).tobytes()
 
 
 @pytest.mark.parametrize("name", OF_ANSWERS)

@@ -7,11 +7,15 @@ processes for the fits, None for all cores."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from service.errors import TrainingError
 
 if TYPE_CHECKING:
     from hallutracer_research.evaluation.methods.base import Floats, Index, MethodInputs
+    from service.fitting.probes import Readouts
 
     Fit = Callable[[MethodInputs, Index, Index, int, int | None], Floats]
 
@@ -120,11 +124,22 @@ METHODS: dict[str, Method] = {
 OF_POSITIONS = {name for name, method in METHODS.items() if method.reads == "positions" or name == SOFT}
 
 
+def readouts_of(name: str, inputs: MethodInputs) -> Readouts:
+    """Return the method's own readouts, ``of``.  Raises TrainingError where they were not read."""
+    found: Any = inputs
+    for part in METHODS[name].of.split("."):
+        if (found := getattr(found, part)) is None:
+            raise TrainingError(f"{name} has nothing to read: leave it out", param="methods")
+    return found  # type: ignore[no-any-return]
+
+
 def fit_method(
     name: str, inputs: MethodInputs, train: Index, test: Index, seed: int, jobs: int | None = None
 ) -> Floats:
     """Fit the method on the rows ``train`` and score the rows ``test``, [n_test].  Raises TrainingError."""
     fit = METHODS[name].fit
+    if METHODS[name].of:
+        inputs = replace(inputs, residual=readouts_of(name, inputs))
     if isinstance(fit, str):
         module, _, function = fit.partition(".")
         fit = getattr(import_module(f"{__name__}.{module}"), function)

@@ -28,7 +28,7 @@ from hallutracer_research.evaluation.pooling import is_content
 from service.data.judges import normalise
 from service.engines.base import Engine
 from service.errors import EngineError
-from service.prompts import PromptFormat
+from service.prompts import PromptFormat, continuation
 
 TRUE, FALSE = ("A", "True"), ("B", "False")
 _NEGATION = re.compile(
@@ -52,12 +52,6 @@ def asked(question: str, answer: str, *, examples: bool = False) -> str:
         f"Question: {question}\nProposed Answer: {answer}\nIs the proposed answer:\n (A) True\n (B) False\n"
         "The proposed answer is:"
     )
-
-
-def continuation(engine: Engine, text: str) -> list[int]:
-    """Return the text's tokens without those that the tokenizer puts before any text, as behind other tokens."""
-    ids, begin = engine.tokenize(text), engine.tokenize("")
-    return ids[len(begin) :] if ids[: len(begin)] == begin else ids
 
 
 def follow_up(engine: Engine, question: str, prompt_format: PromptFormat) -> list[int]:
