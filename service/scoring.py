@@ -30,6 +30,7 @@ from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
 
 _ROUNDING = 1e-9  # of a recalibrated risk, relative
+LEAST_READ = 4  # tokens of an answer, before their risk ends it
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class RiskReport:
 
     def before_answer(self) -> RiskReport:
         """Return what is sent before an answer, which may be complete.  What was withheld has none to come."""
-        return self if self.completion is None else replace(self, completion=None, answer=None)
+        return self if self.decision is not Decision.CONTINUE else replace(self, completion=None, answer=None)
 
 
 class Scorer:
@@ -161,19 +162,20 @@ class Scorer:
 
     async def run(
         self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, turn: base.Turn = base.FIRST_COME,
-        shadows: Sequence[Scorer] = (),
+        shadows: Sequence[Scorer] = (), running: bool = False,
     ) -> AsyncGenerator[tuple[RiskReport, Update], None]:  # fmt: skip
         """Yield one prompt's report with each of the engine's updates; the last report has the completion, if any.
 
-        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward.  Where the decision is not to
-        continue, one update without text is all.  Closing the generator ends the request in the engine.  Raises what
-        ``Engine.answer`` and ``judge`` raise."""
+        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; ``running``: reports have the risk
+        of the answer so far.  Where the decision is not to continue, one update without text is all.  Closing the
+        generator ends the request in the engine.  Raises what ``Engine.answer`` and ``judge`` raise."""
         updates = self.engine.answer(
             prompt, [probes for scorer in (self, *shadows) for probes in scorer.probes],
             first_token=any(scorer.needs_first_token for scorer in (self, *shadows)), sampling=sampling, turn=turn,
             gate=None if sampling is None else self.gate(policy), answer_probes=self.answer_probes,
         )  # fmt: skip
         report: RiskReport | None = None
+        said, tokens = list[str](), 0
         async with aclosing(updates):
             async for update in updates:
                 if report is None:
@@ -188,11 +190,28 @@ class Scorer:
                     if report.decision is not Decision.CONTINUE:
                         yield report, replace(update, piece="", tokens=0, completion=None)
                         return
+                if policy.stop_at is not None and self._stops(report, policy, update, tokens):
+                    stopped = Completion("".join(said), (), "content_filter", tokens)
+                    answer = self.judge_answer(update.answer)
+                    yield replace(report, completion=stopped, answer=answer), replace(update, piece="", tokens=0)
+                    return
                 if update.completion is not None:
                     yield self._finished(report, policy, update)
                     return
+                if running:
+                    report = replace(report, answer=self.judge_answer(update.answer))
+                said.append(update.piece)
+                tokens += update.tokens
                 yield report, replace(update, piece="") if policy.recheck else update
         raise base.unfinished()
+
+    def _stops(self, report: RiskReport, policy: Policy, update: Update, tokens: int) -> bool:
+        """Return whether an answer of so many tokens ends here, by what was read of them."""
+        if policy.stop_at is None or not (report.context.applies or policy.withhold_no_fact):
+            return False
+        if (answer := self.judge_answer(update.answer)) is None:
+            return tokens > 1 or (tokens > 0 and update.completion is None)  # closed where nothing was read
+        return answer.tokens >= LEAST_READ and answer.risk >= policy.stop_at
 
     def _finished(self, report: RiskReport, policy: Policy, last: Update) -> tuple[RiskReport, Update]:
         """Return the last report of an answer and its update; under ``recheck`` that has all of the text, or none."""

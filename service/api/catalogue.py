@@ -168,6 +168,7 @@ class BundleCard(Strict):
     )
     share: float | None = Field(None, description="of these requests, that a default or a canary judges")
     compared: ComparedOut | None = Field(None, description="of a shadow, since the service started")
+    reads_answers: bool = Field(description="it reads an answer's own tokens, and the engine does")
     golden: GoldenOut
     drift: DriftOut | None = Field(None, description="none before the first window, or without a reference")
     labels: LabelsOut | None = Field(None, description="what the guarantee is held against; none without both")
@@ -311,7 +312,7 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in alike} | {
         "id": manifest.reference, "model": manifest.model.name, "site": manifest.readout.site,
         "applicability": None if manifest.context is None else manifest.context.applicability,
-        "default": role == "default", "role": role,
+        "default": role == "default", "role": role, "reads_answers": scorer.answer_probes is not None,
         "share": {"default": 1.0 if rollout.canary is None else 1.0 - rollout.share, "canary": rollout.share}.get(role),
         "compared": _compared(compared) if rollout.shadowed(manifest.digest) else None,
         "drift": monitor and monitor.drift, "labels": monitor and monitor.labels,

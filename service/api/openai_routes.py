@@ -27,6 +27,7 @@ from service.errors import RequestError
 from service.policies.guard import Action, Decision
 from service.scoring import RiskReport
 from service.serving.admission import Deadline
+from service.serving.dispatcher import Piece
 from service.serving.judgement import Judgement
 from service.serving.service import Service
 
@@ -111,6 +112,7 @@ async def _served(
             math.inf if body.length else deadline.nearly,
         ),
         deadline=deadline, stream=bool(body.stream), retrieval_of=chosen.hallutracer_retrieval_of,
+        running=bool(chosen.hallutracer_include),
     )  # fmt: skip
     reply = await answer(request, service, asked)
     forwarder: Forwarder = request.app.state.forwarder
@@ -176,7 +178,7 @@ def _annotation(report: RiskReport) -> str:
 def _finish_reason(report: RiskReport) -> str:
     if report.completion is None:
         return WITHHELD
-    return "stop" if report.completion.finish_reason == "stop" else "length"
+    return wire.finish_reason(report.completion)
 
 
 def _choice(to: Route, index: int, report: RiskReport, in_content: bool) -> dict[str, Any]:
@@ -210,6 +212,10 @@ async def _chunks(
     def used(reports: list[RiskReport]) -> bytes:
         return sent({"choices": [], "usage": _counted(reports)}) if with_usage else b""
 
+    def piece(one: Piece) -> bytes:
+        known = wire.running_note(one.answer)
+        return chunk({"content": one.text}, None, **({"hallutracer": known} if known else {}))
+
     def last(reports: list[RiskReport]) -> bytes:
         known = wire.answer_note(reports[0].answer)
         return chunk({}, _finish_reason(reports[0]), **({"hallutracer": known} if known else {})) + used(reports)
@@ -220,7 +226,7 @@ async def _chunks(
     else:
         yield chunk({"role": "assistant", "content": _annotation(report)}, hallutracer=note(reply.judgement))
         if foreign is None:
-            async for part in wire.answer_events(reply, lambda piece: chunk({"content": piece}), last):
+            async for part in wire.answer_events(reply, piece, last):
                 yield part
         else:
             try:

@@ -21,7 +21,7 @@ from service.policies.guard import Decision
 from service.risk import running_means
 from service.scoring import AnswerRisk, RiskReport, Scorer
 from service.serving import observers
-from service.serving.dispatcher import RequestHandle
+from service.serving.dispatcher import Piece, RequestHandle
 from service.serving.judgement import Judgement
 from service.serving.request_log import RequestRecord
 from service.serving.service import Service
@@ -39,7 +39,9 @@ class CompletionOut(Strict):
     """The answer, decoded from the same KV cache as the risk."""
 
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "content_filter"] = Field(
+        description="content_filter: the policy ended it where the risk of its own tokens reached stop_at"
+    )
     completion_tokens: int
 
 
@@ -81,6 +83,7 @@ class RiskOut(Strict):
         None, description="that the answer is wrong, by its own tokens; if the bundle and the engine read answers"
     )
     answer_flagged: bool | None = Field(None, description="that risk reached the bundle's threshold for answers")
+    answer_tokens: int | None = Field(None, description="of the answer that were read for it")
 
 
 class Usage(Strict):
@@ -220,7 +223,7 @@ def retrieval_out(judgement: Judgement) -> RetrievalOut | None:
 def usage(reports: Sequence[RiskReport]) -> Usage:
     """Return the token counts of a request."""
     prompts = sum(report.prompt_tokens for report in reports)
-    answers = sum(len(report.completion.token_ids) for report in reports if report.completion)
+    answers = sum(report.completion.tokens for report in reports if report.completion)
     cached = sum(report.cached_tokens for report in reports)
     return Usage(prompt_tokens=prompts, cached_tokens=cached, completion_tokens=answers, total_tokens=prompts + answers)
 
@@ -273,7 +276,12 @@ def risk_headers(scorer: Scorer, reports: Sequence[RiskReport]) -> dict[str, str
 
 def answer_note(answer: AnswerRisk | None) -> dict[str, Any]:
     """Return what is said of a finished answer; nothing where it was not read."""
-    return {} if answer is None else {"answer_risk": answer.risk, "answer_flagged": answer.flagged}
+    return running_note(answer) | ({} if answer is None else {"answer_flagged": answer.flagged})
+
+
+def running_note(answer: AnswerRisk | None) -> dict[str, Any]:
+    """Return what is said of an answer under way; nothing where it is not wanted or was not read."""
+    return {} if answer is None else {"answer_risk": answer.risk, "answer_tokens": answer.tokens}
 
 
 def completion_out(completion: Completion | None) -> CompletionOut | None:
@@ -281,10 +289,19 @@ def completion_out(completion: Completion | None) -> CompletionOut | None:
     if completion is None:
         return None
     assert completion.finish_reason != "cancelled", "a cancelled answer has no reader"
-    reason: Literal["stop", "length"] = "stop" if completion.finish_reason == "stop" else "length"
-    return CompletionOut(text=completion.text, finish_reason=reason, completion_tokens=len(completion.token_ids))
+    return CompletionOut(
+        text=completion.text, finish_reason=finish_reason(completion), completion_tokens=completion.tokens
+    )
 
 
+def finish_reason(completion: Completion) -> Literal["stop", "length", "content_filter"]:
+    """Return why an answer ended, in OpenAI's words."""
+    return FINISHED.get(completion.finish_reason, "length")
+
+
+FINISHED: dict[str, Literal["stop", "length", "content_filter"]] = {
+    "stop": "stop", "content_filter": "content_filter",
+}  # fmt: skip
 DONE = b"data: [DONE]\n\n"
 SLOW_READER_S = 5.0  # beyond the deadline, for a reader that is slow rather than gone
 
@@ -327,7 +344,7 @@ def failure(reply: Reply, error: Exception) -> bytes:
 
 
 async def answer_events(
-    reply: Reply, chunk: Callable[[str], bytes], last: Callable[[list[RiskReport]], bytes]
+    reply: Reply, chunk: Callable[[Piece], bytes], last: Callable[[list[RiskReport]], bytes]
 ) -> AsyncIterator[bytes]:
     """Yield the answer to a stream's one prompt as it is decoded, and how it ended: ``last``, or an error."""
     try:

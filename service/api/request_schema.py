@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
-Include = Literal["trajectory", "running_mean"]
+Include = Literal["trajectory", "running_mean", "answer_risk"]
 Kind = Literal["prompt", "text", "messages", "input_ids"]  # a text's own form is the bundle's; "text": no template
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 # fail_fast and MAX_FIELDS bound the work: a million wrong elements must not become a million errors on the event loop.
@@ -94,7 +94,8 @@ class ScoreRequest(RequestModel):
         "service's own.  Where that withholds, observe needs --callers-may policy")
     retrieval_of: StrictStr | None = Field(None, max_length=256, description="id of the answer whose decision was "
         "retrieve: this is the same question with a passage")
-    include: list[Include] = Field(default_factory=list, max_length=2)
+    include: list[Include] = Field(default_factory=list, max_length=3, description="answer_risk: in each chunk of a "
+        "stream, the risk of the answer so far")
     generate: Generate | None = Field(None, description="also decode the answer, if the decision is continue")
     stream: StrictBool = Field(
         False, description="server-sent events: the risk first, then the answer; needs 'generate' and one prompt")
@@ -197,6 +198,7 @@ class Arguments(RequestModel):
     hallutracer_policy: StrictStr | None = None
     hallutracer_threshold: Annotated[Risk, Field(strict=True)] | None = None
     hallutracer_retrieval_of: Annotated[StrictStr, Field(max_length=256)] | None = None
+    hallutracer_include: Annotated[list[Literal["answer_risk"]], Field(max_length=1)] | None = None
 
 
 class StreamOptions(RequestModel):

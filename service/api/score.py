@@ -29,6 +29,7 @@ from service.scoring import RiskReport, Scorer
 from service.serving import observers
 from service.serving.admission import Deadline
 from service.serving.catalogue import untemplated
+from service.serving.dispatcher import Piece
 from service.serving.judgement import JudgedPrompt, Judgement, StoredPrompt
 from service.serving.request_log import record_of
 from service.serving.service import Service
@@ -47,6 +48,7 @@ class ScoringRequest:
     field: str  # that they came in, for messages
     sampling: Sampling | None = None
     stream: bool = False
+    running: bool = False  # whether a stream tells the risk of the answer so far
     deadline: Deadline | None = None  # None: the service's own
     retrieval_of: str | None = None  # id of an earlier answer
 
@@ -66,6 +68,9 @@ class ScoringRequest:
             raise EmptyPrompt(f"{self.field!r} is an empty list: give at least one prompt", param=self.field)
         if count > most:
             raise RequestError(f"{count} prompts in one request; at most {most} are taken", param=self.field)
+        if self.running and self.scorer.answer_probes is None:
+            what = f"{self.scorer.bundle.reference} reads no answers here"
+            raise RequestError(f"'answer_risk' cannot be included: {what}; leave it out", param="include")
         if self.retrieval_of is not None and count != 1:
             raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
 
@@ -151,7 +156,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
     # Before any work is spent on what would be refused.
     handle = service.lifecycle.dispatcher.admit(
         len(asked.prompts), asked.scorer, policy, caller=asked.caller.name, sampling=asked.sampling,
-        deadline=asked.deadline or Deadline(service.settings.deadline_s), streams=asked.stream,
+        deadline=asked.deadline or Deadline(service.settings.deadline_s), streams=asked.stream, running=asked.running,
         shadows=service.catalogue.rollout.watching(asked.scorer),
     )  # fmt: skip
     created, record, named = int(time.time()), record_of(request), asked.retrieval_of
@@ -260,7 +265,10 @@ async def score(
     if deadline_ms is not None and deadline_ms > most:
         raise RequestError(f"deadline_ms is at most {most:g} here", param="deadline_ms")
     deadline = None if deadline_ms is None else Deadline(deadline_ms / 1e3)
-    asked = replace(asked, sampling=sampling, stream=body.stream, deadline=deadline, retrieval_of=body.retrieval_of)
+    asked = replace(
+        asked, sampling=sampling, stream=body.stream, deadline=deadline, retrieval_of=body.retrieval_of,
+        running="answer_risk" in body.include,
+    )  # fmt: skip
     reply = await answer(request, service, asked)
     first = wire.score_response(reply.judgement, body.include).model_dump_json(exclude_none=True)
     if body.stream:
@@ -275,6 +283,9 @@ async def _events(reply: wire.Reply, first: str) -> AsyncIterator[bytes]:
         content = same | {"delta": {"text": text}, "finish_reason": finish_reason} | more
         return wire.event(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
 
+    def piece(one: Piece) -> bytes:
+        return chunk(one.text, **wire.running_note(one.answer))
+
     def last(reports: list[RiskReport]) -> bytes:
         completion = wire.completion_out(reports[0].completion)
         assert completion is not None
@@ -283,6 +294,6 @@ async def _events(reply: wire.Reply, first: str) -> AsyncIterator[bytes]:
 
     yield wire.event(first)
     if reply.judgement.reports[0].decision is Decision.CONTINUE:
-        async for part in wire.answer_events(reply, chunk, last):
+        async for part in wire.answer_events(reply, piece, last):
             yield part
     yield wire.DONE

@@ -105,7 +105,13 @@ class Completion:
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str  # "stop" | "length" | "cancelled"
+    finish_reason: str  # "stop" | "length" | "cancelled", or "content_filter" where a policy ended it
+    decoded: int | None = None  # tokens, where their ids are not known
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens were decoded."""
+        return len(self.token_ids) if self.decoded is None else self.decoded
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def guarantee_status(
         found.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
     if policy.threshold is not None and policy.threshold != guarantee.threshold:
         found.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
-    if policy.recheck:
+    if policy.reads_answers:
         found.append(f"policy: {policy.name!r} reads answers again, the calibration did not")
     if dtype != guarantee.dtype:
         found.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")

@@ -90,7 +90,9 @@ class Policy:
     which nobody chose: where the policy withholds and the bundle can tell well enough (``Scorer.withholds_outside``).
     ``withhold_no_fact``: a prompt that asks for no fact is judged by its risk as any other; otherwise it continues.
     ``recheck``: an answer that may begin is held until its own tokens were read, and treated as a flagged prompt is
-    where they flag it, or where none could be read."""
+    where they flag it, or where none could be read.
+    ``stop_at``: an answer ends where the running risk of its own tokens reaches this, or a token was not read; what was
+    said before stays."""
 
     name: str
     action: Action
@@ -99,12 +101,18 @@ class Policy:
     withhold_outside: bool | None = None
     withhold_no_fact: bool = False
     recheck: bool = False
+    stop_at: float | None = None
     upstream: Upstream | None = None  # of a fallback
 
     def __post_init__(self) -> None:
         """Raises RequestError for a threshold outside [0, 1]."""
         if self.threshold is not None:
             check_threshold(self.threshold)
+
+    @property
+    def reads_answers(self) -> bool:
+        """Return whether it decides by an answer's own tokens."""
+        return self.recheck or self.stop_at is not None
 
     def at(self, threshold: float | None) -> Policy:
         """Return this policy with another threshold; unchanged if ``threshold`` is None."""

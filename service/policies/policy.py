@@ -92,6 +92,7 @@ class PolicyTable(BaseModel):
     withhold_outside: bool | None = None
     withhold_no_fact: bool = False
     recheck: bool = False
+    stop_at: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     upstream: Text | None = None
     upstream_model: Text | None = None
     upstream_key_env: Text | None = None
@@ -105,8 +106,11 @@ class PolicyTable(BaseModel):
         for field in ("withhold_outside", "withhold_no_fact"):
             if getattr(self, field) and not self.action.withholds:
                 raise ValueError(f"{field} must be false with action {self.action.value!r}")
-        if self.recheck and self.action is Action.OBSERVE:
-            raise ValueError("recheck must be false with action 'observe'")
+        for field in ("recheck", "stop_at"):
+            if getattr(self, field) and self.action is Action.OBSERVE:
+                raise ValueError(f"{field} needs another action than 'observe', which lets every answer through")
+        if self.recheck and self.stop_at is not None:
+            raise ValueError("recheck holds an answer to its end and stop_at ends one under way: remove one of them")
         given = {field for field in self.model_fields_set if field.startswith("upstream")}
         if given and self.action is not Action.FALLBACK:
             raise ValueError(f"only action fallback has {min(given)}; remove it or change the action")
@@ -156,5 +160,5 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
     except HalluTracerError as error:
         raise HalluTracerError(f"{where}: {error}") from None
     says = (found.message or found.action.message or message) if found.action.says else None
-    chosen = found.withhold_outside, found.withhold_no_fact, found.recheck
+    chosen = found.withhold_outside, found.withhold_no_fact, found.recheck, found.stop_at
     return Policy(name, found.action, found.threshold, says, *chosen, upstream)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,7 +148,7 @@ class Catalogue:
         for rule in self.policies.rules:
             if rule.model not in (None, served):
                 log.warning("a rule for policy %r never fits: it names another model than %s", rule.policy, served)
-        self.check_recheck(scorers)
+        self.check_answers_read(scorers)
         aliases: dict[str, str] = {}
         for name in {scorer.bundle.manifest.name for scorer in scorers}:
             try:
@@ -169,17 +170,18 @@ class Catalogue:
                 log.error("the labels of %s are not known before the next one comes: %s", manifest.digest, error)
         return Loaded(scorers, aliases, rollout, {**left_out, **unused}, tallies)
 
-    def check_recheck(self, scorers: Sequence[Scorer]) -> None:
-        """Raise HalluTracerError where a policy reads answers again and one of the bundles cannot."""
+    def check_answers_read(self, scorers: Sequence[Scorer]) -> None:
+        """Raise HalluTracerError where a policy decides by an answer's tokens and a bundle cannot read them."""
         blind = next((one for one in scorers if one.answer_probes is None), None)
-        policy = next((one.name for one in self.policies.named.values() if one.recheck), None)
+        policy = next((one for one in self.policies.named.values() if one.reads_answers), None)
         if blind is None or policy is None:
             return
         why = "has no probes of answers: train it with --labels generate"
         if blind.bundle.answer is not None:
             why = "has probes of answers, which this engine does not read: use --engine transformers"
-        raise HalluTracerError(f"policy {policy!r} has recheck, and bundle {blind.bundle.reference} {why}; or take "
-                               "recheck out of the policies file", param="policies")  # fmt: skip
+        field = "recheck" if policy.recheck else "stop_at"
+        raise HalluTracerError(f"policy {policy.name!r} has {field}, and bundle {blind.bundle.reference} {why}; or "
+                               f"take {field} out of the policies file", param="policies")  # fmt: skip
 
     def serve(self, loaded: Loaded) -> None:
         """Have ``loaded`` judge every request from now on."""
@@ -325,6 +327,8 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     refuse("policy", f"{named} lets prompts that ask for no fact through", looser=no_fact)
     again = policy.recheck < own.recheck
     refuse("policy", f"{named} does not read the answer again", looser=again)
+    ends, own_ends = (math.inf if one.stop_at is None else one.stop_at for one in (policy, own))
+    refuse("policy", f"{named} does not end an answer as early", looser=ends > own_ends and not policy.recheck)
     most, wanted = scorer.threshold(own), scorer.threshold(policy)
     refuse("threshold", f"the threshold may be at most {most:g} here, not {wanted:g}", looser=wanted > most)
 

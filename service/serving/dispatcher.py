@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from service.engines.base import FIRST_COME, Engine, Sampling, TokenIds, Turn, Update, unfinished
 from service.errors import (
@@ -24,7 +24,7 @@ from service.errors import (
     WeightsChanged,
 )
 from service.policies.guard import OBSERVE, Decision, Policy
-from service.scoring import RiskReport, Scorer
+from service.scoring import AnswerRisk, RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space
 from service.serving.judgement import AnswerEnd, PromptTimings
 from service.serving.metrics import Metrics
@@ -36,6 +36,13 @@ SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement s
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
 ENDS = "the service is shutting down"
+
+
+class Piece(NamedTuple):
+    """Text of an answer under way, and the risk of all tokens that were read by then, where it is wanted and known."""
+
+    text: str
+    answer: AnswerRisk | None
 
 
 @dataclass(eq=False, slots=True)
@@ -59,9 +66,10 @@ class Job:
 
     def end(self) -> AnswerEnd:
         """Return how its answer has ended, or how far it had come."""
-        completion, answer = (None, None) if self.report is None else (self.report.completion, self.report.answer)
-        tokens = len(completion.token_ids) if completion else self.tokens
-        return AnswerEnd(tokens, self.decode_s, completion, answer)
+        if (report := self.report) is None or (report.completion is None and report.decision is Decision.CONTINUE):
+            return AnswerEnd(self.tokens, self.decode_s)
+        tokens = report.completion.tokens if report.completion else self.tokens
+        return AnswerEnd(tokens, self.decode_s, report.completion, report.answer)
 
 
 @dataclass(eq=False)
@@ -77,12 +85,13 @@ class RequestHandle:
     streams: bool  # the answer's text comes piece by piece
     caller: str  # whom it counts for
     shadows: Sequence[Scorer] = ()  # read on the same forward; they decide nothing
+    running: bool = False  # whether pieces tell the risk of the answer so far
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.unscored = self.unfinished = self.prompts
         self.scored, self.done = asyncio.Event(), asyncio.Event()
-        self.text: asyncio.Queue[str | None] = asyncio.Queue()  # of a streaming request; None: no more
+        self.text: asyncio.Queue[Piece | None] = asyncio.Queue()  # of a streaming request; None: no more
         self._error: BaseException | None = None
 
     def start(self, prompts: Sequence[TokenIds]) -> None:
@@ -102,7 +111,7 @@ class RequestHandle:
         await self._until(self.done)
         return [job.result() for job in self.jobs]
 
-    async def pieces(self) -> AsyncIterator[list[str]]:
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
         """Yield a streaming request's text as it is decoded, all pieces that are there; raise as ``risks`` does."""
         more = True
         while more:
@@ -192,7 +201,7 @@ class Dispatcher:
 
     def admit(
         self, prompts: int, scorer: Scorer, policy: Policy, *, caller: str = "", sampling: Sampling | None = None,
-        deadline: Deadline, streams: bool = False, shadows: Sequence[Scorer] = (),
+        deadline: Deadline, streams: bool = False, shadows: Sequence[Scorer] = (), running: bool = False,
     ) -> RequestHandle:  # fmt: skip
         """Reserve places for a request's prompts, all or none, before they are tokenized.
 
@@ -201,7 +210,7 @@ class Dispatcher:
         if self._closing:
             raise NotReady(ENDS)
         self.check_space(caller, prompts, deadline.left, continues=sampling is not None)
-        request = RequestHandle(self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows)
+        request = RequestHandle(self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows, running)
         self._requests.add(request)
         self._queue.add(caller, prompts)
         self._report_queue()
@@ -235,7 +244,9 @@ class Dispatcher:
         scored_at = 0.0
         scorer, policy, sampling = request.scorer, request.policy, request.sampling
         try:
-            steps = scorer.run(job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows)
+            steps = scorer.run(
+                job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows, running=request.running
+            )  # fmt: skip
             async with aclosing(steps):
                 async for report, update in steps:
                     self._note_progress()
@@ -245,7 +256,7 @@ class Dispatcher:
                     job.report = report
                     job.tokens += update.tokens
                     if request.streams and update.piece:
-                        request.text.put_nowait(update.piece)
+                        request.text.put_nowait(Piece(update.piece, report.answer if request.running else None))
         except asyncio.CancelledError:
             if not request.done.is_set():  # ended by the engine and not by us
                 self._fail(request, unfinished())

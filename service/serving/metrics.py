@@ -120,6 +120,8 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
     ("Histogram", "answer_risk", TENTHS, BUNDLE, "Risk of each finished answer, by its own tokens."),
     ("Counter", "answers_flagged_total", None, BUNDLE,
      "Answers that the risk before them let through and their own tokens did not."),
+    ("Counter", "answers_stopped_total", None, BUNDLE,
+     "Answers that a policy ended under way, by the risk of their own tokens."),
     ("Histogram", "request_seconds", SECONDS, (),
      "A whole scoring request that was worked on: answered, failed or late, not refused."),
     ("Histogram", "queue_seconds", SECONDS, (), "A prompt's wait for a forward pass."),
@@ -166,7 +168,7 @@ _FIRST: dict[str, Iterable[str]] = {
 _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
     "flagged_total": [()], "outside_training_total": [()], "no_fact_total": [()], "risk": [()],
-    "answer_risk": [()], "answers_flagged_total": [()],
+    "answer_risk": [()], "answers_flagged_total": [()], "answers_stopped_total": [()],
     "prompt_tokens_total": [()], "completion_tokens_total": [()],
     "feedback_labels_total": [(label,) for label in LABELS],
     "feedback_agreement_total": [*product(("yes", "no"), JUDGED)], "prompts_total": [(str(one),) for one in Decision],
@@ -278,6 +280,8 @@ class Metrics:
             if answer.risk is not None:
                 observe("answer_risk", by=answer.risk.risk)
                 count("answers_flagged_total", by=int(answer.risk.flagged and not report.verdict.flagged))
+            ended = answer.completion is not None and answer.completion.finish_reason == "content_filter"
+            count("answers_stopped_total", by=int(ended))
             if answer.decode_s is not None:
                 self._all["decode_seconds"].observe(answer.decode_s)
 

@@ -77,8 +77,9 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     for policy in policies.named.values():
         if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
             raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
-        if policy.recheck:
-            raise HalluTracerError(f"policy {policy.name!r}: recheck needs HalluTracer's own service, which reads "
+        if policy.reads_answers:
+            field = "recheck" if policy.recheck else "stop_at"
+            raise HalluTracerError(f"policy {policy.name!r}: {field} needs HalluTracer's own service, which reads "
                                    "answers (hallutracer serve --engine transformers)")  # fmt: skip
     names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content")
     served = ServiceSettings(**{name: getattr(variables, name) for name in names})

@@ -18,7 +18,9 @@ from playwright.sync_api import Browser, Page, expect
 from probes_store.bundle import Bundle
 from service.errors import EngineError
 from service.policies.guard import Action, Policy
+from tests.api.test_answer_risk import two_parts
 from tests.api.test_reply import known
+from tests.api.test_score import events
 from tests.browser.chromium import Tab, faults, sideways, tab
 from tests.matching import contextual_bundle, matching_draft
 from tests.probes_store.factory import write_bundle
@@ -211,6 +213,38 @@ def test_a_prompt_that_asks_for_no_fact(browser: Browser, tmp_path: Path, own: s
                 expect(page.locator(".answer")).to_have_text("It is so.")
             # Read aloud is the decision, and after it the answer, where there is one.
             expect(page.locator("#announce")).to_contain_text("Answer: It is so." if own == "gate" else decided)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_each_token_is_shaded_by_its_own_risk(browser: Browser, tmp_path: Path, stops: bool) -> None:
+    policies = {"watch": Policy("watch", Action.ABSTAIN, threshold=1.0, stop_at=1e-6 if stops else 1.0)}
+    with running(tmp_path, names=(), add=[two_parts], policy="watch", policies=policies) as service:
+        service.engine.answer = said = " It is \N{SNOWMAN}, so."
+        body = {"prompt": QUESTION, "stream": True, "include": ["answer_risk"], "generate": {"max_tokens": 40}}
+        _, *chunks = events(service.post(**body).text)
+        sums = [0.0, *(one["answer_tokens"] * np.log(one["answer_risk"] / (1 - one["answer_risk"]))
+                       for one in chunks if "answer_risk" in one)]  # fmt: skip
+        counts = [0, *(one["answer_tokens"] for one in chunks if "answer_risk" in one)]
+        each = np.diff(sums) / np.maximum(1, np.diff(counts))
+        wanted = [f"risk {1 / (1 + np.exp(-one)):.2f}" for one, more in zip(each, np.diff(counts), strict=True) if more]
+        with tab(browser, service.url) as open_tab:
+            page = ready(open_tab)
+            answered(page)
+            shown = page.locator(".answer .token")
+            given = said[:4] if stops else said
+            expect(page.locator(".answer")).to_have_text(given.strip())
+            titles = shown.evaluate_all("nodes => nodes.map((node) => node.title)")
+            assert titles == wanted[1:]  # the first token is a space that is not shown
+            assert len(titles) == (3 if stops else len(said) - 2), "the last token is not read"
+            colours = shown.evaluate_all("nodes => nodes.map((node) => getComputedStyle(node).backgroundColor)")
+            depth = [float(colour.rpartition("/")[2].strip(" )")) for colour in colours]
+            assert depth == pytest.approx([0.6 * float(title.split()[1]) for title in titles], abs=0.004)
+            assert len(set(titles)) > 1
+            count = page.locator(".facts", has_text="answer tokens")
+            expect(count).to_contain_text(
+                "ended by the policy watch" if stops else f"{len(said.encode())} answer tokens"
+            )
+            expect(page.locator(".facts", has_text="Read again")).to_contain_text("Each token is shaded by its own.")
 
 
 class Slow:

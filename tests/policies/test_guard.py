@@ -116,7 +116,7 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ('[a]\naction = "observe"\nwithhold_no_fact = true', "withhold_no_fact must be false with"),
         ('[a]\naction = "annotate"\nwithhold_no_fact = true', "false with action 'annotate'"),
         ('[a]\naction = "block"\nrecheck = 1', "recheck: "),
-        ('[a]\naction = "observe"\nrecheck = true', "recheck must be false with action 'observe'"),
+        ('[a]\naction = "observe"\nrecheck = true', "recheck needs another action than 'observe'"),
         ('[a]\naction = "block"\nthreshold = 2', "threshold: "),
         ('[a]\naction = "block"\nthreshold = nan', "threshold: "),
         ('[a]\naction = "block"\nthreshold = true', "threshold: "),

@@ -40,6 +40,7 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ({}, '[a]\naction = "retrieve"', "action 'retrieve' needs"),
         ({}, FALLBACK, "action 'fallback' needs"),
         ({}, '[a]\naction = "block"\nrecheck = true', "recheck needs HalluTracer's own service, which reads answers"),
+        ({}, '[a]\naction = "block"\nstop_at = 0.5', "stop_at needs HalluTracer's own service, which reads answers"),
         ({}, '[[rule]]\npolicy = "gate"', "[[rule]] in the policies file needs"),
         ({"AUDIT_REQUIRED": "true"}, "", "HALLUTRACER_AUDIT_REQUIRED needs HALLUTRACER_AUDIT_LOG"),
         ({"AUDIT_LOG": "no/folder/audit.jsonl"}, "", "cannot write the audit log"),

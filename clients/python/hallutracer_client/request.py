@@ -39,7 +39,7 @@ class ScoreOptions(TypedDict, total=False):
     bundle: str | None  # name, name@alias or name:version
     policy: str | None  # what to do with a flagged prompt; None: the server's default
     threshold: float | None  # flag at or above this risk
-    include: Sequence[str]  # "trajectory", "running_mean"
+    include: Sequence[str]  # "trajectory", "running_mean", "answer_risk"
     generate: Generate | None  # decode the answer too
     retrieval_of: str | None  # id of the answer whose decision was retrieve: the same question, with a passage
     deadline_ms: int | None  # at most the server's own deadline

@@ -112,6 +112,7 @@ class Risk(Checked):
     completion: Completion | None = None
     answer_risk: Share | None = None  # that the answer is wrong, by its own tokens; None: nothing reads answers
     answer_flagged: bool | None = None  # that risk reached the bundle's threshold for answers
+    answer_tokens: Count | None = None  # that were read for it
 
     @property
     def gated(self) -> bool:
@@ -291,7 +292,9 @@ class Delta(Checked):
 
 @dataclass(frozen=True)
 class Chunk(Checked):
-    """One event of a stream after the risk; the last one has ``finish_reason``, ``usage`` and the answer's risk."""
+    """One event of a stream after the risk; the last one has ``finish_reason``, ``usage`` and the answer's risk.
+
+    Asked for ``answer_risk``, each has the risk of the answer so far, of its first ``answer_tokens``."""
 
     object: Literal["completion.chunk"]
     index: Count
@@ -300,6 +303,7 @@ class Chunk(Checked):
     usage: Usage | None = None
     answer_risk: Share | None = None
     answer_flagged: bool | None = None
+    answer_tokens: Count | None = None
 
 
 class InvalidBody(Exception):

@@ -115,13 +115,15 @@ class BaseAnswer(results.OfOneRisk):
 
     @property
     def answer_risk(self) -> float | None:
-        """The risk of the whole answer, by its own tokens; None before the end, and where nothing reads answers."""
-        return None if self._last is None else self._last.answer_risk
+        """The risk of the whole answer, by its own tokens; with ``include=["answer_risk"]`` of the answer so far.
+
+        None before it is known, and where nothing reads answers."""
+        return self.only.answer_risk if self._last is None else self._last.answer_risk
 
     @property
     def answer_flagged(self) -> bool | None:
         """Whether that risk reached the bundle's threshold for answers; None where there is none."""
-        return None if self._last is None else self._last.answer_flagged
+        return self.only.answer_flagged if self._last is None else self._last.answer_flagged
 
     @property
     def usage(self) -> Usage:

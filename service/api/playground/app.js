@@ -124,13 +124,14 @@ async function ask() {
 
 async function answered(reading, body) {
   const tokens = Number(byId("tokens").value);
-  for await (const document of stream({ ...body, generate: { max_tokens: tokens } }, asking.signal)) {
+  const include = reading.detail.reads_answers ? [...body.include, "answer_risk"] : body.include;
+  for await (const document of stream({ ...body, include, generate: { max_tokens: tokens } }, asking.signal)) {
     if (document.object === "risk.list") {
       reading.begin(document);
       threshold.mark(reading.risk.risk);
       byId("announce").textContent = `Risk ${fixed(reading.risk.risk)}. ${reading.decision()}. ${reading.risk.message ?? ""}`;
     } else {
-      reading.add(document.delta.text);
+      reading.add(document);
       if (document.finish_reason) {
         reading.end(document);
         byId("announce").textContent = `Answer: ${reading.text}`;

@@ -8,6 +8,8 @@ const WITHHELD = { abstain: "withheld", block: "blocked", retrieve: "sent to fet
 
 export class Reading {
   #text = "";
+  #unread = []; // pieces whose tokens are not read yet
+  #read = { tokens: 0, sum: 0 };
 
   // answered: whether an answer was asked for, or the risk alone
   constructor(host, detail, { answered, title }) {
@@ -56,9 +58,28 @@ export class Reading {
     return `${be(WITHHELD[decision] ?? "withheld")} before the first token${outside && !flagged ? ": unlike the training prompts" : ""}`;
   }
 
-  add(piece) {
-    this.#text += piece;
-    this.answer.textContent = this.#text.trimStart();
+  // chunk: the next piece, and the risk of the answer's tokens before it, where it is read
+  add(chunk) {
+    this.#shade(chunk);
+    const piece = this.text ? chunk.delta.text : chunk.delta.text.trimStart();
+    this.#text += chunk.delta.text;
+    if (!piece) return;
+    this.#unread.push(el("span", {}, piece));
+    this.answer.append(this.#unread.at(-1));
+  }
+
+  // Risks so far are of means, so their log odds times the tokens are sums: a difference is of the tokens between.
+  #shade({ answer_risk: risk, answer_tokens: tokens }) {
+    if (risk === undefined || !(tokens > this.#read.tokens)) return;
+    const sum = tokens * Math.log(risk / (1 - risk));
+    const own = 1 / (1 + Math.exp((this.#read.sum - sum) / (tokens - this.#read.tokens)));
+    this.#read = { tokens, sum };
+    if (!Number.isFinite(own)) return;
+    for (const node of this.#unread.splice(0)) {
+      node.className = "token";
+      node.title = `risk ${fixed(own)}`;
+      node.style.setProperty("--risk", own);
+    }
   }
 
   get text() {
@@ -69,12 +90,12 @@ export class Reading {
     this.answer?.removeAttribute("aria-busy");
     if (!chunk?.usage) return;
     const tokens = chunk.usage.completion_tokens;
-    const cut = chunk.finish_reason === "length" ? ", cut off at the limit" : "";
+    const cut = { length: ", cut off at the limit", content_filter: `, ended by the policy ${this.policy}` }[chunk.finish_reason] ?? "";
     this.count.textContent = `${tokens} answer token${tokens === 1 ? "" : "s"} after ${chunk.usage.prompt_tokens} of the prompt${cut}.`;
     if (!this.text) this.answer.textContent = "(an empty answer)";
     if (chunk.answer_risk !== undefined) {
       this.left.append(el("p", { class: chunk.answer_flagged ? "facts warn" : "facts", "data-answer-risk": chunk.answer_risk },
-        `Read again: the answer's own tokens put its risk at ${fixed(chunk.answer_risk)}${chunk.answer_flagged ? ", above the bundle's line for answers" : ""}.`));
+        `Read again: the answer's own tokens put its risk at ${fixed(chunk.answer_risk)}${chunk.answer_flagged ? ", above the bundle's line for answers" : ""}. Each token is shaded by its own.`));
     }
   }
 
