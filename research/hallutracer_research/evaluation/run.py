@@ -66,6 +66,7 @@ class EvaluationResult:
     transfer: Table | None
     forms: Table | None
     decisions: Table
+    second_look: Table | None
     ahead: Table
     about: Table
     milliseconds: Mapping[str, float]  # by set: median of prefills, one prompt at a time
@@ -134,7 +135,10 @@ def evaluate(
     main = tables.main_table(table_rows, notes)
     about = scale.sets_table(sets, None if weights is None else sum(weights))
     seconds = time.monotonic() - begun
-    more = tables.form_table(sets), tables.decisions_table(sets), tables.ahead_table(sets), about, took
+    more = (
+        tables.form_table(sets), tables.decisions_table(sets), tables.second_look_table(sets),
+        tables.ahead_table(sets), about, took,
+    )  # fmt: skip
     return EvaluationResult(options, identity, tuple(sets), main, subsets, transfer, *more, seconds)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hallutracer_research.evaluation.methods import METHODS, OURS, WITH_KIND
+from hallutracer_research.evaluation.methods import ANSWER_MEAN, METHODS, OURS, WITH_ANSWER, WITH_KIND
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.methods.references import text_ngrams
 from hallutracer_research.evaluation.options import CLASSES, Cost, EvaluateOptions
@@ -83,6 +83,57 @@ def decisions_table(sets: Sequence[SetResult]) -> Table:
         caption="Means ± standard deviation over the test sides. E-AURC: area under the curve of wrong among answered "
         "over the share answered, less that of a perfect order, so 0 is perfect. Caught: the share of wrong answers "
         "that is withheld where so many of the right ones are.",
+    )  # fmt: skip
+
+
+SHOWN = (0.1, 0.2, 0.3, 0.5)
+TWICE = 2  # of the share shown: what a first look lets begin, where a second one chooses among the written
+
+
+def second_look_table(sets: Sequence[SetResult]) -> Table | None:
+    """Return what is shown wrong, and what is decoded for it, where the risk before the answer, its own tokens', or one
+    after the other choose the share that is shown; None where no set has all of these."""
+    rows: list[Mapping[str, Cell]] = []
+    for result in sets:
+        behind = result.prepared.inputs.behind
+        if behind is None or not {ANSWER_MEAN, WITH_ANSWER} <= result.scores.keys():
+            continue
+        sides = [[score for _, score in test_sides(result.scores[name])] for name in (OURS, ANSWER_MEAN, WITH_ANSWER)]
+        tests = [side for side, _ in test_sides(result.scores[OURS])]
+        for share in SHOWN:
+            found: dict[str, list[float]] = {}
+            for test, before, after, both in zip(tests, *sides, strict=True):
+                wrong, said = 1 - result.label[test], behind.said[test]
+                shown, begun = (max(1, round(part * len(test))) for part in (share, min(1.0, TWICE * share)))
+                first = np.argsort(before, kind="stable")
+                then = first[:begun][np.argsort(both[first[:begun]], kind="stable")]
+                ways = {
+                    "before": (first[:shown], first[:shown]), "staged": (then[:shown], first[:begun]),
+                    "after": (np.argsort(after, kind="stable")[:shown], first),
+                    "both": (np.argsort(both, kind="stable")[:shown], first),
+                }  # fmt: skip
+                for name, (chosen, decoded) in ways.items():
+                    found.setdefault(name, []).append(float(wrong[chosen].mean()))
+                    found.setdefault(f"{name}_tokens", []).append(float(said[decoded].sum() / said.sum()))
+            row: dict[str, Cell] = {"set": result.title, "shown": share}
+            rows.append(row | {name: spread(values) for name, values in found.items()})
+    if not rows:
+        return None
+    titles = {
+        "before": "before the answer", "after": "of its own tokens", "both": "both together",
+        "staged": f"before lets {TWICE} times as many begin, both choose",
+    }  # fmt: skip
+    return Table(
+        name="second_look", title="What a second look shows, and what it costs",
+        columns=(
+            Column("set", "Set", "text"), Column("shown", "Shown", "percent", 2),
+            *(Column(name, f"Wrong, {title}", "percent", 3, higher=False) for name, title in titles.items()),
+            *(Column(f"{name}_tokens", f"Tokens, {titles[name]}", "percent", 3) for name in ("before", "staged")),
+        ),
+        rows=rows, block="set",
+        caption="Of each test side a share of the answers is shown, those of lowest risk: the share of them that is "
+        "wrong, and of all answers' tokens those that are decoded for it (all, where every answer is written before "
+        "it is chosen). Means ± standard deviation over the test sides.",
     )  # fmt: skip
 
 

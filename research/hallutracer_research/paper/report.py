@@ -98,8 +98,8 @@ def report_data(evaluation: EvaluationResult, command: str) -> ReportData:
     options, identity, results = evaluation.options, evaluation.identity, evaluation.sets
     shape = identity.geometry
     tables = (
-        evaluation.about, evaluation.main, evaluation.ahead, evaluation.decisions, evaluation.subsets,
-        evaluation.transfer, evaluation.forms,
+        evaluation.about, evaluation.main, evaluation.ahead, evaluation.decisions, evaluation.second_look,
+        evaluation.subsets, evaluation.transfer, evaluation.forms,
     )  # fmt: skip
     main = [table for table in tables if table is not None]
     if options.beside:

@@ -12,11 +12,11 @@ import pytest
 from torch import nn
 
 from hallutracer_research.evaluation import options, results, tables
-from hallutracer_research.evaluation.methods import METHODS, OURS
+from hallutracer_research.evaluation.methods import ANSWER_MEAN, METHODS, OURS, WITH_ANSWER
 from hallutracer_research.evaluation.methods.base import MethodInputs
 from hallutracer_research.evaluation.options import CLASSES, EvaluateOptions, EvaluationSource, Tokens, Weights, cost
 from hallutracer_research.evaluation.results import SetResult, compare, delong, measured
-from hallutracer_research.evaluation.tables import form_table, transfer_table
+from hallutracer_research.evaluation.tables import form_table, second_look_table, transfer_table
 from service.errors import TrainingError
 from service.fitting.nested_cv import FoldScores
 from tests.research.made import method_inputs
@@ -218,6 +218,28 @@ def test_each_form_has_its_ranking_and_one_of_a_single_class_none() -> None:
     assert (found["polite"]["wrong"], found["polite"].get(OURS)) == (0.0, None)
     assert [column.title for column in table.columns][4:] == ["AUROC, HalluTracer (depth mean)", "AUROC, ITI-Probe"]
     assert form_table([with_forms(["lone"] * 44), with_forms([""] * 44), with_forms(["lone"] * 40 + [""] * 4)]) is None
+
+
+def test_a_second_look_shows_fewer_wrong_answers_and_costs_the_tokens_of_those_that_begin() -> None:
+    # Of 20 answers 5 are right: the risk before puts them behind 5 wrong ones, both looks put them first.
+    label = np.repeat([0, 1, 0], [5, 5, 10])
+    before, both = np.arange(20.0), np.where(label == 1, 0.0, 1.0)
+    said = np.repeat([2, 4, 1], [5, 5, 10])
+    tests = [np.arange(20)]
+    scores = {
+        name: [FoldScores(0, fold, test, values[test]) for fold, test in enumerate(tests)]
+        for name, values in ((OURS, before), (ANSWER_MEAN, -before), (WITH_ANSWER, both))
+    }
+    named = SimpleNamespace(name="made", dataset=SimpleNamespace(rows=[]))
+    inputs = SimpleNamespace(label=label, behind=SimpleNamespace(said=said))
+    prepared: Any = SimpleNamespace(rows=named, inputs=inputs)
+    table = second_look_table([SetResult(prepared, [], scores, None)])
+    assert table is not None
+    quarter = {row["shown"]: row for row in table.rows}[0.2]
+    found = {name: quarter[name]["mean"] for name in ("before", "after", "both", "staged")}
+    assert found == {"before": 1.0, "after": 1.0, "both": 0.0, "staged": 0.25}
+    assert (quarter["before_tokens"]["mean"], quarter["staged_tokens"]["mean"]) == (8 / 40, 22 / 40)
+    assert second_look_table([SetResult(prepared, [], {OURS: scores[OURS]}, None)]) is None
 
 
 OPTIONS = EvaluateOptions((EvaluationSource("a", Path("a")),), Path("out"), folds=3, inner_folds=2, c=0.3, jobs=1)

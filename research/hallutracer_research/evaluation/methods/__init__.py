@@ -27,7 +27,7 @@ WITH_KIND, WITH_CONTENT, SCAFFOLD, OTHER = (
 LAST_8, LAST_16 = "last-8-depth-mean", "last-16-depth-mean"
 WITH_SCAFFOLD = "scaffold-entropy-and-depth-mean"
 ASKED, BOTH, WITH_ANSWER = "asked-depth-mean", "depth-mean-and-asked", "depth-mean-and-answer-mean"
-ANSWER_MAX, BEGINNINGS = "answer-max-depth-mean", (1, 2, 4, 8, 16)
+ANSWER_MEAN, ANSWER_MAX, BEGINNINGS = "answer-mean-depth-mean", "answer-max-depth-mean", (1, 2, 4, 8, 16)
 RUNNING = {f"answer-first-{count}": count for count in BEGINNINGS}
 SOFT, SEP_BEHIND = "attention-pooled-soft", "answer-sep"  # of last tokens and of samples
 
@@ -76,9 +76,7 @@ METHODS: dict[str, Method] = {
     "answer-last-depth-mean": Method(
         "Depth mean at the answer's last token", "C", reads="behind-answer", of="behind.last"
     ),
-    "answer-mean-depth-mean": Method(
-        "Depth mean of the answer's tokens' mean", "C", reads="behind-answer", of="behind.mean"
-    ),
+    ANSWER_MEAN: Method("Depth mean of the answer's tokens' mean", "C", reads="behind-answer", of="behind.mean"),
     **{
         name: Method(f"The same probes, mean of the first {count} tokens", "C", reads="behind-answer")
         for name, count in RUNNING.items()
