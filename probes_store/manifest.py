@@ -15,7 +15,7 @@ from functools import reduce
 from operator import attrgetter, getitem
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, StrictBool, TypeAdapter, ValidationError, model_validator
 
 from probes_store import errors, records
 from probes_store.errors import BadValue, DigestMismatch, MissingField
@@ -162,6 +162,8 @@ class Manifest(Record):
     context: records.Context | None = None
     answer: records.AnswerProbe | None = None  # absent in the file where there is none
     guarantee_shapes: tuple[Filled, ...] | None = None  # of conversations, that the guarantee was calibrated on
+    # The guarantee is of answers whose own tokens were read, too, as a policy with recheck has it; absent elsewhere.
+    guarantee_reads_answers: StrictBool | None = None
     training: TrainingRecord
     files: dict[Text, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
@@ -214,6 +216,9 @@ class Manifest(Record):
         if shapes is not None:
             fine = given is not None and 0 < len(shapes) == len(set(shapes))
             require(fine, "guarantee_shapes", "one or more, each once, and null without a guarantee", shapes)
+        if (reads := self.guarantee_reads_answers) is not None:
+            fine = reads and given is not None and self.answer is not None
+            require(fine, "guarantee_reads_answers", "true, a guarantee and the record answer beside it", reads)
         probes = {probe.name for probe in self.context.probes} if self.context is not None else None
         for name in signals:
             needed = records.CONTEXT_NEEDS.get(name, set())
@@ -229,7 +234,9 @@ class Manifest(Record):
 
 
 # Fields that came later -> what they hold.  They are absent where they are None: older bundles keep their bytes.
-_LATER: Final[Mapping[str, str]] = {"model.adapter": "a digest", "answer": "a record"}
+_LATER: Final[Mapping[str, str]] = {
+    "model.adapter": "a digest", "answer": "a record", "guarantee_reads_answers": "true",
+}  # fmt: skip
 
 
 def _holder(document: Any, field: str) -> tuple[dict[str, Any], str]:

@@ -166,7 +166,8 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
 
     def judgement() -> Judgement:
         """Return that of the prompts that are scored by now."""
-        shapes = guarantee.shape_violations(asked.scorer.bundle.manifest, [one.shape for one in prompts])
+        manifest = asked.scorer.bundle.manifest
+        shapes = guarantee.shape_violations(manifest, [one.shape for one in prompts])
         jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
         return Judgement(
             scorer=asked.scorer, policy=policy, request_id=record.request_id, created=created,
@@ -182,7 +183,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
             unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
             route=canonical(record.path), caller=asked.caller, who=who_of(request), sampling=asked.sampling,
             streams=asked.stream, monitor=monitor,
-            request_violations=(*asked.violations, *guarantee.decoding_violations(asked.sampling), *shapes),
+            request_violations=(*asked.violations, *guarantee.decoding_violations(manifest, asked.sampling), *shapes),
             retrieval=retrieval,
         )  # fmt: skip
 

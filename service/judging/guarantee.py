@@ -81,6 +81,7 @@ TOKEN_IDS = "rendering: the prompt came as token ids"
 NO_TEMPLATE = "rendering: this route applies no chat template"
 MEDIA = "prompt: an image, audio or video, where training had text"
 OTHER_ENDING = "rendering: the prompt does not end as the chat template ends a question"
+NO_ANSWER = "answer: none is decoded here, and the calibration read the answers again"
 ANSWERED = "rendering: the last message is the assistant's"
 
 
@@ -113,8 +114,11 @@ def guarantee_status(
         found.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
     if policy.threshold is not None and policy.threshold != guarantee.threshold:
         found.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
-    if policy.reads_answers:
-        found.append(f"policy: {policy.name!r} reads answers again, the calibration did not")
+    if policy.stop_at is not None:
+        found.append(f"policy: {policy.name!r} ends answers under way, the calibration did not")
+    if policy.recheck != bool(manifest.guarantee_reads_answers):
+        does, did = ("reads", "did not") if policy.recheck else ("does not read", "did")
+        found.append(f"policy: {policy.name!r} {does} answers again, the calibration {did}")
     if dtype != guarantee.dtype:
         found.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
     return GuaranteeStatus(guarantee.alpha, guarantee.delta, (*found, *violations))
@@ -139,9 +143,9 @@ def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tupl
     return tuple(f"conversation: {one}; the calibration had none like it" for one in found if one not in (known or ()))
 
 
-def decoding_violations(sampling: Sampling | None) -> tuple[str, ...]:
-    """Return how an answer that is decoded here departs from a greedy one; none where none is."""
+def decoding_violations(manifest: Manifest, sampling: Sampling | None) -> tuple[str, ...]:
+    """Return how an answer that is decoded here departs from a greedy one; where none is, whether one is needed."""
     if sampling is None:
-        return ()
+        return (NO_ANSWER,) if manifest.guarantee_reads_answers else ()
     warm = () if sampling.temperature == 0 else (f"decoding: temperature {sampling.temperature:g}, not greedy",)
     return (*warm, *(("decoding: ends at texts of the request's own",) if sampling.stop else ()))

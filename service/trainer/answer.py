@@ -23,7 +23,7 @@ from service.prompts import continuation
 from service.readout import Probes
 from service.trainer.cards import CHANCE, say
 from service.trainer.options import Console, TrainOptions
-from service.trainer.prepare import PreparedData, trajectories
+from service.trainer.prepare import PreparedData, trajectories, was_read
 from service.trainer.publish import check_replay, golden_rows
 
 FEW = 40  # groups of each class, below which no second look is fitted
@@ -47,8 +47,7 @@ def fit_answer(
     tell nothing.  Raises EngineError where serving reads something else."""
     if data.answers is None:
         return None
-    index = data.inputs.readouts.index
-    there = np.flatnonzero(data.answers.file.head(0, 0)[index].any(axis=1))  # zeros: no token was read
+    there = np.flatnonzero(was_read(data.answers))
     read = data.answers.subset(there)
     label, group = read.label, data.inputs.group[there]
     if (least := min(len(np.unique(group[label == value])) for value in (0, 1))) < FEW:

@@ -47,7 +47,7 @@ class GuaranteePlan:
             "alphas": list(options.alphas), "delta": options.delta, "seed": options.seed,
             "labels": options.answers, "judge": judge,
             "max_new_tokens": None if judge is None else options.answer_tokens,
-        }  # fmt: skip
+        } | ({"recheck": True} if options.recheck else {})  # fmt: skip
 
     @property
     def shapes(self) -> tuple[str, ...] | None:
@@ -75,7 +75,10 @@ class GuaranteePlan:
         rows = f"{len(self.rows.dataset)} rows in {self.groups} groups for the test"
         lines = [f"{rows}, new to {self.rows.bundle.reference}", *self.rows.dataset.remarks]
         if self.gates is None:
-            lines.append(f"one group of {PILOT_SHARE} chooses the thresholds: the bundle records no out-of-fold risks")
+            why = (
+                "they depend on the answers" if self.rows.options.recheck else "the bundle records no out-of-fold risks"
+            )
+            lines.append(f"one group of {PILOT_SHARE} chooses the thresholds: {why}")
         for alpha in self.rows.options.alphas:
             least = least_groups(alpha, self.each_delta)
             text = f"alpha {alpha:g}, delta {self.each_delta:g}: at least {least} answering groups"
@@ -92,7 +95,11 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
     Raises DataError, TrainingError (too few groups; the bundle's rows are not known), and what the store raises."""
     rows = new_rows.read_new_rows(bundle, options, store)
     evaluation, dataset = rows.evaluation, rows.dataset
-    gates: dict[str, Any] | None = evaluation.get("out_of_fold", {}).get("gates")
+    if options.recheck and bundle.manifest.answer is None:
+        raise TrainingError(f"{bundle.reference} has no probes of answers: train it on answers, or leave --recheck out",
+                            param="recheck")  # fmt: skip
+    # Out of fold training's risks are known of what is let through before an answer, not of what is given behind it.
+    gates: dict[str, Any] | None = None if options.recheck else evaluation.get("out_of_fold", {}).get("gates")
     lists: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in (gates or {}).items()
     }
@@ -132,9 +139,10 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     """Score, test, publish.  Raises as ``guarantee`` does."""
     rows, options, bundle = made.rows, made.rows.options, made.rows.bundle
     Scorer(engine, bundle)  # this model's bundle, and it reads what it should
-    data = rows.prepare(engine, folds=None)
+    data = rows.prepare(engine, folds=None, answers=options.recheck)
+    withheld = new_rows.answers_withheld(bundle, data) if options.recheck else np.zeros(len(data.inputs.label), bool)
     _note_question(made)
-    value = new_rows.risks_of(bundle, data, withhold_outside=True)
+    value = np.where(withheld, 1.0, new_rows.risks_of(bundle, data, withhold_outside=True))
     label, group = data.inputs.label, data.inputs.group
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:
@@ -167,7 +175,8 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
         rows=len(label), all_groups=len(np.unique(group)), data_digest=rows.dataset.digest, labels=options.answers,
         judge=rows.judge, dtype=cast(DType, engine.identity.dtype), seed=seed, statement="",
     )  # fmt: skip
-    manifest = replace(bundle.manifest, guarantee_shapes=made.shapes)
+    manifest = replace(bundle.manifest, guarantee_shapes=made.shapes,
+                       guarantee_reads_answers=True if options.recheck else None)  # fmt: skip
     record = replace(record, statement=statement(record, manifest, options.answer_tokens, step))
     name = options.new_name or bundle.manifest.name
     manifest = replace(manifest, name=name, threshold=record.threshold, guarantee=record)

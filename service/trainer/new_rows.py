@@ -32,9 +32,9 @@ from service.errors import DataError, TrainingError
 from service.judging.uncertainty import distance
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
-from service.risk import served_risk
+from service.risk import depth_mean, risk, served_risk
 from service.trainer.options import NewRowsOptions
-from service.trainer.prepare import PreparedData, prepare, served_signals, trajectories
+from service.trainer.prepare import PreparedData, prepare, served_signals, trajectories, was_read
 
 Options = TypeVar("Options", bound=NewRowsOptions)
 
@@ -148,11 +148,13 @@ class NewRows(Generic[Options]):
         """Return the record of the judge of generated labels."""
         return self.options.judged_by if self.options.answers == "generate" else None
 
-    def prepare(self, engine: Engine, *, folds: int | None, name: str = "") -> PreparedData:
-        """Return the rows, read as the bundle reads them and labelled, in the folder ``name`` of the run."""
+    def prepare(self, engine: Engine, *, folds: int | None, name: str = "", answers: bool = False) -> PreparedData:
+        """Return the rows, read as the bundle reads them and labelled, in the folder ``name`` of the run; with
+        ``answers`` the tokens of their answers, too."""
         manifest = self.bundle.manifest
         return prepare(engine, self.dataset, self.options, as_prompt_format(manifest.prompt_format),
-                       name or self.folder, sites=[Site(manifest.readout.site)], folds=folds)  # fmt: skip
+                       name or self.folder, sites=[Site(manifest.readout.site)], folds=folds,
+                       answer_probes=answers)  # fmt: skip
 
 
 def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int | None = None) -> NewRows[Options]:
@@ -185,6 +187,20 @@ def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = Fal
         return found
     away = distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening)
     return np.where(away >= OUTSIDE, 1.0, found)
+
+
+def answers_withheld(bundle: Bundle, data: PreparedData) -> NDArray[np.bool_]:
+    """Return whether a policy with recheck withholds each labelled row's answer, by its own tokens or for want of any:
+    [n].  Raises TrainingError where none was read."""
+    record, stored, read = bundle.manifest.answer, bundle.answer, data.answers
+    assert record is not None
+    assert stored is not None
+    if read is None:
+        raise TrainingError("no answer of these rows was read: have them generated, or name each as 'answer' beside "
+                            "its label (transformers engine)", param="recheck")  # fmt: skip
+    means = depth_mean(trajectories(read, [Probes.of(Site(bundle.manifest.readout.site), stored)]))
+    found = risk(means[:, None], np.array([record.weight]), record.intercept)
+    return ~was_read(read) | (found >= record.threshold)
 
 
 def draft_of(

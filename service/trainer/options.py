@@ -171,6 +171,11 @@ class NewRowsOptions(RowsOptions):
 class GuaranteeOptions(ConfidenceOptions, NewRowsOptions):
     """One guarantee for a threshold of a published bundle."""
 
+    recheck: Annotated[bool, option(
+        "Of answers that a policy with recheck gives: below the threshold, and not flagged by their own tokens.  Needs "
+        "a bundle with probes of answers, and rows whose answers are generated or given.",
+        group=_GUARANTEE)] = False  # fmt: skip
+
 
 @section("New rows", 5)
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,11 @@ def prepare(
     return PreparedData(dataset, collection, labelled, inputs, answers)
 
 
+def was_read(answers: Readouts) -> NDArray[np.bool_]:
+    """Return whether any token of each row's answer was read: [n]."""
+    return np.asarray(answers.file.head(0, 0)[answers.index].any(axis=1))
+
+
 def trajectories(readouts: Readouts, probes: Sequence[Probes]) -> Floats:
     """Return scaled logits of collected rows as a server computes them: [n, probes m], probe by probe."""
     columns = []

@@ -246,7 +246,7 @@ def choose_and_publish(
     new = float(np.clip(recalibration(old) if options.threshold_rule == "map" else old, _OPEN, 1 - _OPEN))
     manifest = replace(
         bundle.manifest, name=options.new_name or bundle.manifest.name, threshold=new, guarantee=None,
-        guarantee_shapes=None, recalibration=recalibration,
+        guarantee_shapes=None, guarantee_reads_answers=None, recalibration=recalibration,
     )  # fmt: skip
     gates = {"before": at_threshold(label, risk, old), "after": at_threshold(label, recalibration(risk), new)}
     figures = {

@@ -195,7 +195,7 @@ def test_a_guarantee_is_void_where_outside_is_treated_otherwise(
     assert other is not None
     assert other.violations[-1] == "dtype: the engine computes in bfloat16, the calibration did in float32"
     assert guarantee_status(dataclasses.replace(manifest, guarantee=None), OBSERVE, "float32") is None
-    assert decoding_violations(None) == decoding_violations(Sampling()) == ()
+    assert decoding_violations(manifest, None) == decoding_violations(manifest, Sampling()) == ()
 
 
 def test_vllms_note_has_it_all(service: App, contextual: App) -> None:

@@ -248,7 +248,7 @@ def test_a_guarantee_is_void_under_it() -> None:
     draft = matching_draft(ScriptedEngine(), "promised", 0, guarantee=GUARANTEE, threshold=GUARANTEE.threshold)
     status = guarantee_status(draft.manifest, STOPS, GUARANTEE.dtype)
     assert status is not None
-    assert any("reads answers again" in one for one in status.violations)
+    assert any("ends answers under way" in one for one in status.violations)
 
 
 def test_a_stream_tells_the_risk_of_the_answer_so_far_where_it_is_asked_to(service: Running) -> None:

@@ -71,7 +71,7 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         "name": "tiny", "model": model, "prompt_format": "chat", "dtype": "float32", "logit_scale": "unit_norm",
         "signals": signals, "classifier": Classifier((1.5, 0.25, -0.5, 0.125)[: len(signals)], -0.125),
         "threshold": 0.5, "training": TRAINING, "context": None, "guarantee": None, "guarantee_shapes": None,
-        "recalibration": None, "answer": None,
+        "recalibration": None, "answer": None, "guarantee_reads_answers": None,
     }  # fmt: skip
     fields = {name: changes.pop(name, value) for name, value in fields.items()}
     near = "uncertainty" in changes

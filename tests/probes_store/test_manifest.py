@@ -266,6 +266,17 @@ def test_a_closed_gate_has_threshold_0_and_shapes_belong_to_a_guarantee() -> Non
         render(make_draft(guarantee_shapes=("alone",)))
 
 
+def test_a_guarantee_of_answers_that_were_read_needs_both() -> None:
+    promised: dict[str, Any] = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}
+    assert render(make_draft(**promised, answer=ANSWER, guarantee_reads_answers=True))[0].guarantee_reads_answers
+    for without in ({"answer": ANSWER}, promised):
+        with pytest.raises(BadValue, match="guarantee_reads_answers"):
+            render(make_draft(**without, guarantee_reads_answers=True))
+    assert "guarantee_reads_answers" not in EVERYTHING
+    for value in (None, False, 1, "true"):
+        refuses(BadValue, "guarantee_reads_answers", EVERYTHING | {"guarantee_reads_answers": value})
+
+
 def test_digest_ignores_time_and_version_and_the_seal_does_not() -> None:
     later = sealed(MANIFEST, version=7, created="2030-01-01T00:00:00Z")
     assert (later.digest, later.version) == (MANIFEST.digest, 7)

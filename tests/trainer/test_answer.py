@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,19 @@ from service.demo.questions import questions as demo_questions
 from service.engines.base import EngineOptions, Sampling
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
-from service.errors import DataError, EngineError
+from service.errors import DataError, EngineError, TrainingError
 from service.fitting.probes import Readouts
-from service.policies.guard import OBSERVE
+from service.judging.guarantee import decoding_violations, guarantee_status
+from service.policies.guard import OBSERVE, Action, Policy
 from service.prompts import render
 from service.readout import Geometry, Probes, Site
 from service.risk import depth_mean, risk
 from service.scoring import Scorer
+from service.trainer.guarantee import guarantee
+from service.trainer.options import GuaranteeOptions
 from service.trainer.prepare import trajectories
-from tests.fitting.planted import PlantedEngine, planted_rows
-from tests.trainer.made import ONE, run, section
+from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.trainer.made import ONE, run, section, store_of
 
 GENERATED: dict[str, Any] = {"labels": "generate", "judge": "contains"}
 
@@ -225,3 +229,72 @@ def test_a_given_answer_is_read_as_one_that_the_model_wrote(tmp_path: Path) -> N
     assert len(alike) > 12
     for layer in range(file.geometry.num_layers):
         np.testing.assert_allclose(file.layer(layer)[alike], made.answers[alike, layer], rtol=1e-3, atol=1e-4)
+
+
+def calibration_rows(count: int = 400) -> list[dict[str, Any]]:
+    return [row | {"answer": "\x01\x01"} for row in planted_rows(count, seed=5)]
+
+
+def guaranteed(folder: Path, bundle: Bundle, rows: list[dict[str, Any]], **changes: Any) -> Bundle:
+    folder.mkdir(exist_ok=True)
+    write_rows(folder / "new.jsonl", rows)
+    store = store_of(bundle, folder)
+    given: dict[str, Any] = {"data": (str(folder / "new.jsonl"),), "labels": "given", "run_dir": folder / "run",
+                             "alpha": "0.2"}  # fmt: skip
+    made = guarantee(store.load("planted"), GuaranteeOptions(**given | changes), Confesses, store, console=Quiet())
+    assert made is not None
+    return made
+
+
+def test_a_guarantee_of_answers_that_are_read_again(tmp_path: Path, trained: Bundle) -> None:
+    made, rows = guaranteed(tmp_path, trained, calibration_rows(), recheck=True), calibration_rows()
+    manifest, found = made.manifest, made.manifest.guarantee
+    assert found is not None
+    assert manifest.guarantee_reads_answers is True
+    assert manifest.answer is not None
+    line = f"put its risk below {manifest.answer.threshold:g} (a policy with recheck)"
+    assert f"with a risk below {found.threshold:g} whose answer's own tokens {line}" in found.statement
+    assert "or gives answers that their own tokens flag" in found.statement
+    # Of all rows the served ones are counted, by a service that reads the answers which the rows bring.
+    engine = Confesses()
+    engine.answer = "\x01\x01!"
+    scorer, again = Scorer(Scheduled(engine), made), Policy("again", Action.ABSTAIN, recheck=True)
+    prompts = [scorer.render(row["prompt"]) for row in rows]
+    reports = scorer.score_or_continue(prompts, Sampling(max_tokens=3), again)
+    given = [row for row, report in zip(rows, reports, strict=True) if report.completion is not None]
+    pilot = len({row["group"] for row in rows}) // 4
+    assert found.all_groups == len({row["group"] for row in rows}) - pilot
+    assert found.answered == pytest.approx(len(given) / len(rows), abs=0.06)
+    assert sum(1 - row["label"] for row in given) <= 0.2 * len(given)
+    first = guaranteed(tmp_path / "once", trained, rows, publish_closed=True).manifest
+    assert first.guarantee is not None
+    assert first.guarantee_reads_answers is None
+    assert found.answered > first.guarantee.answered + 0.1, "the risk before the answer is dim here"
+    for policy, holds in ((again, True), (replace(again, recheck=False), False),
+                          (replace(again, recheck=False, stop_at=0.5), False)):  # fmt: skip
+        status = guarantee_status(manifest, policy, found.dtype)
+        assert status is not None
+        assert status.holds == holds, status.violations
+    assert decoding_violations(manifest, None) == ("answer: none is decoded here, and the calibration read the answers "
+                                                   "again",)  # fmt: skip
+    assert decoding_violations(manifest, Sampling()) == decoding_violations(first, None) == ()
+
+
+def test_a_guarantee_of_answers_needs_answers(tmp_path: Path, trained: Bundle) -> None:
+    with pytest.raises(TrainingError, match="no answer of these rows was read") as caught:
+        guaranteed(tmp_path, trained, planted_rows(400, seed=5), recheck=True)
+    assert caught.value.param == "recheck"
+    assert not list((tmp_path / "run").rglob("question.json")), "nothing was spent"
+    plain, _ = run(tmp_path / "plain", PlantedEngine(), planted_rows(240), **ONE)
+    with pytest.raises(TrainingError, match="has no probes of answers"):
+        guaranteed(tmp_path / "none", plain, calibration_rows(), recheck=True)
+
+
+def test_rows_without_an_answer_count_as_withheld(tmp_path: Path, trained: Bundle) -> None:
+    rows = calibration_rows()
+    half = [row if place % 4 > 1 else {**row, "answer": ""} for place, row in enumerate(rows)]
+    whole = guaranteed(tmp_path / "whole", trained, rows, recheck=True).manifest.guarantee
+    made = guaranteed(tmp_path / "half", trained, half, recheck=True).manifest.guarantee
+    assert whole is not None
+    assert made is not None
+    assert made.answered < 0.6 * whole.answered
