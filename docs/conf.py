@@ -38,6 +38,7 @@ NAVIGATION = {
     "Serve": {
         "Serving": "docs/serving",
         "API": "docs/api",
+        "Answers, read as they are written": "docs/answers",
         "vLLM, gateways": "docs/vllm",
         "In a fleet's own vLLM": "deploy/platforms/README",
         "A guard beside a RAG app": "deploy/sidecar/README",

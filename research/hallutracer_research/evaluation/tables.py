@@ -120,14 +120,14 @@ def second_look_table(sets: Sequence[SetResult]) -> Table | None:
     if not rows:
         return None
     titles = {
-        "before": "before the answer", "after": "of its own tokens", "both": "both together",
-        "staged": f"before lets {TWICE} times as many begin, both choose",
+        "before": "by the risk before", "after": "by the answer's own tokens", "both": "by both",
+        "staged": f"the risk before lets {TWICE} times as many begin, both choose",
     }  # fmt: skip
     return Table(
         name="second_look", title="What a second look shows, and what it costs",
         columns=(
             Column("set", "Set", "text"), Column("shown", "Shown", "percent", 2),
-            *(Column(name, f"Wrong, {title}", "percent", 3, higher=False) for name, title in titles.items()),
+            *(Column(name, f"Wrong, {title}", "percent", 3) for name, title in titles.items()),
             *(Column(f"{name}_tokens", f"Tokens, {titles[name]}", "percent", 3) for name in ("before", "staged")),
         ),
         rows=rows, block="set",
