@@ -127,35 +127,39 @@ SEEDS = itertools.count()
 
 
 class Loaded:
-    """A bundle of which only the number of context probes is known."""
+    """A bundle of which only the number of context probes is known, and whether it has one of answers."""
 
-    def __init__(self, context_probes: int) -> None:
+    def __init__(self, context_probes: int, *, answer: bool = False) -> None:
+        self.answer = object() if answer else None
         self.manifest = SimpleNamespace(
             context_probes=context_probes, readout=SimpleNamespace(site="attention_head"),
             model=SimpleNamespace(adapter=None),
         )  # fmt: skip
-        self.probes = [tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes)]
+        self.probes = [tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes + answer)]
 
 
+@pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("fleet", [[], [0], [3], [0, 0], [1, 3], [3, 3], [0, 1, 2, 3]], ids=str)
 async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
-    fleet: list[int], monkeypatch: pytest.MonkeyPatch
+    fleet: list[int], answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While prompts of the old ones wait; the library and vLLM's own server make it alike."""
-    old, new = [Loaded(count) for count in fleet], [Loaded(3) for _ in fleet]
-    room = slots_for(cast(Any, old))
+    """While prompts of the old ones wait, and answers where they are read: vLLM's own server reads none."""
+    old, new = ([Loaded(count, answer=answers) for count in counts] for counts in (fleet, [3] * len(fleet)))
+    reads = answers and bool(fleet)
+    room = slots_for(cast(Any, old), answers=reads)
     assert room >= SLOTS
     slots, _ = made(room)
     before = await slots.hold([probe for bundle in old for probe in bundle.probes])
     after = await slots.hold([probe for bundle in new for probe in bundle.probes])
     assert not set(before) & set(after)
-    asked: list[int] = []
-    monkeypatch.setattr(VllmEngine, "load", lambda *_, slots, **__: asked.append(slots))
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(VllmEngine, "load", lambda *_, slots, answers, **__: asked.append((slots, answers)))
     monkeypatch.setattr(library, "refuse_another_model", lambda *_: None)
     library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old))
-    assert asked == [room]
+    library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old), rows=[Site.ATTENTION_HEAD])
+    assert asked == [(room, reads), (slots_for(cast(Any, old)), False)]  # for training it reads none
     if fleet:
         monkeypatch.setattr(front_end, "read_options", lambda: SimpleNamespace(bundles=dict(enumerate(old))))
         arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
         front_end.read_by_default(arguments, {})
-        assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": room}
+        assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": slots_for(cast(Any, old))}
