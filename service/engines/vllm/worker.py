@@ -86,7 +86,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         plan = self.hallutracer_plan
         return {
             "sites": [str(site) for site in plan.sites], "slots": plan.slots, "rows": plan.activations,
-            "answers": plan.answers, "weights": self.hallutracer_reader.weights, "geometry": [*astuple(plan.geometry)],
+            "answers": plan.answers, "answering": len(self.hallutracer_reader.answering),
+            "weights": self.hallutracer_reader.weights, "geometry": [*astuple(plan.geometry)],
             "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
         }  # fmt: skip
 
