@@ -177,7 +177,7 @@ class Catalogue:
             return
         why = "has no probes of answers: train it with --labels generate"
         if blind.bundle.answer is not None:
-            why = "has probes of answers, which this engine does not read: use --engine transformers"
+            why = "has probes of answers, which this engine does not read: restart the service, which starts one for it"
         raise HalluTracerError(f"policy {policy!r} has recheck, and bundle {blind.bundle.reference} {why}; or take "
                                "recheck out of the policies file", param="policies")  # fmt: skip
 
