@@ -280,6 +280,7 @@ def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
         ("Swapped", "other prompts"),
         ("Deaf", "change of its probe"),
         ("Bare", "NonFiniteReadout.*does not keep"),
+        ("AnswersTooEarly", "answers' own tokens"),
     ],
 )
 def test_a_fault_is_found_at_the_start_and_by_the_comparison(
@@ -294,5 +295,7 @@ def test_a_fault_is_found_at_the_start_and_by_the_comparison(
         assert found["failed"] == "NonFiniteReadout"
         return
     apart = np.abs(found["bundles"] - expected["bundles"]).max(axis=(1, 2, 3))
+    if worker == "AnswersTooEarly":  # whose prompts are read as they should be
+        return
     assert apart.shape == (models.BUNDLES,)
     assert apart.max() > 1e-2, "the comparison let it pass"

@@ -258,5 +258,5 @@ def test_a_written_text_is_read_over_its_last_tokens(
         assert ours.first_token is not None
         assert plain.first_token is not None
         assert ours.first_token.token == plain.first_token.token
-    with pytest.raises(EngineError, match="vllm engine reads no answer's own tokens"):
+    with pytest.raises(EngineError, match="vllm engine gives no answer's own tokens to train on"):
         engine.extract(prompts, [Site.ATTENTION_HEAD], sampling=MANY, answer_site=Site.ATTENTION_HEAD)
