@@ -61,6 +61,7 @@ class SiteReadout:
         self._places = torch.zeros(len(layers), rows, picks, dtype=torch.int64, device=device)  # among a step's units
         self._kept: Tensor | None = None  # [layers, rows, picks, unit]
         self._count = self._calls = 0  # rows of the step, and how often its forward pass has kept them
+        self._parts: list[tuple[Tensor, ...]] = []  # by layer, the step's part of both tensors
 
     def write(self, slot: int, probes: Probes) -> None:
         """Write this rank's part of a probe into a slot."""
@@ -77,7 +78,7 @@ class SiteReadout:
 
     def start(self, rows: Tensor | None) -> None:
         """Have the next forward pass keep these rows [n] in each of its layers; None: it keeps nothing."""
-        before, self._count, self._calls = self._count, 0 if rows is None else len(rows), 0
+        before, self._count, self._calls, self._parts = self._count, 0 if rows is None else len(rows), 0, []
         if self._rows and before:
             self._places[:, :before] = 0  # a graph keeps as many as it was captured for: each has to be in every step
         if not self._rows:
@@ -110,7 +111,10 @@ class SiteReadout:
         if not count:
             return
         layer, self._calls = self._calls % len(self.layers), self._calls + 1
-        places, kept = self._places[layer, :count].flatten(), self._kept[layer, :count].flatten(0, 1)
+        if not self._parts or layer == 0:  # at once for all layers
+            both = self._places[:, :count].flatten(1), self._kept[:, :count].flatten(1, 2)
+            self._parts = list(zip(*(one.unbind() for one in both), strict=True))
+        places, kept = self._parts[layer]
         if residual is None:
             torch.index_select(parts[0], 0, places, out=kept)
         else:
