@@ -6,8 +6,9 @@ vLLM's worker spins for a second after a request, and its sampling threads poll,
 measurement on two cores.  So a process without the turn is stopped (SIGSTOP to its whole process group).
 
 The command is one ``LLM``, answering JSON lines: a job {"prompts": [[ids]], "tokens": n} is ``LLM.generate`` on all of
-them at once.  The answer has the wall seconds of the call and, with --stats, what vLLM's core measured: seconds of each
-prefill and seconds per decoded token.  All kinds get the same engine arguments; only the worker and its plan differ."""
+them at once; with "read": true, of the kind reads, the answers' own tokens are read, too.  The answer has the wall
+seconds of the call and, with --stats, what vLLM's core measured: seconds of each prefill and seconds per decoded token.
+All kinds get the same engine arguments; only the worker and its plan differ."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ SAME: dict[str, Any] = {
 }  # fmt: skip
 KINDS: dict[str, tuple[tuple[Site, ...], int]] = {  # sites that are read, slots of each
     "bare": ((), 0), "again": ((), 0),  # the same in a second process: the noise
-    "ours": ((Site.ATTENTION_HEAD,), 1), "both": (tuple(Site), 4),
+    "ours": ((Site.ATTENTION_HEAD,), 1), "both": (tuple(Site), 4), "reads": ((Site.ATTENTION_HEAD,), 1),
 }  # fmt: skip
+ANSWERS = {"reads"}  # may read answers' own tokens
 
 
 class Interval(NamedTuple):
@@ -182,16 +184,17 @@ def start(model: str, kind: str, stats: bool, more: dict[str, Any]) -> Any:
     arguments = SAME | {"max_model_len": min(MAX_LENGTH, context)} | more | {"disable_log_stats": not stats}
     sites, slots = KINDS[kind]
     if sites:
-        plan = {"sites": [*map(str, sites)], "slots": slots}
+        plan = {"sites": [*map(str, sites)], "slots": slots, "answers": kind in ANSWERS}
         arguments |= {"worker_cls": WORKER, "additional_config": {KEY: plan, GATED: True}}
     return LLM(model=model, **arguments)
 
 
-def put_probes(llm: Any, sites: tuple[Site, ...], slots: int) -> Any:
-    """Write random unit probes into every slot.  Return what is read, as a ``wire.Plan``."""
-    from service.engines.vllm.wire import Plan
+def put_probes(llm: Any, kind: str) -> tuple[Any, Any]:
+    """Write random unit probes into every slot.  Return what is read, as a ``wire.Plan``, and the last one's place."""
+    from service.engines.vllm.wire import Plan, probe_digest
     from service.readout import Geometry
 
+    (sites, slots), last = KINDS[kind], (0, "")
     geometry = Geometry(*llm.collective_rpc("hallutracer_describe")[0]["geometry"])
     draw, layers = np.random.default_rng(0), geometry.num_layers
     for site in sites:
@@ -202,7 +205,8 @@ def put_probes(llm: Any, sites: tuple[Site, ...], slots: int) -> Any:
             head = draw.integers(0, geometry.heads(site), layers).tolist()
             numbers = np.ascontiguousarray(table, np.float32).tobytes()
             llm.collective_rpc("hallutracer_write", args=(slot, str(site), head, numbers))
-    return Plan(geometry, sites, slots, False)
+            last = (sites.index(site) * slots + slot, probe_digest(str(site), head, numbers))
+    return Plan(geometry, sites, slots, False, kind in ANSWERS), last
 
 
 def serve(llm: Any, kind: str, adapter: str | None, answer: Any) -> None:
@@ -210,13 +214,14 @@ def serve(llm: Any, kind: str, adapter: str | None, answer: Any) -> None:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from service.engines.vllm.wire import Directive, Payload
+    from service.engines.vllm.wire import Directive, Payload, answer_read
 
-    plan, directive = put_probes(llm, *KINDS[kind]) if KINDS[kind][0] else None, Directive()
-    extra = None if plan is None else directive.encode()
+    plan, last = put_probes(llm, kind) if KINDS[kind][0] else (None, None)
     lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
     for line in sys.stdin:
         job = json.loads(line)
+        read, directive = job.get("read", False), Directive(answer=last if job.get("read") else None)
+        extra = None if plan is None else directive.encode()
         fixed = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
         parameters = SamplingParams(max_tokens=job["tokens"], **fixed)
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
@@ -229,6 +234,10 @@ def serve(llm: Any, kind: str, adapter: str | None, answer: Any) -> None:
             payloads = [Payload.decode(output.prompt_token_id_logprobs, plan, directive) for output in outputs]
             if not all(abs(payload.trajectories).min() > 0 for payload in payloads):
                 raise RuntimeError("a reading is zero: no probe was written")
+        if plan is not None and job["tokens"] > 1:  # the last token's: here vLLM keeps what came last
+            came = [output.prompt_token_id_logprobs for output in outputs]
+            if read and not all(abs(answer_read(one, plan)).min() > 0 for one in came):
+                raise RuntimeError("no answer was read")
         if outputs[0].metrics is not None:
             times = [output.metrics for output in outputs]
             found["prefill"] = [one.first_token_ts - one.scheduled_ts for one in times]

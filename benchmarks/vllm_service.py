@@ -12,8 +12,10 @@ turn it is runs, the others are stopped.
             vLLM with max_tokens=1; 1 and 32 clients, paired rounds
   overhead  ``LLM.generate`` of the contestants (``vllm_contestant``) in random order: N fresh token ids, the same for
             all, with max_tokens=1, where ours has its directive and its readings are checked, and vLLM's own time per
-            token between the first and the last of 17.  A process keeps a bias of its own (where its memory lies) that
-            rounds do not average out, so they are shared out among several starts.  again / bare is the noise floor.
+            token between the first and the last of 17, of one answer or (--together 1,32) of so many at once.  Two more
+            contestants are one process that may read answers' own tokens: able, not asked to, and reads.  A process
+            keeps a bias of its own (where its memory lies) that rounds do not average out, so they are shared out among
+            several starts.  again / bare is the noise floor.
 
 Medians of paired ratios with a 95 % bootstrap interval; p50 and p99 over all requests.  The exit status is 1 where the
 0.5B shape misses a target: a rate ratio of 0.95, times to risk no longer than those to the first token, an overhead of
@@ -166,28 +168,30 @@ class VllmBench(Bench):
 
     def overhead(self, logs: Path) -> None:
         """Time every contestant beside bare vLLM, in rounds of several starts."""
-        kinds, lengths = self.options.kinds.split(","), [int(one) for one in self.options.tokens.split(",")]
-        todo = {f"prefill {length}": (length, 1) for length in lengths} | {"decode": (min(64, *lengths), DECODED)}
+        kinds, lengths = self.options.kinds.split(","), [int(one) for one in self.options.tokens.split(",") if one]
+        todo = {f"prefill {length}": (length, 1, 1) for length in lengths}
+        for answers in map(int, self.options.together.split(",")):
+            todo[f"decode {answers}" if answers > 1 else "decode"] = (min([64, *lengths]), DECODED, answers)
         starts: list[dict[str, list[dict[str, float]]]] = []  # measure -> rounds -> contestant -> seconds
         cores: list[str] = []
         for number in range(self.options.starts):
             times, busy = self._start(kinds, todo, logs, random.Random(number))
             starts, cores = [*starts, times], [*cores, f"{busy:.2f}"]
-        for name in todo:
-            bare = statistics.median(one["bare"] for times in starts for one in times[name]) * 1e3
-            for kind in kinds:
-                if kind != "bare":
-                    ratios = [[one[kind] / one["bare"] for one in times[name]] for times in starts]
-                    result, judged = interval(np.concatenate(ratios)), kind == "ours"
-                    by_start = " ".join(f"{statistics.median(one):.3f}" for one in ratios)
-                    self.add(f"{name}: {kind} / bare", f"{result} ({result.count} rounds)",
-                             f"<= {OVERHEAD_TARGET}" if judged else "(reported)",
-                             result.median <= OVERHEAD_TARGET if judged else None,
-                             f"bare {bare:.1f} ms; by start {by_start}; cores busy {', '.join(cores)}")  # fmt: skip
+        over = [(kind, "bare") for kind in kinds if kind != "bare"]
+        over += [("reads", "able")] if "able" in kinds else []
+        for name, (kind, base) in ((name, pair) for name in todo for pair in over):
+            alone = statistics.median(one[base] for times in starts for one in times[name]) * 1e3
+            ratios = [[one[kind] / one[base] for one in times[name]] for times in starts]
+            result, judged = interval(np.concatenate(ratios)), kind == "ours"
+            by_start = " ".join(f"{statistics.median(one):.3f}" for one in ratios)
+            self.add(f"{name}: {kind} / {base}", f"{result} ({result.count} rounds)",
+                     f"<= {OVERHEAD_TARGET}" if judged else "(reported)",
+                     result.median <= OVERHEAD_TARGET if judged else None,
+                     f"{base} {alone:.1f} ms; by start {by_start}; cores busy {', '.join(cores)}")  # fmt: skip
         self.record["overhead"] = {"cpus": os.cpu_count(), "starts": starts}
 
     def _start(
-        self, kinds: list[str], todo: dict[str, tuple[int, int]], logs: Path, draw: random.Random
+        self, kinds: list[str], todo: dict[str, tuple[int, int, int]], logs: Path, draw: random.Random
     ) -> tuple[dict[str, list[dict[str, float]]], float]:
         """Start the contestants, warm up and go through the rounds.  Return the times, and the cores that were busy."""
         order, rounds = draw.sample(kinds, len(kinds)), max(2, -(-self.options.overhead_rounds // self.options.starts))
@@ -204,26 +208,33 @@ class VllmBench(Bench):
         def prompt(length: int) -> list[int]:
             return [draw.randrange(10, 4_000) for _ in range(length)]
 
-        def ask(talker: Talker, name: str, given: list[int]) -> dict[str, Any]:
-            return talker.ask(prompts=[given], tokens=todo[name][1])
+        def ask(kind: str, name: str, given: list[list[int]]) -> dict[str, Any]:
+            return talkers[kind].ask(prompts=given, tokens=todo[name][1], read=kind == "reads" and todo[name][1] > 1)
 
-        def seconds(talker: Talker, name: str, prompts: list[list[int]]) -> float:
-            with talker.turn():
-                talker.ask(prompts=[prompt(4)], tokens=1)  # awake, and vLLM's queues no longer idle
-                answers = [ask(talker, name, given) for given in prompts]
-            return statistics.median(one["decode"][0] if name == "decode" else one["seconds"] for one in answers)
+        def seconds(kind: str, name: str, prompts: list[list[list[int]]]) -> float:
+            with talkers[kind].turn():
+                talkers[kind].ask(prompts=[prompt(4)], tokens=1)  # awake, and vLLM's queues no longer idle
+                answers = [ask(kind, name, given) for given in prompts]
+            if todo[name][1] > 1:
+                return statistics.median(statistics.median(one["decode"]) for one in answers)
+            return statistics.median(one["seconds"] for one in answers)
+
+        def drawn(name: str) -> list[list[int]]:
+            return [prompt(todo[name][0]) for _ in range(todo[name][2])]
 
         with ExitStack() as stack:
             talkers: dict[str, Talker] = {}
-            for kind in order:
+            for kind in (one for one in order if one != "able"):
                 command = ["--model", self.prepared.folder, "--kind", kind, "--stats", "--arguments", json.dumps(same)]
                 talker = Talker(["benchmarks.vllm_contestant", *command, *adapter], logs / f"{kind}.log")
                 talkers[kind] = stack.enter_context(talker)
                 harness.say(f"{kind}: started in {talker.hello['start_s']:.0f} s")
+            if "able" in order:
+                talkers["able"] = talkers["reads"]
             repeats = dict.fromkeys(todo, 1)
-            for name, talker in ((name, talker) for name in todo for talker in talkers.values()):
-                with talker.turn():
-                    warm = [float(ask(talker, name, prompt(todo[name][0]))["seconds"]) for _ in range(2)][1]
+            for name, kind in ((name, kind) for name in todo for kind in order):
+                with talkers[kind].turn():
+                    warm = [float(ask(kind, name, drawn(name))["seconds"]) for _ in range(2)][1]
                 if todo[name][1] == 1:
                     repeats[name] = max(repeats[name], min(20, round(SHORT_S / warm)))
             times: dict[str, list[dict[str, float]]] = {name: [] for name in todo}
@@ -231,10 +242,8 @@ class VllmBench(Bench):
             for number in range(rounds):
                 for name in todo:
                     draw.shuffle(order)
-                    prompts = [
-                        prompt(todo[name][0]) for _ in range(repeats[name])
-                    ]  # drafts fit one better than another
-                    times[name].append({kind: seconds(talkers[kind], name, prompts) for kind in order})
+                    prompts = [drawn(name) for _ in range(repeats[name])]  # drafts fit one better than another
+                    times[name].append({kind: seconds(kind, name, prompts) for kind in order})
                 harness.say(f"overhead, round {number + 1} of {rounds}")
                 if time.monotonic() - begun > 60 * self.options.minutes:
                     harness.say("time is up")
@@ -283,6 +292,7 @@ def main() -> int:
     arguments.add_argument("--alone", type=int, default=16, help="requests a round and side with one client")
     arguments.add_argument("--kinds", default="bare,again,ours,both", help="contestants; bare must be one of them")
     arguments.add_argument("--tokens", default="64,256,1024", help="prefills of the overhead")
+    arguments.add_argument("--together", default="1", help="answers that are decoded at once in the overhead")
     arguments.add_argument("--overhead-rounds", type=int, default=30, help="all starts together")
     arguments.add_argument("--starts", type=int, default=3, help="of the contestants")
     arguments.add_argument("--minutes", type=float, default=14.0, help="of a start's rounds; no new one after this")

@@ -11,14 +11,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from benchmarks.fleet import two_versions
+from benchmarks.fleet import draft, two_versions
 from probes_store.store import Store
+from service.demo import MODEL_DIR
+from service.engines.base import EngineOptions
+from service.engines.transformers.engine import TransformersEngine
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.matching import with_answer
 from tests.running import until
 from tests.serve_process import MAY_CHOOSE, ServeProcess, serve
 
@@ -226,3 +231,36 @@ def test_train_on_vllm_gives_the_bundle_that_transformers_gives(tmp_path: Path) 
     assert fast.probes.head.tolist() == plain.probes.head.tolist()
     np.testing.assert_allclose(fast.probes.direction, plain.probes.direction, atol=1e-3)
     np.testing.assert_allclose(fast.manifest.classifier.weight, plain.manifest.classifier.weight, rtol=1e-2)
+
+
+AGAIN = """
+[again]
+action = "abstain"
+message = "No: {risk}."
+recheck = true
+"""
+
+
+def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(tmp_path: Path) -> None:
+    """A bundle with probes of answers, and a policy that acts on them, which starts on both."""
+    reference = TransformersEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32"))
+    Store(tmp_path / "store").publish(with_answer(draft("demo"), reference))
+    (tmp_path / "policies.toml").write_text(AGAIN)
+    names = "Italy", "Peru", "Japan", "Chad", "Mali", "France", "Egypt", "Brazil"
+    body = {"prompt": [f"What is the capital of {name}?" for name in names], "threshold": 1}
+    found: dict[str, list[list[dict[str, Any]]]] = {}
+    for kind, flags in (("embedded", ()), ("vllm", EAGER)):
+        given = (*flags, "--policies", str(tmp_path / "policies.toml"))
+        with serve(
+            *given, HALLUTRACER_BUNDLE="mine", HALLUTRACER_STORE=str(tmp_path / "store"), **MAY_CHOOSE
+        ) as served:
+            asked = [body | {"policy": policy, "generate": {"max_tokens": 16}} for policy in ("observe", "again")]
+            found[kind] = [post(served.url, **one).json()["data"] for one in asked]
+    given, held = found["vllm"]
+    assert [row["completion"] for row in given] == [row["completion"] for row in found["embedded"][0]]
+    for ours, theirs in zip(found["vllm"], found["embedded"], strict=True):
+        risks = [[row["answer_risk"] for row in rows] for rows in (ours, theirs)]
+        assert risks[0] == pytest.approx(risks[1], abs=1e-4)
+        assert [row["decision"] for row in ours] == [row["decision"] for row in theirs]
+    assert {row["decision"] for row in held} == {"abstain", "continue"}, "else this tells nothing"
+    assert not any("completion" in row for row in held if row["answer_flagged"])

@@ -120,8 +120,8 @@ def refuse_tracing(engine: str) -> NoReturn:
 
 
 def refuse_answer_reading(engine: str) -> NoReturn:
-    """Raise EngineError: an engine that reads no answer's own tokens."""
-    said = f"the {engine} engine reads no answer's own tokens; use the transformers engine, or leave the probes out"
+    """Raise EngineError: an engine that has no activations of an answer's own tokens to train on."""
+    said = f"the {engine} engine gives no answer's own tokens to train on; use the transformers one, or leave them out"
     raise EngineError(f"{said} (--no-answer-probes)", param="answer_probes")
 
 

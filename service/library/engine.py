@@ -197,7 +197,11 @@ def _vllm(
         from service.readout import Site
 
         sites = {Site(bundle.manifest.readout.site) for bundle in bundles} | set(rows)
-        return VllmEngine.load(options, sites=sorted(sites), slots=slots_for(bundles), rows=bool(rows), threads=threads)
+        answers = not rows and any(bundle.answer is not None for bundle in bundles)  # for training it reads none
+        slots = slots_for(bundles, answers=answers)
+        return VllmEngine.load(
+            options, sites=sorted(sites), slots=slots, rows=bool(rows), threads=threads, answers=answers
+        )
 
 
 def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) -> None:

@@ -178,7 +178,7 @@ class Catalogue:
             return
         why = "has no probes of answers: train it with --labels generate"
         if blind.bundle.answer is not None:
-            why = "has probes of answers, which this engine does not read: use --engine transformers"
+            why = "has probes of answers, which this engine does not read: restart the service, which starts one for it"
         field = "recheck" if policy.recheck else "stop_at"
         raise HalluTracerError(f"policy {policy.name!r} has {field}, and bundle {blind.bundle.reference} {why}; or "
                                f"take {field} out of the policies file", param="policies")  # fmt: skip

@@ -80,7 +80,7 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
         if policy.reads_answers:
             field = "recheck" if policy.recheck else "stop_at"
             raise HalluTracerError(f"policy {policy.name!r}: {field} needs HalluTracer's own service, which reads "
-                                   "answers (hallutracer serve --engine transformers)")  # fmt: skip
+                                   "answers (hallutracer serve)")  # fmt: skip
     names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content")
     served = ServiceSettings(**{name: getattr(variables, name) for name in names})
     bundles = {name: store.load(name) for name in variables.bundle}

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from service.engines.vllm import worker
-from service.engines.vllm.reader import OnsetRow, StepLayout, onset_rows
+from service.engines.vllm.reader import AnswerRow, OnsetRow, StepLayout, answer_rows, onset_rows
 from service.engines.vllm.wire import Directive, probe_digest
 from service.engines.vllm.worker import Worker
 from service.readout import Site
@@ -43,6 +43,10 @@ def too_early(step: StepLayout, directive_of: Callable[[str], Directive | None])
     return [replace(row, token_row=max(0, row.token_row - 1)) for row in onset_rows(step, directive_of)]
 
 
+def answers_too_early(step: StepLayout, read: Mapping[str, Directive]) -> list[AnswerRow]:
+    return [replace(row, token_row=max(0, row.token_row - 1)) for row in answer_rows(step, read)]
+
+
 def swapped(step: StepLayout, directive_of: Callable[[str], Directive | None]) -> list[OnsetRow]:
     rows = onset_rows(step, directive_of)
     if len(rows) < 2:
@@ -65,3 +69,11 @@ class Swapped(RowTooEarly):
     """Where two prompts end in one step, each gets the other's reading."""
 
     rows = staticmethod(swapped)
+
+
+class AnswersTooEarly(Worker):
+    """Reads the row before an answer's token: another request's."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        worker.answer_rows = answers_too_early
+        super().load_model(*args, **kwargs)

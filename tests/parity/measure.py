@@ -65,6 +65,12 @@ def flat(asked: Sequence[q.Question], onsets: Sequence[PrefillResult]) -> Arrays
     }
 
 
+def read_of_answers(readings: Sequence[Any], geometry: Geometry) -> Any:
+    """Trajectories of answers' own tokens, NaN where none was read."""
+    unread = np.full(geometry.num_layers, np.nan)
+    return np.array([unread if one is None else one for one in readings]).reshape(-1, geometry.num_layers)
+
+
 def answers(completions: Sequence[Completion | None]) -> Any:
     return np.array([json.dumps([one.text, one.token_ids, one.finish_reason]) for one in completions if one])
 
@@ -103,8 +109,15 @@ def transformers(folder: str) -> Arrays:
         onsets.append(PrefillResult(tuple(own), onset.first_token, onset.prompt_tokens))
     answered = [one for one in asked if one.sampling is not None and not one.cancelled]
     completions = [engine.generate([one.prompt], one.sampling)[0] for one in answered if one.sampling]
+    geometry, read = engine.identity.geometry, list[Any]()
+    for question, completion in zip(answered, completions, strict=True):
+        probe, ids = q.answer_probe(geometry, asked.index(question)), completion.token_ids[:-1]
+        rows = [[*question.prompt, *ids]]
+        text = [] if probe is None or not ids else engine.score(rows, [probe], last=[len(ids)])
+        read.append(text[0].trajectories[0] if text else None)
     by_bundle = np.array([onset.trajectories for onset in scored[: len(asked)]])
     more = {"bundles": by_bundle.reshape(len(asked), q.BUNDLES, len(Site), -1).swapaxes(0, 1)}
+    more["read_of_answers"] = read_of_answers(read, geometry)
     return flat(everything, onsets) | more | shared(engine, asked, rows=True) | {"answers": answers(completions)}
 
 
@@ -140,7 +153,7 @@ def both(folder: str, reference: str, dtype: str, method: str, arguments: dict[s
     return found
 
 
-def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
+def vllm(folder: str, arguments: dict[str, str], faulty: str | None, *, reads: bool) -> Arrays:
     """Everything at once, in steps of ``CHUNK`` tokens, then what the reference does too."""
     from service.engines.vllm import engine as module
     from service.engines.vllm import launch
@@ -160,7 +173,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
         module.self_test = record
     rows = int(arguments.get("pipeline_parallel_size", 1)) == 1
     options = EngineOptions(model=folder, dtype="float32", max_batch_tokens=CHUNK, extra=arguments)
-    engine = VllmEngine.load(options, rows=rows, slots=4 if faulty is None else 1)
+    engine = VllmEngine.load(options, rows=rows, slots=4 if faulty is None else 1, answers=reads)
     try:
         asked = q.questions(Path(folder).name)
         bundles = [q.probes(engine.identity.geometry, bundle) for bundle in range(q.BUNDLES)]
@@ -173,6 +186,7 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
         assert len(onsets) == len(firsts)
         assert not any(update.prefill for updates in found for update in updates[1:])
         answered = [place for place, one in enumerate(asked) if one.sampling is not None and not one.cancelled]
+        read = [found[place][-1].answer for place in answered]
         texts = ["".join(update.piece for update in found[place]) for place in answered]
         completions = [found[place][-1].completion for place in answered]
         assert texts == [completion.text for completion in completions if completion is not None]
@@ -187,6 +201,9 @@ def vllm(folder: str, arguments: dict[str, str], faulty: str | None) -> Arrays:
             "runner": np.array(run_on(engine.loop, engine._describe())["runner"]),
             "open": np.array(engine.counters.open_continuations),
         }
+        if reads:
+            means = [None if one is None else one.trajectory for one in read]
+            arrays["read_of_answers"] = read_of_answers(means, engine.identity.geometry)
         return arrays | shared(engine, asked, rows=rows)
     finally:
         engine.close()
@@ -215,10 +232,14 @@ async def again(engine: Engine, asked: list[q.Question], bundles: Sequence[list[
 
 
 async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequence[list[Probes]]) -> list[list[Update]]:
+    known = [q.answer_probe(engine.identity.geometry, number) for number in range(3)]  # one object: a slot for each
 
     async def one(question: q.Question) -> list[Update]:
         updates = []
-        stream = engine.answer(question.prompt, wanted(question, bundles), first_token=True, sampling=question.sampling)
+        stream = engine.answer(
+            question.prompt, wanted(question, bundles), first_token=True, sampling=question.sampling,
+            answer_probes=known[asked.index(question) % 3] if engine.reads_answers else None,
+        )  # fmt: skip
         async with aclosing(stream):
             async for update in stream:
                 updates.append(update)
@@ -289,6 +310,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--reference", help="the reference engine's folder, if it is another")
     parser.add_argument("--method", default="", help="of tests.parity.quantized")
     parser.add_argument("--dtype", default="float32", help="vLLM's")
+    parser.add_argument("--reads-answers", action="store_true", help="their own tokens, by probes of their own")
     parser.add_argument("--faulty", help="a worker class of tests.parity.faulty")
     given = parser.parse_args(argv)
     # The user's environment must not affect the comparison.
@@ -302,7 +324,7 @@ def main(argv: Sequence[str]) -> None:
         if given.backend == "both":
             arrays = both(given.folder, given.reference or given.folder, given.dtype, given.method, arguments)
         else:
-            arrays = vllm(given.folder, arguments, given.faulty)
+            arrays = vllm(given.folder, arguments, given.faulty, reads=given.reads_answers)
     with given.out.open("wb") as file:
         np.savez(file, **arrays)
     print(json.dumps({name: list(np.shape(array)) for name, array in arrays.items()}))

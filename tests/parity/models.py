@@ -127,3 +127,9 @@ def repeated(asked: list[Question]) -> list[Question]:
 def probes(geometry: Geometry, bundle: int, sites: Sequence[Site] = tuple(Site)) -> list[Probes]:
     """One bundle's probes at every site: random heads, biases and scales."""
     return [tiny.probes(geometry, site, 10 * bundle + place, scaled=True) for place, site in enumerate(sites)]
+
+
+def answer_probe(geometry: Geometry, number: int) -> Probes | None:
+    """What the answer to a question is read by: a site's own probe, or none for each third question."""
+    sites = tuple(Site)
+    return None if number % 3 == 2 else tiny.probes(geometry, sites[number % 3], 1000 + number % 3, scaled=True)

@@ -31,7 +31,7 @@ from tests.parity import models, quantized, versions
 vllm_or_skip()
 ROOT = Path(__file__).parents[2]
 MINUTES = 10
-NUMBERS = ("truth logits", "depth mean", "later bundles", "first token", "activations")
+NUMBERS = ("truth logits", "depth mean", "later bundles", "first token", "activations", "answers' own tokens")
 TOLERANCE = 1e-5  # absolute, float32
 Array = NDArray[Any]
 SERVED = [family for family in models.CONFIGS if family not in models.NOT_IN_VLLM]
@@ -56,6 +56,11 @@ class Run:
         return "-".join([*parts, *(f"{name.split('_')[0]}{size}" for name, size in self.parallel.items())])
 
     @property
+    def reads_answers(self) -> bool:
+        """Whether answers' own tokens are read: not with drafts, and so that graphs without it are compared, too."""
+        return self.drafts is None and (self.eager or bool(self.parallel) or self.family in ("llama", "gemma3_text"))
+
+    @property
     def environment(self) -> dict[str, str]:
         """What the process gets besides: for V2, Triton's interpreter in place of a GPU."""
         own = [str(self.packages)] if self.packages else []
@@ -74,7 +79,8 @@ class Run:
         if self.drafts is not None:
             drafts = {"method": self.drafts, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
             given["speculative_config"] = json.dumps({**drafts, "prompt_lookup_max": 3})
-        return [part for name, value in given.items() for part in ("--argument", f"{name}={value}")]
+        reads = ["--reads-answers"] if self.reads_answers else []
+        return [*reads, *(part for name, value in given.items() for part in ("--argument", f"{name}={value}"))]
 
 
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
@@ -103,6 +109,7 @@ def differences(reference: dict[str, Array], measured: dict[str, Array]) -> dict
         "depth mean": [(expected.mean(-1), actual.mean(-1))],
         "later bundles": [(reference["later"], measured["later"])],
         "first token": [(reference[name], measured[name]) for name in ("log_max_prob", "entropy")],
+        "answers' own tokens": [(reference[name], measured[name]) for name in ("read_of_answers",) if name in measured],
         "activations": [(reference[name], measured[name]) for name in map("rows_{}".format, Site) if name in measured],
     }
     return {
@@ -188,6 +195,11 @@ def check(run: Run, expected: dict[str, Array], found: dict[str, Array]) -> dict
     apart = differences(expected, found)
     assert max(apart.values()) <= TOLERANCE, apart
     assert apart["truth logits"] > 0.0, "two implementations that agree to the last bit are one implementation"
+    assert ("read_of_answers" in found) is run.reads_answers
+    if run.reads_answers:
+        unread = [np.isnan(each["read_of_answers"]).any(-1) for each in (expected, found)]
+        assert np.array_equal(*unread)
+        assert (~unread[0]).sum() > 5
     assert ("rows_attention_head" in found) is ("pipeline_parallel_size" not in run.parallel)
     for name in ("token", "generated", "answers"):
         assert np.array_equal(expected[name], found[name]), f"{name} differ"
@@ -216,7 +228,7 @@ def test_vllm_reads_and_says_what_transformers_does(
         versions.note(versions.INSTALLED, run.runner, run.family, max(apart.values()))
     table.append(row(str(run), [f"{apart[number]:.1e}" if apart[number] else "-" for number in NUMBERS]))
     if path := os.environ.get("HALLUTRACER_PARITY_TABLE"):
-        Path(path).write_text("\n".join([row("model", [*NUMBERS]), "|---" * 6 + "|", *table]) + "\n")
+        Path(path).write_text("\n".join([row("model", [*NUMBERS]), "|---" * 7 + "|", *table]) + "\n")
 
 
 def apart(found: dict[str, Array], what: str) -> float:
@@ -268,6 +280,7 @@ def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
         ("Swapped", "other prompts"),
         ("Deaf", "change of its probe"),
         ("Bare", "NonFiniteReadout.*does not keep"),
+        ("AnswersTooEarly", "answers' own tokens"),
     ],
 )
 def test_a_fault_is_found_at_the_start_and_by_the_comparison(
@@ -282,5 +295,7 @@ def test_a_fault_is_found_at_the_start_and_by_the_comparison(
         assert found["failed"] == "NonFiniteReadout"
         return
     apart = np.abs(found["bundles"] - expected["bundles"]).max(axis=(1, 2, 3))
+    if worker == "AnswersTooEarly":  # whose prompts are read as they should be
+        return
     assert apart.shape == (models.BUNDLES,)
     assert apart.max() > 1e-2, "the comparison let it pass"

@@ -3,9 +3,9 @@
 At the attention site nothing of ours is in the compiled graph: vLLM runs attention between the graph's pieces, as an
 operator that the compiler does not look into, and its result is what the output projection reads (which is checked).
 
-In each layer a forward pass keeps the rows of the step's answer onsets, and nothing else: one copy a layer.  The truth
-logits (Eq. logit) of every probe slot are computed from them after it, for all layers at once.  Probes are tensors:
-another bundle is copied into a slot, without recompilation or restart."""
+In each layer a forward pass keeps the step's rows that are read, answer onsets and answers' own tokens, and nothing
+else: one copy a layer.  The truth logits (Eq. logit) of every probe slot are computed from them after it, for all
+layers at once.  Probes are tensors: another bundle is copied into a slot, without recompilation or restart."""
 
 from __future__ import annotations
 
@@ -27,14 +27,23 @@ Tensor = torch.Tensor
 TOKENS = 3  # of the input with which an attention block is checked
 
 
+def captured(states: Tensor) -> bool:
+    """Return whether what is done with ``states`` now becomes part of a CUDA graph."""
+    return states.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class SiteReadout:
     """One site's probe slots and the step's activations on this rank, whose own heads are (first, count).
 
-    Results of all ranks are summed; where each has all heads (``split`` False), only ``leading`` contributes."""
+    Results of all ranks are summed; where each has all heads (``split`` False), only ``leading`` contributes.
+
+    ``rows``: at most so many of a step are kept, at one address: a CUDA graph that is captured whole then keeps them,
+    too.  0: a step's own number, at an address of its own."""
 
     def __init__(
-        self, plan: Plan, site: Site, layers: range, heads: tuple[int, int], *, leading: bool, device: torch.device
-    ) -> None:
+        self, plan: Plan, site: Site, layers: range, heads: tuple[int, int], *, leading: bool, device: torch.device,
+        rows: int = 0,
+    ) -> None:  # fmt: skip
         geometry = plan.geometry
         self.whole = plan.activations or heads[1] <= plan.slots  # else the heads of the probes are kept alone
         self.site, self.layers, self.heads = site, layers, heads
@@ -46,8 +55,13 @@ class SiteReadout:
         self.head = torch.zeros(size, dtype=torch.int64, device=device)  # of this rank's
         self.direction = torch.zeros(*size, self.dim, dtype=torch.float32, device=device)  # v / scale
         self.offset = torch.zeros(size, dtype=torch.float32, device=device)  # b / scale
-        self._onsets: Tensor | None = None  # [n], rows of the step
-        self._kept: list[Tensor] = []  # by layer, [n, heads or slots, dim]
+        self._unit = self.width if self.whole else self.dim  # numbers that are kept together
+        picks = 1 if self.whole else plan.slots
+        self._rows = rows
+        self._places = torch.zeros(len(layers), rows, picks, dtype=torch.int64, device=device)  # among a step's units
+        self._kept: Tensor | None = None  # [layers, rows, picks, unit]
+        self._count = self._calls = 0  # rows of the step, and how often its forward pass has kept them
+        self._parts: list[tuple[Tensor, ...]] = []  # by layer, the step's part of both tensors
 
     def write(self, slot: int, probes: Probes) -> None:
         """Write this rank's part of a probe into a slot."""
@@ -62,41 +76,71 @@ class SiteReadout:
         self.direction[:, slot] = torch.where(local[:, None], direction, 0.0).to(self.direction)
         self.offset[:, slot] = offset.to(self.offset)
 
-    def start(self, onsets: Tensor | None) -> None:
+    def start(self, rows: Tensor | None) -> None:
         """Have the next forward pass keep these rows [n] in each of its layers; None: it keeps nothing."""
-        self._onsets = onsets
-        self._kept = []
+        before, self._count, self._calls, self._parts = self._count, 0 if rows is None else len(rows), 0, []
+        if self._rows and before:
+            self._places[:, :before] = 0  # a graph keeps as many as it was captured for: each has to be in every step
+        if not self._rows:
+            self._kept = None
+        if rows is None:
+            return
+        places = rows[None, :, None].expand(len(self.layers), -1, 1)
+        if not self.whole:
+            places = places * self.heads[1] + self.head[:, None]
+        if not self._rows:
+            self._places = places
+            return
+        self._places[:, : self._count] = places
+        if self._kept is not None:
+            self._kept[:, : self._count] = math.nan  # as it stays where a graph keeps nothing
 
     def keep(self, states: Tensor, residual: Tensor | None = None) -> None:
         """Keep the next layer's rows of ``states`` [tokens, ..], or of its sum with ``residual``."""
-        if self._onsets is None:
+        count = self._count
+        if self._rows and captured(states):
+            count = min(self._rows, states.numel() // self.width)  # what a replay may be asked for
+        if not (count or (self._rows and self._kept is None)):
             return
-        parts = [part.reshape(-1, self.heads[1], self.dim) for part in (states, residual) if part is not None]
-        if self.whole:
-            rows = [part.index_select(0, self._onsets) for part in parts]
+        parts = [part.reshape(-1, self._unit) for part in (states, residual) if part is not None]
+        if self._kept is None:
+            dtype = parts[0].dtype if residual is None else torch.result_type(*parts)
+            size = len(self.layers), self._rows or count, self._places.shape[2], self._unit
+            with torch.inference_mode(False):  # which it outlives
+                self._kept = torch.empty(size, dtype=dtype, device=states.device)
+        if not count:
+            return
+        layer, self._calls = self._calls % len(self.layers), self._calls + 1
+        if not self._parts or layer == 0:  # at once for all layers
+            both = self._places[:, :count].flatten(1), self._kept[:, :count].flatten(1, 2)
+            self._parts = list(zip(*(one.unbind() for one in both), strict=True))
+        places, kept = self._parts[layer]
+        if residual is None:
+            torch.index_select(parts[0], 0, places, out=kept)
         else:
-            heads = self.head[min(len(self._kept), len(self.head) - 1)]  # called too often, it is found out in ``read``
-            rows = [part[self._onsets[:, None], heads] for part in parts]
-        self._kept.append(rows[0] if residual is None else rows[0] + rows[1])
+            torch.add(*(part.index_select(0, places) for part in parts), out=kept)
+
+    def _step(self) -> Tensor | None:
+        """Return what was kept of the step; None unless every layer was kept once, or a captured graph may have."""
+        kept = self._calls == len(self.layers) or (self._rows > 0 and self._calls == 0)
+        return self._kept[:, : self._count] if kept and self._kept is not None else None
 
     def read(self) -> Tensor:
-        """Return truth logits [layers, n, slots] at the onsets; NaN unless every layer was kept once."""
-        assert self._onsets is not None
-        count, layers = len(self._onsets), len(self.layers)
-        slots = self.offset.shape[1]
-        if len(self._kept) != layers:
-            return self.offset.new_full((layers, count, slots), math.nan)
-        heads = torch.stack(self._kept)
+        """Return truth logits [layers, n, slots] at the step's rows; NaN unless every layer was kept once."""
+        step, count = self._step(), self._count
+        if step is None:
+            return self.offset.new_full((len(self.layers), count, self.offset.shape[1]), math.nan)
+        heads = step.reshape(len(self.layers), count, -1, self.dim)
         if self.whole and self.heads[1] > 1:
             heads = heads.gather(2, self.head[:, None, :, None].expand(-1, count, -1, self.dim))
         return (heads.float() * self.direction[:, None]).sum(-1) + self.offset[:, None]
 
     def activations(self) -> Tensor:
         """Return what was kept, [layers, n, width] float32."""
-        assert self._onsets is not None
-        if len(self._kept) != len(self.layers):
-            return self.offset.new_full((len(self.layers), len(self._onsets), self.width), math.nan)
-        return torch.stack(self._kept).flatten(2).float()
+        step = self._step()
+        if step is None:
+            return self.offset.new_full((len(self.layers), self._count, self.width), math.nan)
+        return step.flatten(2).float()
 
 
 # Outputs of modules exist only within the compiled graph, so there an operator that the compiler cannot look into
@@ -121,9 +165,12 @@ torch.library.register_fake(KEEP, lambda hidden, residual, order, site: None)
 
 
 def install(
-    model: nn.Module, family: Family, plan: Plan, rank: int, ranks: int, device: torch.device, dtype: torch.dtype
-) -> dict[Site, SiteReadout]:
-    """Add the readout to a model that computes in ``dtype``.  Raises EngineError if it contradicts its family."""
+    model: nn.Module, family: Family, plan: Plan, rank: int, ranks: int, device: torch.device, dtype: torch.dtype,
+    rows: int = 0,
+) -> dict[Site, SiteReadout]:  # fmt: skip
+    """Add the readout to a model that computes in ``dtype``.  Raises EngineError if it contradicts its family.
+
+    ``rows``: as ``SiteReadout`` takes it."""
     like = torch.empty(0, dtype=dtype, device=device)
     blocks = blocks_of(model, family, plan.geometry.num_layers)
     layers = range(min(blocks), max(blocks) + 1)
@@ -133,7 +180,7 @@ def install(
         if where.is_input:
             count = _local_heads(blocks, plan.geometry, ranks, family)
             heads = (rank * count if count < plan.geometry.num_heads else 0, count)
-        found[site] = SiteReadout(plan, site, layers, heads, leading=rank == 0, device=device)
+        found[site] = SiteReadout(plan, site, layers, heads, leading=rank == 0, device=device, rows=rows)
         if where.is_input:
             for layer in layers:
                 attention = _checked_attention(blocks[layer], family, layer, plan.geometry.hidden_size, like)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from service.engines.base import PrefillResult, Sampling
+import numpy as np
+
+from service.engines.base import AnswerReading, PrefillResult, Sampling
 from service.engines.checks import check_probe
-from service.engines.vllm.wire import Directive, Payload, Plan
+from service.engines.vllm.wire import Directive, Payload, Plan, answer_read
 from service.errors import EngineError, ProbeReplaced, WeightsChanged
 from service.readout import Probes, Site
 
@@ -95,38 +98,86 @@ class Slots:
 
 
 class ProbeLease:
-    """Keeps a request's probes in their slots until its prefill has been read."""
+    """Keeps a request's probes in their slots until its prefill has been read, its answer's until the answer ends."""
 
-    def __init__(self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots) -> None:
+    def __init__(
+        self, directive: Directive, plan: Plan, columns: Sequence[int], slots: Slots, answer: Sequence[int] = ()
+    ) -> None:
         self.directive = directive
         self._plan, self._columns, self._slots = plan, list(columns), slots
-        self._held = list(columns)
+        self._held, self._answer = list(columns), list(answer)
+        self._sum, self._tokens = np.zeros(plan.geometry.num_layers), 0
 
     def prefill(self, output: Any, prompt_tokens: int) -> tuple[PrefillResult, bool]:
         """Return the result and whether the gate closed; free the slots.  Raises EngineError and its kinds."""
-        try:
+        with self._told():
             payload = payload_of(output, self._plan, self.directive)
-        except ProbeReplaced:
-            self._slots.forget(self._columns)
-            raise
-        except WeightsChanged:
-            self._slots.on_changed()
-            raise
-        self.release()
+        held, self._held = self._held, []
+        self._slots.release(held)
         return self._result(payload, prompt_tokens), payload.gated
 
     def result(self, wire: Any, prompt_tokens: int) -> PrefillResult:
         """Return what a worker's payload says; the slots stay held.  Raises what ``Payload.decode`` raises."""
         return self._result(Payload.decode(wire, self._plan, self.directive), prompt_tokens)
 
+    def answer(self, output: Any, decoded: int, *, first: bool = False) -> AnswerReading | None:
+        """Return what was read of an answer that has so many tokens with ``output``; None: nothing, or not asked for.
+
+        To be called with each output in turn, the ``first`` of which has the prefill.  Raises EngineError, its kinds.
+        """
+        if self.directive.answer is None:
+            return None
+        with self._told():
+            for wire in (*(() if first else (output.prompt_token_id_logprobs,)), *getattr(output, MERGED)):
+                if wire is None:  # no token came with it
+                    continue
+                self._sum = self._sum + answer_read(wire, self._plan)
+                self._tokens += 1
+        if self._tokens != max(0, decoded - 1):
+            said = f"{self._tokens} of an answer's tokens were read where the model went on from {max(0, decoded - 1)}"
+            raise EngineError(f"{said}; please report this bug of the engine")
+        return AnswerReading(self._tokens, self._sum / self._tokens) if self._tokens else None
+
     def _result(self, payload: Payload, prompt_tokens: int) -> PrefillResult:
         trajectories = tuple(payload.trajectories[column] for column in self._columns)
         return PrefillResult(trajectories, payload.first_token, prompt_tokens)
 
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except ProbeReplaced:
+            self._slots.forget([*self._columns, *self._answer])
+            raise
+        except WeightsChanged:
+            self._slots.on_changed()
+            raise
+
     def release(self) -> None:
         """Free the slots.  Safe to call twice."""
-        held, self._held = self._held, []
+        held, self._held, self._answer = self._held + self._answer, [], []
         self._slots.release(held)
+
+
+MERGED = "hallutracer_merged"  # of an output: what came with those that vLLM has added to it
+
+
+def keep_merged() -> None:
+    """Have an output keep what comes with outputs that vLLM adds to it, where it is not taken in time.
+
+    vLLM keeps the first one's, as it has log probabilities of a prompt come once."""
+    from vllm.outputs import RequestOutput
+
+    add = RequestOutput.add
+    if hasattr(RequestOutput, MERGED):
+        return
+    setattr(RequestOutput, MERGED, ())
+
+    def added(output: Any, later: Any, aggregate: bool) -> None:
+        add(output, later, aggregate)
+        setattr(output, MERGED, (*getattr(output, MERGED), later.prompt_token_id_logprobs))
+
+    RequestOutput.add = added
 
 
 def payload_of(output: Any, plan: Plan, directive: Directive) -> Payload:

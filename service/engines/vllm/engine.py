@@ -33,7 +33,8 @@ from service.engines.checks import (
 )
 from service.engines.families import check_sites, family_of, text_config
 from service.engines.vllm import launch
-from service.engines.vllm.client import ProbeLease, Slots, parameters_for, payload_of, times
+from service.engines.vllm.client import ProbeLease, Slots, keep_merged, parameters_for, payload_of, times
+from service.engines.vllm.self_test import self_test
 from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms, probe_digest
 from service.errors import EngineError, ModelLoadError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
@@ -41,22 +42,20 @@ from service.readout import Geometry, Pooling, Probes, Site
 T = TypeVar("T")
 SLOTS = 4  # probe slots per site
 MAX_IN_FLIGHT = 256  # prompts of one synchronous call that are inside vLLM at a time
-# Of the self-test.  Relative to the largest truth logit: kernels round differently in batches of other shapes.
-TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
-ENDS = (0, 2, 3)  # prompts whose end is changed: in a long one it may weigh little, in a short one it does not
-DECODED = (1, 3, 7)  # batch sizes; vLLM pads those between the sizes that it captured
 
 
-def slots_for(bundles: Iterable[Bundle]) -> int:
-    """Return the probe slots per site for the bundles, and any that replace them while prompts of the old ones wait."""
-    most = 1 + len(CONTEXT_NAMES)  # of one bundle
-    return max(SLOTS, sum(1 + bundle.manifest.context_probes + most for bundle in bundles))
+def slots_for(bundles: Iterable[Bundle], *, answers: bool = False) -> int:
+    """Return the probe slots per site for the bundles, and any that replace them while prompts of the old ones wait.
+
+    ``answers``: and answers, which are read by probes of their own."""
+    most = 1 + len(CONTEXT_NAMES) + answers  # of one bundle
+    return max(SLOTS, sum(1 + bundle.manifest.context_probes + answers + most for bundle in bundles))
 
 
 class VllmEngine:
     """One model on a started ``AsyncLLM``, all of whose coroutines run on ``loop``.  Implements ``base.Engine``."""
 
-    scores_overtake_answers = reads_answers = False
+    scores_overtake_answers = False
     torch_model = None  # the modules are in vLLM's processes
     _request_numbers = count()  # of all engines, several of which may be around one ``AsyncLLM``
 
@@ -84,8 +83,12 @@ class VllmEngine:
             self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
             self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
             described = run_on(self.loop, self._describe())
-            sites, slots, rows = (described[name] for name in ("sites", "slots", "rows"))
-            self._plan = Plan(Geometry(*described["geometry"]), tuple(map(Site, sites)), int(slots), bool(rows))
+            sites, slots, rows, answers = (described[name] for name in ("sites", "slots", "rows", "answers"))
+            found = Geometry(*described["geometry"]), tuple(map(Site, sites))
+            self._plan = Plan(*found, int(slots), bool(rows), bool(answers))
+            self.reads_answers = self._plan.answers
+            if self.reads_answers:
+                keep_merged()
             self.slots, self._weights = Slots(self._plan, self._write), int(described["weights"])
             changes = launch.changes_at_load(config, files.config)
             self.identity = base.ModelIdentity(
@@ -121,11 +124,12 @@ class VllmEngine:
     @classmethod
     def load(
         cls, options: EngineOptions, *, sites: Sequence[Site] | None = None, slots: int = SLOTS, rows: bool = False,
-        threads: int | None = None,
+        threads: int | None = None, answers: bool = False,
     ) -> VllmEngine:  # fmt: skip
         """Start vLLM on a folder or hub name, and test it.  Raises ModelLoadError, UnknownFamily, EngineError.
 
-        ``sites`` (None: the family's), ``slots``: compiled in; ``rows``: for training; ``threads``: of all ranks."""
+        ``sites`` (None: the family's), ``slots``: compiled in; ``rows``: for training; ``threads``: of all ranks;
+        ``answers``: it reads answers' own tokens, too."""
         launch.check_installed()
         loading.check_options(replace(options, extra={}))
         files = loading.find_model_files(options)
@@ -134,8 +138,9 @@ class VllmEngine:
         launch.say("starting its processes")
         # No name for it here: vLLM keeps this frame, and ``close`` has to free what it starts.
         return cls(
-            launch.start(options, files, sites, slots, rows=rows, threads=threads), files, adapter=options.adapter
-        )
+            launch.start(options, files, sites, slots, rows=rows, threads=threads, answers=answers), files,
+            adapter=options.adapter,
+        )  # fmt: skip
 
     def adapted(self, request: Any, digest: str) -> VllmEngine:
         """Return this engine for prompts that run with an adapter, a ``LoRARequest``: another model."""
@@ -157,9 +162,12 @@ class VllmEngine:
     def score(
         self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
     ) -> list[PrefillResult]:
-        """Return trajectories [m] (Eq. trajectory) at t* by prompt and probe.  Raises EngineError, NonFiniteReadout."""
+        """Return trajectories [m] (Eq. trajectory) at t* by prompt and probe.  Raises EngineError, NonFiniteReadout.
+
+        With ``last``, each of these tokens is read as the end of a prompt of its own: of a whole one, what is cached or
+        in another chunk has no row to read."""
         if last:
-            refuse_answer_reading("vllm")
+            return self._score_last(prompts, probes, first_token, last)
         self._begin(prompts)
 
         async def prefill(prompt: base.TokenIds) -> PrefillResult:
@@ -167,6 +175,18 @@ class VllmEngine:
                 return base.prefill_of(await anext(updates, Update()))
 
         return self._run_all([prefill(prompt) for prompt in prompts])
+
+    def _score_last(
+        self, prompts: Prompts, probes: Sequence[Probes], first_token: bool, last: Sequence[int]
+    ) -> list[PrefillResult]:
+        pairs = zip(prompts, last, strict=True)
+        ends = [prompt[: len(prompt) - left] for prompt, tokens in pairs for left in range(tokens)]
+        read, found = iter(self.score(ends, probes, first_token=first_token)), []
+        for tokens in last:
+            whole, *others = (next(read) for _ in range(tokens))
+            parts = zip(*(one.trajectories for one in (whole, *others)), strict=True)
+            found.append(replace(whole, trajectories=tuple(np.mean(part, axis=0) for part in parts)))
+        return found
 
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
@@ -214,6 +234,16 @@ class VllmEngine:
 
         return self._run_all([complete(prompt) for prompt in prompts])
 
+    def read_answers(self, prompts: Prompts, probes: Probes, sampling: Sampling) -> list[Update]:
+        """Decode an answer to each prompt; return its last update, with what ``probes`` read of its own tokens."""
+        self._begin(prompts)
+
+        async def last(prompt: base.TokenIds) -> Update:
+            async with aclosing(self._answer(prompt, [], False, sampling, None, answer_probes=probes)) as updates:
+                return [update async for update in updates][-1]
+
+        return self._run_all([last(prompt) for prompt in prompts])
+
     def sample(self, prompts: Prompts, sampling: Sampling, seeds: base.Seeds) -> list[list[base.TracedAnswer]]:
         """Raise EngineError: vLLM has no states of decoded tokens to give."""
         refuse_tracing("vllm")
@@ -231,7 +261,7 @@ class VllmEngine:
         if sampling is not None:
             check_sampling(sampling)
         running = asyncio.get_running_loop()
-        make = partial(self._answer, prompt, probes, first_token, sampling, gate, turn)
+        make = partial(self._answer, prompt, probes, first_token, sampling, gate, turn, answer_probes)
         answer = make() if running is self.loop else relay(self.loop, self._outboxes.of(running), make)
         async with aclosing(answer) as updates:
             async for update in updates:
@@ -239,9 +269,11 @@ class VllmEngine:
 
     async def _answer(
         self, prompt: base.TokenIds, probes: Sequence[Probes], first_token: bool, sampling: Sampling | None,
-        gate: base.EngineGate | None, turn: base.Turn = base.FIRST_COME,
+        gate: base.EngineGate | None, turn: base.Turn = base.FIRST_COME, answer_probes: Probes | None = None,
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
-        lease = await self.lease(probes, first_token=first_token, gate=gate if sampling is not None else None)
+        if sampling is None:
+            gate = answer_probes = None
+        lease = await self.lease(probes, first_token=first_token, gate=gate, answer_probes=answer_probes)
         answer = _Answer()
         try:
             parameters = parameters_for(sampling, lease.directive)
@@ -250,7 +282,8 @@ class VllmEngine:
                     piece, tokens = answer.add(output)
                     if answer.steps > 1:
                         ends = output.finished or (sampling is not None and time.monotonic() >= sampling.until)
-                        yield Update(None, piece, tokens, answer.completion("length") if ends else None)
+                        read = lease.answer(output, answer.tokens)
+                        yield Update(None, piece, tokens, answer.completion("length") if ends else None, answer=read)
                         if ends:
                             return
                         continue
@@ -260,23 +293,28 @@ class VllmEngine:
                         piece, tokens = "", 0
                     self.on_prefill(1, len(prompt))
                     completion, cached = answer.completion() if ends else None, int(output.num_cached_tokens or 0)
-                    yield Update(result, piece, tokens, completion, cached, *times(output))
+                    read = None if gated else lease.answer(output, answer.tokens, first=True)
+                    yield Update(result, piece, tokens, completion, cached, *times(output), read)
         finally:
             lease.release()
 
     async def lease(
-        self, probes: Sequence[Probes], *, first_token: bool = False, gate: base.EngineGate | None = None
-    ) -> ProbeLease:
+        self, probes: Sequence[Probes], *, first_token: bool = False, gate: base.EngineGate | None = None,
+        answer_probes: Probes | None = None,
+    ) -> ProbeLease:  # fmt: skip
         """Keep the probes in their slots for one request, made here or by vLLM's own server.  Runs on ``loop``."""
-        columns = await self.slots.hold(probes)
+        reads = [] if answer_probes is None or not self.reads_answers else [answer_probes]
+        held = await self.slots.hold([*probes, *reads])
+        columns, answer = held[: len(probes)], held[len(probes) :]
         gate = gate if self.end_token is not None else None
         directive = Directive(
             first_token=first_token, slot=columns[0] if columns else 0, gate=gate,
             end_token=None if gate is None else self.end_token,
             context=context_terms(None if gate is None else gate.context, columns[1:]),
-            probes=self.slots.digests(columns), weights=self._weights,
+            probes=self.slots.digests(columns), answer=next(iter(self.slots.digests(answer)), None),
+            weights=self._weights,
         )  # fmt: skip
-        return ProbeLease(directive, self._plan, columns, self.slots)
+        return ProbeLease(directive, self._plan, columns, self.slots, answer)
 
     def close(self) -> None:
         """End all requests and vLLM's processes.  Not to be called on ``loop``; later calls raise EngineError."""
@@ -379,49 +417,12 @@ class _Answer:
         self._finish_reason = new.finish_reason
         return new.text, len(new.token_ids)
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens so far."""
+        return len(self._tokens)
+
     def completion(self, other: str = "cancelled") -> Completion:
         """Return the answer so far; ``other``: why it ends, where vLLM has not ended it."""
         finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else other
         return Completion(self._text, tuple(self._tokens), finish_reason)
-
-
-def self_test(engine: base.LoadedModel, plan: Plan, vocabulary: int) -> None:
-    """Raise EngineError unless each prompt gets its own readout, at t*, with the probe written, and answers decode.
-
-    Random prompts show what one recorded (golden) prompt cannot: readouts of another prompt or of the token before t*,
-    a forward pass without the readout, or one with an earlier probe."""
-
-    def trajectories(prompts: Prompts, probes: Probes) -> NDArray[np.float64]:
-        return np.stack([result.trajectories[0] for result in engine.score(prompts, [probes])])
-
-    def apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-        return float(np.abs(one - other).max())
-
-    generator, geometry = np.random.default_rng(0), plan.geometry
-    layers = geometry.num_layers
-    lengths = [2, 5, 3, 40, 1, 17, 2, 9]  # 17: when it is repeated, a cached block, and t* alone like a decoded token
-    prompts = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
-    changed = [[*prompts[row][:-1], (prompts[row][-1] + 1) % vocabulary] for row in ENDS]
-    for site in plan.sites:
-        direction = generator.normal(size=(layers, geometry.dim(site)))
-        direction = (direction / np.linalg.norm(direction, axis=1, keepdims=True)).astype(np.float32)
-        head, ones = generator.integers(0, geometry.heads(site), layers), np.ones(layers, np.float32)
-        probes = Probes(site, head, direction, 0 * ones, ones)
-        together = trajectories([*prompts, *changed], probes)
-        alone = np.concatenate([trajectories([prompt], probes) for prompt in prompts])
-        mirrored = trajectories(prompts[:2], replace(probes, direction=-direction))
-        size = float(np.abs(together).max())
-        most = TOLERANCE[str(getattr(engine.identity, "dtype", "float32"))] * size
-        mixed = apart(together[: len(prompts)], alone)
-        ends = [apart(together[row], other) for row, other in zip(ENDS, together[len(prompts) :], strict=True)]
-        for holds, problem in (
-            (size > 0.0, "is zero everywhere: no probe was written"),
-            (mixed <= most, f"depends on the other prompts of the batch, by {mixed:.2g}: rows are mixed up"),
-            (min(ends) > most / 100 and max(ends) > most / 10,
-             "does not depend on the prompt's last token: it is read one row too early"),
-            (apart(mirrored, -alone[:2]) <= most, "ignores a change of its probe: clear vLLM's compile cache too"),
-        ):  # fmt: skip
-            if not holds:
-                raise EngineError(f"self-test: the readout at {site} {problem}; install vLLM {launch.RANGE}")
-    for rows in DECODED:
-        engine.generate(prompts[:rows], Sampling(max_tokens=4))  # raises if a step of decoding kills the worker

@@ -102,8 +102,9 @@ def check_installed() -> str:
 
 
 def start(
-    options: EngineOptions, files: ModelFiles, sites: Sequence[Site], slots: int, *, rows: bool, threads: int | None
-) -> Any:
+    options: EngineOptions, files: ModelFiles, sites: Sequence[Site], slots: int, *, rows: bool, threads: int | None,
+    answers: bool = False,
+) -> Any:  # fmt: skip
     """Return a started ``AsyncLLM``; blocks while the model is loaded and compiled.  Raises ModelLoadError."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -123,6 +124,7 @@ def start(
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     arguments.setdefault("scheduling_policy", "priority")  # callers take turns: ``Engine.answer``'s place
     plan = {"sites": [str(site) for site in sites], "slots": slots, "rows": rows}
+    plan |= {"answers": True} if answers else {}
     arguments["additional_config"] = {**arguments.get("additional_config", {}), KEY: plan, GATED: True}
     if options.max_batch_tokens is not None:
         arguments["max_num_batched_tokens"] = options.max_batch_tokens
@@ -152,6 +154,8 @@ def refuse_unsupported(config: Any) -> None:
     from vllm.platforms import current_platform
 
     parallel, model, graphs = config.parallel_config, config.model_config, config.compilation_config
+    additional = getattr(config, "additional_config", None)
+    answers = isinstance(additional, dict) and bool(additional.get(KEY, {}).get("answers"))
     stages_in_vain = parallel.pipeline_parallel_size > 1 and model.enforce_eager and current_platform.is_cpu()
     for unsupported, feature in (
         # The device alone knows how many drafts are left of which request, and so in which rows the others are.
@@ -167,6 +171,12 @@ def refuse_unsupported(config: Any) -> None:
         # Each rank would have the logits of its own requests only.
         (getattr(parallel, "enable_batch_sharded_sampling", False), "batch-sharded sampling"),
         (model.runner_type != "generate", f"the {model.runner_type} runner"),
+        # Several tokens of an answer in one step, of which the device alone knows which are kept; and several in one
+        # message, of whose readings vLLM hands on the last.
+        (answers and config.speculative_config is not None,
+         "speculative decoding where a bundle has probes of answers' own tokens (or serve a bundle without)"),
+        (answers and config.scheduler_config.stream_interval > 1,
+         "stream_interval where a bundle has probes of answers' own tokens (or serve a bundle without)"),
         # The warm-up that is skipped then allocates the stages' buffers.
         (stages_in_vain, "pipeline stages with enforce_eager in vLLM's CPU build"),
     ):  # fmt: skip

@@ -1,12 +1,13 @@
-"""The readouts of one step: which rows are answer onsets, their numbers, and which gates close.
+"""The readouts of one step: which rows are answer onsets or answers' tokens, their numbers, and which gates close.
 
 A runner calls, in this order: ``before`` the forward pass, ``after`` it, ``observe_logits``, ``gate`` once tokens are
-sampled, and ``payloads``.  A step with onsets copies once to the device and once back, and waits for neither."""
+sampled, and ``payloads``.  A step that reads copies once to the device, and onsets and answers once each back, and
+waits for none."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,15 @@ class OnsetRow:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerRow:
+    """One request whose answer goes on from a token of its own in this step."""
+
+    request: str
+    directive: Directive
+    token_row: int  # of that token, the answer's last one so far, among the step's tokens
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """A step's n requests in the order of their rows, as reported by its runner."""
 
@@ -63,6 +73,17 @@ def onset_rows(step: StepLayout, directive_of: Callable[[str], Directive | None]
     return onsets
 
 
+def answer_rows(step: StepLayout, read: Mapping[str, Directive]) -> list[AnswerRow]:
+    """Return the requests of ``read`` that sample behind a token of their own answer, which is their part's last.
+
+    Without drafts.  A token is the last of a part that samples once, whatever is computed again."""
+    if not read:
+        return []
+    own = step.emits & (step.computed + np.diff(step.starts) > step.prompts)
+    found = ((step.requests[row], int(step.starts[row + 1]) - 1) for row in map(int, np.flatnonzero(own)))
+    return [AnswerRow(request, read[request], row) for request, row in found if request in read]
+
+
 class Reader:
     """A worker's plan, its sites' readouts and the step's numbers.  ``group``: of ranks that split layers."""
 
@@ -72,8 +93,10 @@ class Reader:
         self.for_all: Directive | None = None  # of every request, whatever it asks for itself
         self.digests: dict[int, str] = {}  # column -> digest of the probe that its slot holds
         self.weights = 0  # how often they have changed since they were loaded
+        self.answering: dict[str, Directive] = {}  # of requests whose prompt has ended and whose answer is read
         self._step: list[OnsetRow] = []
-        self.keeps = False  # whether the coming forward pass keeps activations, which a captured graph does not
+        self._answers: Sequence[AnswerRow] = ()
+        self.keeps = False  # whether the coming forward pass keeps activations
         self._refused: dict[int, float] = {}  # places in the step whose directives name other probes or weights
         self._numbers = torch.empty(0)  # [n, 24] on the device: ``_numbers``
         self._values: Tensor | None = None  # [columns, n, layers]
@@ -87,21 +110,36 @@ class Reader:
             return None  # the caller's own numbers come back where ours would
         return self.for_all or Directive.decode(parameters.extra_args, self.plan)
 
-    def before(self, step: list[OnsetRow]) -> None:
-        """Start a step: its forward pass keeps what is at these onsets."""
-        self._step, self._activations = step, []
+    @property
+    def needs_pieces(self) -> bool:
+        """Whether the coming forward pass keeps what a CUDA graph that is captured whole does not."""
+        return self.keeps and not self.plan.answers
+
+    def finished(self, requests: Iterable[str]) -> None:
+        """Forget these requests, whose answers have ended."""
+        for request in requests:
+            self.answering.pop(request, None)
+
+    def before(self, step: list[OnsetRow], answers: Sequence[AnswerRow] = ()) -> None:
+        """Start a step: its forward pass keeps what is at these onsets and answers' tokens."""
+        self._step, self._answers, self._activations = step, answers, []
         self._values = self._summary = self._gated = None
-        self._refused = {place: why for place, row in enumerate(step) if (why := self._refusal(row.directive))}
-        if not step:
+        if self.plan.answers:
+            self.answering |= {row.request: row.directive for row in step if row.directive.answer is not None}
+        named = [self._refusal(row.directive, row.directive.probes) for row in step]
+        named += [self._refusal(row.directive, filter(None, [row.directive.answer])) for row in answers]
+        self._refused = {place: why for place, why in enumerate(named) if why}
+        if not named:
             self._start_sites(None)
             return
-        pinned, numbers = self.device.type == "cuda", [_numbers(row) for row in step]
+        pinned = self.device.type == "cuda"
+        numbers = [*map(_numbers, step), *map(_answer_numbers, answers)]
         on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
         self._numbers = on_host.to(self.device, non_blocking=True)
         self._start_sites(self._numbers[:, TOKEN_ROW].long())
 
-    def _refusal(self, directive: Directive) -> float | None:
-        replaced = any(self.digests.get(column) != digest for column, digest in directive.probes)
+    def _refusal(self, directive: Directive, probes: Iterable[tuple[int, str]]) -> float | None:
+        replaced = any(self.digests.get(column) != digest for column, digest in probes)
         return STALE if directive.weights != self.weights else REPLACED if replaced else None
 
     def _start_sites(self, onsets: Tensor | None) -> None:
@@ -134,13 +172,15 @@ class Reader:
             return  # V2 computes logits of other rows, too, for requests that want log probabilities of the prompt
         if logits is None or not any(row.directive.needs_first_token for row in self._step):
             return
-        self._summary = summarise(logits.index_select(0, self._numbers[:, LOGITS_ROW].long()).float())
+        rows = self._numbers[: len(self._step), LOGITS_ROW].long()
+        self._summary = summarise(logits.index_select(0, rows).float())
 
     def gate(self, sampled: Tensor) -> Tensor:
         """Replace the first of the sampled tokens [requests, 1 + drafts] by an end token where a gate closes."""
         if self._values is None or all(row.directive.gate is None for row in self._step):
             return sampled
-        numbers, count = self._numbers, len(self._step)
+        count = len(self._step)
+        numbers = self._numbers[:count]
         weights, intercept, bound = numbers[:, WEIGHTS], numbers[:, INTERCEPT], numbers[:, BOUND]
         signals = torch.zeros(count, len(SIGNALS), dtype=torch.float64, device=self.device)
         # Computed from the trajectory, as on the request side, so that both get the same number.
@@ -165,8 +205,13 @@ class Reader:
 
     def payloads(self) -> dict[str, Tensor]:
         """Return request -> [1, floats] float32 on the CPU; the copy may still run on the device's current stream."""
-        if not self._step or self._values is None:
+        if self._values is None:
             return {}
+        found = (self._onset_payloads(self._values) if self._step else {}) | self._answer_payloads(self._values)
+        self._step, self._answers = [], ()
+        return found
+
+    def _onset_payloads(self, values: Tensor) -> dict[str, Tensor]:
         count = len(self._step)
         extras = torch.zeros(count, EXTRAS, dtype=torch.float32, device=self.device)
         # NaN where no logits were observed: zeros would look like a certain first token.
@@ -174,23 +219,35 @@ class Reader:
         if self._gated is not None:
             extras[:, 3] = self._gated.to(extras)
         for place, why in self._refused.items():
-            extras[place, 3] = why
-        parts = [self._values.permute(1, 0, 2).reshape(count, -1), extras]
+            if place < count:
+                extras[place, 3] = why
+        parts = [values[:, :count].permute(1, 0, 2).reshape(count, -1), extras]
         # Everything in one copy, also where only some ask for activations: training asks for all.
-        parts += [activations.transpose(0, 1).reshape(count, -1) for activations in self._activations]
+        parts += [activations[:, :count].transpose(0, 1).reshape(count, -1) for activations in self._activations]
         on_host = torch.cat(parts, dim=1).to("cpu", non_blocking=True)  # pinned
-        payloads = {
+        return {
             row.request: on_host[place : place + 1, : None if row.directive.activations else self.plan.payload]
             for place, row in enumerate(self._step)
         }
-        self._step = []
-        return payloads
+
+    def _answer_payloads(self, values: Tensor) -> dict[str, Tensor]:
+        """Return request -> [1, layers + 1], as ``wire.answer_read`` takes it."""
+        if not self._answers:
+            return {}
+        first = len(self._step)
+        columns, places = self._numbers[first:, SLOT].long(), torch.arange(len(self._answers), device=self.device)
+        state = torch.zeros(len(places), 1, dtype=values.dtype, device=self.device)
+        for place, why in self._refused.items():
+            if place >= first:
+                state[place - first] = why
+        on_host = torch.cat([values[columns, first + places], state], dim=1).to("cpu", non_blocking=True)
+        return {row.request: on_host[place : place + 1] for place, row in enumerate(self._answers)}
 
 
 # Columns of the numbers that a step copies to the device, for each onset; float64 holds every index and token id.
 TOKEN_ROW, REQUEST_ROW, LOGITS_ROW, END_TOKEN, INTERCEPT, BOUND = range(6)
 WEIGHTS, LOG_TOKENS = slice(6, 12), 12
-SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = slice(13, 17), slice(17, 20), slice(20, 23), 23
+SLOT, SLOTS, CONTEXT_WEIGHTS, CONTEXT_INTERCEPTS, APPLIES_FROM = 13, slice(13, 17), slice(17, 20), slice(20, 23), 23
 
 
 def _numbers(row: OnsetRow) -> list[float]:
@@ -200,6 +257,13 @@ def _numbers(row: OnsetRow) -> list[float]:
     weights = [0.0] * len(SIGNALS) if gate is None else gate.weight
     tokens = [row.token_row, row.request_row, row.logits_row, directive.end_token or 0]
     return [*tokens, *terms, *weights, math.log(row.prompt_tokens), directive.slot, *directive.context]
+
+
+def _answer_numbers(row: AnswerRow) -> list[float]:
+    assert row.directive.answer is not None
+    numbers = [0.0] * (APPLIES_FROM + 1)
+    numbers[TOKEN_ROW], numbers[SLOT] = row.token_row, row.directive.answer[0]
+    return numbers
 
 
 def _bound(threshold: float) -> float:

@@ -2,7 +2,11 @@
 
 A directive is a dictionary under ``KEY`` in ``SamplingParams.extra_args``.  A payload is one float32 vector in
 ``RequestOutput.prompt_token_id_logprobs``, which vLLM provides for log probabilities of chosen tokens at the prompt's
-end: a risk and its first token arrive in one message and cannot be matched with another request's."""
+end: a risk and its first token arrive in one message and cannot be matched with another request's.
+
+So do an answer's own tokens: with each token that it samples, a worker sends what it read of the token before, which is
+what ``answer_read`` reads.  A worker keeps no sums: a token that is sampled anew brings a new reading in the place of
+the one that vLLM has dropped with the old token, and what is computed again after a preemption is not sampled again."""
 
 from __future__ import annotations
 
@@ -42,12 +46,13 @@ def probe_digest(site: str, head: Sequence[int], numbers: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker reads: sites, probe slots per site, and whether it sends activations (training)."""
+    """What a worker reads: sites, probe slots per site, whether it sends activations (training) and reads answers."""
 
     geometry: Geometry
     sites: tuple[Site, ...]
     slots: int
     activations: bool
+    answers: bool = False  # whether decoded tokens can be read; where not, a step of decoding does no work at all
 
     @property
     def payload(self) -> int:
@@ -92,6 +97,7 @@ class Directive:
     context: tuple[float, ...] = NO_CONTEXT  # what the gate reads of the context probes
     # (column, ``probe_digest``) that the request side has written: where a worker finds another, it reports no number.
     probes: tuple[tuple[int, str], ...] = ()
+    answer: tuple[int, str] | None = None  # the same of the probe that reads the answer's own tokens
     weights: int = 0  # how often they had changed (``CHANGES``) when the golden prompts were replayed
 
     def encode(self) -> dict[str, Any]:
@@ -102,6 +108,8 @@ class Directive:
             wire["gate"] = [*self.gate.weight, self.gate.intercept, self.gate.threshold]
             wire["context"] = [*self.context]
             wire["end_token"] = self.end_token
+        if self.answer is not None:
+            wire["answer"] = [*self.answer]
         return {KEY: wire}
 
     @classmethod
@@ -109,7 +117,7 @@ class Directive:
         """Return the request's directive; None unless ``encode`` wrote it for this plan.  Never raises."""
         try:
             wire = (extra_args or {})[KEY]
-            gate, end_token, context = None, None, NO_CONTEXT
+            gate, end_token, context, answer = None, None, NO_CONTEXT, None
             if wire.get("gate") is not None:
                 end_token = int(wire["end_token"])
                 *weight, intercept, threshold = (float(value) for value in wire["gate"])
@@ -120,13 +128,17 @@ class Directive:
                 if not all(map(math.isfinite, (*weight, intercept, threshold, *context))):
                     return None
             probes = tuple((int(column), str(digest)) for column, digest in wire["probes"])
+            if wire.get("answer") is not None:
+                column, digest = wire["answer"]
+                answer = int(column), str(digest)
             first, rows, slot = bool(wire["first_token"]), bool(wire["rows"]), int(wire["slot"])
-            directive = cls(first, rows, slot, gate, end_token, context, probes, int(wire.get("weights", 0)))
+            directive = cls(first, rows, slot, gate, end_token, context, probes, answer, int(wire.get("weights", 0)))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
-        columns = len(plan.sites) * plan.slots
-        fits = all(0 <= slot < columns for slot in (slot, *context[:3])) and 0 <= (end_token or 0) <= MAX_TOKEN
-        return directive if fits and plan.activations >= directive.activations else None
+        columns, named = len(plan.sites) * plan.slots, [slot, *context[:3], *(() if answer is None else answer[:1])]
+        fits = all(0 <= slot < columns for slot in named) and 0 <= (end_token or 0) <= MAX_TOKEN
+        asks = plan.activations >= directive.activations and plan.answers >= (answer is not None)
+        return directive if fits and asks else None
 
     @property
     def needs_first_token(self) -> bool:
@@ -146,22 +158,10 @@ class Payload:
     @classmethod
     def decode(cls, wire: NDArray[np.float32], plan: Plan, directive: Directive) -> Payload:
         """Read a payload.  Raises EngineError for one of the wrong length, and its kinds for what is not to be read."""
-        flat = np.asarray(wire, np.float32).reshape(-1)
-        expected = plan.payload + (plan.activation_floats() if directive.activations else 0)
-        if flat.size != expected:
-            raise EngineError(
-                f"the worker sent {flat.size} numbers where {expected} were expected; run one version of HalluTracer, "
-                "with the same settings, in worker and server"
-            )
+        flat = _flat(wire, plan.payload + (plan.activation_floats() if directive.activations else 0))
         layers, extras = plan.geometry.num_layers, flat[plan.payload - EXTRAS : plan.payload]
         logits = flat[: plan.payload - EXTRAS].reshape(-1, layers)
-        if extras[3] == STALE:
-            said = (
-                "nothing is read before the golden prompts are replayed; where that does not happen, restart the engine"
-            )
-            raise WeightsChanged(f"the model's weights have changed: {said}")
-        if extras[3] == REPLACED:
-            raise ProbeReplaced("another server of this vLLM has put its own probe into a slot; try again")
+        _refuse(extras[3])
         if not np.isfinite(logits).all():
             layer = int(np.argwhere(~np.isfinite(logits))[0][1])
             raise NonFiniteReadout(
@@ -179,3 +179,30 @@ class Payload:
                 if not np.isfinite(activations[site]).all():
                     raise NonFiniteReadout(f"an activation of {site} holds a NaN or infinity; the model overflowed")
         return cls(logits.astype(np.float64), first, bool(extras[3] > 0.5), activations)
+
+
+def answer_read(wire: NDArray[np.float32], plan: Plan) -> NDArray[np.float64]:
+    """Return the truth logits [m] of one of an answer's own tokens.  Raises EngineError and its kinds.
+
+    They may hold a NaN, which the answer's mean then is, too."""
+    flat = _flat(wire, plan.geometry.num_layers + 1)
+    _refuse(flat[-1])
+    return flat[:-1].astype(np.float64)
+
+
+def _flat(wire: NDArray[np.float32], expected: int) -> NDArray[np.float32]:
+    flat = np.asarray(wire, np.float32).reshape(-1)
+    if flat.size != expected:
+        raise EngineError(
+            f"the worker sent {flat.size} numbers where {expected} were expected; run one version of HalluTracer, "
+            "with the same settings, in worker and server"
+        )
+    return flat
+
+
+def _refuse(state: np.float32) -> None:
+    if state == STALE:
+        said = "nothing is read before the golden prompts are replayed; where that does not happen, restart the engine"
+        raise WeightsChanged(f"the model's weights have changed: {said}")
+    if state == REPLACED:
+        raise ProbeReplaced("another server of this vLLM has put its own probe into a slot; try again")

@@ -28,7 +28,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from service.engines import families
 from service.engines.vllm import attach
 from service.engines.vllm.launch import RANGE, WORKER, refuse_unsupported, say
-from service.engines.vllm.reader import Reader, StepLayout, onset_rows
+from service.engines.vllm.reader import Reader, StepLayout, answer_rows, onset_rows
 from service.engines.vllm.wire import CHANGES, GATED, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError
 from service.readout import Probes, Site
@@ -66,7 +66,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         super().load_model(*args, **kwargs)
         config, plan, group = self.vllm_config.model_config, self.hallutracer_plan, get_tp_group()
         family, rank, ranks = families.family_of(config.hf_config), group.rank_in_group, group.world_size
-        found = attach.install(self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype)
+        rows = self.vllm_config.scheduler_config.max_num_seqs if plan.answers else 0
+        found = attach.install(self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype, rows)
         self.hallutracer_reader = Reader(plan, found, group if ranks > 1 else None, self.device)
         adopt(self.model_runner, self.hallutracer_reader)
 
@@ -85,6 +86,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         plan = self.hallutracer_plan
         return {
             "sites": [str(site) for site in plan.sites], "slots": plan.slots, "rows": plan.activations,
+            "answers": plan.answers, "answering": len(self.hallutracer_reader.answering),
             "weights": self.hallutracer_reader.weights, "geometry": [*astuple(plan.geometry)],
             "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
         }  # fmt: skip
@@ -125,7 +127,7 @@ for _name in CHANGES:
 
 
 def plan_of(config: VllmConfig) -> Plan:
-    """Return what ``additional_config``'s key "hallutracer" (sites, slots, rows) asks for.  Raises EngineError."""
+    """Return what ``additional_config``'s key "hallutracer" (sites, slots, rows, answers) has.  Raises EngineError."""
     additional = config.additional_config
     given = additional.get(KEY, {}) if isinstance(additional, dict) else {}
     model = config.model_config.hf_config
@@ -133,7 +135,7 @@ def plan_of(config: VllmConfig) -> Plan:
     sites = tuple(site for site in Site if site in wanted)
     rows, stages = bool(given.get("rows", False)), config.parallel_config.pipeline_parallel_size > 1
     for wrong, problem in (
-        (set(given) - {"sites", "slots", "rows"}, f"takes sites, slots and rows, not {[*given]}"),
+        (set(given) - {"sites", "slots", "rows", "answers"}, f"takes sites, slots, rows and answers, not {[*given]}"),
         (set(wanted) - set(sites), f"has sites other than {', '.join(Site)}: {wanted}"),
         (not sites or not isinstance(slots, int) or slots < 1, f"needs at least one site and one slot, not {given}"),
         (rows and stages, "cannot have rows, for training, across pipeline stages; use tensor parallelism instead"),
@@ -141,7 +143,7 @@ def plan_of(config: VllmConfig) -> Plan:
         if wrong:
             raise EngineError(f"additional_config.{KEY} {problem}")
     families.check_sites(str(model.model_type), sites)
-    return Plan(families.geometry(model), sites, slots, rows)
+    return Plan(families.geometry(model), sites, slots, rows, bool(given.get("answers", False)))
 
 
 def fingerprint(plan: Plan) -> str:
@@ -186,17 +188,19 @@ class V1Reading:
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """Remove the earlier stages' readouts before the runner copies the tensors that it knows."""
         self.hallutracer_earlier = _take_earlier(intermediate_tensors)
+        self.hallutracer.finished(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``before``: the step's rows are known, and which graph will run is not decided yet."""
         prepared = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        self.hallutracer.before(onset_rows(self._step_layout(prepared[1]), self._directive_of))
+        layout, reader = self._step_layout(prepared[1]), self.hallutracer
+        reader.before(onset_rows(layout, self._directive_of), answer_rows(layout, reader.answering))
         return prepared
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False for a step with an onset, whatever its tokens: a whole graph keeps nothing."""
-        return not self.hallutracer.keeps and super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+        """Return False for a step with an onset, whatever its tokens, where a whole graph keeps nothing."""
+        return not self.hallutracer.needs_pieces and super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
@@ -254,20 +258,26 @@ class V2Reading:
         """Drop directives of ended requests, and of preempted ones, which ``add_requests`` brings back."""
         for request in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self.hallutracer_directives.pop(request, None)
+        self.hallutracer.finished(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)  # type: ignore[misc]
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``before``: the step's rows are known."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        self.hallutracer.before(onset_rows(self._step_layout(batch), self.hallutracer_directives.get))
+        layout, reader = self._step_layout(batch), self.hallutracer
+        reader.before(onset_rows(layout, self.hallutracer_directives.get), answer_rows(layout, reader.answering))
         return batch
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Return no uniform decode where a prompt with a directive may end: a whole graph keeps nothing."""
+        """Return no uniform decode where a prompt with a directive may end and a whole graph keeps nothing."""
         state, uniform = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
-        if state is not None and any(
-            reads and request in self.hallutracer_directives
-            for request, reads in zip(state.req_ids, state.is_prefilling_np, strict=True)
+        if (
+            state is not None
+            and not self.hallutracer.plan.answers
+            and any(
+                reads and request in self.hallutracer_directives
+                for request, reads in zip(state.req_ids, state.is_prefilling_np, strict=True)
+            )
         ):
             uniform = None
         return state, uniform
@@ -286,10 +296,10 @@ class V2Reading:
         runner: Any = self
         prompts = runner.req_states.prompt_len.np[batch.idx_mapping_np]
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]  # a captured batch is padded with empty requests
-        # Known tokens beyond the prompt were sampled before a preemption: this step does not sample at t*.
-        emits = batch.prefill_len_np <= prompts
-        drafts = np.diff(batch.cu_num_logits_np) - 1
-        return StepLayout(batch.req_ids, starts, batch.num_computed_tokens_np, prompts, emits, drafts)
+        drafts, computed = np.diff(batch.cu_num_logits_np) - 1, batch.num_computed_tokens_np
+        # Known tokens beyond the prompt were sampled before a preemption: a step that ends before them samples none.
+        emits = computed + np.diff(starts) - drafts >= batch.prefill_len_np
+        return StepLayout(batch.req_ids, starts, computed, prompts, emits, drafts)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``gate``: the tokens are sampled, and not used yet."""

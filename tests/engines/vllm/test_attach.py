@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.engines.families import FAMILIES, family_of
 from service.engines.vllm import attach
@@ -151,8 +153,10 @@ class Model(nn.Module):
 
 
 def installed(model: Model, sites: tuple[Site, ...] = tuple(Site), *, rank: int = 0, ranks: int = 1,
-              dtype: torch.dtype = torch.float32, rows: bool = False) -> dict[Site, SiteReadout]:  # fmt: skip
-    return attach.install(model, LLAMA, Plan(GEOMETRY, sites, SLOTS, rows), rank, ranks, CPU, dtype)
+              dtype: torch.dtype = torch.float32, rows: bool = False, room: int = 0,
+              slots: int = SLOTS) -> dict[Site, SiteReadout]:  # fmt: skip
+    plan = Plan(GEOMETRY, sites, slots, rows, room > 0)
+    return attach.install(model, LLAMA, plan, rank, ranks, CPU, dtype, room)
 
 
 def hidden(seed: int = 3, tokens: int = TOKENS) -> torch.Tensor:
@@ -322,13 +326,94 @@ def test_a_layer_that_was_not_kept_or_kept_twice_gives_no_number(calls: int) -> 
     for readout in installed(Model()).values():
         readout.start(None)
         readout.keep(torch.ones(TOKENS, readout.width))
-        assert readout._kept == []  # a step that reads nothing
+        assert readout._kept is None  # a step that reads nothing
         readout.start(torch.tensor(ONSETS))
         for _ in range(calls):
             readout.keep(torch.ones(TOKENS, readout.width))
         for numbers, shape in ((readout.read(), (3, 4, SLOTS)), (readout.activations(), (3, 4, readout.width))):
             assert torch.isnan(numbers).all()
             assert numbers.shape == shape
+
+
+class Graph(TorchDispatchMode):
+    """What a CUDA graph does of a forward pass: the same operations again, on the same addresses, and no Python."""
+
+    def __init__(self, model: Model, tokens: int) -> None:
+        """Capture a pass over so many tokens."""
+        super().__init__()
+        self.inputs = hidden(tokens=tokens)
+        self._done: list[tuple[Any, Any, Any, Any]] = []
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            patch.setattr(attach, "captured", lambda states: True)
+            with self:
+                model(self.inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("hallutracer", "hallutracer_test"):  # Python's: what they do comes one by one
+            with self:
+                return (attach._keep_residual if func.namespace == "hallutracer" else _attention)(*args)
+        result = func(*args, **(kwargs or {}))
+        self._done.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self, inputs: torch.Tensor) -> None:
+        self.inputs[: len(inputs)] = inputs  # a step with fewer tokens is padded
+        with torch.inference_mode():
+            for func, args, kwargs, before in self._done:
+                again = func(*args, **kwargs)
+                for one, other in zip(*map(pytree.tree_leaves, (before, again)), strict=True):
+                    if isinstance(one, torch.Tensor) and one.data_ptr() != other.data_ptr():
+                        one.copy_(other)
+
+
+@pytest.mark.parametrize("slots", [SLOTS, GEOMETRY.num_heads])  # picked heads, and whole rows
+def test_a_graph_that_was_captured_whole_keeps_each_steps_own_rows(slots: int) -> None:
+    """At fixed addresses, for any number of rows up to that of its tokens, between steps that run without it."""
+    model, most = Model(), 7
+    found = installed(model, room=most, slots=slots)
+    made = {site: probes(site, seed) for seed, site in enumerate(Site)}
+    for site, readout in found.items():
+        readout.write(1, made[site])
+    run(model, found, hidden(), [0])  # the warm-up
+    for readout in found.values():
+        readout.start(None)
+    graphs = {tokens: Graph(model, tokens) for tokens in (8, 4, 1)}
+    addresses = [part.data_ptr() for one in found.values() for part in (one._kept, one._places) if part is not None]
+    for seed, (tokens, real, rows) in enumerate(
+        [(8, 8, [5, 0, 7]), (8, 6, [1, 2, 3, 4, 5]), (1, 1, [0]), (0, 12, [11, 3]), (4, 4, [3]), (8, 8, []),
+         (4, 3, [2, 1, 0]), (0, 9, []), (8, 7, [6, 5, 4, 3, 2, 1, 0]), (1, 1, [0])]
+    ):  # fmt: skip
+        inputs = hidden(seed, real)
+        for readout in found.values():
+            readout.start(torch.tensor(rows) if rows else None)
+        if tokens:
+            graphs[tokens].replay(inputs)
+        else:
+            with torch.inference_mode():
+                model(inputs)
+        expected_rows = activations_of(Model(), inputs)
+        for site, readout in found.items():
+            if rows:
+                check_read(readout.read().numpy(), 1, expected_rows[site], made[site], rows)
+            readout.start(None)
+            assert not readout._places.any(), "a smaller graph would read outside its tokens"
+    now = [part.data_ptr() for one in found.values() for part in (one._kept, one._places) if part is not None]
+    assert now == addresses
+    assert len(now) == 4
+
+
+def test_a_graph_that_keeps_nothing_gives_no_number() -> None:
+    """As one of another compilation: the step before was read, at the same address."""
+    model = Model()
+    found = installed(model, room=4)
+    run(model, found, hidden(), [1])
+    for readout in found.values():
+        assert torch.isfinite(readout.read()).all()
+        readout.start(torch.tensor([2, 3]))
+        assert torch.isnan(readout.read()).all()
+    for readout in installed(Model(), room=4).values():
+        readout.start(torch.tensor([2]))
+        assert torch.isnan(readout.read()).all(), "nothing was ever kept"
 
 
 def test_a_quantized_result_of_attention_is_not_read() -> None:

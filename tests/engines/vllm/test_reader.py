@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
@@ -17,8 +18,8 @@ from probes_store.records import Applicability, Context, ContextName, ContextPro
 from service.engines.base import EngineGate, PrefillResult, prompt_context
 from service.engines.checks import summarise
 from service.engines.vllm.attach import SiteReadout
-from service.engines.vllm.reader import OnsetRow, Reader, StepLayout, onset_rows
-from service.engines.vllm.wire import EXTRAS, Directive, Payload, Plan, context_terms
+from service.engines.vllm.reader import AnswerRow, OnsetRow, Reader, StepLayout, answer_rows, onset_rows
+from service.engines.vllm.wire import EXTRAS, Directive, Payload, Plan, answer_read, context_terms
 from service.errors import NonFiniteReadout, ProbeReplaced, WeightsChanged
 from service.readout import Geometry, Site
 from service.risk import risk
@@ -28,14 +29,17 @@ GEOMETRY = Geometry(num_layers=2, num_heads=2, head_dim=2, hidden_size=4)
 SLOTS, TOKENS, VOCABULARY = 2, 10, 11
 CPU = torch.device("cpu")
 OURS = Directive()
+READS = Directive(answer=(2, "its own"))
 
 
-def reader(sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False) -> Reader:
+def reader(sites: tuple[Site, ...] = tuple(Site), *, activations: bool = False, answers: bool = False) -> Reader:
     """With a probe in every slot."""
-    plan = Plan(GEOMETRY, sites, SLOTS, activations)
+    plan = Plan(GEOMETRY, sites, SLOTS, activations, answers)
     found = {
-        site: SiteReadout(plan, site, range(2), (0, GEOMETRY.heads(site)), leading=True, device=CPU) for site in sites
-    }
+        site: SiteReadout(plan, site, range(2), (0, GEOMETRY.heads(site)), leading=True, device=CPU,
+                          rows=TOKENS if answers else 0)
+        for site in sites
+    }  # fmt: skip
     for site, readout in found.items():
         for slot in range(SLOTS):
             readout.write(slot, tiny.probes(GEOMETRY, site, slot, scaled=True))
@@ -76,36 +80,50 @@ class Part:
     drafts: int = 0  # of ``count``
 
 
-def onsets_of(parts: list[Part]) -> list[OnsetRow]:
+def layout_of(parts: list[Part]) -> StepLayout:
     counts = np.array([(part.computed, part.prompt) for part in parts], np.int32).reshape(-1, 2)
     starts, emits = np.cumsum([0, *(part.count for part in parts)]), np.array([part.emits for part in parts], np.bool_)
     drafts = np.array([part.drafts for part in parts], np.int32)
-    layout = StepLayout([part.request for part in parts], starts, counts[:, 0], counts[:, 1], emits, drafts)
-    directives = {part.request: OURS for part in parts if part.ours}
-    return onset_rows(layout, directives.get)
+    return StepLayout([part.request for part in parts], starts, counts[:, 0], counts[:, 1], emits, drafts)
+
+
+def onsets_of(parts: list[Part]) -> list[OnsetRow]:
+    return onset_rows(layout_of(parts), {part.request: OURS for part in parts if part.ours}.get)
+
+
+def answers_of(parts: list[Part]) -> list[AnswerRow]:
+    return answer_rows(layout_of(parts), {part.request: READS for part in parts if part.ours})
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6), st.booleans()), min_size=1, max_size=6)
+Row = tuple[int, int]  # a token: its request and its position
 
 
-@settings(max_examples=60, deadline=None)
-@given(requests=REQUESTS, budget=st.integers(1, 24), preemptions=st.integers(0, 4), chance=st.randoms())
-def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
-    requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random
-) -> None:
-    """Random schedules with chunks, cached prefixes, mixed prefills and decodes, preemptions and resumptions, and draft
+@dataclass
+class Step:
+    """One step of a schedule: its parts in order, the tokens of its rows and of its logits' rows."""
+
+    parts: list[Part]
+    tokens: list[Row]
+    logits: list[Row]
+    sampled: list[int]  # tokens that each request has sampled before it
+
+
+def schedule(
+    requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random, *, drafts: bool
+) -> Iterator[Step]:
+    """Random steps with chunks, cached prefixes, mixed prefills and decodes, preemptions and resumptions, and draft
     tokens, of which some are accepted, behind any request that samples.
 
     requests: prompt tokens, answer tokens, whether they have a directive."""
     computed = [chance.randrange(prompt) for prompt, _, _ in requests]  # prefix hits
     sampled = [0] * len(requests)
-    onsets: list[int] = []
     for _ in range(2000):
         running = [n for n, (_, answer, _) in enumerate(requests) if sampled[n] < answer]
         if not running:
-            break
+            return
         order = chance.sample(running, len(running))
-        scheduled, tokens, logits, room = [], [], [], budget
+        step, room = Step([], [], [], [*sampled]), budget
         for number in order:
             prompt, _, ours = requests[number]
             left = prompt + sampled[number] - computed[number]
@@ -114,30 +132,62 @@ def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
                 continue
             room -= count
             emits = count == left
-            drafts = chance.randrange(3) if emits else 0
-            scheduled.append(Part(str(number), count + drafts, computed[number], prompt, ours, emits, drafts))
-            own = [(number, computed[number] + offset) for offset in range(count + drafts)]
-            tokens += own
-            logits += own[count - 1 :]
-        samples = {int(part.request) for part in scheduled if part.emits}
-        for onset in onsets_of(scheduled):
-            number = int(onset.request)
-            assert tokens[onset.token_row] == (number, requests[number][0] - 1)
-            assert logits[onset.logits_row] == (number, requests[number][0] - 1)
-            assert scheduled[onset.request_row].request == onset.request
-            if sampled[number] == 0:
-                assert number in samples, "an onset whose step emits nothing: its payload would be lost"
-                onsets.append(number)
-        for part in scheduled:
+            more = chance.randrange(3) if emits and drafts else 0
+            step.parts.append(Part(str(number), count + more, computed[number], prompt, ours, emits, more))
+            own = [(number, computed[number] + offset) for offset in range(count + more)]
+            step.tokens += own
+            step.logits += own[count - 1 :]
+        yield step
+        for part in step.parts:
             accepted = chance.randint(0, part.drafts)
             computed[int(part.request)] += part.count - part.drafts + accepted
             sampled[int(part.request)] += accepted + 1 if part.emits else 0
         if preemptions and chance.random() < 0.2:
             preemptions -= 1
-            computed[chance.choice(running)] = 0  # everything is computed again, like a prompt
-    else:
-        pytest.fail("the scheduler of this test does not end")
+            again = chance.choice(running)  # everything but a cached prefix is computed again, like a prompt
+            computed[again] = chance.choice([0, chance.randrange(computed[again] + 1)])
+    pytest.fail("the scheduler of this test does not end")
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=REQUESTS, budget=st.integers(1, 24), preemptions=st.integers(0, 4), chance=st.randoms())
+def test_every_prompt_has_exactly_one_onset_and_it_is_its_last_token(
+    requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random
+) -> None:
+    onsets: list[int] = []
+    for step in schedule(requests, budget, preemptions, chance, drafts=True):
+        samples = {int(part.request) for part in step.parts if part.emits}
+        for onset in onsets_of(step.parts):
+            number = int(onset.request)
+            assert step.tokens[onset.token_row] == (number, requests[number][0] - 1)
+            assert step.logits[onset.logits_row] == (number, requests[number][0] - 1)
+            assert step.parts[onset.request_row].request == onset.request
+            if step.sampled[number] == 0:
+                assert number in samples, "an onset whose step emits nothing: its payload would be lost"
+                onsets.append(number)
     assert sorted(onsets) == [number for number, (_, _, ours) in enumerate(requests) if ours]
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=REQUESTS, budget=st.integers(1, 24), preemptions=st.integers(0, 4), chance=st.randoms())
+def test_every_token_that_an_answer_goes_on_from_is_read_once_whatever_is_computed_again(
+    requests: list[tuple[int, int, bool]], budget: int, preemptions: int, chance: Random
+) -> None:
+    """It comes with the token that follows it, so that a step that emits nothing reads nothing."""
+    read: list[Row] = []
+    for step in schedule(requests, budget, preemptions, chance, drafts=False):
+        samples = {int(part.request) for part in step.parts if part.emits}
+        for row in answers_of(step.parts):
+            assert int(row.request) in samples
+            assert step.tokens[row.token_row][0] == int(row.request)
+            read.append(step.tokens[row.token_row])
+    goes_on = [
+        (number, prompt + token)
+        for number, (prompt, answer, ours) in enumerate(requests)
+        for token in range(answer - 1)
+        if ours
+    ]
+    assert sorted(read) == goes_on
 
 
 def test_the_row_is_counted_from_the_requests_own_first_row() -> None:
@@ -155,6 +205,15 @@ def test_drafts_have_rows_of_the_logits_and_may_follow_a_prompts_last_token() ->
 
 def test_an_answer_that_is_computed_again_after_a_preemption_has_no_second_onset() -> None:
     assert onsets_of([Part("resumed", 14, 0, 12)]) == onsets_of([Part("resumed", 12, 0, 12, emits=False)]) == []
+
+
+def test_an_answer_s_token_is_its_parts_last_and_only_of_a_step_that_samples() -> None:
+    step = [
+        Part("ends", 4, 8, 12), Part("decoding", 1, 9, 9), Part("other", 1, 9, 9, ours=False),
+        Part("chunk", 4, 9, 9, emits=False), Part("resumed", 14, 0, 12), Part("prompt", 12, 0, 12, emits=False),
+    ]  # fmt: skip
+    assert answers_of(step) == [AnswerRow("decoding", READS, 4), AnswerRow("resumed", READS, 23)]
+    assert answer_rows(layout_of(step), {}) == []
 
 
 # ---- one step
@@ -266,12 +325,12 @@ def test_a_step_without_onsets_does_nothing() -> None:
     run(made, step(Directive()))
     assert (made.keeps, made.after()) == (False, None)
     made.before(step(Directive()))
-    assert made.keeps
+    assert (made.keeps, made.needs_pieces) == (True, True)
     made.before([])
-    assert not made.keeps
+    assert (made.keeps, made.needs_pieces) == (False, False)
     for readout in made.sites.values():
         readout.keep(torch.zeros(TOKENS, readout.width))
-        assert readout._kept == []
+        assert readout._kept is None
     assert made.after() is None
     sampled = torch.tensor([[3]])
     assert made.gate(sampled) is sampled
@@ -293,6 +352,81 @@ def test_activations_are_returned_to_requests_that_ask() -> None:
         np.testing.assert_array_equal(payload.activations[site], kept[site][:, 1].numpy())
 
 
+def answer_steps(*directives: Directive) -> list[AnswerRow]:
+    """Answers' tokens at rows 0, 2, 4, ..."""
+    return [AnswerRow(f"a{n}", directive, 2 * n) for n, directive in enumerate(directives)]
+
+
+@pytest.mark.parametrize("prompts", [0, 2])
+def test_answers_are_read_by_their_own_probes_beside_prompts_that_end(prompts: int) -> None:
+    made, sampled = reader(answers=True), torch.full((10, 1), 3)
+    made.digests = {column: f"of {column}" for column in range(4)}
+    onsets = step(*[Directive(gate=SHUT, end_token=END, first_token=True)] * prompts)
+    answers = answer_steps(*(Directive(answer=(column, f"of {column}")) for column in (3, 0)))
+    made.before(onsets, answers)
+    read = forward(made)
+    made.after()
+    made.observe_logits(torch.randn(TOKENS, VOCABULARY))
+    made.gate(sampled)
+    payloads = made.payloads()
+    assert set(payloads) == {f"r{n}" for n in range(prompts)} | {"a0", "a1"}
+    for number, column in enumerate((3, 0)):
+        found = answer_read(payloads[f"a{number}"].numpy(), made.plan)
+        np.testing.assert_array_equal(found, read[:, prompts + number, column].numpy())
+    for number, row in enumerate(onsets):
+        payload = Payload.decode(payloads[row.request].numpy(), made.plan, row.directive)
+        np.testing.assert_array_equal(payload.trajectories, read[:, number].T.numpy())
+        assert payload.gated
+    assert sampled[:, 0].tolist().count(END) == prompts
+    assert made.payloads() == {}
+
+
+def test_an_answer_whose_probe_or_weights_were_replaced_gets_no_number_and_its_neighbours_theirs() -> None:
+    made = reader(answers=True)
+    made.digests, made.weights = {0: "mine", 1: "another server's"}, 1
+    fine, other, stale = (
+        Directive(answer=(column, "mine"), weights=weights) for column, weights in ((0, 1), (1, 1), (0, 0))
+    )
+    onset = Directive(probes=((1, "mine"),), weights=1)
+    made.before(step(onset), answer_steps(other, fine, stale))
+    forward(made)
+    made.after()
+    payloads = {name: payload.numpy() for name, payload in made.payloads().items()}
+    assert np.isfinite(answer_read(payloads["a1"], made.plan)).all()
+    for name, error in (("a0", ProbeReplaced), ("a2", WeightsChanged)):
+        assert np.isnan(payloads[name][0, :-1]).all()
+        with pytest.raises(error):
+            answer_read(payloads[name], made.plan)
+    with pytest.raises(ProbeReplaced):
+        Payload.decode(payloads["r0"], made.plan, onset)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+def test_an_answer_s_token_that_was_not_kept_is_no_number(layers: int) -> None:
+    """After a step that was."""
+    made = reader(answers=True)
+    made.digests = {0: ""}
+    for kept in (2, layers):
+        made.before([], answer_steps(Directive(answer=(0, ""))))
+        forward(made, layers=kept)
+        made.after()
+        found = answer_read(made.payloads()["a0"].numpy(), made.plan)
+        assert np.isfinite(found).all() == (kept == 2)
+        assert np.isnan(found).all() == (kept != 2)
+
+
+def test_answers_are_known_from_their_onset_until_they_have_ended() -> None:
+    made = reader(answers=True)
+    reads = Directive(answer=(0, "mine"))
+    run(made, step(reads, OURS, reads))
+    assert made.answering == {"r0": reads, "r2": reads}
+    made.before([], [AnswerRow("r0", reads, 0)])
+    assert set(made.answering) == {"r0", "r2"}
+    made.finished(["r2", "r1", "unknown"])
+    assert made.answering == {"r0": reads}
+    assert (made.keeps, made.needs_pieces) == (True, False)
+
+
 def test_a_later_stage_adds_its_layers() -> None:
     first, last = reader(), reader()
     read = []
@@ -308,10 +442,12 @@ def test_a_later_stage_adds_its_layers() -> None:
 
 def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA ``torch.tensor(.., device=)`` and reading a number back would stop vLLM's asynchronous scheduling."""
-    made = reader()
+    made = reader(answers=True)
+    run(made, step(Directive()))
     gate = EngineGate((1.0, 0.5, 0.5, 0.0, 0.0, 0.0), 0.0, 0.5)
     directive = Directive(first_token=True, gate=gate, end_token=END, slot=1)
     onsets, logits = step(directive, Directive(), directive), torch.randn(6, VOCABULARY)
+    answers = answer_steps(Directive(answer=(0, "")), Directive(answer=(2, "another's")))
     sampled = torch.zeros(4, 1).long()
     made_tensors: list[object] = []
     tensor = torch.tensor
@@ -327,7 +463,7 @@ def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: py
     monkeypatch.setattr(torch, "tensor", counting)
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    made.before(onsets)
+    made.before(onsets, answers)
     forward(made)
     made.after()
     made.observe_logits(logits)
@@ -335,7 +471,8 @@ def test_a_step_copies_once_to_the_device_and_never_waits_for_it(monkeypatch: py
     payloads = made.payloads()
     monkeypatch.undo()
     assert len(made_tensors) == 1
-    assert len({payload.untyped_storage().data_ptr() for payload in payloads.values()}) == 1
+    for rows in (onsets, answers):
+        assert len({payloads[row.request].untyped_storage().data_ptr() for row in rows}) == 1
 
 
 # ---- gates

@@ -7,13 +7,14 @@ import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from service.engines.base import EngineOptions
-from service.engines.vllm.client import Slots
+from service.engines.vllm.client import MERGED, ProbeLease, Slots
 from service.engines.vllm.engine import SLOTS, VllmEngine, slots_for
-from service.engines.vllm.wire import KEY, Plan
-from service.errors import EngineError
+from service.engines.vllm.wire import KEY, REPLACED, STALE, Directive, Plan
+from service.errors import EngineError, ProbeReplaced, WeightsChanged
 from service.library import engine as library
 from service.readout import Geometry, Probes, Site
 from service.vllm_plugin import front_end
@@ -114,6 +115,75 @@ async def test_a_slot_that_another_server_took_is_written_again() -> None:
     assert await slots.hold(Loaded(2).probes) == [0, 1, 2]
 
 
+def output(payload: list[float] | None, *later: list[float]) -> Any:
+    """A request's output, to which vLLM has added later ones."""
+    made = [None if one is None else np.array([one], np.float32) for one in (payload, *later)]
+    return SimpleNamespace(prompt_token_id_logprobs=made[0], **{MERGED: tuple(made[1:])})
+
+
+READS = Plan(GEOMETRY, tuple(Site), 2, False, True)
+ONSET = [0.0] * READS.payload
+
+
+async def leased(slots: Slots, *probes: Probes) -> ProbeLease:
+    """Of a prompt that is read by all but the last, and its answer by that."""
+    *columns, answer = await slots.hold(probes)
+    [digest] = slots.digests([answer])
+    return ProbeLease(Directive(answer=digest), READS, columns, slots, [answer])
+
+
+async def test_an_answer_s_slot_is_kept_until_it_ends_and_the_prompt_s_until_it_was_read() -> None:
+    slots, written = made()
+    lease = await leased(slots, FIRST, SECOND)
+    with pytest.raises(EngineError, match="in use"):
+        await slots.hold([THIRD])
+    lease.prefill(output(ONSET), 3)
+    slots.release(await slots.hold([THIRD]))
+    assert written.probes[Site.ATTENTION_HEAD, 1] is SECOND
+    for _ in range(2):
+        lease.release()
+    held = await slots.hold([FIRST, FOURTH])
+    with pytest.raises(EngineError, match="in use"):
+        await slots.hold([SECOND])
+    assert sorted(held) == [0, 1]
+
+
+async def test_the_mean_is_over_each_token_that_came_whatever_vllm_has_added_to_what() -> None:
+    slots, _ = made()
+    lease = await leased(slots, FIRST)
+    assert lease.answer(output(ONSET), 1, first=True) is None
+    assert lease.answer(output(None), 1) is None  # an output without a token
+    found = lease.answer(output([1.0, -2.0, 0.0]), 2)
+    assert found is not None
+    assert (found.tokens, found.trajectory.tolist()) == (1, [1.0, -2.0])
+    found = lease.answer(output([2.0, 0.0, 0.0], [6.0, 5.0, 0.0]), 4)
+    assert found is not None
+    assert (found.tokens, found.trajectory.tolist()) == (3, [3.0, 1.0])
+    other = await leased(slots, FIRST)
+    found = other.answer(output(ONSET, [4.0, 8.0, 0.0]), 2, first=True)
+    assert found is not None
+    assert found.trajectory.tolist() == [4.0, 8.0]
+    with pytest.raises(EngineError, match="1 of an answer's tokens were read where the model went on from 2"):
+        other.answer(output(None), 3)
+    unread = ProbeLease(Directive(), READS, [], slots)
+    assert unread.answer(output(None), 5) is None
+
+
+async def test_an_answer_whose_probe_or_weights_were_replaced_ends_with_the_reason() -> None:
+    slots, written = made()
+    changes: list[int] = []
+    slots.on_changed = lambda: changes.append(1)
+    lease = await leased(slots, FIRST)
+    with pytest.raises(ProbeReplaced):
+        lease.answer(output([0.0, 0.0, REPLACED]), 2)
+    lease.release()
+    lease = await leased(slots, FIRST)
+    assert written.count == 2, "it is not written again"
+    with pytest.raises(WeightsChanged):
+        lease.answer(output([0.0, 0.0, STALE]), 2)
+    assert changes == [1]
+
+
 async def test_unknown_sites_and_geometries_are_refused() -> None:
     slots, written = made(sites=(Site.ATTENTION_HEAD,))
     for probe, named in ((RESIDUAL, "residual_stream"), (tiny.probes(Geometry(3, 2, 4, 8)), "another model")):
@@ -127,35 +197,39 @@ SEEDS = itertools.count()
 
 
 class Loaded:
-    """A bundle of which only the number of context probes is known."""
+    """A bundle of which only the number of context probes is known, and whether it has one of answers."""
 
-    def __init__(self, context_probes: int) -> None:
+    def __init__(self, context_probes: int, *, answer: bool = False) -> None:
+        self.answer = object() if answer else None
         self.manifest = SimpleNamespace(
             context_probes=context_probes, readout=SimpleNamespace(site="attention_head"),
             model=SimpleNamespace(adapter=None),
         )  # fmt: skip
-        self.probes = [tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes)]
+        self.probes = [tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes + answer)]
 
 
+@pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("fleet", [[], [0], [3], [0, 0], [1, 3], [3, 3], [0, 1, 2, 3]], ids=str)
 async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
-    fleet: list[int], monkeypatch: pytest.MonkeyPatch
+    fleet: list[int], answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While prompts of the old ones wait; the library and vLLM's own server make it alike."""
-    old, new = [Loaded(count) for count in fleet], [Loaded(3) for _ in fleet]
-    room = slots_for(cast(Any, old))
+    """While prompts of the old ones wait, and answers where they are read: vLLM's own server reads none."""
+    old, new = ([Loaded(count, answer=answers) for count in counts] for counts in (fleet, [3] * len(fleet)))
+    reads = answers and bool(fleet)
+    room = slots_for(cast(Any, old), answers=reads)
     assert room >= SLOTS
     slots, _ = made(room)
     before = await slots.hold([probe for bundle in old for probe in bundle.probes])
     after = await slots.hold([probe for bundle in new for probe in bundle.probes])
     assert not set(before) & set(after)
-    asked: list[int] = []
-    monkeypatch.setattr(VllmEngine, "load", lambda *_, slots, **__: asked.append(slots))
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(VllmEngine, "load", lambda *_, slots, answers, **__: asked.append((slots, answers)))
     monkeypatch.setattr(library, "refuse_another_model", lambda *_: None)
     library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old))
-    assert asked == [room]
+    library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old), rows=[Site.ATTENTION_HEAD])
+    assert asked == [(room, reads), (slots_for(cast(Any, old)), False)]  # for training it reads none
     if fleet:
         monkeypatch.setattr(front_end, "read_options", lambda: SimpleNamespace(bundles=dict(enumerate(old))))
         arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
         front_end.read_by_default(arguments, {})
-        assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": room}
+        assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": slots_for(cast(Any, old))}

@@ -17,16 +17,19 @@ from service.engines.vllm.wire import (
     EXTRAS,
     KEY,
     NO_CONTEXT,
+    REPLACED,
+    STALE,
     Directive,
     Payload,
     Plan,
+    answer_read,
     context_terms,
 )  # fmt: skip
-from service.errors import EngineError, NonFiniteReadout
+from service.errors import EngineError, NonFiniteReadout, ProbeReplaced, WeightsChanged
 from service.readout import Geometry, Site
 
 GEOMETRY = Geometry(num_layers=3, num_heads=4, head_dim=2, hidden_size=6)
-PLAN = Plan(GEOMETRY, tuple(Site), 2, True)
+PLAN = Plan(GEOMETRY, tuple(Site), 2, True, True)
 COLUMNS = 4  # 2 sites x 2 slots
 LOGITS = COLUMNS * 3  # layers
 GATE = EngineGate((0.1, 0.0, -2.5, 0.0, 0.0, 0.0), 1e-3, 0.7)
@@ -49,6 +52,7 @@ def wire(*, activations: bool = False) -> np.ndarray:
         Directive(first_token=True, slot=3),
         Directive(probes=((0, "a1"), (3, "b2"))),
         Directive(weights=7),
+        Directive(probes=((0, "a1"),), answer=(3, "b2")),
         Directive(activations=True),
         Directive(gate=GATE, end_token=5, slot=1),
         Directive(gate=replace(GATE, weight=(0.1, 0.0, 0.0, 1.5, -2.5, 0.3)), end_token=5, context=TERMS),
@@ -85,6 +89,7 @@ def test_the_terms_of_a_record_are_by_name_not_by_its_order() -> None:
         *({"gate": gate} for gate in ([0.0] * 4, [0.0] * 7, [[0.0]] * 8)),
         {"end_token": None},
         {"rows": True},
+        *({"answer": answer} for answer in ([0], [0, "b", 1], ["a", "b"], 3, [10**30, "b"], [COLUMNS, "b"], [-1, "b"])),
         *({"probes": probes} for probes in ([[0]], [["a", "b"]], 3, [[10**30, "b"]])),
     ],
     ids=str,
@@ -94,6 +99,7 @@ def test_what_a_caller_could_write_never_raises_in_a_worker(wrong: dict[str, obj
     if found is not None:
         assert 0 <= found.slot < COLUMNS
         assert not found.activations
+        assert found.answer is None
         assert found.gate is None or 0 <= (found.end_token or 0) < 2**31
     for missing in GATED:
         Directive.decode({KEY: {name: value for name, value in GATED.items() if name != missing}}, PLAN)
@@ -115,6 +121,11 @@ def test_what_is_no_directive_of_this_plan_is_none() -> None:
     for slot in (-1, COLUMNS, 2**40, -(2**70), 1e300):
         for place in range(3):
             assert made_of(context=[*NO_CONTEXT[:place], slot, *NO_CONTEXT[place + 1 :]]) is None
+    for answer in ([-1, "a"], [COLUMNS, "a"], [2**70, "a"], ["x", "a"], [0], "x", 1):
+        assert made_of(answer=answer) is None
+    reads = GATED | {"answer": [1, "a"]}
+    assert Directive.decode({KEY: reads}, PLAN) is not None
+    assert Directive.decode({KEY: reads}, replace(PLAN, answers=False)) is None  # a plan that reads no answers
     for length in (0, 9, 11):
         assert made_of(context=[0.0] * length) is None
 
@@ -170,3 +181,16 @@ def test_a_nan_or_infinity_is_refused(place: int, message: str, bad: float) -> N
     values[place] = bad
     with pytest.raises(NonFiniteReadout, match=message):
         Payload.decode(values, PLAN, Directive(activations=True))
+
+
+def test_what_was_read_of_an_answer_s_token_is_a_trajectory_or_says_why_not() -> None:
+    sent = np.array([[0.5, -1.25, math.inf, 0.0]], np.float32)
+    assert answer_read(sent, PLAN).tolist() == [0.5, -1.25, math.inf]
+    assert answer_read(sent, PLAN).dtype == np.float64
+    for why, error in ((REPLACED, ProbeReplaced), (STALE, WeightsChanged)):
+        sent[0, -1] = why
+        with pytest.raises(error):
+            answer_read(sent, PLAN)
+    for count in (3, 5, PLAN.payload):
+        with pytest.raises(EngineError, match=f"sent {count} numbers"):
+            answer_read(np.zeros(count, np.float32), PLAN)

@@ -19,7 +19,7 @@ from service.engines.loading import changed_at_load
 from service.engines.vllm import attach, launch
 from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.engine import VllmEngine
-from service.engines.vllm.reader import Reader, onset_rows
+from service.engines.vllm.reader import AnswerRow, Reader, answer_rows, onset_rows
 from service.engines.vllm.wire import CHANGES, GATED, KEY, Directive, Plan, probe_digest
 from service.errors import EngineError, ModelLoadError
 from service.readout import Geometry, Site
@@ -154,7 +154,8 @@ def stand_in(**changed: Any) -> Any:
     def part(**own: Any) -> SimpleNamespace:
         return SimpleNamespace(**{name: changed.get(name, value) for name, value in own.items()})
 
-    found = part(speculative_config=None, lora_config=None)
+    found = part(speculative_config=None, lora_config=None, additional_config={})
+    found.scheduler_config = part(stream_interval=1)
     found.compilation_config = part(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     found.compilation_config.pass_config = part(fuse_attn_quant=False)
     found.cache_config = part(kv_sharing_fast_prefill=False)
@@ -181,6 +182,13 @@ def test_unsupported_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(EngineError, match=what):
             worker.refuse_unsupported(stand_in(**changed))
     drafts = SimpleNamespace(enable_adaptive_verification=False)
+    for changed, what in (
+        ({"speculative_config": drafts}, "speculative decoding"),
+        ({"stream_interval": 2}, "stream_i"),
+    ):
+        worker.refuse_unsupported(stand_in(**changed, additional_config={KEY: {"answers": False}}))
+        with pytest.raises(EngineError, match=f"{what}.*answers' own tokens"):
+            worker.refuse_unsupported(stand_in(**changed, additional_config={KEY: {"answers": True}}))
     for taken in (
         config(), stand_in(speculative_config=drafts), stand_in(lora_config=object()),
         stand_in(pipeline_parallel_size=2, enforce_eager=False),
@@ -210,10 +218,10 @@ def test_a_worker_whose_class_was_named_reads_only_where_something_judges(
 
 def test_the_plan_follows_additional_config() -> None:
     plan = worker.plan_of(config())
-    assert (plan.sites, plan.slots, plan.activations) == (tuple(Site), worker.SLOTS, False)
-    wanted = {"sites": ["residual_stream"], "slots": 2, "rows": True}
+    assert (plan.sites, plan.slots, plan.activations, plan.answers) == (tuple(Site), worker.SLOTS, False, False)
+    wanted = {"sites": ["residual_stream"], "slots": 2, "rows": True, "answers": True}
     plan = worker.plan_of(config({KEY: wanted, "others": 1}))
-    assert (plan.sites, plan.slots, plan.activations) == ((Site.RESIDUAL_STREAM,), 2, True)
+    assert (plan.sites, plan.slots, plan.activations, plan.answers) == ((Site.RESIDUAL_STREAM,), 2, True, True)
     for wrong, named in (
         ({"sight": ["residual_stream"]}, "'sight'"), ({"sites": ["mlp"]}, "sites.*mlp"), ({"sites": []}, "one site"),
         ({"slots": 0}, "one slot"), ({"slots": "4"}, "one slot"),
@@ -227,6 +235,7 @@ def test_everything_that_changes_the_graph_changes_the_fingerprint(
 ) -> None:
     plan = worker.plan_of(config())
     changed = [replace(plan, slots=7), replace(plan, activations=True), replace(plan, sites=(Site.ATTENTION_HEAD,))]
+    changed.append(replace(plan, answers=True))
     fingerprints = {worker.fingerprint(variant) for variant in (plan, *changed)}
     monkeypatch.setattr(worker, "vllm_version", "0.32.1")
     fingerprints.add(worker.fingerprint(plan))
@@ -235,7 +244,7 @@ def test_everything_that_changes_the_graph_changes_the_fingerprint(
     edited.write_text(f"{open(attach.__file__).read()}\n# another line\n")  # noqa: SIM115
     monkeypatch.setattr(attach, "__file__", str(edited))
     fingerprints.add(worker.fingerprint(plan))
-    assert len(fingerprints) == 6
+    assert len(fingerprints) == 7
 
 
 def test_the_fingerprint_is_in_the_key_of_vllms_compile_cache() -> None:
@@ -327,6 +336,31 @@ def test_v1s_rows() -> None:
     ]  # fmt: skip
 
 
+ANSWERED = Directive(answer=(1, "its own"))
+
+
+def test_v1s_rows_of_answers() -> None:
+    runner = v1(
+        decode=(ARGS, 1, 9, 9, False), ends=(ARGS, 6, 14, 20, False), again=(ARGS, 5, 18, 20, True),
+        resumed=(ARGS, 9, 18, 20, False), unread=(ARGS, 1, 9, 9, False),
+    )  # fmt: skip
+    read = dict.fromkeys(("decode", "ends", "again", "resumed"), ANSWERED)
+    found = answer_rows(runner._step_layout(None), read)
+    assert found == [AnswerRow("decode", ANSWERED, 0), AnswerRow("resumed", ANSWERED, 1 + 6 + 5 + 9 - 1)]
+
+
+@pytest.mark.parametrize("mixin", [worker.V1Reading, worker.V2Reading])
+def test_a_runner_forgets_answers_that_have_ended_and_no_others(mixin: type) -> None:
+    """A preempted one goes on."""
+    methods = {name: lambda *_: None for name in ("execute_model", "finish_requests")}
+    runner: Any = type("Runner", (mixin, type("Base", (), methods)), {})()
+    runner.hallutracer_directives, runner.hallutracer = {}, Reader(PLAN, {}, None, torch.device("cpu"))
+    runner.hallutracer.answering = dict.fromkeys("abc", ANSWERED)
+    scheduled = step(finished=("a", "unknown"), preempted=("b",))
+    (runner.execute_model if mixin is worker.V1Reading else runner.finish_requests)(scheduled)
+    assert set(runner.hallutracer.answering) == {"b", "c"}
+
+
 def batch(padded: int = 0, **rows: Any) -> Any:
     """An ``InputBatch`` of (tokens in this step, computed, prefill length, state's index, drafts), the rest left out.
 
@@ -360,8 +394,15 @@ def v2(prompts: list[int], **requests: Any) -> Any:
     made = type("Runner", (worker.V2Reading, Prepared), {})()
     made.hallutracer_directives = {}
     made.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array(prompts)))
-    made.hallutracer = SimpleNamespace(calls=[], directive_of=DIRECTIVE_OF)
-    made.hallutracer.before = made.hallutracer.calls.append
+    made.hallutracer = SimpleNamespace(
+        calls=[], answers=[], directive_of=DIRECTIVE_OF, answering={}, plan=PLAN, finished=lambda requests: None
+    )
+
+    def before(onsets: Any, answers: Any) -> None:
+        made.hallutracer.calls.append(onsets)
+        made.hallutracer.answers.append(answers)
+
+    made.hallutracer.before = before
     made.add_requests(step(**requests))
     return made
 
@@ -395,18 +436,31 @@ def test_v2s_rows_go_by_the_states_index_and_the_batchs_order() -> None:
     assert (onset.request, onset.token_row, onset.request_row, onset.logits_row) == ("ends", 3, 1, 3)
 
 
+def test_v2s_rows_of_answers() -> None:
+    """A request that computes a prompt and an answer again samples at the end of both."""
+    runner = v2([9, 20, 10, 10, 4], **dict.fromkeys(("decode", "ends", "again", "resumed", "unread"), ARGS))
+    runner.hallutracer.answering = dict.fromkeys(("decode", "ends", "again", "resumed"), ANSWERED)
+    runner.prepare_inputs(batch(2, decode=(1, 12, 9, 0), unread=(1, 7, 4, 4), ends=(6, 14, 20, 1), again=(11, 0, 13, 2),
+                                resumed=(5, 8, 13, 3)))  # fmt: skip
+    [found] = runner.hallutracer.answers
+    assert found == [AnswerRow("decode", ANSWERED, 0), AnswerRow("resumed", ANSWERED, 1 + 1 + 6 + 11 + 5 - 1)]
+
+
 def test_v2_runs_no_whole_graph_where_a_prompts_last_token_is_alone() -> None:
     """As after a hit in the prefix cache, beside requests that decode: vLLM would take the step for a decode."""
     base = type("Base", (), {"_is_uniform_decode": lambda *_, max_num_scheduled_tokens: max_num_scheduled_tokens == 1})
     first = type("Runner", (worker.V1Reading, base), {})()
     second = v2([9, 9, 4], decode=ARGS, unrelated=None, ends=ARGS)
     for reads in (True, False):
-        first.hallutracer = SimpleNamespace(keeps=reads)
+        first.hallutracer = SimpleNamespace(needs_pieces=reads)
         assert first._is_uniform_decode(max_num_scheduled_tokens=1) is not reads
         prefilling = np.array([False, True, reads])
         state = SimpleNamespace(req_ids=["decode", "unrelated", "ends"], is_prefilling_np=prefilling)
         assert second.gather_batch_req_state(state, False) == (state, None if reads else 1)
         assert second.gather_batch_req_state(state, True) == (None, 1)
+        second.hallutracer.plan = replace(PLAN, answers=True)  # whose graphs keep what is read
+        assert second.gather_batch_req_state(state, False) == (state, 1)
+        second.hallutracer.plan = PLAN
 
 
 def test_v2_drops_ended_requests_and_adds_preempted_ones_again() -> None:

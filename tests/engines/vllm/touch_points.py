@@ -140,7 +140,8 @@ POINTS = [
     Point("launch", "config/model.py", "ModelConfig", has=(
         "model revision trust_remote_code dtype quantization hf_config max_model_len enforce_eager runner_type")),
     Point("launch", "config/cache.py", "CacheConfig", has="cache_dtype kv_sharing_fast_prefill"),
-    Point("launch", "config/scheduler.py", "SchedulerConfig", has="max_num_batched_tokens"),
+    Point("launch", "config/scheduler.py", "SchedulerConfig",
+          has="max_num_batched_tokens max_num_seqs stream_interval"),
     Point("launch", "config/compilation.py", "CompilationConfig", has="cudagraph_mode pass_config splitting_ops"),
     Point("launch", "config/compilation.py", "CUDAGraphMode", has="FULL mixed_mode"),
     Point("launch", "config/compilation.py", "PassConfig", has="fuse_attn_quant"),
@@ -156,6 +157,7 @@ POINTS = [
     Point("engine", "inputs/engine.py", "tokens_input", "prompt_token_ids"),
     Point("engine", "outputs.py", "RequestOutput", has=(
         "outputs finished prompt_token_ids prompt_token_id_logprobs num_cached_tokens metrics")),
+    Point("client", "outputs.py", "RequestOutput.add", "next_output aggregate"),
     Point("engine", "outputs.py", "CompletionOutput", has=(
         "index text token_ids finish_reason stop_reason logprobs cumulative_logprob")),
     Point("client", "v1/metrics/stats.py", "RequestStateStats", has="queued_ts scheduled_ts first_token_ts"),
