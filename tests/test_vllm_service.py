@@ -22,6 +22,7 @@ from probes_store.store import Store
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
+from service.scoring import LEAST_READ
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.matching import with_answer
 from tests.running import until
@@ -238,6 +239,10 @@ AGAIN = """
 action = "abstain"
 message = "No: {risk}."
 recheck = true
+
+[cut]
+action = "abstain"
+stop_at = 0.5
 """
 
 
@@ -254,13 +259,20 @@ def test_an_answer_is_read_again_as_the_embedded_engine_reads_it(tmp_path: Path)
         with serve(
             *given, HALLUTRACER_BUNDLE="mine", HALLUTRACER_STORE=str(tmp_path / "store"), **MAY_CHOOSE
         ) as served:
-            asked = [body | {"policy": policy, "generate": {"max_tokens": 16}} for policy in ("observe", "again")]
+            asked = [body | {"policy": name, "generate": {"max_tokens": 16}} for name in ("observe", "again", "cut")]
             found[kind] = [post(served.url, **one).json()["data"] for one in asked]
-    given, held = found["vllm"]
+    given, held, cut = found["vllm"]
     assert [row["completion"] for row in given] == [row["completion"] for row in found["embedded"][0]]
-    for ours, theirs in zip(found["vllm"], found["embedded"], strict=True):
+    for ours, theirs in zip(found["vllm"][:2], found["embedded"][:2], strict=True):
         risks = [[row["answer_risk"] for row in rows] for rows in (ours, theirs)]
         assert risks[0] == pytest.approx(risks[1], abs=1e-4)
         assert [row["decision"] for row in ours] == [row["decision"] for row in theirs]
     assert {row["decision"] for row in held} == {"abstain", "continue"}, "else this tells nothing"
     assert not any("completion" in row for row in held if row["answer_flagged"])
+    ended = [row["completion"] for row in cut if row["completion"]["finish_reason"] == "content_filter"]
+    assert len(ended) == sum(row["answer_risk"] >= 0.5 for row in cut) > 0, "and all of them were read"
+    for row, whole in zip(cut, given, strict=True):
+        text, tokens = row["completion"]["text"], row["completion"]["completion_tokens"]
+        assert whole["completion"]["text"].startswith(text)
+        if row["completion"] in ended:
+            assert LEAST_READ <= tokens <= row["answer_tokens"], "nothing behind what was read"

@@ -300,8 +300,8 @@ class LoadedModel(Protocol):
     ) -> list[PrefillResult]:
         """Prefill all prompts and wait.  Without ``first_token`` the forward pass may end at the last readout.
 
-        ``last``: trajectories are means over so many last tokens of each prompt, as over an answer behind it.  Raises
-        EngineError where the engine reads the last token only."""
+        ``last``: trajectories are means over so many last tokens of each prompt, as over an answer behind it; there are
+        no first tokens.  Raises EngineError where the engine reads the last token only."""
 
     def extract(
         self, prompts: Prompts, sites: Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,

@@ -117,7 +117,8 @@ class TransformersEngine:
             for batch in self._batches(prompts, whole=bool(last)):
                 sink = TruthLogits(stack, len(batch.index), self._device)
                 counts = [last[index] for index in batch.index] if last else ()
-                logits = self._prefill(batch, sink, full=first_token or not probes, last=counts)
+                full = not last and (first_token or not probes)
+                logits = self._prefill(batch, sink, full=full, last=counts)
                 done.append((batch, sink, None if logits is None or not first_token else summarise(logits)))
             return hooks.prefill_results(stack, done)
 
