@@ -34,7 +34,8 @@ from service.settings import env
 from service.vllm_plugin.middleware import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
-XARGS = tuple(name for name in Arguments.model_fields if not name.endswith("retrieval_of"))  # our own service's alone
+OWN = ("retrieval_of", "include")  # our own service's alone
+XARGS = tuple(name for name in Arguments.model_fields if not name.endswith(OWN))
 
 
 def judging_generate(

@@ -167,7 +167,7 @@ async def test_a_stream_has_the_risk_before_its_pieces(bench: Bench) -> None:
     handle = bench.request("a", sampling=Sampling(max_tokens=40), policy=OBSERVE, streams=True)
     (report,) = await handle.risks()
     assert (report.risk, report.completion) == (bench.report("a").risk, None)
-    assert await text_of(handle) == ["é"] * 20
+    assert await text_of(handle) == [("é", None)] * 20
     assert handle.jobs[0].tokens == 40
 
 

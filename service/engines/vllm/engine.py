@@ -167,7 +167,7 @@ class VllmEngine:
         With ``last``, each of these tokens is read as the end of a prompt of its own: of a whole one, what is cached or
         in another chunk has no row to read."""
         if last:
-            return self._score_last(prompts, probes, first_token, last)
+            return self._score_last(prompts, probes, last)
         self._begin(prompts)
 
         async def prefill(prompt: base.TokenIds) -> PrefillResult:
@@ -176,12 +176,10 @@ class VllmEngine:
 
         return self._run_all([prefill(prompt) for prompt in prompts])
 
-    def _score_last(
-        self, prompts: Prompts, probes: Sequence[Probes], first_token: bool, last: Sequence[int]
-    ) -> list[PrefillResult]:
+    def _score_last(self, prompts: Prompts, probes: Sequence[Probes], last: Sequence[int]) -> list[PrefillResult]:
         pairs = zip(prompts, last, strict=True)
         ends = [prompt[: len(prompt) - left] for prompt, tokens in pairs for left in range(tokens)]
-        read, found = iter(self.score(ends, probes, first_token=first_token)), []
+        read, found = iter(self.score(ends, probes)), []
         for tokens in last:
             whole, *others = (next(read) for _ in range(tokens))
             parts = zip(*(one.trajectories for one in (whole, *others)), strict=True)
