@@ -90,16 +90,23 @@ def test_a_stream_begins_once_the_answer_was_read(service: Running, flagged: dic
             assert (rest[-1]["answer_risk"], rest[-1]["finish_reason"]) == (risk, "length")
 
 
+def openai_says(
+    service: Running, route: str, word: str, policy: str, *, stream: bool, tokens: int = 6
+) -> tuple[list[dict[str, Any]], str]:
+    """The response, or a stream's chunks, under a policy whose first risk lets everything begin; and its bytes."""
+    asked = {"messages": [{"role": "user", "content": word}]} if route.startswith("chat") else {"prompt": word}
+    xargs = {"hallutracer_policy": policy, "hallutracer_threshold": 1.0}
+    body = {"model": "scripted", "max_tokens": tokens, "temperature": 0, "stream": stream, "vllm_xargs": xargs}
+    said = httpx.post(f"{service.url}/v1/{route}", json=asked | body, timeout=30).text
+    return events(said) if stream else [json.loads(said)], said
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 def test_openai_s_routes_hold_it_too(service: Running, route: str, stream: bool) -> None:
     told = set()
     for word in WORDS:
-        asked = {"messages": [{"role": "user", "content": word}]} if route.startswith("chat") else {"prompt": word}
-        xargs = {"hallutracer_policy": "again", "hallutracer_threshold": 1.0}
-        body = {"model": "scripted", "max_tokens": 6, "temperature": 0, "stream": stream, "vllm_xargs": xargs}
-        said = httpx.post(f"{service.url}/v1/{route}", json=asked | body, timeout=30).text
-        parts = events(said) if stream else [json.loads(said)]
+        parts, said = openai_says(service, route, word, "again", stream=stream)
         row = parts[0]["hallutracer"]["data"][0]
         told.add(row["decision"])
         if row["decision"] == "continue":
@@ -113,17 +120,8 @@ def test_openai_s_routes_hold_it_too(service: Running, route: str, stream: bool)
 
 def test_an_annotated_answer_comes_behind_its_warning(service: Running, flagged: dict[str, float]) -> None:
     for word, risk in flagged.items():
-        xargs = {"hallutracer_policy": "warn", "hallutracer_threshold": 1.0}
-        asked = {
-            "model": "scripted",
-            "messages": [{"role": "user", "content": word}],
-            "max_tokens": 6,
-            "temperature": 0,
-        }
         for stream in (False, True):
-            body = asked | {"stream": stream, "vllm_xargs": xargs}
-            said = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=30).text
-            parts = events(said) if stream else [json.loads(said)]
+            parts, _ = openai_says(service, "chat/completions", word, "warn", stream=stream)
             warning = f"Caution: {risk:.2f}.\n\n" if risk >= ANSWER.threshold else ""
             assert said_in(parts) == warning + TEXT
 

@@ -4,7 +4,6 @@ told while the answer is written."""
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
@@ -26,7 +25,7 @@ from service.policies.policy import read_policies
 from service.scoring import LEAST_READ, RiskReport, Scorer
 from tests.api.test_answer_risk import by_hand, two_parts
 from tests.api.test_no_token import request
-from tests.api.test_recheck import all_flagged, said_in
+from tests.api.test_recheck import all_flagged, openai_says, said_in
 from tests.api.test_score import events
 from tests.matching import matching_draft, with_answer, with_context
 from tests.probes_store.factory import GUARANTEE, write_bundle
@@ -113,11 +112,7 @@ def test_an_answer_ends_where_its_running_risk_is_too_high(
 def test_openai_s_routes_end_it_too(stopping: Running, route: str, stream: bool) -> None:
     reasons = set()
     for word in WORDS:
-        asked = {"messages": [{"role": "user", "content": word}]} if route.startswith("chat") else {"prompt": word}
-        xargs = {"hallutracer_policy": "stops", "hallutracer_threshold": 1.0}
-        body = {"model": "scripted", "max_tokens": 40, "temperature": 0, "stream": stream, "vllm_xargs": xargs}
-        said = httpx.post(f"{stopping.url}/v1/{route}", json=asked | body, timeout=30).text
-        parts = events(said) if stream else [json.loads(said)]
+        parts, _ = openai_says(stopping, route, word, "stops", stream=stream, tokens=40)
         reason = parts[-1]["choices"][0]["finish_reason"]
         reasons.add(reason)
         assert (said_in(parts) == SAID) == (reason == "stop")
