@@ -1,7 +1,7 @@
 """Draw the playground, the terminal and the tenths, of a service that runs: python docs/screenshots.py URL.
 
-Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg of SmolLM2, and of another model
-docs/playground-BUNDLE.png."""
+Writes docs/playground.png, docs/playground-phone.png, docs/try.svg and docs/tenths.svg of SmolLM2, of another model
+docs/playground-BUNDLE.png, and docs/answers.png where the bundle reads answers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.browser.chromium import executable
 
 DOCS = Path(__file__).parent
 ROWS = 24
+ASKED = "Who wrote the novel Frankenstein?"
 WAIT_MS = 600_000
 
 
@@ -31,6 +32,19 @@ def page(browser: Browser, url: str, target: Path, width: int, height: int) -> N
     opened.goto(url)
     expect(opened.locator("#sample-rows tr[data-number]")).to_have_count(ROWS, timeout=WAIT_MS)
     opened.screenshot(path=target)
+    context.close()
+
+
+def answer(browser: Browser, url: str, target: Path) -> None:
+    """An answer whose tokens are shaded by their own risk."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    opened = context.new_page()
+    opened.goto(url)
+    opened.fill("#question", ASKED)
+    expect(opened.locator("#ask")).to_be_enabled(timeout=WAIT_MS)
+    opened.click("#ask")
+    expect(opened.locator("[data-answer-risk]")).to_be_visible(timeout=WAIT_MS)
+    opened.locator("#result").screenshot(path=target)
     context.close()
 
 
@@ -65,9 +79,12 @@ def tenths(url: str, target: Path) -> None:
 
 def main(url: str) -> None:
     """All of them."""
-    bundle = httpx.get(f"{url}/v1/bundles").raise_for_status().json()["data"][0]["name"]
+    card = httpx.get(f"{url}/v1/bundles").raise_for_status().json()["data"][0]
+    bundle = card["name"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable())
+        if card["reads_answers"]:
+            answer(browser, url, DOCS / "answers.png")
         if bundle != "smollm2":
             page(browser, url, DOCS / f"playground-{bundle}.png", 1280, 900)
             return
