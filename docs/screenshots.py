@@ -21,7 +21,7 @@ from tests.browser.chromium import executable
 
 DOCS = Path(__file__).parent
 ROWS = 24
-ASKED = "Who wrote the novel Frankenstein?"
+ASKED = "Who was the first president of the United States?"
 WAIT_MS = 600_000
 
 
