@@ -190,27 +190,28 @@ class Scorer:
                     if report.decision is not Decision.CONTINUE:
                         yield report, replace(update, piece="", tokens=0, completion=None)
                         return
-                if policy.stop_at is not None and self._stops(report, policy, update, tokens):
+                answer = self.judge_answer(update.answer) if running or policy.stop_at is not None else None
+                if self._stops(report, policy, answer, tokens, last=update.completion is not None):
                     stopped = Completion("".join(said), (), "content_filter", tokens)
-                    answer = self.judge_answer(update.answer)
                     yield replace(report, completion=stopped, answer=answer), replace(update, piece="", tokens=0)
                     return
                 if update.completion is not None:
                     yield self._finished(report, policy, update)
                     return
                 if running:
-                    report = replace(report, answer=self.judge_answer(update.answer))
+                    report = replace(report, answer=answer)
                 said.append(update.piece)
                 tokens += update.tokens
                 yield report, replace(update, piece="") if policy.recheck else update
         raise base.unfinished()
 
-    def _stops(self, report: RiskReport, policy: Policy, update: Update, tokens: int) -> bool:
-        """Return whether an answer of so many tokens ends here, by what was read of them."""
+    @staticmethod
+    def _stops(report: RiskReport, policy: Policy, answer: AnswerRisk | None, tokens: int, *, last: bool) -> bool:
+        """Return whether ``policy`` ends an answer of so many tokens here, by what was read of them."""
         if policy.stop_at is None or not (report.context.applies or policy.withhold_no_fact):
             return False
-        if (answer := self.judge_answer(update.answer)) is None:
-            return tokens > 1 or (tokens > 0 and update.completion is None)  # closed where nothing was read
+        if answer is None:
+            return tokens > 1 or (tokens > 0 and not last)  # closed where nothing was read
         return answer.tokens >= LEAST_READ and answer.risk >= policy.stop_at
 
     def _finished(self, report: RiskReport, policy: Policy, last: Update) -> tuple[RiskReport, Update]:

@@ -205,7 +205,8 @@ async def _chunks(
     def sent(content: dict[str, Any]) -> bytes:
         return wire.event(json.dumps(same | content, ensure_ascii=False))
 
-    def chunk(delta: dict[str, Any], end: str | None = None, **more: Any) -> bytes:
+    def chunk(delta: dict[str, Any], end: str | None = None, hallutracer: dict[str, Any] | None = None) -> bytes:
+        more = {"hallutracer": hallutracer} if hallutracer else {}
         own = {"delta": delta} if to == "chat" else {"text": delta.get("content") or ""}
         return sent({"choices": [{"index": 0, "finish_reason": end, "logprobs": None} | own]} | more)
 
@@ -213,12 +214,10 @@ async def _chunks(
         return sent({"choices": [], "usage": _counted(reports)}) if with_usage else b""
 
     def piece(one: Piece) -> bytes:
-        known = wire.running_note(one.answer)
-        return chunk({"content": one.text}, None, **({"hallutracer": known} if known else {}))
+        return chunk({"content": one.text}, hallutracer=wire.running_note(one.answer))
 
     def last(reports: list[RiskReport]) -> bytes:
-        known = wire.answer_note(reports[0].answer)
-        return chunk({}, _finish_reason(reports[0]), **({"hallutracer": known} if known else {})) + used(reports)
+        return chunk({}, _finish_reason(reports[0]), wire.answer_note(reports[0].answer)) + used(reports)
 
     if foreign is None and withheld(report):
         said = {"role": "assistant", **_refusal(report, in_content)}

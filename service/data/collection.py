@@ -94,12 +94,8 @@ def collect(
                                                     len(dataset))  # fmt: skip
     every = (*files.values(), *pooled.values(), *filter(None, [own]))
     with ExitStack() as stack:
-        journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
-        done = journal.count
         sizes = {file.path: file.nbytes for file in every} | {first_token: len(dataset) * 16}
-        _reserve(folder, sizes, started=done > 0)
-        if [record["batch"] for record in journal.read()] != list(range(min(done, len(plan)))):
-            raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
+        journal, done = _resumed(stack, folder, sizes, len(plan))
         if greedy is not None:
             answers = stack.enter_context(closing(AppendLog(folder / "answers.jsonl")))
             finished = sum(int(dataset.applies[batch].sum()) for batch in plan[:done])
@@ -155,9 +151,7 @@ def read_given(
     file = RowsFile(folder / f"rows-{site}.f32", geometry, site, len(dataset))
     plan = [rows[batch] for batch in batches(lengths[rows], batch_rows)]
     with ExitStack() as stack:
-        journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
-        done = journal.count
-        _reserve(folder, {file.path: file.nbytes}, started=done > 0)
+        journal, done = _resumed(stack, folder, {file.path: file.nbytes}, len(plan))
         target = os.open(file.path, os.O_WRONLY)
         stack.callback(os.close, target)
         bar = stack.enter_context(_bar("answers", lengths, plan, done))
@@ -201,6 +195,18 @@ def render_all(engine: Engine, dataset: Dataset, prompt_format: PromptFormat, re
         raise DataError(str(dataset.path), problems)
     lengths = np.array([len(part) for part in parts], np.int64)
     return Prompts(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _resumed(stack: ExitStack, folder: Path, sizes: dict[Path, int], batches: int) -> tuple[AppendLog, int]:
+    """Return the folder's journal, and how many of the ``batches`` are done; its data files have their full length.
+
+    Raises RunMismatch where the journal is not of one run, and what ``_reserve`` raises."""
+    journal = stack.enter_context(closing(AppendLog(folder / "journal.jsonl")))
+    done = journal.count
+    _reserve(folder, sizes, started=done > 0)
+    if [record["batch"] for record in journal.read()] != list(range(min(done, batches))):
+        raise RunMismatch(f"{journal.path} is not the journal of one run: delete {folder} and start again")
+    return journal, done
 
 
 def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:

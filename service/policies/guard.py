@@ -110,9 +110,9 @@ class Policy:
             check_threshold(self.threshold)
 
     @property
-    def reads_answers(self) -> bool:
-        """Return whether it decides by an answer's own tokens."""
-        return self.recheck or self.stop_at is not None
+    def reads_answers_for(self) -> str | None:
+        """Return the field by which it decides by an answer's own tokens; None where it does not."""
+        return "recheck" if self.recheck else "stop_at" if self.stop_at is not None else None
 
     def at(self, threshold: float | None) -> Policy:
         """Return this policy with another threshold; unchanged if ``threshold`` is None."""

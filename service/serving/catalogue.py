@@ -173,14 +173,14 @@ class Catalogue:
     def check_answers_read(self, scorers: Sequence[Scorer]) -> None:
         """Raise HalluTracerError where a policy decides by an answer's tokens and a bundle cannot read them."""
         blind = next((one for one in scorers if one.answer_probes is None), None)
-        policy = next((one for one in self.policies.named.values() if one.reads_answers), None)
+        policy, field = next(((one.name, one.reads_answers_for) for one in self.policies.named.values()
+                              if one.reads_answers_for), (None, None))  # fmt: skip
         if blind is None or policy is None:
             return
-        why = "has no probes of answers: train it with --labels generate"
+        why = "has no probes of answers: train it on answers (--labels generate, or rows that bring them)"
         if blind.bundle.answer is not None:
             why = "has probes of answers, which this engine does not read: restart the service, which starts one for it"
-        field = "recheck" if policy.recheck else "stop_at"
-        raise HalluTracerError(f"policy {policy.name!r} has {field}, and bundle {blind.bundle.reference} {why}; or "
+        raise HalluTracerError(f"policy {policy!r} has {field}, and bundle {blind.bundle.reference} {why}; or "
                                f"take {field} out of the policies file", param="policies")  # fmt: skip
 
     def serve(self, loaded: Loaded) -> None:

@@ -98,7 +98,7 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
     if options.recheck and bundle.manifest.answer is None:
         raise TrainingError(f"{bundle.reference} has no probes of answers: train it on answers, or leave --recheck out",
                             param="recheck")  # fmt: skip
-    # Out of fold training's risks are known of what is let through before an answer, not of what is given behind it.
+    # Training's out-of-fold risks do not say which answers their own tokens flag.
     gates: dict[str, Any] | None = None if options.recheck else evaluation.get("out_of_fold", {}).get("gates")
     lists: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in (gates or {}).items()

@@ -77,8 +77,7 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     for policy in policies.named.values():
         if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
             raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
-        if policy.reads_answers:
-            field = "recheck" if policy.recheck else "stop_at"
+        if field := policy.reads_answers_for:
             raise HalluTracerError(f"policy {policy.name!r}: {field} needs HalluTracer's own service, which reads "
                                    "answers (hallutracer serve)")  # fmt: skip
     names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -89,7 +90,8 @@ def answered(text: str) -> bool:
     return False
 
 
-def check_all(client: TestClient, counters: Counters, requests: int) -> None:
+def responses(client: TestClient, requests: int) -> Iterator[tuple[str, bytes, str]]:
+    """What is answered to so many requests, which are some of each kind: what tells of it, the body, and the text."""
     statuses: Counter[int] = Counter()
     model = client.get("/v1/models").json()["data"][0]["id"]
     for number in range(requests):
@@ -98,10 +100,15 @@ def check_all(client: TestClient, counters: Counters, requests: int) -> None:
         statuses[response.status_code] += 1
         told = f"request {number}: {content[:600]!r}: {response.status_code} {response.text[:600]}"
         assert response.status_code < 500 or response.status_code == 504, told
-        assert not answered(response.text), told
-        assert counters.decode_steps == 0, told
+        yield told, content, response.text
     assert {200, 400, 403, 404, 422} <= set(statuses), statuses
     assert statuses[200] > requests // 10, statuses
+
+
+def check_all(client: TestClient, counters: Counters, requests: int) -> None:
+    for told, _, text in responses(client, requests):
+        assert not answered(text), told
+        assert counters.decode_steps == 0, told
 
 
 def test_no_request_gets_a_token(tmp_path: Path) -> None:
