@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -327,8 +326,12 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     refuse("policy", f"{named} lets prompts that ask for no fact through", looser=no_fact)
     again = policy.recheck < own.recheck
     refuse("policy", f"{named} does not read the answer again", looser=again)
-    ends, own_ends = (math.inf if one.stop_at is None else one.stop_at for one in (policy, own))
-    refuse("policy", f"{named} does not end an answer as early", looser=ends > own_ends and not policy.recheck)
+    # One that rechecks shows what its bundle's threshold for answers lets through.
+    answer, ends = scorer.bundle.manifest.answer, policy.stop_at
+    if policy.recheck and answer is not None:
+        ends = answer.threshold
+    later = own.stop_at is not None and (ends is None or ends > own.stop_at)
+    refuse("policy", f"{named} does not end an answer as early", looser=later)
     most, wanted = scorer.threshold(own), scorer.threshold(policy)
     refuse("threshold", f"the threshold may be at most {most:g} here, not {wanted:g}", looser=wanted > most)
 

@@ -26,7 +26,7 @@ from tests.api.test_no_token import responses
 from tests.api.test_recheck import all_flagged, openai_says, said_in
 from tests.api.test_score import events
 from tests.matching import matching_draft, with_answer, with_context
-from tests.probes_store.factory import GUARANTEE, write_bundle
+from tests.probes_store.factory import ANSWER, GUARANTEE, write_bundle
 from tests.running import App, Running, running, until
 from tests.scripted_engine import ScriptedEngine
 
@@ -200,6 +200,14 @@ def test_a_caller_cannot_choose_to_have_it_end_later(tmp_path: Path) -> None:
             assert answer.status_code == status, answer.text
         said = app.client.post("/score", json={"prompt": "one", "policy": "later"}).json()["error"]
         assert (said["param"], "does not end an answer as early" in said["message"]) == ("policy", True)
+
+
+def test_reading_again_is_no_way_around_a_stop_below_the_bundle_s_threshold_for_answers(tmp_path: Path) -> None:
+    policies = {**POLICIES, "stops": replace(STOPS, stop_at=ANSWER.threshold - 0.01)}
+    options: dict[str, Any] = {"names": (), "add": [two_parts], "policies": policies, "policy": "stops"}
+    with App(tmp_path, callers_may=(), **options).started() as app:
+        refused = app.client.post("/score", json={"prompt": "one", "policy": "again"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy"), refused.text
 
 
 @pytest.mark.parametrize(
