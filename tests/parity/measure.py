@@ -247,7 +247,14 @@ async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequenc
                     break
         return updates
 
-    return list(await asyncio.gather(*(one(question) for question in asked)))
+    # All wait before the first step, however slowly they come: else a quick machine has room for each, and none gives way.
+    vllm = engine._async_llm
+    await vllm.pause_generation(mode="keep", clear_cache=False)
+    streams = asyncio.gather(*(one(question) for question in asked))
+    while len(vllm.output_processor.request_states) < len(asked):
+        await asyncio.sleep(0.01)
+    await vllm.resume_generation()
+    return list(await streams)
 
 
 def counter(name: str) -> float:

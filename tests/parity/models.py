@@ -113,7 +113,7 @@ def questions(family: str, seed: int = 5) -> list[Question]:
             beginning = beginnings[number // 4 % len(beginnings)]
             prompt = [*beginning, *prompt[: LONGEST - len(beginning)]]
         wanted = tuple(np.flatnonzero(generator.random(BUNDLES) < 0.6).tolist()) or (number % BUNDLES,)
-        sampling = Sampling(max_tokens=int(generator.integers(1, 64))) if number % 5 < 2 else None
+        sampling = Sampling(max_tokens=int(generator.integers(1, 96))) if number % 5 < 2 else None
         found.append(Question(tuple(prompt), wanted, sampling, sampling is not None and number % 10 == 0))
     return found
 

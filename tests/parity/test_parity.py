@@ -73,7 +73,7 @@ class Run:
     def arguments(self) -> list[str]:
         """vLLM's: few blocks of key-value cache, so that running requests have to give way."""
         by_turns = self.family.startswith(("gemma", "gpt_oss"))  # windows and whole contexts in layers
-        blocks = 24 if by_turns else 14
+        blocks = 24 if by_turns else 12
         given: dict[str, object] = {"max_num_seqs": 40, "max_model_len": models.CONTEXT, "block_size": 32}
         given |= {"num_gpu_blocks_override": blocks, "enforce_eager": str(self.eager).lower(), **self.parallel}
         if self.drafts is not None:
