@@ -247,7 +247,7 @@ async def everyone(engine: Engine, asked: Sequence[q.Question], bundles: Sequenc
                     break
         return updates
 
-    # All wait before the first step, however slowly they come: else a quick machine has room for each, and none gives way.
+    # All wait before the first step: a quick machine would have room for each as it comes, and none would give way.
     vllm = engine._async_llm
     await vllm.pause_generation(mode="keep", clear_cache=False)
     streams = asyncio.gather(*(one(question) for question in asked))
