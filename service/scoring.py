@@ -191,7 +191,7 @@ class Scorer:
                         yield report, replace(update, piece="", tokens=0, completion=None)
                         return
                 answer = self.judge_answer(update.answer) if running or policy.stop_at is not None else None
-                if self._stops(report, policy, answer, tokens, last=update.completion is not None):
+                if self.stops(report, policy, answer, tokens, last=update.completion is not None):
                     stopped = Completion("".join(said), (), "content_filter", tokens)
                     yield replace(report, completion=stopped, answer=answer), replace(update, piece="", tokens=0)
                     return
@@ -206,8 +206,10 @@ class Scorer:
         raise base.unfinished()
 
     @staticmethod
-    def _stops(report: RiskReport, policy: Policy, answer: AnswerRisk | None, tokens: int, *, last: bool) -> bool:
-        """Return whether ``policy`` ends an answer of so many tokens here, by what was read of them."""
+    def stops(report: RiskReport, policy: Policy, answer: AnswerRisk | None, tokens: int, *, last: bool) -> bool:
+        """Return whether ``policy`` ends an answer here, of which so many tokens were shown, by what was read of it.
+
+        ``last``: it has ended by itself."""
         if policy.stop_at is None or not (report.context.applies or policy.withhold_no_fact):
             return False
         if answer is None:
@@ -216,17 +218,21 @@ class Scorer:
 
     def _finished(self, report: RiskReport, policy: Policy, last: Update) -> tuple[RiskReport, Update]:
         """Return the last report of an answer and its update; under ``recheck`` that has all of the text, or none."""
-        answer = self.judge_answer(last.answer)
-        found = replace(report, completion=last.completion, answer=answer)
+        found = self.rechecked(replace(report, completion=last.completion), policy, self.judge_answer(last.answer))
         if not policy.recheck or last.completion is None:
             return found, last
-        judged = report.context.applies or policy.withhold_no_fact
-        if judged and (answer is None or answer.flagged):  # closed where nothing was read
-            verdict = stopped_by(policy, report.verdict, None if answer is None else answer.risk)
-            found = replace(found, verdict=verdict)
         if found.decision is not Decision.CONTINUE:
             return replace(found, completion=None), replace(last, piece="", completion=None)
         return found, replace(last, piece=last.completion.text)
+
+    @staticmethod
+    def rechecked(report: RiskReport, policy: Policy, answer: AnswerRisk | None) -> RiskReport:
+        """Return the report of an answer that has ended; under ``recheck`` with the verdict on its own tokens."""
+        report = replace(report, answer=answer)
+        judged = policy.recheck and (report.context.applies or policy.withhold_no_fact)
+        if not judged or not (answer is None or answer.flagged):  # closed where nothing was read
+            return report
+        return replace(report, verdict=stopped_by(policy, report.verdict, None if answer is None else answer.risk))
 
     def threshold(self, policy: Policy) -> float:
         """Return the risk from which on ``policy`` flags a prompt of this bundle."""

@@ -243,6 +243,8 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
     if options.audit_log is not None:
         raise HalluTracerError(f"{env('audit-log')} needs `vllm serve` or HalluTracer's own service: unset it here")
     policy = options.policies.named[settings.policy]
+    if field := policy.reads_answers_for:
+        raise HalluTracerError(f"policy {policy.name!r}: {field} needs `vllm serve` or HalluTracer's own service")
     policy = policy.at(settings.threshold if policy.threshold is None else None)
     client = _Core(core)
     from vllm.lora.request import LoRARequest

@@ -179,11 +179,15 @@ def read_by_default(arguments: Any, marks: Mapping[str, bool]) -> None:
     additional = {**(arguments.additional_config or {}), **marks}
     if KEY not in additional:
         try:
-            bundles = list(read_options().bundles.values())
+            options = read_options()
         except (HalluTracerError, BundleError) as error:
             raise SystemExit(f"hallutracer: {error}") from error
+        bundles = options.bundles.values()
+        # What nothing decides by is not read, since it costs each step of an answer; the gate in a core reads none.
+        answers = marks.get(GATED, False) and any(one.reads_answers_for for one in options.policies.named.values())
         sites = sorted({str(bundle.manifest.readout.site) for bundle in bundles})
-        additional[KEY] = {"sites": sites, "slots": slots_for(bundles)}
+        plan = {"sites": sites, "slots": slots_for(bundles, answers=answers)}
+        additional[KEY] = plan | ({"answers": True} if answers else {})
     arguments.additional_config = additional
 
 

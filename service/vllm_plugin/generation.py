@@ -31,6 +31,7 @@ from service.serving.catalogue import untemplated
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.service import Service
 from service.settings import env
+from service.vllm_plugin.answers import Answer
 from service.vllm_plugin.middleware import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
@@ -82,6 +83,9 @@ def judging_generate(
             if withholds:
                 raise VLLMValidationError(note.unread, parameter="use_beam_search")
             return start()
+        if (field := policy.reads_answers_for) and parameters.n != 1:
+            said = f"policy {policy.name!r} has {field}, which reads one answer to a prompt: leave 'n' out"
+            raise VLLMValidationError(said, parameter="n")
         if rendering := _rendering(note, scorer, prompt):
             policy = untemplated(scorer, policy)
         note.choices = parameters.n
@@ -100,7 +104,7 @@ async def _judged(
     """Yield vLLM's outputs of one prompt; of a gated answer one, empty and finished."""
     lease: ProbeLease | None = None
     judgement: Judgement | None = None
-    tokens = 0
+    answer = Answer(scorer, policy, None, parameters.output_kind)
 
     def unread(error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
@@ -120,8 +124,19 @@ async def _judged(
             who=note.who, request_violations=note.violations, monitor=monitor,
         )  # fmt: skip
 
+    async def told(judgement: Judgement) -> None:
+        note.judgements[place] = judgement
+        try:
+            await observers.judged(service, judgement)
+        except AuditUnavailable as error:  # where the audit log is required
+            raise HTTPException(error.status, str(error)) from error
+
+    def withheld(judgement: Judgement) -> bool:
+        return judgement.reports[0].decision is not Decision.CONTINUE
+
     try:
         lease = await _prepare(engine, scorer, policy, parameters)
+        note.reads_answers = lease.directive.answer is not None
     except HalluTracerError as error:
         unread(error)
     try:
@@ -129,25 +144,42 @@ async def _judged(
             async for output in outputs:
                 if judgement is None and lease is not None:
                     try:
-                        note.judgements[place] = judgement = judge(lease, output)
+                        judgement = judge(lease, output)
                     except HalluTracerError as error:
                         unread(error)
                     else:
-                        try:
-                            await observers.judged(service, judgement)
-                        except AuditUnavailable as error:  # where the audit log is required
-                            raise HTTPException(error.status, str(error)) from error
-                        if judgement.reports[0].decision is not Decision.CONTINUE:
+                        answer = Answer(scorer, policy, lease, parameters.output_kind)
+                        if not policy.recheck or withheld(judgement):
+                            await told(judgement)
+                        if withheld(judgement):
                             yield _withheld(output, parameters.n, engine.end_token)
                             return
-                new = sum(len(one.token_ids) for one in output.outputs)
-                tokens = tokens + new if parameters.output_kind is RequestOutputKind.DELTA else new
-                yield output
+                if judgement is None:
+                    yield output
+                    continue
+                try:
+                    shown = answer.add(judgement.reports[0], output)
+                except HalluTracerError as error:
+                    raise HTTPException(error.status, str(error)) from error
+                if answer.over:
+                    report = scorer.rechecked(judgement.reports[0], policy, answer.risk)
+                    judgement = replace(judgement, prompts=(replace(judgement.prompts[0], report=report),))
+                    note.judgements[place], note.answers[place] = judgement, answer.risk
+                    if policy.recheck:
+                        await told(judgement)
+                    if withheld(judgement):
+                        yield _withheld(output, parameters.n, engine.end_token)
+                        return
+                for one in shown:
+                    yield one
+                if answer.completion is not None:
+                    return
     finally:
         if lease is not None:
             lease.release()
         if judgement is not None:
-            observers.ended(service, judgement, [AnswerEnd(tokens)])
+            risk = answer.risk if answer.over else None
+            observers.ended(service, judgement, [AnswerEnd(answer.tokens, completion=answer.completion, risk=risk)])
 
 
 async def _prepare(engine: VllmEngine, scorer: Scorer, policy: Policy, parameters: Any) -> ProbeLease:
@@ -156,11 +188,14 @@ async def _prepare(engine: VllmEngine, scorer: Scorer, policy: Policy, parameter
     # Elsewhere an end token as the first token would not end the request, and it is ended from here.
     ends = not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
     in_engine = gate if ends else None
-    lease = await engine.lease(scorer.probes, first_token=scorer.needs_first_token, gate=in_engine)
+    lease = await engine.lease(
+        scorer.probes, first_token=scorer.needs_first_token, gate=in_engine,
+        answer_probes=scorer.answer_probes if parameters.n == 1 else None,
+    )  # fmt: skip
     parameters.extra_args = {**(parameters.extra_args or {}), **lease.directive.encode()}
-    final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
-    if gate is not None and in_engine is None and final and parameters.n == 1:
-        parameters.output_kind = RequestOutputKind.CUMULATIVE  # to end it from here, its first token has to be seen
+    final, ends_here = parameters.output_kind is RequestOutputKind.FINAL_ONLY, gate is not None and in_engine is None
+    if final and parameters.n == 1 and (ends_here or lease.directive.answer is not None):
+        parameters.output_kind = RequestOutputKind.CUMULATIVE  # each token has to be seen here
     return lease
 
 

@@ -19,11 +19,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.openai_routes import WITHHELD
-from service.api.reply import risk_headers, risk_note, risk_out
+from service.api.reply import answer_note, risk_headers, risk_note, risk_out
 from service.audit.auditor import Who
 from service.errors import NotReady
 from service.judging.guarantee import Shape, chat_violations, shape_of
 from service.policies.guard import Decision, Verdict
+from service.scoring import AnswerRisk
 from service.serving.judgement import Judgement
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
@@ -61,6 +62,8 @@ class Note:
     forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
+    reads_answers: bool = False  # whether answers' own tokens are read
+    answers: dict[int, AnswerRisk | None] = field(default_factory=dict)  # of what was read, where an answer has ended
     who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
 
     def add(self) -> int:
@@ -221,8 +224,13 @@ class _ResponseWriter:
                 found["data"] = [item for item in found["data"] if item["index"] not in self._annotated]
                 self._annotated |= {item["index"] for item in found["data"]}
                 prompts = range(len(note.judgements))
-                self._complete = self._annotated.issuperset(prompts) and not any(map(note.withheld, prompts))
-            if found.get("data", True):
+                told = self._annotated.issuperset(prompts) and not any(map(note.withheld, prompts))
+                self._complete = told and not note.reads_answers
+            if self._streams:
+                ended = [one["index"] // note.choices for one in content["choices"] if one.get("finish_reason")]
+                said = [answer_note(note.answers.get(place)) for place in ended]
+                found = (found if found.get("data", True) else {}) | (said[0] if said else {})
+            if found:
                 content["hallutracer"] = found
         return json.dumps(content, ensure_ascii=False).encode()
 

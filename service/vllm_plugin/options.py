@@ -77,9 +77,6 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     for policy in policies.named.values():
         if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
             raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
-        if field := policy.reads_answers_for:
-            raise HalluTracerError(f"policy {policy.name!r}: {field} needs HalluTracer's own service, which reads "
-                                   "answers (hallutracer serve)")  # fmt: skip
     names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content")
     served = ServiceSettings(**{name: getattr(variables, name) for name in names})
     bundles = {name: store.load(name) for name in variables.bundle}

@@ -115,7 +115,9 @@ class HalluTracerPlugin:
 
     def _read(self, engine: VllmEngine, request: Any) -> dict[str, Scorer]:
         try:
-            return self._adapters.load(engine, request)
+            found = self._adapters.load(engine, request)
+            self.service.catalogue.check_answers_read([*found.values()])
+            return found
         except (HalluTracerError, BundleError) as error:
             log.error("the adapter %s is not read: %s", request.lora_name, error)
             return {}

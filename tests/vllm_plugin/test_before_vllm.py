@@ -21,6 +21,7 @@ from hallutracer_start import check_vllm
 from service.errors import HalluTracerError
 from service.judging.guarantee import Shape
 from service.vllm_plugin import load
+from service.vllm_plugin.engine_gate import open_gate
 from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
 from service.vllm_plugin.middleware import CURRENT, Note, RiskNotes
 from service.vllm_plugin.options import read_options
@@ -39,8 +40,6 @@ FALLBACK = '[a]\naction = "fallback"\nupstream = "http://b/v1"\nupstream_model =
         ({}, '[a]\naction = "annotate"', "action 'annotate' needs HalluTracer's own service"),
         ({}, '[a]\naction = "retrieve"', "action 'retrieve' needs"),
         ({}, FALLBACK, "action 'fallback' needs"),
-        ({}, '[a]\naction = "block"\nrecheck = true', "recheck needs HalluTracer's own service, which reads answers"),
-        ({}, '[a]\naction = "block"\nstop_at = 0.5', "stop_at needs HalluTracer's own service, which reads answers"),
         ({}, '[[rule]]\npolicy = "gate"', "[[rule]] in the policies file needs"),
         ({"AUDIT_REQUIRED": "true"}, "", "HALLUTRACER_AUDIT_REQUIRED needs HALLUTRACER_AUDIT_LOG"),
         ({"AUDIT_LOG": "no/folder/audit.jsonl"}, "", "cannot write the audit log"),
@@ -57,6 +56,14 @@ def test_what_only_our_own_service_has_or_cannot_be_kept(
     with pytest.raises(HalluTracerError) as refused:
         read_options(environment(POLICIES=str(path), **variables))
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["recheck = true", "stop_at = 0.5"])
+def test_the_gate_in_an_engine_s_core_reads_no_answers(tmp_path: Path, field: str) -> None:
+    (path := tmp_path / "policies.toml").write_text(f'[a]\naction = "block"\n{field}')
+    options = read_options(environment(POLICIES=str(path), POLICY="a"))  # which `vllm serve` takes
+    with pytest.raises(HalluTracerError, match=f"policy 'a': {field.split()[0]} needs `vllm serve`"):
+        open_gate(None, options)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from service.engines.vllm.engine import SLOTS, VllmEngine, slots_for
 from service.engines.vllm.wire import KEY, REPLACED, STALE, Directive, Plan
 from service.errors import EngineError, ProbeReplaced, WeightsChanged
 from service.library import engine as library
+from service.policies.guard import OBSERVE
 from service.readout import Geometry, Probes, Site
 from service.vllm_plugin import front_end
 from tests.engines import tiny
@@ -213,7 +215,7 @@ class Loaded:
 async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
     fleet: list[int], answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While prompts of the old ones wait, and answers where they are read: vLLM's own server reads none."""
+    """While prompts of the old ones wait, and answers where they are read: in vLLM's own server where a policy asks."""
     old, new = ([Loaded(count, answer=answers) for count in counts] for counts in (fleet, [3] * len(fleet)))
     reads = answers and bool(fleet)
     room = slots_for(cast(Any, old), answers=reads)
@@ -229,7 +231,11 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
     library.load_engine(EngineOptions("model", engine="vllm"), bundles=cast(Any, old), rows=[Site.ATTENTION_HEAD])
     assert asked == [(room, reads), (slots_for(cast(Any, old)), False)]  # for training it reads none
     if fleet:
-        monkeypatch.setattr(front_end, "read_options", lambda: SimpleNamespace(bundles=dict(enumerate(old))))
-        arguments = SimpleNamespace(worker_cls="auto", additional_config=None)
-        front_end.read_by_default(arguments, {})
-        assert arguments.additional_config[KEY] == {"sites": ["attention_head"], "slots": slots_for(cast(Any, old))}
+        named = {"a": replace(OBSERVE, recheck=answers)}
+        options = SimpleNamespace(bundles=dict(enumerate(old)), policies=SimpleNamespace(named=named))
+        monkeypatch.setattr(front_end, "read_options", lambda: options)
+        for served in (True, False):
+            arguments, plan = SimpleNamespace(worker_cls="auto", additional_config=None), {"sites": ["attention_head"]}
+            front_end.read_by_default(arguments, {front_end.GATED: served})
+            own = {"slots": room, "answers": True} if answers and served else {"slots": slots_for(cast(Any, old))}
+            assert arguments.additional_config == {KEY: plan | own, front_end.GATED: served}
