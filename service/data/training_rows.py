@@ -312,12 +312,14 @@ def _shown(row: Row) -> str:
 
 def _across(rows: list[Row]) -> Iterator[str]:
     seen: dict[tuple[bytes, str], Row] = {}
+    answered: dict[tuple[bytes, str, str], Row] = {}  # several answers to a prompt may stand beside each other
     for row in rows:
         other = seen.setdefault((row.prompt_digest, row.group), row)
+        same = answered.setdefault((row.prompt_digest, row.group, row.answer), row)
         if other.applies != row.applies:
             yield f"line {row.line}: same prompt and group as line {other.line}, but only one of them applies"
-        elif other.label != row.label:
-            yield f"line {row.line}: same prompt and group as line {other.line}, but another label: remove one"
+        elif same.label != row.label:
+            yield f"line {row.line}: same prompt and group as line {same.line}, but another label: remove one"
 
 
 def _line_of(problem: str) -> int:

@@ -152,6 +152,10 @@ def test_contradictions_classes_and_groups(tmp_path: Path) -> None:
     for twice in (grouped, alone):
         [found] = problems_of(tmp_path, [*enough(), *twice])
         assert found.startswith("line 8: same prompt and group as line 7")
+        right, wrong = (row | {"answer": f" {place}."} for place, row in enumerate(twice))
+        assert read_dataset(write_rows(tmp_path / "rows.jsonl", [*enough(), right, wrong]), "given", folds=0).rows
+        [found] = problems_of(tmp_path, [*enough(), right, wrong, wrong | {"id": "again", "label": right["label"]}])
+        assert found.startswith("line 9: same prompt and group as line 8")
     one_class = [{"id": str(i), "prompt": f"p{i}", "label": 1} for i in range(6)]
     assert "no row is hallucinated (label 0)" in problems_of(tmp_path, one_class)[0]
     found = problems_of(tmp_path, enough(6), folds=5)
