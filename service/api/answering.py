@@ -39,7 +39,7 @@ class Wanted:
 
 async def answered(request: Request, service: Service, body: AnswerRequest, wanted: Wanted) -> wire.Reply:
     """Return the reply, as ``score.answer`` does, under the bundle, policy and threshold that the body chooses."""
-    deadline, most = Deadline(service.settings.deadline_s), service.settings.max_new_tokens
+    deadline, limit = Deadline(service.settings.deadline_s), service.settings.max_new_tokens
     chosen, kind, prompts = body.vllm_xargs or Arguments(), wanted.kind, wanted.prompts
     asked = requested(
         request, service, wanted.route, kind, prompts, wanted.field, model=body.model,
@@ -53,9 +53,8 @@ async def answered(request: Request, service: Service, body: AnswerRequest, want
         raise RequestError(said + "speak: ask /v1/chat/completions, or under another policy", param="policy")
     if policy.action is Action.FALLBACK and (len(prompts) != 1 or kind == "input_ids"):
         raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
-    if wanted.most > most:
-        said = f"at most {most} answer tokens here, not {wanted.most}"
-        raise RequestError(said, param=wanted.most_field)
+    if wanted.most > limit:
+        raise RequestError(f"at most {limit} answer tokens here, not {wanted.most}", param=wanted.most_field)
     sampling = Sampling(
         wanted.most, TEMPERATURE if body.temperature is None else body.temperature,
         1.0 if body.top_p is None else body.top_p, body.seed, body.stops(),

@@ -29,6 +29,6 @@ def said_on(
 ) -> tuple[int, dict[str, object]]:
     """Return status and body of an error on a route."""
     status = 400 if status == 422 and route in _AS_400 else status
-    if route == MESSAGES_ROUTE:
+    if route.startswith(MESSAGES_ROUTE):  # what this service does not have below it, too
         return status, anthropic_body(status, message, request_id)
     return status, error_body(status, message, code, param)

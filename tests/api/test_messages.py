@@ -214,6 +214,9 @@ def test_errors_are_those_that_the_client_knows(tmp_path: Path) -> None:
             assert ErrorResponse.model_validate(refused.value.body).error.type == name
         with pytest.raises(anthropic.RequestTooLargeError):
             client_of(service, "mine").messages.create(**asked({}, messages=[{"role": "user", "content": "a" * 5000}]))
+        with pytest.raises(anthropic.NotFoundError) as refused:
+            client_of(service, "mine").messages.count_tokens(model="scripted", messages=ASKED)  # type: ignore[arg-type]
+        assert ErrorResponse.model_validate(refused.value.body).error.type == "not_found_error"
         found = client_of(service, "mine").messages.create(**asked({}))
         assert found.stop_reason == "refusal"
         bearer = anthropic.Anthropic(base_url=service.url, auth_token="mine", max_retries=0)

@@ -362,6 +362,7 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
         assert not any(end in completion.text for end in stop)
         assert whole.text.startswith(completion.text)
         assert completion.finish_reason == "stop" or not ends
+        assert completion.stop in (stop if ends else [None])
     assert found
     assert engine.counters.open_continuations == 0
 
