@@ -213,7 +213,8 @@ class ScriptedContinuation:
         text, reason, ids = "", "cancelled", list[int]()
         answer, counters = self._engine.answer, self._engine.counters
         limit = min(sampling.max_tokens, self._engine.identity.max_tokens - self.prefill.prompt_tokens)
-        end = min((at for stop in sampling.stop if (at := answer.find(stop)) >= 0), default=len(answer))
+        found = [(at, stop) for stop in sampling.stop if (at := answer.find(stop)) >= 0]
+        (end, stop), ended_by = min(found, default=(len(answer), None)), None
         try:
             for character in answer[:end]:
                 if cancelled() or not self._open:
@@ -232,9 +233,9 @@ class ScriptedContinuation:
                 text += character
                 self.completion = Completion(text, tuple(ids), reason)
                 yield character
-            reason = "stop"
+            reason, ended_by = "stop", stop
         finally:
-            self.completion = Completion(text, tuple(ids), reason)
+            self.completion = Completion(text, tuple(ids), reason, stop=ended_by)
             self.close()
 
     def _went_on(self, ids: list[int]) -> None:

@@ -6,10 +6,13 @@ from service.access.callers import USER_SCOPES, Scope
 
 SCORE_ROUTES = ("/v1/risk/score", "/score")  # the second is an alias
 CHAT_ROUTE, TEXT_ROUTE = "/v1/chat/completions", "/v1/completions"
+RESPONSES_ROUTE = "/v1/responses"  # OpenAI's newer protocol
+MESSAGES_ROUTE = "/v1/messages"  # Anthropic's
+CONVERSATION_ROUTES = (CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 LITELLM_ROUTE = "/beta/litellm_basic_guardrail_api"  # LiteLLM's own name
 CLASSIFY_ROUTE = "/classify"
 FEEDBACK_ROUTE = "/v1/feedback"
-ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE)
+ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)
 PROMPT_ROUTES = (*ANSWER_ROUTES, LITELLM_ROUTE, CLASSIFY_ROUTE)
 CALLED = frozenset({*PROMPT_ROUTES, FEEDBACK_ROUTE})
 CATALOGUE = ("/v1/models", "/v1/bundles")

@@ -22,7 +22,17 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from service import __version__
-from service.api import catalogue, error_handlers, feedback_routes, guardrail_routes, health, openai_routes, score
+from service.api import (
+    catalogue,
+    error_handlers,
+    feedback_routes,
+    guardrail_routes,
+    health,
+    messages_routes,
+    openai_routes,
+    responses_routes,
+    score,
+)
 from service.api.auth import BearerKeys
 from service.api.forwarding import Forwarder
 from service.api.middleware import LoadShedder, RequestFrame
@@ -30,8 +40,8 @@ from service.serving.service import Service
 
 # A new route is a module with a ``router``, named here.
 ROUTERS = (
-    score.router, openai_routes.router, guardrail_routes.router, feedback_routes.router, catalogue.router,
-    health.admin, health.router,
+    score.router, openai_routes.router, responses_routes.router, messages_routes.router, guardrail_routes.router,
+    feedback_routes.router, catalogue.router, health.admin, health.router,
 )  # fmt: skip
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
                    "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip

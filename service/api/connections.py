@@ -17,7 +17,7 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.api.error_handlers import error_body
+from service.api.error_bodies import error_body
 from service.errors import HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 

@@ -1,4 +1,4 @@
-"""Errors to HTTP responses with one envelope: {"error": {message, type, param, code}}."""
+"""Errors to HTTP responses, in the envelope of the route's protocol."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from service.access.routes import CHAT_ROUTE, SCORE_ROUTES, TEXT_ROUTE
-from service.api.request_schema import Arguments, ChatRequest, Generate, RequestModel, ScoreRequest, TextRequest
+from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, SCORE_ROUTES, TEXT_ROUTE
+from service.api.error_bodies import said_on
+from service.api.messages_schema import MessagesRequest
+from service.api.openai_schema import ChatRequest, TextRequest
+from service.api.request_schema import Arguments, Generate, RequestModel, ScoreRequest
+from service.api.responses_schema import ResponsesRequest
 from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
 from service.serving.request_log import record_of
 
@@ -25,22 +29,19 @@ CODES = {
     **{error.status: error.code for error in (BodiesFull, BodyTooSlow, BodyTooLarge)},
 }
 NO_ROUTE = (
-    "no such route; this service has /v1/risk/score, and of OpenAI's API /v1/chat/completions, /v1/completions and "
-    "/v1/models: the base URL of OpenAI's clients ends in /v1.  Health checks are /health/live and /health/ready"
+    "no such route; this service has /v1/risk/score, of OpenAI's API /v1/chat/completions, /v1/completions, "
+    "/v1/responses and /v1/models: the base URL of OpenAI's clients ends in /v1; and of Anthropic's /v1/messages: that "
+    "of its clients ends before it.  Health checks are /health/live and /health/ready"
 )
 # Route -> its request, the field that holds others, and what these are.
 _REQUESTS: dict[str, tuple[type[RequestModel], str, type[RequestModel]]] = {
     CHAT_ROUTE: (ChatRequest, "vllm_xargs", Arguments),
     TEXT_ROUTE: (TextRequest, "vllm_xargs", Arguments),
+    RESPONSES_ROUTE: (ResponsesRequest, "vllm_xargs", Arguments),
+    MESSAGES_ROUTE: (MessagesRequest, "vllm_xargs", Arguments),
     **dict.fromkeys(SCORE_ROUTES, (ScoreRequest, "generate", Generate)),
 }
 MAX_ERRORS = 100  # of a body's validation errors that are looked at
-
-
-def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, object]:
-    """Return the error envelope."""
-    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 async def respond(error: HalluTracerError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,8 +52,10 @@ async def respond(error: HalluTracerError, scope: Scope, receive: Receive, send:
 def _answer(
     request: Request, status: int, message: str, code: str, param: str | None = None, **headers: str
 ) -> JSONResponse:
-    record_of(request).code = code
-    return JSONResponse(error_body(status, message, code, param), status_code=status, headers=headers)
+    record = record_of(request)
+    record.code = code
+    status, body = said_on(record.path, record.request_id, status, message, code, param)
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
 async def _service_error(request: Request, error: Exception) -> JSONResponse:

@@ -31,7 +31,8 @@ class FeedbackRequest(RequestModel):
 
     id: StrictStr = Field(
         pattern=r"^[A-Za-z0-9._:-]{1,140}$",
-        description="of an answer (risk-.., chatcmpl-.., cmpl-..), or its x-request-id where a route has no ids",
+        description="of an answer (risk-.., chatcmpl-.., cmpl-.., resp_.., msg_..), or its x-request-id where a "
+        "route has no ids",
     )
     index: StrictInt = Field(0, ge=0, le=4095, description="of the prompt, in a request of several")
     label: Label = Field(description="unclear: looked at and undecided; it also takes an earlier label back")

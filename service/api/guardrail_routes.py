@@ -13,11 +13,12 @@ from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
 from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
+from service.api.answering import note, withheld
 from service.api.auth import TheService
 from service.api.middleware import JsonRoute
-from service.api.openai_routes import note, withheld
+from service.api.openai_schema import ChatMessage
 from service.api.reply import FAILURES
-from service.api.request_schema import EXAMPLES, ChatMessage, Kind, RequestModel, Risk, Texts
+from service.api.request_schema import EXAMPLES, Kind, RequestModel, Risk, Texts
 from service.api.score import answer, requested
 from service.errors import EmptyPrompt, RequestError
 from service.policies.guard import Action

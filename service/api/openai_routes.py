@@ -6,10 +6,8 @@ a chat the policy's message as ``refusal``: OpenAI's clients know both."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
@@ -17,16 +15,15 @@ from pydantic import Field, create_model
 
 from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.api import reply as wire
+from service.api.answering import RISKS, Wanted, annotation, answered, beside, note, whole, withheld
 from service.api.auth import TheService
 from service.api.forwarding import Forwarder
 from service.api.middleware import JsonRoute
-from service.api.request_schema import OPENAI_TEMPERATURE, TEXT_MAX_TOKENS, Arguments, ChatRequest, Kind, TextRequest
-from service.api.score import answer, requested, while_connected
-from service.engines.base import Sampling
-from service.errors import RequestError
-from service.policies.guard import Action, Decision
+from service.api.openai_schema import TEXT_MAX_TOKENS, ChatRequest, TextRequest
+from service.api.request_schema import Kind
+from service.api.score import while_connected
+from service.policies.guard import Decision
 from service.scoring import RiskReport
-from service.serving.admission import Deadline
 from service.serving.dispatcher import Piece
 from service.serving.judgement import Judgement
 from service.serving.service import Service
@@ -52,11 +49,10 @@ _CHOICE: Any = create_model(
     message=(_MESSAGE | None, None), text=(str | None, None),
     finish_reason=Literal["stop", "length", "content_filter"], logprobs=(None, None),
 )  # fmt: skip
-_RISKS = "bundle, policy, guarantee and data as /v1/risk/score answers them"
 _ANSWER = create_model(
     "OpenAIResponse", __doc__="A whole answer.", id=str, object=Literal["chat.completion", "text_completion"],
     created=int, model=str, choices=list[_CHOICE], usage=_USAGE,
-    hallutracer=(dict[str, Any], Field(description=_RISKS)),
+    hallutracer=(dict[str, Any], Field(description=RISKS)),
 )  # fmt: skip
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
@@ -90,34 +86,14 @@ async def _served(
     to: Route, route: str, body: ChatRequest | TextRequest, request: Request, service: Service, kind: Kind,
     prompts: list[Any],
 ) -> Response:  # fmt: skip
-    deadline, settings = Deadline(service.settings.deadline_s), service.settings
-    chosen, most = body.vllm_xargs or Arguments(), settings.max_new_tokens
+    settings, most = service.settings, service.settings.max_new_tokens
     limit = body.length or (most if to == "chat" else min(TEXT_MAX_TOKENS, most))
-    asked = requested(
-        request, service, route, kind, prompts, "messages" if to == "chat" else "prompt", model=body.model,
-        bundle=chosen.hallutracer_bundle, policy=chosen.hallutracer_policy, threshold=chosen.hallutracer_threshold,
-    )  # fmt: skip
-    policy = asked.policy
-    if body.stream and len(prompts) != 1:
-        raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
-    if policy.action is Action.FALLBACK and (len(prompts) != 1 or kind == "input_ids"):
-        raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
-    if limit > most:
-        raise RequestError(f"at most {most} answer tokens here, not {limit}", param="max_tokens")
-    asked = replace(
-        asked,
-        sampling=Sampling(
-            limit, OPENAI_TEMPERATURE if body.temperature is None else body.temperature,
-            1.0 if body.top_p is None else body.top_p, body.seed, body.stops(),
-            math.inf if body.length else deadline.nearly,
-        ),
-        deadline=deadline, stream=bool(body.stream), retrieval_of=chosen.hallutracer_retrieval_of,
-        running=bool(chosen.hallutracer_include),
-    )  # fmt: skip
-    reply = await answer(request, service, asked)
+    field = "messages" if to == "chat" else "prompt"
+    wanted = Wanted(route=route, kind=kind, prompts=prompts, field=field, most=limit, forwards=True)
+    reply = await answered(request, service, body, wanted)
     forwarder: Forwarder = request.app.state.forwarder
     # The policy that judged: with a passage, a fetching policy has become one that abstains.
-    upstream = policy.upstream if reply.judgement.reports[0].decision is Decision.FALLBACK else None
+    upstream = reply.judgement.policy.upstream if reply.judgement.reports[0].decision is Decision.FALLBACK else None
     sent_on = body.model_dump(mode="json", exclude_none=True, exclude={"vllm_xargs"})
     in_content, trace = settings.message_in_content, reply.record.trace
     if body.stream:
@@ -135,20 +111,7 @@ async def _served(
                 content |= await forwarder.whole(upstream, route, sent_on, trace)
     finally:
         reply.end()
-    answered = json.dumps(content, ensure_ascii=False)
-    return Response(answered, media_type="application/json", headers=reply.headers())
-
-
-def withheld(report: RiskReport) -> bool:
-    """Return whether the model's own answer is not given."""
-    return report.decision is not Decision.CONTINUE
-
-
-def note(judgement: Judgement) -> dict[str, Any]:
-    """Return the risks, without the answers."""
-    risks = [wire.risk_out(one.index, replace(one.report, completion=None)) for one in judgement.prompts]
-    found, retrieved = wire.risk_note(judgement, risks), wire.retrieval_out(judgement)
-    return found if retrieved is None else found | {"retrieval": retrieved.model_dump(exclude_none=True)}
+    return whole(reply, content)
 
 
 def _head(to: Route, judgement: Judgement, chunk: bool = False) -> dict[str, Any]:
@@ -169,12 +132,6 @@ def _counted(reports: list[RiskReport]) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in names} | cached
 
 
-def _annotation(report: RiskReport) -> str:
-    """Return what stands before an answer that is given with a warning."""
-    message = report.verdict.message
-    return "" if message is None or withheld(report) else f"{message}\n\n"
-
-
 def _finish_reason(report: RiskReport) -> str:
     if report.completion is None:
         return WITHHELD
@@ -184,7 +141,7 @@ def _finish_reason(report: RiskReport) -> str:
 def _choice(to: Route, index: int, report: RiskReport, in_content: bool) -> dict[str, Any]:
     said = _refusal(report, in_content)
     if report.completion is not None:
-        said = {"content": _annotation(report) + report.completion.text, "refusal": None}
+        said = {"content": annotation(report) + report.completion.text, "refusal": None}
     own = {"text": said["content"] or ""} if to == "text" else {"message": {"role": "assistant", **said}}
     return {"index": index, **own, "finish_reason": _finish_reason(report), "logprobs": None}
 
@@ -206,9 +163,10 @@ async def _chunks(
         return wire.event(json.dumps(same | content, ensure_ascii=False))
 
     def chunk(delta: dict[str, Any], end: str | None = None, hallutracer: dict[str, Any] | None = None) -> bytes:
-        more = {"hallutracer": hallutracer} if hallutracer else {}
         own = {"delta": delta} if to == "chat" else {"text": delta.get("content") or ""}
-        return sent({"choices": [{"index": 0, "finish_reason": end, "logprobs": None} | own]} | more)
+        return sent(
+            {"choices": [{"index": 0, "finish_reason": end, "logprobs": None} | own]} | beside(hallutracer or {})
+        )
 
     def used(reports: list[RiskReport]) -> bytes:
         return sent({"choices": [], "usage": _counted(reports)}) if with_usage else b""
@@ -223,7 +181,7 @@ async def _chunks(
         said = {"role": "assistant", **_refusal(report, in_content)}
         yield chunk(said, WITHHELD, hallutracer=note(reply.judgement)) + used([report])
     else:
-        yield chunk({"role": "assistant", "content": _annotation(report)}, hallutracer=note(reply.judgement))
+        yield chunk({"role": "assistant", "content": annotation(report)}, hallutracer=note(reply.judgement))
         if foreign is None:
             async for part in wire.answer_events(reply, piece, last):
                 yield part

@@ -12,7 +12,7 @@ from pydantic import Field, WithJsonSchema, create_model
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.api.error_handlers import error_body
+from service.api.error_bodies import error_body
 from service.api.request_schema import Include, Risk, Strict
 from service.engines.base import Completion
 from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
@@ -127,12 +127,12 @@ _ERROR = create_model(
 _ERROR_RESPONSE = create_model("ErrorResponse", __doc__="The error envelope.", error=_ERROR)
 
 
-def events_schema(data: str) -> dict[str, Any]:
+def events_schema(data: str, end: str = "; at last [DONE]") -> dict[str, Any]:
     """Return the schema of server-sent events, as their readers see each; ``data``: what its JSON may be."""
     return {
         "type": "object",
         "required": ["data"],
-        "properties": {"data": {"type": "string", "description": f"JSON: {data}; at last [DONE]"}},
+        "properties": {"data": {"type": "string", "description": f"JSON: {data}{end}"}},
     }
 
 
@@ -175,6 +175,10 @@ FAILURES = errors(
     _504="the deadline passed",
 )
 """Of every route that reads a prompt."""
+_AS_400 = "the body is not JSON, or a field is wrong or not supported"
+FAILURES_400 = {status: said for status, said in FAILURES.items() if status not in (422, 502)} | errors(_400=_AS_400)
+FAILURES_400["default"] = {"model": _ERROR_RESPONSE, "description": "any other error"}  # else FastAPI adds a 422
+"""Of a route in whose protocol a wrong field is a 400, and where no other server answers."""
 
 
 @dataclass(frozen=True)
@@ -331,21 +335,30 @@ class EventStream(StreamingResponse):
             self._reply.end()
 
 
-def event(document: str) -> bytes:
+def event(document: str, name: str | None = None) -> bytes:
     """Return one server-sent event."""
-    return f"data: {document}\n\n".encode()
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {document}\n\n".encode()
 
 
-def failure(reply: Reply, error: Exception) -> bytes:
+def _openai_failure(error: HalluTracerError) -> bytes:
+    return event(json.dumps(error_body(error.status, error.message, error.code, error.param)))
+
+
+Failed = Callable[[HalluTracerError], bytes]
+
+
+def failure(reply: Reply, error: Exception, failed: Failed = _openai_failure) -> bytes:
     """Return an error after the status line has been sent; one that is not ours keeps its details to itself."""
     known = error if isinstance(error, HalluTracerError) else HalluTracerError("an internal error under way")
     reply.record.code = known.code
-    return event(json.dumps(error_body(known.status, known.message, known.code, known.param)))
+    return failed(known)
 
 
 async def answer_events(
-    reply: Reply, chunk: Callable[[Piece], bytes], last: Callable[[list[RiskReport]], bytes]
-) -> AsyncIterator[bytes]:
+    reply: Reply, chunk: Callable[[Piece], bytes], last: Callable[[list[RiskReport]], bytes],
+    failed: Failed = _openai_failure,
+) -> AsyncIterator[bytes]:  # fmt: skip
     """Yield the answer to a stream's one prompt as it is decoded, and how it ended: ``last``, or an error."""
     try:
         async for pieces in reply.handle.pieces():
@@ -353,6 +366,6 @@ async def answer_events(
             await asyncio.sleep(0)  # neither a full queue nor a free socket suspends: let other requests run
         reports = await reply.handle.answers()
     except Exception as error:
-        yield failure(reply, error)
+        yield failure(reply, error, failed)
     else:
         yield last(reports)

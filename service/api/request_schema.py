@@ -1,15 +1,15 @@
-"""The requests of /v1/risk/score and of OpenAI's routes.  Unknown fields are refused.
+"""The requests of /v1/risk/score, and what those of other protocols have in common.  Unknown fields are refused.
 
-Of OpenAI's parameters one that would change the answer and that no engine here has is refused by name, unless it has
-the value of its absence; one that only concerns OpenAI's own service is ignored.  Arguments of ours stand in
-``vllm_xargs``, as for the vLLM plugin."""
+Of another protocol's parameters one that would change the answer and that no engine here has is refused by name, unless
+it has the value of its absence; one that only concerns the service that the protocol is from is ignored.  Arguments of
+ours stand in ``vllm_xargs``, as for the vLLM plugin."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
@@ -132,63 +132,28 @@ def size_of(kind: Kind, prompts: Sequence[Any]) -> int:
     return sum(len(one) + TEMPLATE_CHARACTERS for one in prompts)
 
 
-OPENAI_TEMPERATURE = 1.0  # of a request that names none, as OpenAI and vLLM have it
-TEXT_MAX_TOKENS = 16  # likewise, on TEXT_ROUTE
-Stop = Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(max_length=8)]
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
-    "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "logprobs": (False, 0),
-    "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "web_search_options": (), "audio": (), "prediction": (),
-}  # fmt: skip
-"""Parameters that no engine here has -> the values that change nothing; null changes nothing either."""
-IGNORED = frozenset(
-    ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-     "reasoning_effort", "verbosity", "prompt_cache_retention")
-)  # fmt: skip
+class ForeignModel(RequestModel):
+    """An object of a protocol that is not ours, whose further fields are told apart: what changes nothing is taken."""
 
-
-class TextPart(RequestModel):
-    """A part of a message; only text can be read."""
-
-    type: Literal["text"]
-    text: StrictStr
-
-
-class ChatMessage(RequestModel):
-    """One turn.  ``developer`` is OpenAI's newer name of ``system``."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
-    refusal: StrictStr | None = Field(None, description="of an earlier answer that was withheld; read as its text")
-    name: StrictStr | None = Field(None, description="ignored: chat templates have no place for it")
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # what is not there -> the values of its absence; null is one
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nothing(cls, data: Any) -> Any:
-        """An answer of ours that comes back in a conversation has all of OpenAI's keys, most of them null.
-
-        LiteLLM puts what it does not know of an answer, its refusal too, under ``provider_specific_fields``."""
+    def _without_what_changes_nothing(cls, data: Any) -> Any:
+        """Drop what is ignored, and refuse what would change the answer."""
         if not isinstance(data, dict):
             return data
-        moved = data.get("provider_specific_fields") if data.get("role") == "assistant" else None
-        if isinstance(moved, dict):
-            data = {"refusal": moved.get("refusal")} | data
-            del data["provider_specific_fields"]
-        return {key: value for key, value in data.items() if value not in (None, [])}
+        dropped = (cls.neutral.keys() | cls.ignored) - cls.model_fields.keys()
+        for name, value in data.items():
+            if name in dropped and value is not None and value not in (allowed := cls.neutral.get(name, (value,))):
+                than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
+                raise ValueError(f"{name!r} is not supported here{than}; leave it out")
+        return {name: value for name, value in data.items() if name not in dropped}
 
-    @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
-        if self.content is None and (self.role != "assistant" or self.refusal is None):
-            raise ValueError("'content' is missing; only a withheld answer has a 'refusal' instead")
-        return self
 
-    def rendered(self) -> dict[str, str]:
-        """Return it for the chat template."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text if self.content is not None else self.refusal or ""}
+TEMPERATURE = 1.0  # of a request that names none, as OpenAI, Anthropic and vLLM have it
+Stop = Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(max_length=8)]
 
 
 class Arguments(RequestModel):
@@ -201,80 +166,23 @@ class Arguments(RequestModel):
     hallutracer_include: Annotated[list[Literal["answer_risk"]], Field(max_length=1)] | None = None
 
 
-class StreamOptions(RequestModel):
-    """What a stream has besides."""
-
-    include_usage: StrictBool = False
-    include_obfuscation: StrictBool | None = Field(None, description="ignored")
-
-
-class OpenAIRequest(RequestModel):
-    """What both routes take."""
+class AnswerRequest(ForeignModel):
+    """What every protocol's request for an answer takes."""
 
     model: StrictStr = Field(description="must be the loaded model, as GET /v1/models names it")
-    max_tokens: StrictInt | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description="default 1; 0 is greedy")
     top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StrictStr | Stop | None = None
     stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
     vllm_xargs: Arguments | None = Field(
         None, description="hallutracer_policy, hallutracer_threshold, hallutracer_bundle"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_changes_nothing(cls, data: Any) -> Any:
-        """Drop what is ignored, and refuse what would change the answer."""
-        if not isinstance(data, dict):
-            return data
-        dropped = (NEUTRAL.keys() | IGNORED) - cls.model_fields.keys()
-        for name, value in data.items():
-            if name in dropped and value is not None and value not in (allowed := NEUTRAL.get(name, (value,))):
-                than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
-                raise ValueError(f"{name!r} is not supported here{than}; leave it out")
-        return {name: value for name, value in data.items() if name not in dropped}
-
-    @model_validator(mode="after")
-    def _options_of_a_stream(self) -> OpenAIRequest:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' needs 'stream'")
-        return self
+    @property
+    def length(self) -> int | None:
+        """Return how many tokens an answer has to be allowed; None where the request does not say."""
+        raise NotImplementedError
 
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def with_usage(self) -> bool:
-        """Return whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-
-class ChatRequest(OpenAIRequest):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
-    max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
-
-    @property
-    def length(self) -> int | None:
-        """Return how long an answer may be; None where the request does not say."""
-        return self.max_completion_tokens or self.max_tokens
-
-
-class TextRequest(OpenAIRequest):
-    """POST /v1/completions: each prompt as it is, without the chat template."""
-
-    prompt: StrictStr | Texts | Ids | Batches
-
-    @property
-    def length(self) -> int | None:
-        """Return how long an answer may be; None where the request does not say."""
-        return self.max_tokens
-
-    def prompts(self) -> list[Any]:
-        """Return texts, or lists of token ids."""
-        single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if single else self.prompt  # type: ignore[return-value]
+        return ()

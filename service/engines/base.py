@@ -107,6 +107,7 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: str  # "stop" | "length" | "cancelled", or "content_filter" where a policy ended it
     decoded: int | None = None  # tokens, where their ids are not known
+    stop: str | None = None  # which of the request's own texts ended it; None: none of them
 
     @property
     def tokens(self) -> int:

@@ -138,7 +138,9 @@ class Monitor:
             self.report(self)
 
 
-PREFIX = re.compile(r"^(risk|chatcmpl|cmpl)-")  # of the ids that answers have; behind it is the request's own
+PREFIX = re.compile(
+    r"^(?:(?:risk|chatcmpl|cmpl)-|(?:resp|msg)_)"
+)  # of the ids that answers have; behind it is the request's own
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from service import __version__
-from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
+from service.access.routes import CHAT_ROUTE, CONVERSATION_ROUTES, SCORE_ROUTES
 from service.errors import ClientGone, HalluTracerError
 from service.policies.guard import Decision, Upstream
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement
@@ -138,7 +138,7 @@ class RequestTrace:
         rows += [(index, ns, None, AnswerEnd()) for index, ns in judgement.unscored.items()]
         decoding: Attributes = {}
         if sampling is not None:
-            chat = route == CHAT_ROUTE or (route in SCORE_ROUTES and scorer.prompt_format == "chat")
+            chat = route in CONVERSATION_ROUTES or (route in SCORE_ROUTES and scorer.prompt_format == "chat")
             operation = "chat" if chat else "text_completion"
             for name in ("max_tokens", "temperature", "top_p", "seed"):
                 if (value := getattr(sampling, name)) is not None:

@@ -47,6 +47,13 @@ def bearer(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {name}"}
 
 
+def code_of(answer: httpx.Response) -> str:
+    """What an error is called, in whichever protocol the route speaks."""
+    error = answer.json()["error"]
+    names = {"authentication_error": "unauthorized", "permission_error": "missing_scope"}
+    return str(error["code"] if "code" in error else names[error["type"]])
+
+
 KEYS = [named(str(scope), scopes=frozenset({scope})) for scope in Scope]
 
 
@@ -66,7 +73,7 @@ def test_every_route_but_health_metrics_and_the_pages_asks_for_a_key(tmp_path: P
             is_open = is_open or (path in pages(True) and method in ("GET", "HEAD"))
             assert (refused.status_code == 401) is not is_open, (method, path, refused.status_code)
             if not is_open and method != "HEAD":
-                assert refused.json()["error"]["code"] == "unauthorized"
+                assert code_of(refused) == "unauthorized"
                 assert refused.headers["www-authenticate"] == "Bearer"
             assert refused.headers["x-request-id"]
             assert opened.request(method, path, json={"prompt": "a"}, headers=KEY).status_code != 401
@@ -147,10 +154,10 @@ def test_each_scope_opens_its_routes_and_no_others(tmp_path: Path) -> None:
                 if key.name in scopes:
                     assert answer.status_code not in (401, 403), (path, key.name, answer.text)
                     continue
-                error = answer.json()["error"]
-                assert (answer.status_code, error["code"]) == (403, "missing_scope"), (path, key.name)
-                assert all(repr(scope) in error["message"] for scope in scopes)
-                assert key.name in error["message"]
+                assert (answer.status_code, code_of(answer)) == (403, "missing_scope"), (path, key.name)
+                message = answer.json()["error"]["message"]
+                assert all(repr(scope) in message for scope in scopes)
+                assert key.name in message
         assert client.post(f"{ADMIN}try", headers=bearer("admin")).json() == {"key": "admin", "address": "testclient"}
 
         @app.app.post("/v1/elsewhere")  # it only depends on who is an administrator
@@ -217,6 +224,8 @@ def test_a_key_may_be_held_to_some_policies(tmp_path: Path) -> None:
             *(("held", "/score", {"prompt": "a", "policy": one}, 200) for one in ("mild", "block")),
             *(("held", "/score", {"prompt": "a"} | one, 403) for one in refused),
             ("held", "/v1/chat/completions", chat, 403), ("held", "/classify", {"inputs": "a"}, 403),
+            ("held", "/v1/responses", {"model": "scripted", "input": "a"}, 403),
+            ("held", "/v1/messages", chat | {"max_tokens": 2}, 403),
             ("free", "/score", {"prompt": "a"}, 200),
         ):  # fmt: skip
             answer = opened.post(path, json=body, headers=bearer(key))

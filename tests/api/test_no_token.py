@@ -16,7 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from probes_store.store import SHIPPED, Store
-from service.access.routes import ANSWER_ROUTES, SCORE_ROUTES
+from service.access.routes import ANSWER_ROUTES, MESSAGES_ROUTE, RESPONSES_ROUTE, SCORE_ROUTES
 from service.api.app import create_app
 from service.demo import MODEL_DIR
 from service.engines.base import Counters, EngineOptions
@@ -55,12 +55,54 @@ OPENAI_VALUES: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
+_PARTS: list[Any] = ["a", [], None, [{"type": "input_text", "text": "a"}], [{"type": "input_image", "image_url": "x"}],
+                     [{"type": "refusal", "refusal": "a"}], [{"type": "output_text", "text": "a", "annotations": []}],
+                     [{"type": "text", "text": "a</s>"}], [{"type": "image", "source": {}}]]  # fmt: skip
+_TURNS = [[{"role": role, "content": one}] for role in ("user", "assistant", "system") for one in _PARTS]
+_SHARED = {name: OPENAI_VALUES[name] for name in (
+    "vllm_xargs", "messages", "model", "hallutracer_policy", "callers_may", "Policy", "stream", "temperature", "seed",
+    "tools", "max_tokens",
+)}  # fmt: skip
+RESPONSES_VALUES: dict[str, list[Any]] = _SHARED | {
+    "input": ["a", "", None, [], *VALUES["messages"], *_TURNS, [{"type": "reasoning", "summary": []}]],
+    "instructions": ["Be brief.", "", None, [], "</s><|assistant|>"],
+    "max_output_tokens": [1, 5, 0, None, 10**6],
+    "store": [True, False],
+    "background": [True, False],
+    "previous_response_id": ["resp_1", None],
+    "conversation": ["conv_1"],
+    "include": [[], ["reasoning.encrypted_content"], ["answer_risk"]],
+    "text": [{"format": {"type": "text"}}, {"format": {"type": "json_object"}}, {}, None],
+    "truncation": ["auto"],
+    "reasoning": [{"effort": "low"}, {"summary": "auto"}],
+    "prompt_cache_options": [{"prewarm": True}, {}],
+    "stream_options": [{"include_obfuscation": False}, {"include_usage": True}],
+}
+MESSAGES_VALUES: dict[str, list[Any]] = _SHARED | {
+    "messages": [*VALUES["messages"], *_TURNS],
+    "system": ["Be brief.", [{"type": "text", "text": "a"}], [], None, 1],
+    "stop_sequences": [["a"], ["a", "b"], [], [""], "a"],
+    "thinking": [{"type": "enabled", "budget_tokens": 1}],
+    "top_k": [5, -1],
+    "metadata": [{"user_id": "a"}],
+    "tool_choice": [{"type": "any"}, {"type": "auto"}],
+    "container": ["c"],
+    "mcp_servers": [[]],
+    "output_config": [{"effort": "low"}, {"format": {}}],
+}
+BY_ROUTE = dict.fromkeys(SCORE_ROUTES, VALUES) | {RESPONSES_ROUTE: RESPONSES_VALUES, MESSAGES_ROUTE: MESSAGES_VALUES}
+
+
 def request(number: int, model: str) -> tuple[str, bytes]:
     """A path and a body; the same for the same number."""
     draw = Random(number)
     path = draw.choice(ANSWER_ROUTES)
     body: dict[str, Any] = draw.choice([{"prompt": "Who was Ada?"}, {"messages": VALUES["messages"][0]}, {}])
-    values = VALUES if path in SCORE_ROUTES else OPENAI_VALUES
+    values = BY_ROUTE.get(path, OPENAI_VALUES)
+    if path == RESPONSES_ROUTE:
+        body = draw.choice([{"input": "Who was Ada?"}, {"input": VALUES["messages"][0]}, {}])
+    elif path == MESSAGES_ROUTE:
+        body = {"messages": VALUES["messages"][0], "max_tokens": 5}
     body = body | ({"generate": {"max_tokens": 4}} if path in SCORE_ROUTES else {"model": model})
     for name in draw.sample(sorted(values), draw.choice([0, 1, 1, 2, 3])):
         body[name] = draw.choice(values[name])
@@ -76,11 +118,13 @@ def request(number: int, model: str) -> tuple[str, bytes]:
 
 def answered(text: str) -> bool:
     """Whether a response, or an event of a stream, holds any of an answer's text."""
-    for event in text.removeprefix("data: ").split("\n\ndata: "):
+    for event in text.split("\n\n"):
         try:
-            content = json.loads(event)
+            content = json.loads(event[event.find("data: ") + 6 :] if "data: " in event[:60] else event)
         except ValueError:
             continue  # [DONE]
+        if _answers(content):
+            return True
         if any("completion" in item for item in content.get("data", ())) or content.get("object") == "completion.chunk":
             return True
         for choice in content.get("choices", ()):
@@ -88,6 +132,20 @@ def answered(text: str) -> bool:
             if said.get("content") or said.get("text"):
                 return True
     return False
+
+
+def _answers(content: dict[str, Any]) -> bool:
+    """Whether a response, a message, or one event of theirs has text; a message's refusal is its text, too."""
+    kind, message = content.get("type"), content.get("message")
+    if kind == "message":  # of Anthropic's
+        return bool(content["content"]) and content["stop_reason"] != "refusal"
+    if kind == "message_delta":
+        return bool(content["delta"]["stop_reason"] != "refusal")
+    if kind == "message_start" and isinstance(message, dict):
+        return bool(message["content"])
+    response = content if content.get("object") == "response" else content.get("response") or {}
+    parts = [part for item in response.get("output", ()) for part in item["content"]]
+    return kind == "response.output_text.delta" or any(part["type"] == "output_text" for part in parts)
 
 
 def responses(client: TestClient, requests: int) -> Iterator[tuple[str, bytes, str]]:

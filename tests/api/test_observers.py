@@ -16,7 +16,14 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.access.callers import ApiKey
-from service.access.routes import CHAT_ROUTE, CLASSIFY_ROUTE, LITELLM_ROUTE, TEXT_ROUTE
+from service.access.routes import (
+    CHAT_ROUTE,
+    CLASSIFY_ROUTE,
+    LITELLM_ROUTE,
+    MESSAGES_ROUTE,
+    RESPONSES_ROUTE,
+    TEXT_ROUTE,
+)
 from service.audit.auditor import Auditor, Who
 from service.audit.file import verify
 from service.policies.guard import GATE
@@ -139,6 +146,8 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
             ("/score", {"prompt": [question["content"], beside], "policy": "gate", "threshold": 0}),
             ("/score", {"messages": turns}), ("/score", {"input_ids": [[1, 2], [3]]}),
             (CHAT_ROUTE, chat | {"messages": [{"role": "developer", "content": "Be brief."}, question]}),
+            (RESPONSES_ROUTE, {"model": "scripted", "input": [question], "instructions": "Be brief."}),
+            (MESSAGES_ROUTE, chat | {"messages": turns, "system": "Be brief."}),
             (TEXT_ROUTE, chat | {"prompt": beside}), (CLASSIFY_ROUTE, {"inputs": question["content"]}),
             (LITELLM_ROUTE, texts), (LITELLM_ROUTE, texts | {"structured_messages": [question]}),
         ):  # fmt: skip
@@ -157,7 +166,8 @@ def test_risks_are_counted_by_the_shape_of_what_was_asked(tmp_path: Path) -> Non
         for name in ("risk_by_conversation_count", "gated_by_conversation_total")
     )
     assert asked == {
-        ("0", "no", "no"): 3, ("0", "yes", "no"): 2, ("2-4", "no", "no"): 1, ("0", "no", "yes"): 1,
+        ("0", "no", "no"): 3, ("0", "yes", "no"): 2, ("2-4", "no", "no"): 1, ("0", "no", "yes"): 2,
+        ("2-4", "no", "yes"): 1,
         ("unknown", "unknown", "unknown"): 4,  # token ids, and texts that go through no template
     }  # fmt: skip
     assert gated == {("0", "no", "no"): 1, ("0", "yes", "no"): 1}
@@ -171,9 +181,14 @@ ASKED: dict[str, dict[str, Any]] = {
     "/score": {"prompt": SECRET, "generate": {}},
     CHAT_ROUTE: {"model": "scripted", "messages": [{"role": "user", "content": SECRET}]},
     TEXT_ROUTE: {"model": "scripted", "prompt": SECRET},
+    RESPONSES_ROUTE: {"model": "scripted", "input": SECRET, "instructions": SECRET},
+    MESSAGES_ROUTE: {"model": "scripted", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 9},
     CLASSIFY_ROUTE: {"inputs": SECRET},
     LITELLM_ROUTE: {"input_type": "request", "texts": [SECRET]},
 }
+
+
+ANSWERED = ("/score", CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE)  # as streams, too
 
 
 @contextmanager
@@ -200,7 +215,7 @@ def broken_log(tmp_path: Path) -> Iterator[None]:
 
 
 def test_every_route_that_decides_is_audited_and_no_prompt_is(tmp_path: Path) -> None:
-    streamed = [(path, ASKED[path] | {"stream": True}) for path in ("/score", CHAT_ROUTE, TEXT_ROUTE)]
+    streamed = [(path, ASKED[path] | {"stream": True}) for path in ANSWERED]
     with audited(tmp_path, api_keys=[ApiKey("sesame", "ann")]) as app:
         for number, (path, body) in enumerate([*ASKED.items(), *streamed]):
             answer = app.client.post(path, json=body, headers=KEY | {"x-request-id": f"r-{number}"})
@@ -258,7 +273,9 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
         with broken_log(tmp_path):
             for path, body in [*ASKED.items(), ("/score", ASKED["/score"] | {"stream": True})]:
                 refused = app.client.post(path, json=body)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable"), path
+                error = refused.json()["error"]
+                said = error["code"] if path != MESSAGES_ROUTE else error["type"]
+                assert (refused.status_code, said in ("audit_unavailable", "overloaded_error")) == (503, True), path
                 assert refused.headers["retry-after"]
                 assert "risk" not in refused.json()
         assert app.client.post("/score", json={"prompt": "a"}).status_code == 200

@@ -168,7 +168,7 @@ def test_errors_are_those_that_the_client_knows(service: Running) -> None:
         with pytest.raises(openai.NotFoundError, match="ends in /v1"):
             client.chat.completions.create(model="scripted", messages=ASKED)  # type: ignore[arg-type]
     with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
-        client_of(service).responses.create(model="scripted", input="Why?")
+        client_of(service).embeddings.create(model="scripted", input="Why?")
 
 
 def test_keys_rights_and_a_gate_that_a_request_cannot_open(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class TextStream:
         # (SentencePiece drops the first space): the text of ids[_window:_done] has been returned already.
         self._window = self._done = 0
         self._held = self.text = ""
-        self.stopped = False
+        self.stopped: str | None = None  # the stop string that was found
 
     def push(self, token: int) -> str:
         """Add one token; return the text that is complete now, possibly ""."""
@@ -80,7 +80,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the rest of the text at the end of the answer, without the bytes of an incomplete character."""
-        if self.stopped:
+        if self.stopped is not None:
             return ""
         rest = self._release(self._fresh().rstrip(INCOMPLETE))
         held, self._held = self._held, ""  # no more tokens can complete a stop string
@@ -93,9 +93,10 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._held += text
-        stops = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        stops = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if stops:
-            out, self._held, self.stopped = self._held[: min(stops)], "", True
+            at, self.stopped = min(stops)
+            out, self._held = self._held[:at], ""
         else:  # what may begin a stop string is held back
             begins = (n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n]))
             cut = len(self._held) - max(begins, default=0)
@@ -139,7 +140,8 @@ class KvContinuation:
         """The answer so far; None before ``decode``."""
         if self._stream is None:
             return None
-        return Completion(self._stream.text, tuple(self._ids), self._finish or "cancelled")
+        ids, stop = tuple(self._ids), self._stream.stopped
+        return Completion(self._stream.text, ids, self._finish or "cancelled", stop=stop)
 
     def decode(self, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Yield each token's text; the joined pieces are the answer.  Raises RequestError, EngineError."""
@@ -175,13 +177,13 @@ class KvContinuation:
                     self._finish = "stop"
                     break
                 piece = stream.push(token)
-                if stream.stopped:
+                if stream.stopped is not None:
                     self._finish = "stop"
                 elif len(self._ids) >= limit:
                     self._finish = "length"
                 yield piece
             rest = stream.finish()
-            if stream.stopped:
+            if stream.stopped is not None:
                 self._finish = "stop"
             if rest:
                 yield rest

@@ -405,6 +405,7 @@ class _Answer:
         self.steps = 0
         self._text, self._tokens = "", list[int]()
         self._finish_reason: str | None = None
+        self._stop: str | None = None
 
     def add(self, output: Any) -> tuple[str, int]:
         """Append an output; return its new text and its number of tokens."""
@@ -413,6 +414,7 @@ class _Answer:
         self._text += new.text
         self._tokens += new.token_ids
         self._finish_reason = new.finish_reason
+        self._stop = new.stop_reason if isinstance(new.stop_reason, str) else None  # a number is an end token's
         return new.text, len(new.token_ids)
 
     @property
@@ -423,4 +425,4 @@ class _Answer:
     def completion(self, other: str = "cancelled") -> Completion:
         """Return the answer so far; ``other``: why it ends, where vLLM has not ended it."""
         finish_reason = self._finish_reason if self._finish_reason in ("stop", "length") else other
-        return Completion(self._text, tuple(self._tokens), finish_reason)
+        return Completion(self._text, tuple(self._tokens), finish_reason, stop=self._stop)

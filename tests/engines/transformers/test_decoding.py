@@ -40,7 +40,7 @@ def run(stream: TextStream, ids: Sequence[int]) -> list[str]:
     pieces = []
     for token in ids:
         pieces.append(stream.push(token))
-        if stream.stopped:
+        if stream.stopped is not None:
             return pieces
     return [*pieces, stream.finish()]
 
@@ -65,7 +65,8 @@ def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]) -
     # Byte by byte, the stop that is complete first ends the answer; of those that end there, the longest counts.
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     assert joined == stream.text == (text[: min(ends)[1]] if ends else text)
-    assert stream.stopped == bool(ends)
+    at = min(ends)[1] if ends else 0
+    assert stream.stopped in ([stop for stop in stops if text.startswith(stop, at)] if ends else [None])
 
 
 def test_text_that_is_not_complete_waits() -> None:
@@ -361,6 +362,7 @@ def test_stop_strings_end_the_answer_before_themselves() -> None:
         assert not any(end in completion.text for end in stop)
         assert whole.text.startswith(completion.text)
         assert completion.finish_reason == "stop" or not ends
+        assert completion.stop in (stop if ends else [None])
     assert found
     assert engine.counters.open_continuations == 0
 

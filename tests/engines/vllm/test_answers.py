@@ -239,6 +239,7 @@ def test_an_answer_that_ends_early_is_read_as_far_as_it_went(
         assert check(found, PROMPT, first, reference) >= 1
         assert found[-1].completion is not None
         assert len(found[-1].completion.token_ids) < 40
+        assert found[-1].completion.stop == next(iter(sampling.stop), None)
     shut = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0)
     for more in ({"sampling": Sampling(max_tokens=1)}, {"sampling": MANY, "gate": shut}, {}):
         [update] = updates(engine, engine.answer(PROMPT, [second], answer_probes=first, **more))

@@ -1,0 +1,99 @@
+"""What the routes of other protocols share: from a request to its reply, and what is said of an answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Request, Response
+
+from service.api import reply as wire
+from service.api.request_schema import TEMPERATURE, AnswerRequest, Arguments, Kind
+from service.api.score import answer, requested
+from service.engines.base import Sampling
+from service.errors import RequestError
+from service.policies.guard import Action, Decision
+from service.scoring import RiskReport
+from service.serving.admission import Deadline
+from service.serving.judgement import Judgement
+from service.serving.service import Service
+
+RISKS = "bundle, policy, guarantee and data as /v1/risk/score answers them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be answered, and what a route makes of it."""
+
+    route: str
+    kind: Kind = "messages"
+    prompts: Sequence[Any]
+    field: str  # that they came in, for messages
+    most: int  # tokens of an answer
+    most_field: str = "max_tokens"  # that they came in
+    forwards: bool = False  # whether another server may answer on this route
+
+
+async def answered(request: Request, service: Service, body: AnswerRequest, wanted: Wanted) -> wire.Reply:
+    """Return the reply, as ``score.answer`` does, under the bundle, policy and threshold that the body chooses."""
+    deadline, limit = Deadline(service.settings.deadline_s), service.settings.max_new_tokens
+    chosen, kind, prompts = body.vllm_xargs or Arguments(), wanted.kind, wanted.prompts
+    asked = requested(
+        request, service, wanted.route, kind, prompts, wanted.field, model=body.model,
+        bundle=chosen.hallutracer_bundle, policy=chosen.hallutracer_policy, threshold=chosen.hallutracer_threshold,
+    )  # fmt: skip
+    policy = asked.policy
+    if body.stream and len(prompts) != 1:
+        raise RequestError("'stream' takes exactly one prompt; send one request per prompt", param="prompt")
+    if policy.action is Action.FALLBACK and not wanted.forwards:
+        said = f"policy {policy.name!r} may send a prompt on, in OpenAI's older protocol, which this route does not "
+        raise RequestError(said + "speak: ask /v1/chat/completions, or under another policy", param="policy")
+    if policy.action is Action.FALLBACK and (len(prompts) != 1 or kind == "input_ids"):
+        raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
+    if wanted.most > limit:
+        raise RequestError(f"at most {limit} answer tokens here, not {wanted.most}", param=wanted.most_field)
+    sampling = Sampling(
+        wanted.most, TEMPERATURE if body.temperature is None else body.temperature,
+        1.0 if body.top_p is None else body.top_p, body.seed, body.stops(),
+        math.inf if body.length else deadline.nearly,
+    )  # fmt: skip
+    return await answer(request, service, replace(
+        asked, sampling=sampling, deadline=deadline, stream=bool(body.stream),
+        retrieval_of=chosen.hallutracer_retrieval_of, running=bool(chosen.hallutracer_include),
+    ))  # fmt: skip
+
+
+def withheld(report: RiskReport) -> bool:
+    """Return whether the model's own answer is not given."""
+    return report.decision is not Decision.CONTINUE
+
+
+def annotation(report: RiskReport) -> str:
+    """Return what stands before an answer that is given with a warning."""
+    message = report.verdict.message
+    return "" if message is None or withheld(report) else f"{message}\n\n"
+
+
+def note(judgement: Judgement, reports: Sequence[RiskReport] | None = None) -> dict[str, Any]:
+    """Return the risks, without the answers; ``reports``: those at the end of a stream, with the answers' own risks."""
+    found = judgement.reports if reports is None else reports
+    risks = [
+        wire.risk_out(one.index, replace(report, completion=None))
+        for one, report in zip(judgement.prompts, found, strict=True)
+    ]
+    said, retrieved = wire.risk_note(judgement, risks), wire.retrieval_out(judgement)
+    return said if retrieved is None else said | {"retrieval": retrieved.model_dump(exclude_none=True)}
+
+
+def beside(noted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field that holds a note, where there is one."""
+    return {"hallutracer": noted} if noted else {}
+
+
+def whole(reply: wire.Reply, content: Mapping[str, Any]) -> Response:
+    """Return an answer in one piece."""
+    document = json.dumps(content, ensure_ascii=False)
+    return Response(document, media_type="application/json", headers=reply.headers())

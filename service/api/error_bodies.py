@@ -1,0 +1,34 @@
+"""An error in the words of the protocol that a route speaks: OpenAI's envelope, which is ours, or Anthropic's."""
+
+from __future__ import annotations
+
+from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
+
+# Neither protocol has a 422.
+_AS_400 = (RESPONSES_ROUTE, MESSAGES_ROUTE)
+_ANTHROPIC = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, object]:
+    """Return the error envelope."""
+    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def anthropic_body(status: int, message: str, request_id: str) -> dict[str, object]:
+    """Return Anthropic's envelope."""
+    kind = _ANTHROPIC.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def said_on(
+    route: str, request_id: str, status: int, message: str, code: str, param: str | None
+) -> tuple[int, dict[str, object]]:
+    """Return status and body of an error on a route."""
+    status = 400 if status == 422 and route in _AS_400 else status
+    if route.startswith(MESSAGES_ROUTE):  # what this service does not have below it, too
+        return status, anthropic_body(status, message, request_id)
+    return status, error_body(status, message, code, param)
