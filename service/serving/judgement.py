@@ -21,6 +21,7 @@ import numpy as np
 
 from probes_store.errors import BundleError
 from service.access.callers import Caller
+from service.access.routes import CHAT_ROUTE, TEXT_ROUTE
 from service.audit.auditor import Who
 from service.engines.base import Completion, Sampling, TokenIds
 from service.feedback.rows import Tally
@@ -139,6 +140,7 @@ class Monitor:
 
 
 PREFIX = re.compile(r"^(risk|chatcmpl|cmpl)-")  # of the ids that answers have; behind it is the request's own
+_ANSWERS = {CHAT_ROUTE: "chatcmpl", TEXT_ROUTE: "cmpl"}  # what other routes answer is a risk
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,11 @@ class Judgement:
     def model(self) -> str:
         """Return the name of the model that read the prompts."""
         return self.scorer.engine.identity.model
+
+    @property
+    def answer_id(self) -> str:
+        """Return the id that the answer has."""
+        return f"{_ANSWERS.get(self.route, 'risk')}-{self.request_id}"
 
     @property
     def bundle(self) -> str:
