@@ -303,6 +303,16 @@ def end(found: Tracing, headers: dict[str, str], method: str = "GET", route: str
     return request.id
 
 
+@pytest.mark.parametrize(("url", "port"), [("https://h/v1", 443), ("http://h/v1", 80), ("http://h:81/v1", 81)])
+def test_an_upstreams_span_has_its_port(url: str, port: int) -> None:
+    with collector() as sink:
+        found = Tracing(sink.endpoint)
+        found.request({}, "POST").upstream(Upstream(url, "theirs"), CHATS).end(None)
+        found.close()
+        (span,) = sink.spans
+    assert (span.attributes["server.address"], span.attributes["server.port"]) == ("h", port)
+
+
 def test_sampled_away_switched_off_and_an_invented_method(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as sink:
         end(Tracing(sink.endpoint), {}, "SECRET", None)
