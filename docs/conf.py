@@ -34,7 +34,12 @@ html_theme_options = {"navigation_with_keys": True}
 
 # GitHub shows README.md as it is, so the navigation is not written there.
 NAVIGATION = {
-    "Start": {"Install": "docs/install", "From your app": "docs/apps", "Python": "docs/python"},
+    "Start": {
+        "Install": "docs/install",
+        "From your app": "docs/apps",
+        "Assistants (MCP)": "docs/agents",
+        "Python": "docs/python",
+    },
     "Serve": {
         "Serving": "docs/serving",
         "API": "docs/api",

@@ -1,4 +1,4 @@
-"""An OTLP receiver: a collector's HTTP side, which keeps the spans that it is sent."""
+"""An OTLP receiver: a collector's HTTP side, which keeps the spans and events that it is sent."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.local_server import answer, listening
@@ -32,6 +33,17 @@ class Span:
     raw: str  # everything of it, as text
 
 
+@dataclass(frozen=True)
+class Event:
+    name: str
+    trace_id: str
+    span_id: str
+    at_ns: int
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+    raw: str
+
+
 @dataclass
 class Collector:
     """``status`` is its answer to what comes; while ``free`` is not set it gives none."""
@@ -39,6 +51,7 @@ class Collector:
     address: str = ""
     status: int = 200
     spans: list[Span] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     calls: int = 0
     headers: list[dict[str, str]] = field(default_factory=list)
     free: threading.Event = field(default_factory=threading.Event)
@@ -47,13 +60,20 @@ class Collector:
     def endpoint(self) -> str:
         return f"http://{self.address}/v1/traces"
 
+    @property
+    def events_endpoint(self) -> str:
+        return f"http://{self.address}/v1/logs"
+
     def receive(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         self.calls += 1
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.free.wait()
-        if self.status == 200 and request.path == "/v1/traces":
+        if self.status == 200 and request.path in ("/v1/traces", "/v1/logs"):
             assert request.headers["Content-Type"] == "application/x-protobuf"
-            self.spans += spans_of(body)
+            if request.path == "/v1/traces":
+                self.spans += spans_of(body)
+            else:
+                self.events += events_of(body)
         answer(request, self.status, b"", "application/x-protobuf")
 
     def trace(self, trace_id: str) -> dict[str, Span]:
@@ -88,6 +108,17 @@ def spans_of(body: bytes) -> Iterator[Span]:
                     span.start_time_unix_nano, span.end_time_unix_nano, span.status.code == 2,
                     _attributes(span.attributes), _attributes(part.resource.attributes),
                     f"{span}{part.resource}{scope.scope}",
+                )  # fmt: skip
+
+
+def events_of(body: bytes) -> Iterator[Event]:
+    for part in ExportLogsServiceRequest.FromString(body).resource_logs:
+        for scope in part.scope_logs:
+            for one in scope.log_records:
+                yield Event(
+                    one.event_name, one.trace_id.hex(), one.span_id.hex(), one.time_unix_nano,
+                    _attributes(one.attributes), _attributes(part.resource.attributes),
+                    f"{one}{part.resource}{scope.scope}",
                 )  # fmt: skip
 
 

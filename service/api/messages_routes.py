@@ -89,7 +89,7 @@ def _ended(report: RiskReport) -> dict[str, Any]:
 def _head(reply: wire.Reply) -> dict[str, Any]:
     judgement = reply.judgement
     same = {"type": "message", "role": "assistant", "model": judgement.model}
-    return {"id": f"msg_{judgement.request_id}"} | same
+    return {"id": judgement.answer_id} | same
 
 
 def _text(said: str) -> dict[str, Any]:

@@ -116,9 +116,9 @@ async def _served(
 
 def _head(to: Route, judgement: Judgement, chunk: bool = False) -> dict[str, Any]:
     """Return what each event of a stream begins with, too."""
-    ids, kind = ("chatcmpl", "chat.completion") if to == "chat" else ("cmpl", "text_completion")
+    kind = "chat.completion" if to == "chat" else "text_completion"
     return {
-        "id": f"{ids}-{judgement.request_id}",
+        "id": judgement.answer_id,
         "object": f"{kind}.chunk" if to == "chat" and chunk else kind,
         "created": judgement.created,
         "model": judgement.model,

@@ -208,7 +208,7 @@ def score_response(judgement: Judgement, include: Collection[Include] = ()) -> S
     """Return the document that answers a scoring request, over HTTP and on the command line."""
     data = [risk_out(prompt.index, prompt.report, include) for prompt in judgement.prompts]
     return ScoreResponse(
-        id=f"risk-{judgement.request_id}", created=judgement.created, model=judgement.model,
+        id=judgement.answer_id, created=judgement.created, model=judgement.model,
         policy=judgement.policy.name, bundle=bundle_ref(judgement.scorer), guarantee=guarantee_out(judgement.guarantee),
         retrieval=retrieval_out(judgement), data=data, usage=usage(judgement.reports),
     )  # fmt: skip

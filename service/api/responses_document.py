@@ -48,7 +48,7 @@ class Told:
         status, why = ("in_progress", None) if report is None else _status(report)
         parts = [] if report is None else self.parts(report)
         return {
-            "id": f"resp_{judgement.request_id}", "object": "response", "created_at": judgement.created,
+            "id": judgement.answer_id, "object": "response", "created_at": judgement.created,
             "completed_at": int(time.time()) if status == "completed" else None, "status": status, "error": None,
             "incomplete_details": why, "model": judgement.model,
             "output": [self._message(status, parts)] if parts else [],

@@ -280,7 +280,7 @@ async def score(
 
 async def _events(reply: wire.Reply, first: str) -> AsyncIterator[bytes]:
     def chunk(text: str, finish_reason: str | None = None, **more: Any) -> bytes:
-        same = {"id": f"risk-{reply.judgement.request_id}", "object": "completion.chunk", "index": 0}
+        same = {"id": reply.judgement.answer_id, "object": "completion.chunk", "index": 0}
         content = same | {"delta": {"text": text}, "finish_reason": finish_reason} | more
         return wire.event(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
 

@@ -144,19 +144,22 @@ def _port(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _traces(traces: TraceOptions) -> Iterator[Finding]:
-    """An endpoint that takes no connection costs a service nothing but its traces."""
-    tracing, endpoint = traces.opened(), traces.otlp_traces_endpoint
-    if tracing is None or endpoint is None:
+    """An endpoint that takes no connection costs a service nothing but its traces, or its events."""
+    if (tracing := traces.opened()) is None:
         return
     tracing.close()
-    parts = urlsplit(endpoint)
-    try:
-        socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), 2).close()
-    except OSError as error:
-        cure = "start it, or correct the address"
-        yield warn("traces", f"no collector at {endpoint}: {error.strerror or error}", cure)
-    else:
-        yield ok("traces", f"a collector takes connections at {endpoint}")
+    for name, endpoint in (("traces", traces.otlp_traces_endpoint), ("events", traces.otlp_logs_endpoint)):
+        if endpoint is None:
+            continue
+        parts = urlsplit(endpoint)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname, port), 2).close()
+        except OSError as error:
+            cure = "start it, or correct the address"
+            yield warn(name, f"no collector at {endpoint}: {error.strerror or error}", cure)
+        else:
+            yield ok(name, f"a collector takes connections at {endpoint}")
 
 
 def _feedback(feedback: FeedbackOptions) -> Iterator[Finding]:

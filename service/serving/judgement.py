@@ -21,6 +21,7 @@ import numpy as np
 
 from probes_store.errors import BundleError
 from service.access.callers import Caller
+from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEXT_ROUTE
 from service.audit.auditor import Who
 from service.engines.base import Completion, Sampling, TokenIds
 from service.feedback.rows import Tally
@@ -138,9 +139,9 @@ class Monitor:
             self.report(self)
 
 
-PREFIX = re.compile(
-    r"^(?:(?:risk|chatcmpl|cmpl)-|(?:resp|msg)_)"
-)  # of the ids that answers have; behind it is the request's own
+_ANSWERS = {CHAT_ROUTE: "chatcmpl-", TEXT_ROUTE: "cmpl-", RESPONSES_ROUTE: "resp_", MESSAGES_ROUTE: "msg_"}
+_RISK = "risk-"  # what other routes answer
+PREFIX = re.compile(f"^({'|'.join([_RISK, *_ANSWERS.values()])})")  # of an answer's id; behind it is the request's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,11 @@ class Judgement:
     def model(self) -> str:
         """Return the name of the model that read the prompts."""
         return self.scorer.engine.identity.model
+
+    @property
+    def answer_id(self) -> str:
+        """Return the id that the answer has."""
+        return f"{_ANSWERS.get(self.route, _RISK)}{self.request_id}"
 
     @property
     def bundle(self) -> str:

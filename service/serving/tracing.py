@@ -1,5 +1,7 @@
 """OpenTelemetry traces of requests, sent over OTLP.  Imported only where ``--otlp-traces-endpoint`` asks for them.
 
+The names are those of the GenAI conventions 0.1.0 and of the HTTP conventions; what neither has begins ``hallutracer.``
+
     POST /v1/chat/completions     the HTTP request; continues the caller's traceparent
       chat MODEL                  what the model did, by the GenAI conventions
         gate                      a prompt, from the queue to its decision
@@ -28,27 +30,28 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from opentelemetry.util.types import AttributeValue
 
 from service import __version__
 from service.access.routes import CHAT_ROUTE, CONVERSATION_ROUTES, SCORE_ROUTES
 from service.errors import ClientGone, HalluTracerError
 from service.policies.guard import Decision, Upstream
+from service.serving.evaluation_events import Attributes, EvaluationEvents, of_answer, of_failure, of_prompt
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement
 
 FLUSH_S = 5.0  # how long the end of the service waits for its last spans
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 MOST_PROMPTS = 16  # of one request, with spans of their own
+PORTS = {"http": 80, "https": 443}
 REASONS = frozenset({"stop", "length", "content_filter", "tool_calls", "function_call"})
-Attributes = dict[str, AttributeValue]
+UNKNOWN = "error"  # the finish reason of what has none: it failed, or nobody waited for its end
 # Not the baggage: what callers say of themselves is not for the server that a policy falls back on.
 PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """One service's spans, on their way to a collector."""
+    """One service's spans, and with ``events`` its risks as events, on their way to a collector."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, events: str | None = None) -> None:
         """The rest is said by OTEL_* variables.  Raises HalluTracerError where OpenTelemetry finds fault with one."""
         with _faults_raised():
             resource = Resource.create({SERVICE_VERSION: __version__})
@@ -57,19 +60,25 @@ class Tracing:
             # At exit the library would wait half a minute for a collector that is gone; ``close`` is bounded.
             self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+            self._events = None if events is None else EvaluationEvents(events, resource)
         self._tracer = self._provider.get_tracer("hallutracer", __version__)
 
     def request(self, headers: Mapping[str, str], method: str) -> RequestTrace:
         """Begin a request's span, as the caller's ``traceparent`` says."""
         known = method if method in METHODS else "_OTHER"
         parent, attributes = PROPAGATOR.extract(headers, Context()), {"http.request.method": known}
-        return RequestTrace(self._tracer, self._tracer.start_span(known, parent, SpanKind.SERVER, attributes), known)
+        span = self._tracer.start_span(known, parent, SpanKind.SERVER, attributes)
+        return RequestTrace(self._tracer, span, known, self._events)
 
     def close(self) -> None:
         """Send what is left, within ``FLUSH_S``."""
-        last = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
-        last.start()
-        last.join(FLUSH_S)
+        ends = [self._provider.shutdown] + ([] if self._events is None else [self._events.shutdown])
+        last = [threading.Thread(target=end, name="traces", daemon=True) for end in ends]
+        until = time.monotonic() + FLUSH_S
+        for thread in last:
+            thread.start()
+        for thread in last:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 @contextmanager
@@ -95,8 +104,8 @@ def _faults_raised() -> Iterator[None]:
 class RequestTrace:
     """One request's spans."""
 
-    def __init__(self, tracer: Tracer, span: Span, method: str) -> None:
-        self._tracer, self._span, self._method = tracer, span, method
+    def __init__(self, tracer: Tracer, span: Span, method: str, events: EvaluationEvents | None = None) -> None:
+        self._tracer, self._span, self._method, self._events = tracer, span, method, events
         self._context = set_span_in_context(span, Context())
         found = span.get_span_context()
         self.id = format_trace_id(found.trace_id) if found.is_valid else None  # None with OTEL_SDK_DISABLED
@@ -104,9 +113,8 @@ class RequestTrace:
     def upstream(self, upstream: Upstream, route: str) -> UpstreamCall:
         """Begin the span of a prompt that is sent on."""
         operation, parts = "chat" if route == CHAT_ROUTE else "text_completion", urlsplit(upstream.url)
-        attributes = _operation(operation, "openai", upstream.model) | {"server.address": parts.hostname or ""}
-        if parts.port:
-            attributes["server.port"] = parts.port
+        attributes = _operation(operation, "openai", upstream.model)
+        attributes |= {"server.address": parts.hostname or "", "server.port": parts.port or PORTS[parts.scheme]}
         name = f"{operation} {upstream.model}"
         return UpstreamCall(self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes))
 
@@ -143,7 +151,7 @@ class RequestTrace:
             for name in ("max_tokens", "temperature", "top_p", "seed"):
                 if (value := getattr(sampling, name)) is not None:
                     decoding[f"gen_ai.request.{name}"] = value
-            decoding["gen_ai.request.stream"] = judgement.streams
+            decoding |= {"gen_ai.request.stream": True} if judgement.streams else {}
         bundle: Attributes = {
             f"hallutracer.bundle.{one}": getattr(manifest, one) for one in ("name", "version", "digest")
         }
@@ -152,7 +160,7 @@ class RequestTrace:
             "gen_ai.usage.input_tokens": sum(report.prompt_tokens for report in judgement.reports),
             "gen_ai.usage.cache_read.input_tokens": sum(report.cached_tokens for report in judgement.reports),
             "gen_ai.usage.output_tokens": sum(answer.tokens for answer in answers),
-            "gen_ai.response.model": model, "hallutracer.prompts": len(rows),
+            "gen_ai.response.id": judgement.answer_id, "gen_ai.response.model": model, "hallutracer.prompts": len(rows),
         }  # fmt: skip
         started, name = min(ns for _, ns, _, _ in rows), f"{operation} {model}"
         span = self._tracer.start_span(name, self._context, SpanKind.INTERNAL, attributes, start_time=started)
@@ -165,10 +173,10 @@ class RequestTrace:
             decodes = sampling is not None and prompt is not None and prompt.report.decision is Decision.CONTINUE
             judged = now if prompt is None else ns + _ns(prompt.timings.total)
             ended = judged if not decodes else now if end.decode_s is None else judged + _ns(end.decode_s)
-            reason = None if end.completion is None else end.completion.finish_reason
-            if reason is None and prompt is not None and sampling is not None and not decodes:
-                reason = "content_filter"  # as OpenAI's routes say of a withheld answer
-            reasons += [] if reason is None else [reason]
+            if end.completion is not None:
+                reasons.append(end.completion.finish_reason)
+            elif sampling is not None:  # as OpenAI's routes say of a withheld answer
+                reasons.append(UNKNOWN if prompt is None or decodes else "content_filter")
             finished &= prompt is not None and (end.completion is not None or not decodes)
             over = max(over, ended)
             if place >= MOST_PROMPTS:
@@ -178,11 +186,16 @@ class RequestTrace:
             _fail(gate, code if prompt is None else None)
             gate.end(judged)
             if decodes:
-                own = {"gen_ai.usage.output_tokens": end.tokens}
-                own |= {} if reason is None else {"gen_ai.response.finish_reasons": [reason]}
+                own = {"gen_ai.usage.output_tokens": end.tokens, "gen_ai.response.finish_reasons": reasons[-1:]}
                 decode = self._tracer.start_span("decode", below, SpanKind.INTERNAL, own, start_time=judged)
-                _fail(decode, code if reason is None else None)
+                _fail(decode, code if end.completion is None else None)
                 decode.end(ended)
+            if self._events is not None:
+                same: Attributes = {"gen_ai.response.id": judgement.answer_id, "hallutracer.index": index}
+                told = of_failure(code or HalluTracerError.code) if prompt is None else of_prompt(prompt.report)
+                self._events.send(below, judged, same | told)
+                if end.risk is not None and (record := manifest.answer) is not None:
+                    self._events.send(below, ended, same | of_answer(end.risk, record.threshold))
         if reasons:
             span.set_attribute("gen_ai.response.finish_reasons", reasons)
         _fail(span, None if finished else code)  # else what failed came after the model, such as an upstream
@@ -225,8 +238,8 @@ class UpstreamCall:
 
     def end(self, code: str | None) -> None:
         """End the span; ``code``: why without an answer."""
-        if self._reasons:
-            self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
+        if reasons := self._reasons or ([] if code is None else [UNKNOWN]):
+            self._span.set_attribute("gen_ai.response.finish_reasons", reasons)
         _fail(self._span, code)
         self._span.end()
 

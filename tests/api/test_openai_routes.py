@@ -67,6 +67,11 @@ def test_a_chat_is_answered_with_its_risk_beside(service: Running) -> None:
     assert headers["x-hallutracer-decision"] in ("continue", "abstain")
 
 
+def test_the_id_of_an_answer_begins_as_its_kind_does(service: Running) -> None:
+    ids = [ask(service).id, complete(service, prompt="Why?").id, service.post(prompt="Why?").json()["id"]]
+    assert [one.partition("-")[0] for one in ids] == ["chatcmpl", "cmpl", "risk"]
+
+
 def test_a_withheld_answer_is_a_refusal_and_costs_no_token(service: Running) -> None:
     decoded = service.engine.counters.decode_steps
     for policy, said in (("gate", "I am not sure."), ("block", None)):

@@ -231,6 +231,8 @@ def test_a_collector_that_is_away_is_a_warning_and_an_address_that_is_none_a_fai
         port = listening.getsockname()[1]
         there = ("--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces")
         assert "takes connections" in of(doctor(*there)[1], "traces", "ok")
+        _, found = doctor(*there, "--otlp-logs-endpoint", "http://127.0.0.1:1/v1/logs")
+        assert "no collector at http://127.0.0.1:1/v1/logs" in of(found, "events", "warn")
     assert "no collector" in of(doctor(*there)[1], "traces", "warn")
     status, found = doctor("--otlp-traces-endpoint", f"http://127.0.0.1:{port}")
     assert status == 1

@@ -140,6 +140,20 @@ def test_what_is_no_address_for_traces(endpoint: str, word: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
+def test_events_need_traces_and_an_address_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for traces, events, word in (
+        (None, "http://localhost:4318/v1/logs", "needs --otlp-traces-endpoint"),
+        (GOOD, "http://localhost:4318", "v1/logs"), (GOOD, "http://me@localhost:4318/v1/logs", "OTLP_LOGS_HEADERS"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=word) as caught:
+            TraceOptions(otlp_traces_endpoint=traces, otlp_logs_endpoint=events).opened()
+        assert caught.value.param == "--otlp-logs-endpoint"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "grpc")
+    opened(GOOD)
+    with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_LOGS_PROTOCOL"):
+        TraceOptions(otlp_traces_endpoint=GOOD, otlp_logs_endpoint="http://localhost:4318/v1/logs").opened()
+
+
 def test_what_keeps_traces_from_being_sent_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):

@@ -24,8 +24,8 @@ PROJECT = tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]
 def test_it_requires_two_libraries_and_the_server_not_it() -> None:
     names = [re.split(r"[<>=]", line)[0] for line in PROJECT["dependencies"]]
     assert (names, PROJECT["requires-python"]) == (["httpx", "pydantic"], ">=3.10")
-    assert set(PROJECT["optional-dependencies"]) == {"langchain", "llamaindex", "haystack"}
-    assert "scripts" not in PROJECT
+    assert set(PROJECT["optional-dependencies"]) == {"langchain", "llamaindex", "haystack", "mcp"}
+    assert PROJECT["scripts"] == {"hallutracer-mcp": "hallutracer_client.mcp:main"}
     server = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert not any(line.startswith("hallutracer-client") for line in server["dependencies"])
     assert (CLIENT / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()

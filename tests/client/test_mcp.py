@@ -1,0 +1,208 @@
+"""The MCP server, asked by the SDK's own client: in this process, over stdio and over streamable HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from mcp import Client, StdioServerParameters, stdio_client
+from mcp.types import CallToolResult, Tool
+
+from hallutracer_client import AsyncClient
+from hallutracer_client.mcp import LONGEST, main, make_server
+from tests.client import bodies
+from tests.running import running, until
+from tests.serve_process import PATHS, ServeProcess, inherited, serve
+
+ASKED = "What is the capital of the Solomon Islands?"
+TOOL = "hallucination_risk"
+COMMAND = ("-m", "hallutracer_client.mcp")
+KEY = "a-key-of-the-service"
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServeProcess]:
+    with serve() as service:
+        yield service
+
+
+def ask(server: Any, question: str = ASKED) -> CallToolResult:
+    """What the tool says of a question."""
+
+    async def asked() -> CallToolResult:
+        async with Client(server) as client:
+            return await client.call_tool(TOOL, {"question": question})
+
+    return asyncio.run(asked())
+
+
+def text(result: CallToolResult) -> str:
+    (block,) = result.content
+    assert block.type == "text"
+    return block.text
+
+
+def answered(**row: Any) -> CallToolResult:
+    """What the tool makes of one row of the service's answer."""
+    row = {"risk": 0.2, **row}
+    return ask(scripted(lambda _: httpx.Response(200, json=bodies.result(bodies.row(**row)))))
+
+
+def scripted(handler: Callable[[httpx.Request], httpx.Response]) -> Any:
+    return make_server(AsyncClient("http://guard.test", transport=httpx.MockTransport(handler), max_retries=0))
+
+
+def says_what_the_service_says(result: CallToolResult, service: ServeProcess) -> None:
+    body = httpx.post(f"{service.url}/score", json={"prompt": ASKED}, timeout=60).json()
+    (row,), bundle = body["data"], body["bundle"]
+    same = ("risk", "flagged", "threshold", "decision", "message", "outside_training", "applies")
+    assert result.structured_content == {name: row[name] for name in same if row.get(name) is not None} | {
+        "model": body["model"], "bundle": f"{bundle['name']}:{bundle['version']}",
+    }  # fmt: skip
+    assert text(result).startswith(f"Risk {row['risk']:.2f} of a wrong answer from memory, at or above the threshold")
+    assert not result.is_error
+
+
+def test_over_stdio_it_has_one_tool_and_logs_no_question(service: ServeProcess, tmp_path: Path) -> None:
+    process = StdioServerParameters(
+        command=sys.executable, args=list(COMMAND), env={"PYTHONPATH": PATHS, "HALLUTRACER_URL": service.url}
+    )
+
+    async def asked() -> tuple[list[Tool], CallToolResult, CallToolResult]:
+        with (tmp_path / "log").open("w") as log:
+            async with Client(stdio_client(process, errlog=log)) as client:
+                arguments = ({"question": ASKED}, {"question": ASKED * LONGEST})
+                first, refused = [await client.call_tool(TOOL, one) for one in arguments]
+                return (await client.list_tools()).tools, first, refused
+
+    (tool,), found, refused = asyncio.run(asked())
+    says_what_the_service_says(found, service)
+    assert refused.is_error
+    assert f"at most {LONGEST} characters" in text(refused)
+    assert "Solomon" not in (tmp_path / "log").read_text()
+    assert tool.name == TOOL
+    assert "need not be the model that you are" in (tool.description or "")
+    assert tool.annotations is not None
+    assert tool.annotations.model_dump(exclude={"title"}) == {
+        "read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False,
+    }  # fmt: skip
+    assert tool.input_schema["required"] == ["question"]
+    assert set(tool.output_schema["properties"]) >= set(found.structured_content or {})  # type: ignore[index]
+
+
+def test_over_http_this_machine_alone_is_served(service: ServeProcess, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, *COMMAND, "--url", service.url, "--port", str(port)]
+    log = (tmp_path / "log").open("w")
+    with log, subprocess.Popen(command, env=inherited() | {"PYTHONPATH": PATHS}, stdout=log, stderr=log) as process:
+        try:
+            until(lambda: listens("127.0.0.1", port))
+            url = f"http://127.0.0.1:{port}/mcp"
+            says_what_the_service_says(ask(url), service)
+            assert url in (tmp_path / "log").read_text()
+            assert "Solomon" not in (tmp_path / "log").read_text()
+            body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "ping"})
+            own = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+            for header, status in (
+                ({}, 200),
+                ({"Host": f"evil.test:{port}"}, 421),
+                ({"Origin": "http://evil.test"}, 403),
+            ):
+                assert httpx.post(url, content=body, headers=own | header).status_code == status, header
+            assert not listens("127.0.0.2", port)
+        finally:
+            process.terminate()
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_key_comes_from_the_environment(tmp_path: Path) -> None:
+    with running(tmp_path, api_keys=(KEY,)) as service:
+        for given, wrong in (("", True), ("another-key-of-it", True), (KEY, False)):
+            own = {"PYTHONPATH": PATHS, "HALLUTRACER_API_KEY": given}
+            found = ask(StdioServerParameters(command=sys.executable, args=[*COMMAND, "--url", service.url], env=own))
+            assert found.is_error is wrong
+            assert ("401" in text(found) and "as HALLUTRACER_API_KEY" in text(found)) is wrong
+            assert not given or given not in text(found)
+
+
+def broken(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("refused", request=request)
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        (broken, ["http://guard.test", "is the service running there?", "--url"]),
+        (lambda _: bodies.error(401, "unauthorized"), ["401 unauthorized", "HALLUTRACER_API_KEY"]),
+        (lambda _: bodies.error(503, "not_ready", "the model is loading"), ["503 not_ready: the model is loading"]),
+        (lambda _: bodies.error(422, "invalid_request", "too long"), ["422 invalid_request: too long", "rid-1"]),
+        (lambda _: httpx.Response(200, text="<html>"), ["not as HalluTracer does", "another service"]),
+    ],
+)
+def test_without_a_risk_the_error_has_cause_and_cure(
+    handler: Callable[[httpx.Request], httpx.Response], words: list[str]
+) -> None:
+    found = ask(scripted(handler))
+    assert (found.is_error, found.structured_content) == (True, None)
+    assert "no risk is known" in text(found)
+    assert all(word in text(found) for word in words), text(found)
+    assert "Solomon" not in text(found)
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({}, "Risk 0.20 of a wrong answer from memory, below the threshold 0.50: it may be answered from memory."),
+        (
+            {"risk": 0.5, "outside_training": True},
+            "at or above the threshold 0.50: look it up, or say that you are not",
+        ),
+        ({"outside_training": True}, "but the question is unlike all that the probes were trained on: look it up"),
+        ({"decision": "block"}, "below the threshold 0.50, but the question is withheld by the policy: look it up"),
+        ({"applies": False, "outside_training": False}, "The question asks for no fact, so the risk says nothing"),
+    ],
+)
+def test_the_sentence_can_be_acted_on(row: dict[str, Any], sentence: str) -> None:
+    assert sentence in text(answered(**row))
+
+
+def test_what_the_service_does_not_tell_is_left_out() -> None:
+    assert answered(message="Hm.").structured_content == {
+        "risk": 0.2, "flagged": False, "threshold": 0.5, "decision": "continue", "model": "m", "bundle": "demo:3",
+        "message": "Hm.",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(("--url", "localhost:8765"), "http(s)"), (("--port", "0"), "1 to 65535"), (("--url", "http://me:it@h"), "key")],
+)
+def test_a_wrong_command_line_is_refused(
+    arguments: tuple[str, ...], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_without_the_extra_the_error_names_it() -> None:
+    code = "import sys; sys.modules['mcp'] = None; import hallutracer_client.mcp"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'hallutracer-client[mcp]'" in done.stderr.splitlines()[-1]
