@@ -14,7 +14,7 @@ from typing import TypeVar
 from service.errors import DeadlineExceeded, Overloaded
 
 T = TypeVar("T")
-SPARE = 0.05  # of a deadline's time, to end an answer and to send it
+SPARE, SPARE_S = 0.05, 0.5  # of a deadline's time, and seconds at least, to end an answer and to send it
 INLINE = 512  # characters or ids up to which a thread costs more than the work, about 0.2 ms
 LONG = 16_384  # characters or ids from which a request takes the slow lane
 MAX_LONG = 16  # requests in the slow lane
@@ -35,7 +35,7 @@ class Deadline:
     @property
     def nearly(self) -> float:
         """Return when an answer without a length of its own has to end, so as to be sent in time; monotonic clock."""
-        return self._at - SPARE * self.seconds
+        return self._at - min(max(SPARE * self.seconds, SPARE_S), self.seconds / 2)
 
     @property
     def left(self) -> float:
