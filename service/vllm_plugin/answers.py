@@ -36,7 +36,7 @@ class Answer:
     def add(self, report: RiskReport, output: Any) -> Sequence[Any]:
         """Return the outputs that may be shown now.  Raises EngineError and its kinds, NonFiniteReadout.
 
-        An answer that cannot be read goes on without a risk, unless the policy decides by it: then the error is raised."""
+        An answer that cannot be read goes on without a risk, unless the policy decides by it."""
         new, first = sum(len(one.token_ids) for one in output.outputs), not self.tokens
         self.tokens = self.tokens + new if self._kind is RequestOutputKind.DELTA else new
         try:
