@@ -219,7 +219,11 @@ class _Core:
             wire, reason = output.prompt_token_id_logprobs, output.finish_reason
             said = None if reason is None else str(reason)
             yield SimpleNamespace(
-                outputs=[SimpleNamespace(text="", token_ids=output.new_token_ids, finish_reason=said)],
+                outputs=[
+                    SimpleNamespace(
+                        text="", token_ids=output.new_token_ids, finish_reason=said, stop_reason=output.stop_reason
+                    )
+                ],
                 finished=said is not None, num_cached_tokens=0, metrics=None,
                 prompt_token_id_logprobs=None if wire is None else wire.numpy(),
             )  # fmt: skip
