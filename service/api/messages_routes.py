@@ -64,7 +64,7 @@ async def messages(body: Annotated[MessagesRequest, Body()], request: Request, s
     report = reply.judgement.reports[0]
     said = _said(report)
     content = _head(reply) | {
-        "content": [] if said is None else [_text(said)], **_ended(report),
+        "content": [] if said is None else [text_block(said)], **_ended(report),
         "usage": _counted(reply.judgement.reports), "hallutracer": note(reply.judgement),
     }  # fmt: skip
     return whole(reply, content)
@@ -92,7 +92,8 @@ def _head(reply: wire.Reply) -> dict[str, Any]:
     return {"id": judgement.answer_id} | same
 
 
-def _text(said: str) -> dict[str, Any]:
+def text_block(said: str) -> dict[str, Any]:
+    """Return a block of an answer."""
     return {"type": "text", "text": said}
 
 
@@ -104,38 +105,40 @@ def _counted(reports: Sequence[RiskReport]) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _event(kind: str, **content: Any) -> bytes:
+def event(kind: str, **content: Any) -> bytes:
+    """Return an event of a stream."""
     return wire.event(json.dumps({"type": kind} | content, ensure_ascii=False), kind)
 
 
-def _delta(text: str, **more: Any) -> bytes:
-    return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text}, **more)
+def text_delta(text: str, index: int = 0, **more: Any) -> bytes:
+    """Return a piece of a block's text."""
+    return event("content_block_delta", index=index, delta={"type": "text_delta", "text": text}, **more)
 
 
 async def _events(reply: wire.Reply) -> AsyncIterator[bytes]:
     judgement, report = reply.judgement, reply.judgement.reports[0]
-    begun = _event("content_block_start", index=0, content_block=_text(""))
+    begun = event("content_block_start", index=0, content_block=text_block(""))
 
     def over(reports: list[RiskReport], block: bool = True) -> bytes:
-        stop = _event("content_block_stop", index=0) if block else b""
+        stop = event("content_block_stop", index=0) if block else b""
         more = beside(wire.answer_note(reports[0].answer))
-        told = _event("message_delta", delta=_ended(reports[0]), usage=_counted(reports), **more)
-        return stop + told + _event("message_stop")
+        told = event("message_delta", delta=_ended(reports[0]), usage=_counted(reports), **more)
+        return stop + told + event("message_stop")
 
     def piece(one: Piece) -> bytes:
-        return _delta(one.text, **beside(wire.running_note(one.answer)))
+        return text_delta(one.text, **beside(wire.running_note(one.answer)))
 
     def failed(error: HalluTracerError) -> bytes:
         body = anthropic_body(error.status, error.message, judgement.request_id)
         return wire.event(json.dumps(body), "error")
 
     first: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _counted([report])}
-    yield _event("message_start", message=_head(reply) | first | {"hallutracer": note(judgement)})
+    yield event("message_start", message=_head(reply) | first | {"hallutracer": note(judgement)})
     if withheld(report):
         said = _said(report)
-        yield over([report], block=False) if said is None else begun + _delta(said) + over([report])
+        yield over([report], block=False) if said is None else begun + text_delta(said) + over([report])
         return
     warning = annotation(report)
-    yield begun + (_delta(warning) if warning else b"")
+    yield begun + (text_delta(warning) if warning else b"")
     async for part in wire.answer_events(reply, piece, over, failed):
         yield part

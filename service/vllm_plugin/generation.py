@@ -21,7 +21,7 @@ from service.api.request_schema import Arguments
 from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import KEY
-from service.errors import AuditUnavailable, HalluTracerError, NotReady
+from service.errors import HalluTracerError, NotReady
 from service.judging.guarantee import MEDIA, NO_TEMPLATE, OTHER_ENDING, shape_violations
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import Scorer
@@ -32,7 +32,7 @@ from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, Prompt
 from service.serving.service import Service
 from service.settings import env
 from service.vllm_plugin.answers import Answer
-from service.vllm_plugin.middleware import CURRENT, NO_PLACE, OURS, Note
+from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
 OWN = ("retrieval_of", "include")  # our own service's alone
@@ -44,8 +44,21 @@ def judging_generate(
 ) -> Generate:
     """Return ``generate`` with risks.  ``service`` may be loading, or have failed; ``engine_of`` is for a ready one."""
 
-    def wrapped(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
-        note, parameters, xargs = CURRENT.get() or Note(carries=False), sampling_params, {}
+    def wrapped(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        note = CURRENT.get() or Note(carries=False)
+        try:
+            return judged(note, prompt, sampling_params, *args, **kwargs)
+        except VLLMValidationError as error:
+            note.error = (400, str(error))
+            raise
+        except HTTPException as error:
+            note.error = (error.status_code, error.detail)
+            raise
+
+    def judged(
+        note: Note, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        parameters, xargs = sampling_params, dict[str, Any]()
         if isinstance(parameters, SamplingParams):
             parameters = parameters.clone()
             xargs = _take_xargs(note, parameters)
@@ -78,6 +91,9 @@ def judging_generate(
             said = f"{note.moves[0]!r} has the messages rendered otherwise than in training, where no risk is known; "
             said += f"leave it out, or have the operator allow it with {env('callers-may')}=rendering"
             raise VLLMValidationError(said, parameter=note.moves[0])
+        if withholds and note.background:
+            said = "an answer that is fetched later has no place for a verdict: leave 'background' out"
+            raise VLLMValidationError(said, parameter="background")
         if note.beams:
             note.unread = "beam search runs many requests, none of which is the answer: its risk is not measured"
             if withholds:
@@ -92,16 +108,28 @@ def judging_generate(
         shapes = shape_violations(scorer.bundle.manifest, [note.shape(place)])
         note.violations = tuple(dict.fromkeys((*note.violations, *_violations(parameters), *rendering, *shapes)))
         same = partial(adapters.check, adapter, scorer)
-        return _judged(start, service, engine_of(), scorer, policy, note, place, parameters, request_id, same)
+        outputs = _judged(start, service, engine_of(), scorer, policy, note, place, parameters, request_id, same)
+        return _reported(note, outputs)
 
     return wrapped
+
+
+async def _reported(note: Note, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield the outputs; an error of ours ends them as vLLM's servers know one."""
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+    except HalluTracerError as error:
+        note.error = (error.status, str(error))
+        raise HTTPException(error.status, str(error)) from error
 
 
 async def _judged(
     start: Callable[[], AsyncGenerator[Any, None]], service: Service, engine: VllmEngine, scorer: Scorer,
     policy: Policy, note: Note, place: int, parameters: Any, request_id: str, same: Callable[[], None],
 ) -> AsyncGenerator[Any, None]:  # fmt: skip
-    """Yield vLLM's outputs of one prompt; of a gated answer one, empty and finished."""
+    """Yield vLLM's outputs of one prompt; of a gated answer one, empty and finished.  Raises HalluTracerError."""
     lease: ProbeLease | None = None
     judgement: Judgement | None = None
     answer = Answer(scorer, policy, None, parameters.output_kind)
@@ -109,7 +137,7 @@ async def _judged(
     def unread(error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
         if policy.action is not Action.OBSERVE:
-            raise HTTPException(error.status, str(error)) from error
+            raise error
         note.unread = str(error)
 
     def judge(lease: ProbeLease, output: Any) -> Judgement:
@@ -126,10 +154,7 @@ async def _judged(
 
     async def told(judgement: Judgement) -> None:
         note.judgements[place] = judgement
-        try:
-            await observers.judged(service, judgement)
-        except AuditUnavailable as error:  # where the audit log is required
-            raise HTTPException(error.status, str(error)) from error
+        await observers.judged(service, judgement)  # AuditUnavailable, where the audit log is required
 
     def withheld(judgement: Judgement) -> bool:
         return judgement.reports[0].decision is not Decision.CONTINUE
@@ -157,10 +182,8 @@ async def _judged(
                 if judgement is None:
                     yield output
                     continue
-                try:
-                    shown = answer.add(judgement.reports[0], output)
-                except HalluTracerError as error:
-                    raise HTTPException(error.status, str(error)) from error
+                shown = answer.add(judgement.reports[0], output)
+                note.stopped = answer.completion is not None
                 if answer.over:
                     report = scorer.rechecked(judgement.reports[0], policy, answer.risk)
                     judgement = replace(judgement, prompts=(replace(judgement.prompts[0], report=report),))

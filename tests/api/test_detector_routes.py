@@ -83,7 +83,9 @@ def test_a_policy_that_sees_answers_is_refused(app: App, monkeypatch: Any, route
 
 def test_what_is_withheld_for_no_risk_has_the_highest_score(tmp_path: Path) -> None:
     """A caller that drops detections below a threshold of its own must not let these pass."""
-    with App(tmp_path, policies={"careful": CAREFUL}, add=[known], callers_may=("bundle", "threshold")).started() as app:
+    with App(
+        tmp_path, policies={"careful": CAREFUL}, add=[known], callers_may=("bundle", "threshold")
+    ).started() as app:
         chosen = {"policy": "careful"}
         ((found,),) = detect(app, CONTENTS_DETECTOR, chosen, detector="known", contents=["B"])
     assert (found["score"], found["metadata"]["risk"] < 1.0) == (1.0, True)

@@ -20,7 +20,7 @@ from service.judging.guarantee import TOKEN_IDS, decoding_violations, guarantee_
 from service.policies.guard import GATE, OBSERVE, Action, Policy
 from service.serving.feedback import Feedback
 from service.serving.judgement import Judgement, Monitor, digest_of
-from service.vllm_plugin.middleware import Note
+from service.vllm_plugin.note import Note
 from tests.feedback.made import rows
 from tests.matching import contextual_bundle, matching_draft
 from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle

@@ -38,7 +38,7 @@ from vllm.lora.request import LoRARequest  # noqa: E402
 from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation, plugin  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
-from service.vllm_plugin.middleware import CURRENT, Note  # noqa: E402
+from service.vllm_plugin.note import CURRENT, Note  # noqa: E402
 from service.vllm_plugin.options import PluginOptions  # noqa: E402
 from service.vllm_plugin.plugin import HalluTracerPlugin  # noqa: E402
 
@@ -176,6 +176,7 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
     options = PluginOptions(store, made.bundles, policies, settings)
     monkeypatch.setattr(plugin, "read_options", lambda: options)
     monkeypatch.setattr(plugin.VllmEngine, "around", lambda *_: made.engine)
+    monkeypatch.setattr(generation, "_reported", lambda note, outputs: outputs)
     monkeypatch.setattr(generation, "_judged", lambda start, service, engine, scorer, *_: scorer.bundle.manifest.name)
     client, served = Client(), SimpleNamespace(lora_requests={})
 

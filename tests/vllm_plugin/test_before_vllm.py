@@ -18,12 +18,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from hallutracer_start import check_vllm
+from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.errors import HalluTracerError
 from service.judging.guarantee import Shape
 from service.vllm_plugin import load
 from service.vllm_plugin.engine_gate import open_gate
 from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
-from service.vllm_plugin.middleware import CURRENT, Note, RiskNotes
+from service.vllm_plugin.middleware import RiskNotes
+from service.vllm_plugin.note import CURRENT, Note
 from service.vllm_plugin.options import read_options
 
 
@@ -136,7 +138,7 @@ def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) ->
 
     found: list[Note] = []
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-    asyncio.run(RiskNotes(app, refuses=lambda: True)(scope, receive, send))
+    asyncio.run(RiskNotes(app)(scope, receive, send))
     return found[0]
 
 
@@ -181,6 +183,13 @@ FIRST, SECOND = Shape("0", passage=False, system=False), Shape("1", passage=Fals
         (EITHER, {"messages": ASKED, "prompt": "x"}, []),
         ("/v1/completions", {"prompt": "x"}, []),
         ("/v1/completions", {"prompt": "x", "messages": ASKED}, []),
+        (MESSAGES_ROUTE, {"messages": ASKED}, [FIRST]),
+        (MESSAGES_ROUTE, {"messages": AGAIN[1:], "system": [{"type": "text", "text": "Be brief."}]}, [SECOND]),
+        (MESSAGES_ROUTE, {"messages": ASKED, "chat_template_kwargs": {"a": 1}}, []),
+        (RESPONSES_ROUTE, {"input": "What is the capital of Nauru?"}, [FIRST]),
+        (RESPONSES_ROUTE, {"input": AGAIN[1:], "instructions": "Be brief."}, [SECOND]),
+        (RESPONSES_ROUTE, {"input": ASKED, "previous_response_id": "resp_1"}, []),
+        (RESPONSES_ROUTE, {"input": [3, None]}, [FIRST]),
     ],
 )
 def test_a_chats_shape_is_noted_where_its_messages_are_what_is_read(

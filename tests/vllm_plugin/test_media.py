@@ -17,7 +17,7 @@ from service.judging.guarantee import MEDIA  # noqa: E402
 from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
-from service.vllm_plugin.middleware import Note  # noqa: E402
+from service.vllm_plugin.note import Note  # noqa: E402
 
 IDS = [1, 2, 3, 3, 3, 3, 4, 5]  # 3: what an image was expanded to
 

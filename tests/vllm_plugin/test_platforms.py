@@ -25,8 +25,10 @@ pytestmark = pytest.mark.long
 PYTHON = ROOT / ".venv-platforms" / "bin" / "python"
 GRPC = f"""\
 import asyncio
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 
@@ -71,8 +73,10 @@ async def main(args):
     await server
 
 if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    # It is bound a minute later: below the ports that the kernel gives to others in the meantime.
+    for port in random.sample(range(20_000, 32_000), 99):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            break
     parser = FlexibleArgumentParser()
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=port)

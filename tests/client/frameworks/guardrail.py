@@ -1,4 +1,4 @@
-"""LiteLLM's generic guardrail, and its detector of FMS Guardrails: what its proxy runs before a call, on the service."""
+"""LiteLLM's generic guardrail, and its detector of FMS Guardrails: what its proxy runs before a call."""
 
 import asyncio
 import os
@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from litellm.exceptions import GuardrailRaisedException
 from litellm.caching.caching import DualCache
+from litellm.exceptions import GuardrailRaisedException
 from litellm.proxy._types import UserAPIKeyAuth
 from litellm.proxy.guardrails.guardrail_hooks.generic_guardrail_api import GenericGuardrailAPI
 from litellm.proxy.guardrails.guardrail_hooks.ibm_guardrails.ibm_detector import IBMGuardrailDetector

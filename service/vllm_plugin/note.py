@@ -1,0 +1,182 @@
+"""The note of one request: what its body says that matters to its risk, and the judgements of its prompts.
+
+``generation`` fills it; a context variable connects the two across vLLM's own serving code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.api.reply import risk_headers, risk_note, risk_out
+from service.audit.auditor import Who
+from service.judging.guarantee import Shape, chat_violations, shape_of
+from service.policies.guard import Decision, Verdict
+from service.scoring import AnswerRisk
+from service.serving.judgement import Judgement
+
+TEXTS, CHATS, EITHER = "/v1/completions", "/v1/chat/completions", "/invocations"
+PATHS = (TEXTS, CHATS, f"{CHATS}/batch", EITHER, RESPONSES_ROUTE, MESSAGES_ROUTE)
+RENDERED = (
+    "messages",
+    "input",
+    "instructions",
+    "system",
+    "tools",
+    "documents",
+    "functions",
+    "chat_template_kwargs",
+)  # what a chat template may write
+AS_TRAINED: dict[str, Any] = {
+    "continue_final_message": False, "add_generation_prompt": True, "chat_template": None, "chat_template_kwargs": {},
+    "add_special_tokens": False, "truncate_prompt_tokens": None,
+}  # fmt: skip
+"""Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
+ELSEWHERE = ("previous_response_id", "prompt")  # fields of a response's body that bring turns of their own
+_FLAG = TypeAdapter(bool)
+NO_PLACE = (
+    "a policy that withholds answers applies to this request, and the response of this route cannot carry a verdict; "
+    "use /v1/chat/completions, /v1/responses or /v1/messages, or have the operator choose a policy that observes"
+)
+OURS = re.compile(r"hallu[_-]*tracer", re.IGNORECASE)  # how an argument of ours begins, well written or not
+
+
+@dataclass
+class Note:
+    """One request's judgements, in the order of its prompts; None where there is none yet."""
+
+    judgements: list[Judgement | None] = field(default_factory=list)
+    unread: str | None = None  # why there is no risk
+    choices: int = 1  # answers to each prompt (n)
+    violations: tuple[str, ...] = ()  # of what a guarantee assumes, by the request
+    route: str = ""  # that the request came by
+    carries: bool = True  # whether the response has a place for it
+    templated: bool = True  # whether its prompts go through the chat template
+    moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
+    answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
+    shapes: tuple[Shape, ...] = ()  # of its chats, in the order of its prompts; empty where they are not known
+    background: bool = False  # whether the answer is fetched later, by another request
+    beams: bool = False  # whether it asks for a beam search
+    forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
+    misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
+    xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
+    reads_answers: bool = False  # whether answers' own tokens are read
+    answers: dict[int, AnswerRisk | None] = field(default_factory=dict)  # of what was read, where an answer has ended
+    stopped: bool = False  # whether a policy has ended an answer, whose text so far is shown
+    error: tuple[int, str] | None = None  # HTTP status and reason, where the request was refused or failed
+    who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
+
+    def add(self) -> int:
+        """Add a prompt and return its index."""
+        self.judgements.append(None)
+        return len(self.judgements) - 1
+
+    def shape(self, place: int) -> Shape | None:
+        """Return the shape of this prompt's chat; None where it is not known."""
+        return self.shapes[place] if place < len(self.shapes) else None
+
+    def withheld(self, place: int) -> Verdict | None:
+        """Return the verdict that withheld this prompt's answer; None where none did, or not yet."""
+        judgement = self.judgements[place] if place < len(self.judgements) else None
+        verdict = None if judgement is None else judgement.reports[0].verdict
+        return None if verdict is None or verdict.decision is Decision.CONTINUE else verdict
+
+    def refusal(self) -> Verdict | None:
+        """Return the verdict that withheld the answer to any prompt; None where none did, or not yet."""
+        return next(filter(None, map(self.withheld, range(len(self.judgements)))), None)
+
+    def body(self) -> dict[str, Any] | None:
+        """Return what the response says, with the violations of all its prompts; None: nothing yet."""
+        if self.unread is not None:
+            return {"error": self.unread}
+        judged = [judgement for judgement in self.judgements if judgement is not None]
+        if not judged:
+            return None
+        risks = [risk_out(one.index, one.report) for judgement in judged for one in judgement.prompts]
+        return risk_note(replace(judged[-1], request_violations=self.violations), risks)
+
+    def headers(self) -> dict[str, str]:
+        """Return those of ``/v1/risk/score``, where there is one prompt."""
+        if len(self.judgements) != 1 or (judgement := self.judgements[0]) is None:
+            return {}
+        return risk_headers(judgement.scorer, judgement.reports)
+
+
+CURRENT: ContextVar[Note | None] = ContextVar("hallutracer_note", default=None)
+
+
+def read(note: Note, body: bytes, special_tokens: Sequence[str]) -> None:
+    """Note what vLLM loses, such as arguments of ours outside ``vllm_xargs`` and special tokens that a chat spells."""
+    content = parsed(body) or {}
+    texts = [text for name in RENDERED for text in _strings(content.get(name))]
+    note.forges = next((token for token in special_tokens if any(token in text for text in texts)), None)
+    note.misplaced = tuple(name for name in content if OURS.match(name))
+    chats = _chats(note.route, content)
+    note.templated = chats is not None and not ("prompt" in content and note.route == EITHER)  # which may read either
+    turns = [chat if isinstance(chat, list) else [] for chat in chats or ()]  # of each chat
+    ends = [chat[-1] for chat in turns if chat and isinstance(chat[-1], dict)]
+    note.moves = () if chats is None else tuple(_moves(content))
+    note.answered = next(filter(None, (chat_violations([end]) for end in ends)), ())
+    # Where its prompts are made of something else than its messages, their shape says nothing.
+    known = note.templated and not note.moves and not any(content.get(name) for name in ELSEWHERE)
+    note.shapes = tuple(map(shape_of, turns)) if known else ()
+    note.background = note.route == RESPONSES_ROUTE and bool(content.get("background"))
+    try:
+        note.beams = _FLAG.validate_python(content.get("use_beam_search"))  # as vLLM reads a flag; it refuses others
+    except ValidationError:
+        note.beams = False
+    xargs = content.get("vllm_xargs")
+    if note.beams and isinstance(xargs, dict):
+        note.xargs = xargs
+
+
+def _chats(route: str, content: dict[str, Any]) -> list[Any] | None:
+    """Return the chats of a request; None where none of its prompts goes through the template."""
+    if route == RESPONSES_ROUTE:
+        asked, said = content.get("input"), content.get("instructions")
+        turns = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+        return [turns if said is None else [{"role": "system", "content": said}, *turns]]
+    if route == TEXTS or "messages" not in content:
+        return None
+    messages = content["messages"]
+    if not isinstance(messages, list):
+        return []
+    if route == MESSAGES_ROUTE and content.get("system"):
+        return [[{"role": "system", "content": content["system"]}, *messages]]
+    return messages if messages and isinstance(messages[0], list) else [messages]
+
+
+def _moves(content: dict[str, Any]) -> Iterator[str]:
+    """Yield the fields of a chat's body that change how its messages are rendered."""
+    yield from (name for name, same in AS_TRAINED.items() if content.get(name) not in (None, same))
+    transfer = content.get("kv_transfer_params")
+    if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
+        yield "kv_transfer_params.prompt_token_ids"  # taken instead of the messages
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every text in a JSON value, however deep."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            pending += [*one, *one.values()]
+        elif isinstance(one, list):
+            pending += one
+
+
+def parsed(body: bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None of anything else."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
