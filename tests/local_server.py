@@ -1,7 +1,10 @@
-"""An HTTP server of this machine that behaves as a test says."""
+"""An HTTP server of this machine that behaves as a test says, and a port for one that a test starts."""
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Behaviour = Callable[[BaseHTTPRequestHandler, bytes], None]  # the request, and its body
+
+
+def free_port() -> int:
+    """Return a port for a server that binds it later: below those that the kernel gives to others in the meantime."""
+    for port in random.sample(range(20_000, 32_000), 99):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no free port in 99 attempts")
 
 
 @contextmanager

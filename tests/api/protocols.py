@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from anthropic import Anthropic
+from openai import OpenAI
 
 from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
 from tests.running import App, Running
@@ -120,3 +122,50 @@ def read_stream(route: str, text: str) -> Answer:
     reason, first = end["delta"]["stop_reason"], events[0]["message"]["hallutracer"]
     last = notes.pop() if "hallutracer" in end else None
     return Answer(said, None, _ENDS.get(reason, reason), first, last, notes, text)
+
+
+def in_openais_client(
+    url: str, model: str, text: str, stream: bool, **xargs: Any
+) -> tuple[str, str | None, str | None, int, Any]:
+    """The text of a response, its refusal, why it is incomplete, its tokens, the risk."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    more: dict[str, Any] = {"extra_body": {"vllm_xargs": xargs}}
+    asked = more | {"model": model, "input": text, "max_output_tokens": 40, "temperature": 0.0}
+    if stream:
+        with client.responses.stream(**asked) as events:
+            seen = list(events)
+        assert [event.sequence_number for event in seen] == list(range(len(seen)))
+        found = seen[-1].response  # type: ignore[union-attr]
+        pieces = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+        assert pieces == found.output_text
+        refused = "".join(event.delta for event in seen if event.type == "response.refusal.delta")
+        assert seen[0].response.model_extra["hallutracer"]["data"]  # type: ignore[union-attr,index]
+    else:
+        found, refused = client.responses.create(**asked), ""
+    parts = [part for item in found.output if item.type == "message" for part in item.content]
+    refusal = next((part.refusal for part in parts if part.type == "refusal"), None)
+    assert not stream or refused == (refusal or "")
+    why = None if found.incomplete_details is None else found.incomplete_details.reason
+    assert found.usage is not None
+    assert found.model_extra is not None
+    return found.output_text, refusal, why, found.usage.output_tokens, found.model_extra["hallutracer"]
+
+
+def in_anthropics_client(
+    url: str, model: str, text: str, stream: bool, **xargs: Any
+) -> tuple[str, str | None, int, Any]:
+    """The text of a message, its stop reason, its tokens, the risk."""
+    client = Anthropic(base_url=url, api_key="none", max_retries=0)
+    more = {"temperature": 0.0, "vllm_xargs": xargs}
+    turns = [{"role": "user", "content": text}]
+    asked: dict[str, Any] = {"model": model, "max_tokens": 40, "messages": turns, "extra_body": more}
+    if stream:
+        with client.messages.stream(**asked) as events:
+            pieces = "".join(events.text_stream)
+            found = events.get_final_message()
+        assert pieces == "".join(block.text for block in found.content if block.type == "text")
+    else:
+        found = client.messages.create(**asked)
+    said = "".join(block.text for block in found.content if block.type == "text")
+    assert found.model_extra is not None
+    return said, found.stop_reason, found.usage.output_tokens, found.model_extra["hallutracer"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
+from tests.local_server import free_port
 from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.serve_process import PATHS
 
@@ -32,8 +32,7 @@ QUIET = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STAT
 @contextmanager
 def serving(log: Path, *arguments: str, ready: bool = True, **environment: str) -> Iterator[str]:
     """Its address, once it answers (and, with ``ready``, once our routes are ready)."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL_DIR), "--dtype", "float32",
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL, "--enforce-eager", *arguments,

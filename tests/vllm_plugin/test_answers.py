@@ -23,6 +23,7 @@ from tests.matching import with_answer
 
 vllm_or_skip()
 
+from tests.api.protocols import in_anthropics_client, in_openais_client  # noqa: E402
 from tests.vllm_plugin.conftest import MODEL, serving  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -143,6 +144,27 @@ def test_an_answer_ends_where_its_running_risk_is_too_high(url: str, get: Any, t
             assert (cut["text"], cut["why"], cut["counted"]) == (given["text"], given["why"], given["counted"])
             assert cut["answer_tokens"] < LEAST_READ or cut["answer_risk"] < STOP
     assert ended
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("policy", ["again", "cut"])
+def test_the_newer_protocols_say_the_same(url: str, policy: str, stream: bool) -> None:
+    """A whole answer is withheld, or its text so far kept, as in a chat; each says so in its own words."""
+    chosen = {"hallutracer_policy": policy, "hallutracer_threshold": 1.0}
+    ends = set[str]()
+    for prompt in PROMPTS:
+        chat = one(url, prompt, policy, max_tokens=40)
+        withheld = chat["decision"] == "abstain"
+        filtered = chat["why"] == "content_filter"
+        text = "" if withheld else chat["text"]
+        said, refusal, why, tokens, note = in_openais_client(url, MODEL, prompt, stream, **chosen)
+        assert (said, refusal) == (text, "Not sure." if withheld else None)
+        assert (why == "content_filter", tokens) == (filtered, chat["counted"])
+        assert note["data"][0]["decision"] == chat["decision"]
+        said, reason, tokens, note = in_anthropics_client(url, MODEL, prompt, stream, **chosen)
+        assert (said, reason == "refusal", tokens) == (text or "Not sure.", filtered, chat["counted"])
+        ends.add(chat["why"])
+    assert len(ends) > 1, "else this tells nothing"
 
 
 @pytest.mark.parametrize("policy", ["again", "cut"])

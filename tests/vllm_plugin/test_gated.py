@@ -15,8 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI
 
 from hallutracer_research.demo.train import render
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
@@ -28,6 +26,7 @@ vllm_or_skip()
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
+from tests.api.protocols import in_anthropics_client, in_openais_client  # noqa: E402
 from tests.running import until  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
 
@@ -125,59 +124,17 @@ def test_an_answer_is_withheld_and_a_route_without_a_place_for_a_verdict_refused
         assert unknown.headers["x-hallutracer-decision"] == "abstain"
 
 
-def in_openais_client(url: str, text: str, stream: bool) -> tuple[str, str | None, str | None, int, Any]:
-    """The text of a response, its refusal, why it is incomplete, its tokens, the risk."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    asked: dict[str, Any] = {"model": MODEL, "input": text, "max_output_tokens": 40, "temperature": 0.0}
-    if stream:
-        with client.responses.stream(**asked) as events:
-            seen = list(events)
-        assert [event.sequence_number for event in seen] == list(range(len(seen)))
-        found = seen[-1].response  # type: ignore[union-attr]
-        pieces = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
-        assert pieces == found.output_text
-        refused = "".join(event.delta for event in seen if event.type == "response.refusal.delta")
-        assert getattr(seen[0].response, "hallutracer")["data"]  # type: ignore[union-attr] # noqa: B009
-    else:
-        found, refused = client.responses.create(**asked), ""
-    parts = [part for item in found.output if item.type == "message" for part in item.content]
-    refusal = next((part.refusal for part in parts if part.type == "refusal"), None)
-    assert not stream or refused == (refusal or "")
-    why = None if found.incomplete_details is None else found.incomplete_details.reason
-    return found.output_text, refusal, why, found.usage.output_tokens, getattr(found, "hallutracer")  # type: ignore[union-attr] # noqa: B009
-
-
-def in_anthropics_client(url: str, text: str, stream: bool) -> tuple[str, str | None, int, Any]:
-    """The text of a message, its stop reason, its tokens, the risk."""
-    client = Anthropic(base_url=url, api_key="none", max_retries=0)
-    asked: dict[str, Any] = {
-        "model": MODEL,
-        "max_tokens": 40,
-        "messages": turn(text),
-        "extra_body": {"temperature": 0.0},
-    }
-    if stream:
-        with client.messages.stream(**asked) as events:
-            pieces = "".join(events.text_stream)
-            found = events.get_final_message()
-        assert pieces == "".join(block.text for block in found.content if block.type == "text")
-    else:
-        found = client.messages.create(**asked)
-    said = "".join(block.text for block in found.content if block.type == "text")
-    return said, found.stop_reason, found.usage.output_tokens, getattr(found, "hallutracer")  # noqa: B009
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_newer_protocols_own_clients_read_answers_and_refusals(gated: str, stream: bool) -> None:
-    said, refusal, why, tokens, note = in_openais_client(gated, KNOWN, stream)
+    said, refusal, why, tokens, note = in_openais_client(gated, MODEL, KNOWN, stream)
     assert (ANSWER in said, refusal, why, tokens > 1) == (True, None, None, True)
     assert note["data"][0]["decision"] == "continue"
-    said, refusal, why, tokens, note = in_openais_client(gated, UNKNOWN, stream)
+    said, refusal, why, tokens, note = in_openais_client(gated, MODEL, UNKNOWN, stream)
     assert (said, refusal, why, tokens) == ("", MESSAGE, "content_filter", 0)
     assert note["data"][0]["decision"] == "abstain"
-    said, reason, tokens, note = in_anthropics_client(gated, KNOWN, stream)
+    said, reason, tokens, note = in_anthropics_client(gated, MODEL, KNOWN, stream)
     assert (ANSWER in said, reason, tokens > 1, note["data"][0]["decision"]) == (True, "end_turn", True, "continue")
-    said, reason, tokens, note = in_anthropics_client(gated, UNKNOWN, stream)
+    said, reason, tokens, note = in_anthropics_client(gated, MODEL, UNKNOWN, stream)
     assert (said, reason, tokens, note["data"][0]["decision"]) == (MESSAGE, "refusal", 0, "abstain")
 
 

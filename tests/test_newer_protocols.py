@@ -1,0 +1,37 @@
+"""A thousand gated requests on each newer route, of which nothing is told, in the protocols' own clients."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.api.protocols import in_anthropics_client, in_openais_client
+from tests.engines.vllm.installed import vllm_or_skip
+from tests.serve_process import serve
+
+pytestmark = pytest.mark.long
+
+REQUESTS = 1000  # on each route; half of them are streams
+EAGER = ("--engine", "vllm", "--engine-arg", "enforce_eager=true")
+MODEL, MESSAGE = "hallutracer-demo", "I am not sure."
+
+
+def check(url: str, model: str, number: int) -> None:
+    """Ask one question by both routes under a threshold that every risk reaches."""
+    question, stream = f"What is the capital of the country number {number}?", bool(number % 2)
+    said, refusal, why, tokens, note = in_openais_client(url, model, question, stream, hallutracer_threshold=0.0)
+    assert (said, refusal, why, tokens) == ("", MESSAGE, "content_filter", 0)
+    assert note["data"][0]["decision"] == "abstain"
+    said, reason, tokens, note = in_anthropics_client(url, model, question, stream, hallutracer_threshold=0.0)
+    assert (said, reason, tokens) == (MESSAGE, "refusal", 0)
+    assert note["data"][0]["decision"] == "abstain"
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_nothing_of_a_withheld_answer_reaches_a_client(engine: str) -> None:
+    if engine == "vllm":
+        vllm_or_skip()
+    arguments = EAGER if engine == "vllm" else ()
+    with serve(*arguments, HALLUTRACER_POLICY="gate") as service, ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda number: check(service.url, MODEL, number), range(REQUESTS)))
