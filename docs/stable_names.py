@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
+import hallutracer
 import hallutracer_client
 from service.cli.main import RESEARCH, make_app
 from service.options import Sources, commands_of, options_of
@@ -57,7 +58,8 @@ def plugin() -> Iterator[str]:
 
 def names() -> set[str]:
     """Every name, with its kind before it."""
-    kinds = {"client": client, "metric": series, "command": options, "plugin": plugin}
+    kinds = {"client": client, "python": lambda: hallutracer.__all__, "metric": series, "command": options,
+             "plugin": plugin}  # fmt: skip
     return {f"{kind} {name}" for kind, found in kinds.items() for name in found()}
 
 
