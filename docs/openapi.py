@@ -1,4 +1,4 @@
-"""Write docs/openapi.json, the HTTP API of a service that asks for keys.  Run it after a change of a route or schema."""
+"""Write docs/openapi.json, the HTTP API of a service that asks for keys.  Run it after a change of a route."""
 
 from __future__ import annotations
 

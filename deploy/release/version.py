@@ -3,8 +3,8 @@
     python deploy/release/version.py            print it
     python deploy/release/version.py 1.0.0      write it into every file that names it
 
-``service/__init__.py`` has it.  The client and the research package are built from folders of their own, and Helm, Docker
-and compose read no Python: they name it again, and a test compares them."""
+``service/__init__.py`` has it.  The client and the research package are built from folders of their own; Helm, Docker
+and compose read no Python.  They name it again, and a test compares them."""
 
 from __future__ import annotations
 
