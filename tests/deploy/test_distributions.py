@@ -91,7 +91,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (packages,) = (venv / "lib").glob("python3*/site-packages")
     (packages / "dependencies.pth").write_text(f"{Path(cyclopts.__file__).parents[1]}\n")
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--no-index", *sorted(built.glob("*.whl"))], check=True)
+    # Also where the borrowed folder, or PYTHONPATH, has the checkout itself in the same version.
+    subprocess.run([*pip, "--no-index", "--ignore-installed", *sorted(built.glob("*.whl"))], check=True)
     return Installed(built, venv / "bin" / "python", home)
 
 
