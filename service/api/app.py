@@ -24,6 +24,7 @@ from starlette.routing import Route
 from service import __version__
 from service.api import (
     catalogue,
+    detector_routes,
     error_handlers,
     feedback_routes,
     guardrail_routes,
@@ -41,7 +42,7 @@ from service.serving.service import Service
 # A new route is a module with a ``router``, named here.
 ROUTERS = (
     score.router, openai_routes.router, responses_routes.router, messages_routes.router, guardrail_routes.router,
-    feedback_routes.router, catalogue.router, health.admin, health.router,
+    detector_routes.router, feedback_routes.router, catalogue.router, health.admin, health.router,
 )  # fmt: skip
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
                    "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip

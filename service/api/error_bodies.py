@@ -1,8 +1,8 @@
-"""An error in the words of the protocol that a route speaks: OpenAI's envelope, which is ours, or Anthropic's."""
+"""An error in the words of a route's protocol: OpenAI's envelope, which is ours, Anthropic's or a detector's."""
 
 from __future__ import annotations
 
-from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.access.routes import DETECTOR_ROUTES, MESSAGES_ROUTE, RESPONSES_ROUTE
 
 # Neither protocol has a 422.
 _AS_400 = (RESPONSES_ROUTE, MESSAGES_ROUTE)
@@ -31,4 +31,6 @@ def said_on(
     status = 400 if status == 422 and route in _AS_400 else status
     if route.startswith(MESSAGES_ROUTE):  # what this service does not have below it, too
         return status, anthropic_body(status, message, request_id)
+    if route in DETECTOR_ROUTES:
+        return status, {"code": status, "message": message}
     return status, error_body(status, message, code, param)

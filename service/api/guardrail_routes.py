@@ -6,6 +6,7 @@ router (``http_classify``), gets the risk as the probability of a label and deci
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ from service.api.reply import FAILURES
 from service.api.request_schema import EXAMPLES, Kind, RequestModel, Risk, Texts
 from service.api.score import answer, requested
 from service.errors import EmptyPrompt, RequestError
-from service.policies.guard import Action
+from service.policies.guard import Action, Policy
 
 
 class GuardrailParams(RequestModel):
@@ -79,28 +80,26 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     if body.input_type != "request":
         raise RequestError("a risk is of a prompt: give this guardrail the mode pre_call", param="input_type")
     chosen = (body.additional_provider_specific_params or GuardrailParams()).model_dump()
-    texts, sent = body.texts or [], body.structured_messages
-    kind: Kind = "messages" if sent else "prompt"
-    asked = requested(request, service, LITELLM_ROUTE, kind, [sent] if sent else texts, "texts", **chosen)
-    policy = asked.policy
-    if policy.action is Action.ANNOTATE:
-        raise RequestError(f"policy {policy.name!r} annotates answers, and this route sees none", param="policy")
+    texts, messages = body.texts or [], body.structured_messages
+    kind: Kind = "messages" if messages else "prompt"
+    asked = requested(request, service, LITELLM_ROUTE, kind, [messages] if messages else texts, "texts", **chosen)
+    check_sees_no_answer(asked.policy)
     try:
-        if conversation := _conversation(body):
-            asked = replace(asked, prompts=[conversation])
-    except _CannotRead as error:
+        if chat := _conversation(body):
+            asked = replace(asked, prompts=[chat])
+    except CannotRead as error:
         found: dict[str, Any] = {"hallutracer": {"error": str(error)}}
         blocked = {"action": "BLOCKED", "blocked_reason": str(error)}
-        return _json((blocked if policy.action.withholds else {"action": "NONE"}) | found)
+        return sent((blocked if asked.policy.action.withholds else {"action": "NONE"}) | found)
     reply = await answer(request, service, asked)
     reply.end()
     found = {"hallutracer": note(reply.judgement)}
     report = next(filter(withheld, reply.judgement.reports), None)
     if report is None:
-        return _json({"action": "NONE"} | found, reply.headers())
+        return sent({"action": "NONE"} | found, reply.headers())
     verdict = report.verdict
     reason = verdict.message or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}"
-    return _json({"action": "BLOCKED", "blocked_reason": reason} | found, reply.headers())
+    return sent({"action": "BLOCKED", "blocked_reason": reason} | found, reply.headers())
 
 
 @router.post(
@@ -116,31 +115,49 @@ async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, s
         [{"label": "hallucinated", "score": report.risk}, {"label": "factual", "score": 1.0 - report.risk}]
         for report in reply.judgement.reports
     ]
-    return _json(found[0] if isinstance(body.inputs, str) else found, reply.headers())
+    return sent(found[0] if isinstance(body.inputs, str) else found, reply.headers())
 
 
-class _CannotRead(Exception):
+class CannotRead(Exception):
     """The call holds what no risk can be read from."""
 
 
-def _conversation(body: GuardrailRequest) -> list[dict[str, str]] | None:
-    """Return a chat's messages; None where there are only texts.  Raises _CannotRead, and EmptyPrompt for nothing."""
-    for name in ("images", "tools", "tool_calls"):
-        if getattr(body, name):
-            raise _CannotRead(f"the call has {name}, from which no risk can be read")
-    if body.structured_messages is None:
-        if body.texts:
-            return None
-        raise EmptyPrompt("give 'texts' or 'structured_messages'", param="texts")
+def check_sees_no_answer(policy: Policy) -> None:
+    """Raise RequestError for a policy that changes answers, or decides by them."""
+    does = "annotates" if policy.action is Action.ANNOTATE else "reads" if policy.reads_answers_for else None
+    if does is not None:
+        raise RequestError(f"policy {policy.name!r} {does} answers, and this route sees none", param="policy")
+
+
+def check_readable(**beside: Any) -> None:
+    """Raise CannotRead for anything that stands beside a chat's messages, by name."""
+    for name, given in beside.items():
+        if given:
+            raise CannotRead(f"the call has {name}, from which no risk can be read")
+
+
+def conversation(messages: Sequence[Mapping[str, Any]], field: str) -> list[dict[str, str]]:
+    """Return a chat's messages.  Raises CannotRead, and EmptyPrompt for none."""
     try:
-        messages = [ChatMessage.model_validate(message) for message in body.structured_messages]
+        found = [ChatMessage.model_validate(message) for message in messages]
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise _CannotRead(f"a message cannot be read, at {where or 'its role or content'}") from None
-    if not messages:
-        raise EmptyPrompt("'structured_messages' is empty", param="structured_messages")
-    return [message.rendered() for message in messages]
+        raise CannotRead(f"a message cannot be read, at {where or 'its role or content'}") from None
+    if not found:
+        raise EmptyPrompt(f"{field!r} is empty", param=field)
+    return [message.rendered() for message in found]
 
 
-def _json(content: Any, headers: dict[str, str] | None = None) -> Response:
+def _conversation(body: GuardrailRequest) -> list[dict[str, str]] | None:
+    """Return a chat's messages; None where there are only texts.  Raises CannotRead, and EmptyPrompt for nothing."""
+    check_readable(images=body.images, tools=body.tools, tool_calls=body.tool_calls)
+    if body.structured_messages is not None:
+        return conversation(body.structured_messages, "structured_messages")
+    if not body.texts:
+        raise EmptyPrompt("give 'texts' or 'structured_messages'", param="texts")
+    return None
+
+
+def sent(content: Any, headers: dict[str, str] | None = None) -> Response:
+    """Return a JSON response."""
     return Response(json.dumps(content, ensure_ascii=False), media_type="application/json", headers=headers)

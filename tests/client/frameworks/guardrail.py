@@ -1,4 +1,4 @@
-"""LiteLLM's generic guardrail, the code that its proxy runs before a call, against the service."""
+"""LiteLLM's generic guardrail, and its detector of FMS Guardrails: what its proxy runs before a call, on the service."""
 
 import asyncio
 import os
@@ -10,7 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from litellm.exceptions import GuardrailRaisedException
+from litellm.caching.caching import DualCache
+from litellm.proxy._types import UserAPIKeyAuth
 from litellm.proxy.guardrails.guardrail_hooks.generic_guardrail_api import GenericGuardrailAPI
+from litellm.proxy.guardrails.guardrail_hooks.ibm_guardrails.ibm_detector import IBMGuardrailDetector
 
 from tests.local_server import answer, listening
 
@@ -85,3 +88,23 @@ def test_which_refusals_count_as_unreachable(status: int, opens: bool) -> None:
             else:
                 with pytest.raises(Exception, match="Guardrail API failed"):
                     check(UNKNOWN, url=url, **options)
+
+
+def detect(question: str, **options: Any) -> Any:
+    async def applied() -> Any:
+        chosen: dict[str, Any] = {"base_url": URL, "detector_id": "hallutracer"} | options
+        detector = IBMGuardrailDetector("hallutracer", "unread", event_hook="pre_call", default_on=True, **chosen)
+        data = {"messages": [{"role": "user", "content": question}], "metadata": {}}
+        return await detector.async_pre_call_hook(UserAPIKeyAuth(), DualCache(), data, "completion")
+
+    return LOOP.run_until_complete(applied())
+
+
+def test_its_detector_of_fms_guardrails() -> None:
+    assert detect(KNOWN)["messages"][0]["content"] == KNOWN
+    with pytest.raises(ValueError, match="(?s)1 violation.*HALLUCINATION_RISK.*Solomon Islands"):
+        detect(UNKNOWN)
+    assert detect(UNKNOWN, detector_params={"threshold": 1.0})
+    for wrong in ({"detector_params": {"treshold": 1.0}}, {"detector_id": "nothing"}, {"base_url": AWAY}):
+        with pytest.raises(httpx.HTTPError):
+            detect(KNOWN, **wrong)

@@ -1,0 +1,147 @@
+"""The detector API of FMS Guardrails, whose orchestrator is in TrustyAI and OpenShift AI; LiteLLM calls it, too.
+
+A prompt whose answer the policy withholds has one detection, any other none.  Its score is the risk; where something
+else withholds (the prompt is unlike training's, or cannot be read), 1: a caller's own threshold must not let it pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Request, Response
+from pydantic import BaseModel, Field, StrictStr
+
+from service.access.routes import CONTENTS_DETECTOR, MESSAGES_DETECTOR
+from service.api import reply as wire
+from service.api.answering import note, withheld
+from service.api.auth import TheService
+from service.api.guardrail_routes import CannotRead, check_readable, check_sees_no_answer, conversation, sent
+from service.api.middleware import JsonRoute
+from service.api.request_schema import Kind, RequestModel, Risk, Texts
+from service.api.score import ScoringRequest, answer, requested
+from service.scoring import RiskReport
+from service.serving.service import Service
+
+TYPE = "hallucination_risk"
+OWN = "hallutracer"  # the detector-id that leaves the bundle to the service
+
+
+class DetectorParams(RequestModel):
+    """What ``policy`` and ``threshold`` are to /v1/risk/score."""
+
+    policy: StrictStr | None = None
+    threshold: Annotated[Risk, Field(strict=True)] | None = None
+
+
+class ContentsRequest(RequestModel):
+    """Texts, each a prompt of its own."""
+
+    contents: Texts
+    detector_params: DetectorParams = DetectorParams()
+
+
+class ChatDetectorRequest(RequestModel):
+    """A conversation, as OpenAI's chats have it."""
+
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
+    tools: list[Any] | None = None
+    detector_params: DetectorParams = DetectorParams()
+
+
+class Detection(BaseModel):
+    """Why a prompt's answer is withheld."""
+
+    detection: str = Field(description="the policy's decision, or unreadable")
+    detection_type: str = TYPE
+    score: Risk
+    metadata: dict[str, Any] = Field(description="the risk, as OpenAI's routes have it, or why there is none")
+
+
+class ContentDetection(Detection):
+    """The same of a text, which it covers whole."""
+
+    start: int = 0
+    end: int = Field(description="characters of the text")
+    text: str
+
+
+class DetectorError(BaseModel):
+    """As the orchestrator reads it."""
+
+    code: int = Field(description="the HTTP status")
+    message: str
+
+
+DetectorId = Annotated[
+    str, Header(description=f"{OWN}: the service's own bundle; else that of this name, as 'bundle' of /v1/risk/score")
+]
+FAILURES: dict[int | str, dict[str, Any]] = {
+    status: said | {"model": DetectorError} for status, said in wire.FAILURES.items() if status != 502
+}  # fmt: skip
+router = APIRouter(tags=["guardrail"], route_class=JsonRoute, responses=FAILURES)
+
+
+@router.post(
+    CONTENTS_DETECTOR, summary="Detector of texts, for FMS Guardrails", response_model=list[list[ContentDetection]]
+)
+async def contents(
+    body: Annotated[ContentsRequest, Body()], request: Request, service: TheService, detector_id: DetectorId = OWN
+) -> Response:
+    """A list of detections for each text: of a detector of type text_contents, before a call."""
+    asked = _asked(request, service, CONTENTS_DETECTOR, "prompt", body.contents, "contents", detector_id, body)
+    found, headers = await _detected(request, service, asked)
+    placed = [
+        [{"start": 0, "end": len(text), "text": text} | one for one in of_text]
+        for text, of_text in zip(body.contents, found, strict=True)
+    ]
+    return sent(placed, headers)
+
+
+@router.post(MESSAGES_DETECTOR, summary="Detector of chats, for FMS Guardrails", response_model=list[Detection])
+async def chat(
+    body: Annotated[ChatDetectorRequest, Body()], request: Request, service: TheService, detector_id: DetectorId = OWN
+) -> Response:
+    """The detections of a conversation: of a detector of type text_chat, before a call."""
+    asked = _asked(request, service, MESSAGES_DETECTOR, "messages", [body.messages], "messages", detector_id, body)
+    try:
+        check_readable(tools=body.tools)
+        asked = replace(asked, prompts=[conversation(body.messages, "messages")])
+    except CannotRead as error:
+        return sent([_detection("unreadable", 1.0, error=str(error))] if asked.policy.action.withholds else [])
+    found, headers = await _detected(request, service, asked)
+    return sent(found[0], headers)
+
+
+def _asked(
+    request: Request, service: Service, route: str, kind: Kind, prompts: Sequence[Any], field: str, detector_id: str,
+    body: ContentsRequest | ChatDetectorRequest,
+) -> ScoringRequest:  # fmt: skip
+    bundle, chosen = None if detector_id == OWN else detector_id, body.detector_params.model_dump()
+    asked = requested(request, service, route, kind, prompts, field, bundle=bundle, **chosen)
+    check_sees_no_answer(asked.policy)
+    return asked
+
+
+async def _detected(
+    request: Request, service: Service, asked: ScoringRequest
+) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:
+    """Return each prompt's detections, and the headers."""
+    reply = await answer(request, service, asked)
+    reply.end()
+    noted = note(reply.judgement)
+    rows = zip(reply.judgement.reports, noted["data"], strict=True)
+    found = [
+        [_detection(row["decision"], _score(report), bundle=noted["bundle"], **row)] if withheld(report) else []
+        for report, row in rows
+    ]
+    return found, reply.headers()
+
+
+def _score(report: RiskReport) -> float:
+    return report.risk if report.verdict.flagged else 1.0
+
+
+def _detection(name: str, score: float, **metadata: Any) -> dict[str, Any]:
+    return {"detection": name, "detection_type": TYPE, "score": score, "metadata": metadata}
