@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install vllm clients platforms run tools test test-long docs bench pins sbom audit clean
+.PHONY: help install vllm clients platforms run tools test test-long docs bench pins sbom audit dist clean
 
 help:            ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -132,5 +132,17 @@ sbom: install .venv-sbom/.installed   ## build/sbom/hallutracer.cdx.json: Cyclon
 audit: .venv-sbom/.installed   ## known vulnerabilities of the pinned packages; asks PyPI, so it needs the network
 	.venv-sbom/bin/pip-audit --strict --require-hashes --disable-pip --requirement requirements-hashed.txt
 
+# setuptools is the one of the constraints, so that the same sources give the same files.
+.venv-dist/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build setuptools twine==7.0.0
+	@touch $@
+
+DISTRIBUTIONS := . clients/python research
+dist: .venv-dist/.installed   ## dist/: the three distributions, each as sdist and as the wheel made from it; checked by twine
+	rm -rf dist
+	$(foreach folder,$(DISTRIBUTIONS),.venv-dist/bin/python -m build --no-isolation --outdir dist $(folder) &&) true
+	.venv-dist/bin/python -m twine check --strict dist/*
+
 clean:           ## remove .venv/, .venv-clients/ and caches
-	rm -rf $(VENV) .venv-clients .venv-platforms .venv-sbom .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-platforms .venv-sbom .venv-dist .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

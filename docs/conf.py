@@ -63,6 +63,7 @@ NAVIGATION = {
     },
     "Reference": {
         "Command line": "docs/cli",
+        "Stability": "docs/stability",
         "Bundle format": "probes_store/FORMAT",
         "hallutracer-client": "clients/python/README",
         "Contributing": "docs/contributing",

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -34,14 +34,15 @@ class ServeProcess:
     it did not stop."""
 
     def __init__(
-        self, *arguments: str, on_listening: Callable[[int], None] = lambda pid: None, **variables: str
-    ) -> None:
-        """``on_listening`` is called with the process id while the model loads."""
+        self, *arguments: str, on_listening: Callable[[int], None] = lambda pid: None,
+        program: Sequence[str | Path] = (sys.executable, "-m", "service.cli"), folder: Path = ROOT, **variables: str,
+    ) -> None:  # fmt: skip
+        """``on_listening`` is called with the process id while the model loads; ``folder`` is where it is started."""
         self._on_listening = on_listening
         port = () if "--port" in arguments else ("--port", "0")
         self._stderr = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed on exit)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", *port, *arguments], cwd=ROOT, text=True,
+            [*program, "serve", *port, *arguments], cwd=folder, text=True,
             stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True,
             env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": PATHS} | variables,
         )  # fmt: skip

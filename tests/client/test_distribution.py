@@ -28,7 +28,8 @@ def test_it_requires_two_libraries_and_the_server_not_it() -> None:
     assert PROJECT["scripts"] == {"hallutracer-mcp": "hallutracer_client.mcp:main"}
     server = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert not any(line.startswith("hallutracer-client") for line in server["dependencies"])
-    assert (CLIENT / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    for folder in (CLIENT, ROOT / "research"):  # each is built from its own folder alone
+        assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert hallutracer_client.__version__ == __version__
 
 

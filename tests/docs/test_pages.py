@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import schemathesis
 from packaging.requirements import Requirement
 
 from hallutracer_research.demo.build import METHODS
@@ -32,6 +33,7 @@ NOT_ANSWERED = {
     "client_closed_request", "unknown_family", "model_load_error", "training_error", "bad_data", "run_mismatch",
     "no_direction", "no_threshold",
 }  # fmt: skip
+STABLE = str(ROOT / "docs" / "stable_names.py")
 
 
 def text_of(name: str) -> str:
@@ -125,10 +127,30 @@ def test_the_dependencies_all_have_a_reason() -> None:
         ("structure.py", "draw", "structure.svg"),
         ("cli_reference.py", "document", "cli.md"),
         ("models.py", "page", "models.md"),
+        ("openapi.py", "document", "openapi.json"),
     ],
 )
 def test_what_is_generated_is_up_to_date(script: str, function: str, file: str) -> None:
-    assert runpy.run_path(str(ROOT / "docs" / script))[function]() == text_of(f"docs/{file}"), f"run: docs/{script}"
+    found = runpy.run_path(str(ROOT / "docs" / script))[function]()
+    assert found == text_of(f"docs/{file}"), f"run: python docs/{script}"
+
+
+def test_no_name_is_gone_that_is_promised_to_stay() -> None:
+    listed, found = set(text_of("docs/stable_names.txt").splitlines()), runpy.run_path(STABLE)["names"]()
+    assert sorted(listed - found) == [], (
+        "this breaks what docs/stability.md promises: keep them, or make a major release"
+    )
+    assert sorted(found - listed) == [], "run: python docs/stable_names.py"
+
+
+def test_the_http_api_is_described_as_openapi_has_it() -> None:
+    document = json.loads(text_of("docs/openapi.json"))
+    schemathesis.openapi.from_dict(document).validate()
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+    assert all(operation["responses"] and operation["summary"] for operation in operations)
+    wanted = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert wanted == set(document["components"]["schemas"])
 
 
 def test_the_clients_page_names_every_script_and_the_pinned_versions() -> None:
