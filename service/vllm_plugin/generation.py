@@ -133,6 +133,7 @@ async def _judged(
     lease: ProbeLease | None = None
     judgement: Judgement | None = None
     answer = Answer(scorer, policy, None, parameters.output_kind)
+    final = parameters.output_kind is RequestOutputKind.FINAL_ONLY  # as the caller reads it, whatever is seen here
 
     def unread(error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
@@ -180,7 +181,8 @@ async def _judged(
                             yield _withheld(output, parameters.n, engine.end_token)
                             return
                 if judgement is None:
-                    yield output
+                    if output.finished or not final:
+                        yield output
                     continue
                 shown = answer.add(judgement.reports[0], output)
                 note.stopped = answer.completion is not None
@@ -194,7 +196,8 @@ async def _judged(
                         yield _withheld(output, parameters.n, engine.end_token)
                         return
                 for one in shown:
-                    yield one
+                    if one.finished or not final:
+                        yield one
                 if answer.completion is not None:
                     return
     finally:

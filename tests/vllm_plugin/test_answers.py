@@ -31,7 +31,7 @@ pytestmark = pytest.mark.long
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 NAMES = "Italy", "Peru", "Japan", "Chad", "Mali", "France", "Egypt", "Brazil"
 PROMPTS = [f"What is the capital of {name}?" for name in NAMES]
-STOP = 0.5
+STOP, MESSAGE = 0.5, "I am not sure."
 POLICIES = f"""
 [again]
 action = "abstain"
@@ -147,24 +147,33 @@ def test_an_answer_ends_where_its_running_risk_is_too_high(url: str, get: Any, t
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("policy", ["again", "cut"])
-def test_the_newer_protocols_say_the_same(url: str, policy: str, stream: bool) -> None:
-    """A whole answer is withheld, or its text so far kept, as in a chat; each says so in its own words."""
-    chosen = {"hallutracer_policy": policy, "hallutracer_threshold": 1.0}
+def test_the_newer_protocols_withhold_the_same_answers(url: str, stream: bool) -> None:
+    chosen = {"hallutracer_policy": "again", "hallutracer_threshold": 1.0}
     ends = set[str]()
     for prompt in PROMPTS:
-        chat = one(url, prompt, policy, max_tokens=40)
-        withheld = chat["decision"] == "abstain"
-        filtered = chat["why"] == "content_filter"
-        text = "" if withheld else chat["text"]
+        chat = one(url, prompt, "again", max_tokens=40)
+        text, withheld = chat["text"] or "", chat["decision"] == "abstain"
         said, refusal, why, tokens, note = in_openais_client(url, MODEL, prompt, stream, **chosen)
-        assert (said, refusal) == (text, "Not sure." if withheld else None)
-        assert (why == "content_filter", tokens) == (filtered, chat["counted"])
-        assert note["data"][0]["decision"] == chat["decision"]
+        assert (said, refusal, tokens) == (text, MESSAGE if withheld else None, chat["counted"])
+        assert (why, note["data"][0]["decision"]) == ("content_filter" if withheld else None, chat["decision"])
         said, reason, tokens, note = in_anthropics_client(url, MODEL, prompt, stream, **chosen)
-        assert (said, reason == "refusal", tokens) == (text or "Not sure.", filtered, chat["counted"])
+        assert (said, reason) == (text or MESSAGE, "refusal" if withheld else "end_turn")
+        assert (tokens, note["data"][0]["decision"]) == (chat["counted"], chat["decision"])
         ends.add(chat["why"])
     assert len(ends) > 1, "else this tells nothing"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_newer_protocols_keep_the_text_of_an_answer_that_was_ended(url: str, stream: bool) -> None:
+    """Where it ends depends on how many tokens came at once, as in a chat."""
+    chosen = {"hallutracer_policy": "cut", "hallutracer_threshold": 1.0}
+    for prompt in PROMPTS:
+        whole = one(url, prompt, "observe", max_tokens=40)["text"]
+        said, refusal, why, tokens, _ = in_openais_client(url, MODEL, prompt, stream, **chosen)
+        assert (whole.startswith(said), refusal, tokens >= LEAST_READ) == (True, None, True)
+        assert why == "content_filter" or said == whole
+        said, reason, tokens, _ = in_anthropics_client(url, MODEL, prompt, stream, **chosen)
+        assert (whole.startswith(said), reason, tokens >= LEAST_READ) == (True, "refusal", True) or said == whole
 
 
 @pytest.mark.parametrize("policy", ["again", "cut"])
