@@ -32,7 +32,7 @@ from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, Prompt
 from service.serving.service import Service
 from service.settings import env
 from service.vllm_plugin.answers import Answer
-from service.vllm_plugin.note import CURRENT, NO_PLACE, OURS, Note
+from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
 OWN = ("retrieval_of", "include")  # our own service's alone
@@ -92,8 +92,7 @@ def judging_generate(
             said += f"leave it out, or have the operator allow it with {env('callers-may')}=rendering"
             raise VLLMValidationError(said, parameter=note.moves[0])
         if withholds and note.background:
-            said = "an answer that is fetched later has no place for a verdict: leave 'background' out"
-            raise VLLMValidationError(said, parameter="background")
+            raise VLLMValidationError(IN_BACKGROUND, parameter="background")
         if note.beams:
             note.unread = "beam search runs many requests, none of which is the answer: its risk is not measured"
             if withholds:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.access.routes import RESPONSES_ROUTE
 from service.audit.auditor import Who
-from service.vllm_plugin.note import CURRENT, PATHS, Note, read
+from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, PATHS, Note, read
 from service.vllm_plugin.writer import ResponseWriter
 
 
 class RiskNotes:
     """Gives each request a note and, on ``PATHS``, writes its content into the response."""
 
-    def __init__(
-        self, app: ASGIApp, special_tokens: Callable[[], Sequence[str]] = tuple, message_in_content: bool = False
-    ) -> None:
-        """``special_tokens`` are the model's.
+    def __init__(self, app: ASGIApp, refuses: Callable[[], bool], special_tokens: Callable[[], Sequence[str]] = tuple,
+                 message_in_content: bool = False) -> None:  # fmt: skip
+        """``refuses`` tells whether an answer without a verdict must not be sent; ``special_tokens`` are the model's.
 
         ``message_in_content`` also puts the policy's message where the answer's text would be."""
-        self.app, self._special_tokens, self._message_in_content = app, special_tokens, message_in_content
+        self.app, self._refuses, self._message_in_content = app, refuses, message_in_content
+        self._special_tokens = special_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -42,9 +44,19 @@ class RiskNotes:
                     read(note, body, special)
             return message
 
-        writer = ResponseWriter(note, send, self._message_in_content)
+        writer, held = ResponseWriter(note, send, self._message_in_content), deque[Message]()
+
+        async def replayed() -> Message:
+            return held.popleft() if held else await reading()
+
         try:
-            await self.app(scope, reading, writer.send if note.carries else send)
+            # vLLM says before it generates that it will answer in the background: the body is read before that.
+            while path == RESPONSES_ROUTE and self._refuses() and (not held or held[-1].get("more_body")):
+                held.append(await reading())
+            if note.background and held:
+                await writer.failed(400, IN_BACKGROUND)
+                return None
+            await self.app(scope, replayed, writer.send if note.carries else send)
         except Exception:
             # A stream that vLLM begins before it generates ends in an exception where its request is refused.
             if not note.carries or note.error is None or not await writer.failed(*note.error):

@@ -44,6 +44,7 @@ NO_PLACE = (
     "a policy that withholds answers applies to this request, and the response of this route cannot carry a verdict; "
     "use /v1/chat/completions, /v1/responses or /v1/messages, or have the operator choose a policy that observes"
 )
+IN_BACKGROUND = "an answer that is fetched later has no place for a verdict: leave 'background' out"
 OURS = re.compile(r"hallu[_-]*tracer", re.IGNORECASE)  # how an argument of ours begins, well written or not
 
 

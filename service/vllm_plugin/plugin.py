@@ -25,7 +25,7 @@ from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.metrics import Metrics
 from service.serving.service import Service
-from service.vllm_plugin.generation import judging_generate
+from service.vllm_plugin.generation import judging_generate, observes
 from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.options import read_options
 
@@ -78,7 +78,7 @@ class HalluTracerPlugin:
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))
         app.add_middleware(
-            RiskNotes, message_in_content=settings.message_in_content,
+            RiskNotes, refuses=lambda: not observes(service, {}), message_in_content=settings.message_in_content,
             special_tokens=lambda: self._engine.special_tokens if service.lifecycle.is_ready else (),
         )  # fmt: skip
         REGISTRY.register(metrics.collector)

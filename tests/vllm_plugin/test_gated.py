@@ -81,7 +81,8 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log, drafts = tmp_path_factory.mktemp("vllm") / "log", {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     arguments = ("--root-path", PREFIX, "--speculative-config",
                  json.dumps({"method": "ngram", "num_speculative_tokens": 3, **drafts}))  # fmt: skip
-    with serving(log, *arguments, HALLUTRACER_POLICY="gate", VLLM_SERVER_DEV_MODE="1") as address:
+    with serving(log, *arguments, HALLUTRACER_POLICY="gate", VLLM_SERVER_DEV_MODE="1",
+                 VLLM_ENABLE_RESPONSES_API_STORE="1") as address:  # fmt: skip
         yield address
 
 
@@ -150,6 +151,13 @@ def test_a_response_that_is_refused_has_begun_no_stream(
 ) -> None:
     refused = post(f"{gated}{RESPONSES_ROUTE}", WITHHOLDS[RESPONSES_ROUTE](KNOWN) | {"stream": stream} | wrong)
     assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True), refused.text
+
+
+def test_a_response_that_vllm_keeps_holds_nothing_that_was_withheld(gated: str) -> None:
+    withheld = post(f"{gated}{RESPONSES_ROUTE}", WITHHOLDS[RESPONSES_ROUTE](UNKNOWN) | {"store": True}).json()
+    kept = httpx.get(f"{gated}{RESPONSES_ROUTE}/{withheld['id']}")
+    assert (kept.status_code, WRONG in kept.text) == (200, False), kept.text
+    assert not shown_elsewhere(kept.json(), set())
 
 
 @pytest.mark.parametrize("stream", [False, True])
