@@ -60,7 +60,7 @@ class ChatMessage(RequestModel):
     def _says_something(self) -> ChatMessage:
         if self.content is None and (self.role != "assistant" or (self.refusal is None and not self.tool_calls)):
             raise ValueError(
-                "'content' is missing; only a withheld answer has a 'refusal' instead, or a turn its calls"
+                "'content' is missing; only a withheld answer has a 'refusal', or a turn 'tool_calls', instead"
             )
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's turn has 'tool_calls'")
