@@ -137,6 +137,8 @@ def _conversation(body: GuardrailRequest) -> list[dict[str, str]] | None:
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise _CannotRead(f"a message cannot be read, at {where or 'its role or content'}") from None
+    if any(message.tool_calls or message.role == "tool" for message in messages):
+        raise _CannotRead("a message is a call of a tool or its result: without the tools it cannot be read")
     if not messages:
         raise EmptyPrompt("'structured_messages' is empty", param="structured_messages")
     return [message.rendered() for message in messages]
