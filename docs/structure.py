@@ -26,6 +26,7 @@ ROLES = {
     "service.data": ("rows, forms, labels, judges, collected activations", OFFLINE),
     "service.scoring": ("a request without HTTP: prompt, engine, risk report", REQUEST),
     "service.prompts": ("text to token ids", REQUEST),
+    "service.tool_calls": ("the calls of tools in an answer", GROUND),
     "service.judging": ("from a reading to what is said of it", REQUEST),
     "service.policies": ("named policies, the decision, who answers instead", REQUEST),
     "service.feedback": ("answers and labels, in a database", REQUEST),

@@ -10,10 +10,10 @@ from itertools import islice, takewhile
 from typing import Literal, cast
 
 from service.engines.base import Engine
+from service.engines.chat import Message, ToolDefinition
 from service.errors import EmptyPrompt, RequestError
 
 PromptFormat = Literal["chat", "text"]
-Message = dict[str, str]
 
 
 def default_prompt_format(engine: Engine) -> PromptFormat:
@@ -42,12 +42,13 @@ def continuation(engine: Engine, text: str) -> list[int]:
 
 
 def render(
-    engine: Engine, prompt: str | None, messages: Sequence[Message] | None, prompt_format: PromptFormat
-) -> list[int]:
+    engine: Engine, prompt: str | None, messages: Sequence[Message] | None, prompt_format: PromptFormat,
+    tools: Sequence[ToolDefinition] = (),
+) -> list[int]:  # fmt: skip
     """Return token ids of one prompt, ending at t*.
 
     Under ``chat``, ``prompt`` is rendered as one user turn by the chat template; under ``text`` it is plain text.
-    ``messages`` are always rendered by the template, with its generation prompt.
+    ``messages`` are always rendered by the template, with its generation prompt; ``tools`` are offered beside them.
 
     Raises:
         RequestError: not exactly one of ``prompt`` and ``messages``, or no template for messages.
@@ -57,7 +58,7 @@ def render(
     if messages is not None:
         if not messages:
             raise EmptyPrompt("'messages' is empty: at least one message is needed", param="messages")
-        return engine.render_chat(messages)
+        return engine.render_chat(messages, tools)
     if not (prompt := prompt or "").strip():
         raise EmptyPrompt("the prompt is empty", param="prompt")
     if prompt_format == "chat":

@@ -21,13 +21,15 @@ from probes_store.records import least_reaching
 from service.engines import base
 from service.engines.base import Completion, Engine, EngineGate, PrefillResult, Sampling, TokenIds, Update
 from service.engines.bridge import gather_all, wait_for
+from service.engines.chat import Message, ToolDefinition
 from service.engines.checks import check_sampling
 from service.errors import NonFiniteReadout
 from service.judging.uncertainty import Uncertain, uncertain
 from service.policies.guard import GATE, Decision, Policy, Verdict, judge, stopped_by
-from service.prompts import Message, as_prompt_format, chat_ending, render
+from service.prompts import as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
+from service.tool_calls import Tools, may_be_calls
 
 _ROUNDING = 1e-9  # of a recalibrated risk, relative
 LEAST_READ = 4  # tokens of an answer, before their risk ends it
@@ -69,6 +71,8 @@ class RiskReport:
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
     judge_s: float = 0.0  # from truth logits to the verdict
     shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
+    held: bool = False  # decoded although withheld, until it is known whether it is a call of a tool
+    tool_call: bool = False  # it was held, and is given: it is nothing but calls
 
     @property
     def decision(self) -> Decision:
@@ -126,9 +130,11 @@ class Scorer:
             raise NonFiniteReadout("a decode step gave a NaN or an infinity; no risk of the answer is served")
         return AnswerRisk(value, value >= record.threshold, reading.tokens)
 
-    def render(self, prompt: str | None = None, messages: Sequence[Message] | None = None) -> list[int]:
-        """Return token ids, rendered the way this bundle's training prompts were."""
-        return render(self.engine, prompt, messages, self.prompt_format)
+    def render(
+        self, prompt: str | None = None, messages: Sequence[Message] | None = None, tools: Sequence[ToolDefinition] = ()
+    ) -> list[int]:
+        """Return token ids, rendered the way this bundle's training prompts were; ``tools`` go beside messages."""
+        return render(self.engine, prompt, messages, self.prompt_format, tools)
 
     @cached_property
     def chat_ending(self) -> tuple[int, ...]:
@@ -162,20 +168,24 @@ class Scorer:
 
     async def run(
         self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, turn: base.Turn = base.FIRST_COME,
-        shadows: Sequence[Scorer] = (), running: bool = False,
+        shadows: Sequence[Scorer] = (), running: bool = False, tools: Tools | None = None,
     ) -> AsyncGenerator[tuple[RiskReport, Update], None]:  # fmt: skip
         """Yield one prompt's report with each of the engine's updates; the last report has the completion, if any.
 
         ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; ``running``: reports have the risk
-        of the answer so far.  Where the decision is not to continue, one update without text is all.  Closing the
-        generator ends the request in the engine.  Raises what ``Engine.answer`` and ``judge`` raise."""
+        of the answer so far.  Where the decision is not to continue, one update without text is all; with ``tools``,
+        unless the policy gates their calls, the answer is decoded and held for as long as it may be a call: the last
+        report then has it, or says that it is withheld.  Closing the generator ends the request in the engine.  Raises
+        what ``Engine.answer`` and ``judge`` raise."""
+        tools = None if policy.tools == "gate" else tools
         updates = self.engine.answer(
             prompt, [probes for scorer in (self, *shadows) for probes in scorer.probes],
             first_token=any(scorer.needs_first_token for scorer in (self, *shadows)), sampling=sampling, turn=turn,
-            gate=None if sampling is None else self.gate(policy), answer_probes=self.answer_probes,
+            gate=None if sampling is None or tools is not None else self.gate(policy), answer_probes=self.answer_probes,
         )  # fmt: skip
         report: RiskReport | None = None
         said, tokens = list[str](), 0
+        begun, may_be_call = "", tools is not None  # the answer, for as long as it may be nothing but calls
         async with aclosing(updates):
             async for update in updates:
                 if report is None:
@@ -188,21 +198,42 @@ class Scorer:
                         yield report, update
                         return
                     if report.decision is not Decision.CONTINUE:
-                        yield report, replace(update, piece="", tokens=0, completion=None)
+                        if tools is None:
+                            yield report, replace(update, piece="", tokens=0, completion=None)
+                            return
+                        report = replace(report, held=True)
+                if may_be_call:
+                    begun += update.piece
+                    may_be_call = may_be_calls(begun)
+                    if policy.stop_at is not None and not may_be_call:
+                        update = replace(update, piece=begun)
+                undecided = may_be_call and policy.stop_at is not None  # a call has no risk of its own to be ended by
+                ended = update.completion
+                if ended is not None and tools is not None and _is_call(tools, ended):
+                    shown = not (report.held or policy.recheck or undecided)
+                    yield _called(report, ended), update if shown else replace(update, piece=ended.text)
+                    return
+                if report.held:
+                    over = ended is not None or not may_be_call
+                    yield replace(report, held=not over), replace(update, piece="", completion=None)
+                    if over:
                         return
+                    continue
                 answer = self.judge_answer(update.answer) if running or policy.stop_at is not None else None
-                if self.stops(report, policy, answer, tokens, last=update.completion is not None):
+                last = ended is not None
+                if (last or not undecided) and self.stops(report, policy, answer, tokens, last=last):
                     stopped = Completion("".join(said), (), "content_filter", tokens)
                     yield replace(report, completion=stopped, answer=answer), replace(update, piece="", tokens=0)
                     return
-                if update.completion is not None:
-                    yield self._finished(report, policy, update)
+                if ended is not None:
+                    yield self._finished(report, policy, replace(update, piece=ended.text) if undecided else update)
                     return
                 if running:
                     report = replace(report, answer=answer)
-                said.append(update.piece)
                 tokens += update.tokens
-                yield report, replace(update, piece="") if policy.recheck else update
+                hidden = policy.recheck or undecided
+                said.append("" if hidden else update.piece)
+                yield report, replace(update, piece="") if hidden else update
         raise base.unfinished()
 
     @staticmethod
@@ -295,3 +326,14 @@ class Scorer:
             signals=tuple(vector.tolist()), uncertain=known, context=context, prompt_tokens=result.prompt_tokens,
             cached_tokens=cached_tokens, judge_s=time.perf_counter() - started,
         )  # fmt: skip
+
+
+def _is_call(tools: Tools, completion: Completion) -> bool:
+    """Return whether an answer ended by itself and is nothing but calls of tools."""
+    return completion.finish_reason == "stop" and tools.only_calls(completion.text)
+
+
+def _called(report: RiskReport, completion: Completion) -> RiskReport:
+    """Return the report of a turn that is nothing but calls of tools, which is no answer: it is given."""
+    verdict = replace(report.verdict, decision=Decision.CONTINUE, message=None) if report.held else report.verdict
+    return replace(report, verdict=verdict, completion=completion, answer=None, held=False, tool_call=report.held)

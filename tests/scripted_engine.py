@@ -6,6 +6,7 @@ any batch and process.  Text is UTF-8 bytes.  Settings are plain attributes that
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,6 +25,7 @@ from service.engines.base import (
     TokenIds,
     TracedAnswer,
 )  # fmt: skip
+from service.engines.chat import Message, ToolDefinition, check_shown
 from service.engines.checks import check_onset_only, check_prompts, refuse_tracing
 from service.errors import EngineError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
@@ -44,7 +46,7 @@ class ScriptedEngine:
         self, geometry: Geometry | None = None, *, model: str = "scripted", answer: str = "It is so.",
         max_tokens: int = 512, chat: bool = True,
     ) -> None:  # fmt: skip
-        self.answer, self.sleep_s, self.closed, self._chat = answer, 0.0, False, chat
+        self.answer, self.sleep_s, self.closed, self._chat, self.takes_tools = answer, 0.0, False, chat, False
         self.fail: Exception | None = None
         self.nan_layer: int | None = None
         self.before: Callable[[str], None] | None = None
@@ -61,13 +63,23 @@ class ScriptedEngine:
         """BOS and the UTF-8 bytes.  Raises RequestError on lone surrogates."""
         return [BOS, *_utf8(text)]
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """``role: content`` lines and a generation prompt.  Raises RequestError without messages or a template."""
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
+        """``role: content`` lines, with ``takes_tools`` calls and tools as JSON, and a generation prompt.
+
+        Raises RequestError without messages or a template, and for what it would leave out."""
         if not self._chat or not messages:
             said = "'messages' is empty" if self._chat else "this model's tokenizer has no chat template"
             raise RequestError(said, param="messages")
-        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        text = self._template(messages, tools)
+        check_shown(self._template, messages, tools)
         return [BOS, *_utf8(text), CHAT]
+
+    def _template(self, messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> str:
+        def more(found: object) -> str:
+            return json.dumps(found, ensure_ascii=False) if found and self.takes_tools else ""
+
+        turns = [f"{one['role']}: {one['content']}{more(one.get('tool_calls'))}\n" for one in messages]
+        return more(tools) + "".join(turns)
 
     def detokenize(self, token_ids: TokenIds) -> str:
         """Bytes to text, special ids left out."""

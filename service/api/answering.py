@@ -20,6 +20,7 @@ from service.scoring import RiskReport
 from service.serving.admission import Deadline
 from service.serving.judgement import Judgement
 from service.serving.service import Service
+from service.tool_calls import Tools
 
 RISKS = "bundle, policy, guarantee and data as /v1/risk/score answers them"
 
@@ -35,6 +36,7 @@ class Wanted:
     most: int  # tokens of an answer
     most_field: str = "max_tokens"  # that they came in
     forwards: bool = False  # whether another server may answer on this route
+    tools: Tools | None = None  # that the model is told of
 
 
 async def answered(request: Request, service: Service, body: AnswerRequest, wanted: Wanted) -> wire.Reply:
@@ -63,6 +65,7 @@ async def answered(request: Request, service: Service, body: AnswerRequest, want
     return await answer(request, service, replace(
         asked, sampling=sampling, deadline=deadline, stream=bool(body.stream),
         retrieval_of=chosen.hallutracer_retrieval_of, running=bool(chosen.hallutracer_include),
+        tools=wanted.tools,
     ))  # fmt: skip
 
 

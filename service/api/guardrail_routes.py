@@ -143,6 +143,8 @@ def conversation(messages: Sequence[Mapping[str, Any]], field: str) -> list[dict
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise CannotRead(f"a message cannot be read, at {where or 'its role or content'}") from None
+    if any(message.tool_calls or message.role == "tool" for message in found):
+        raise CannotRead("a message is a call of a tool or its result: without the tools it cannot be read")
     if not found:
         raise EmptyPrompt(f"{field!r} is empty", param=field)
     return [message.rendered() for message in found]

@@ -22,11 +22,13 @@ from service.api.middleware import JsonRoute
 from service.api.openai_schema import TEXT_MAX_TOKENS, ChatRequest, TextRequest
 from service.api.request_schema import Kind
 from service.api.score import while_connected
+from service.api.tool_answers import Deltas, called, split
 from service.policies.guard import Decision
 from service.scoring import RiskReport
 from service.serving.dispatcher import Piece
 from service.serving.judgement import Judgement
 from service.serving.service import Service
+from service.tool_calls import ToolCall, Tools
 
 Route = Literal["chat", "text"]
 Chunks = AsyncGenerator[dict[str, Any], None]
@@ -40,14 +42,21 @@ _USAGE = create_model(
     prompt_tokens_details=_DETAILS,
 )  # fmt: skip
 _ROLE: Any = (Literal["assistant"], "assistant")
+_CALLED: Any = create_model(
+    "CalledByAnswer", __doc__="A call's tool, and its arguments' JSON.", name=str, arguments=str
+)
+_CALL: Any = create_model(
+    "AnswerToolCall", __doc__="A call of a tool.", id=str, type=Literal["function"], function=_CALLED
+)
 _MESSAGE: Any = create_model(
     "AnswerMessage", __doc__="A chat's answer.", role=_ROLE, content=(str | None, None),
     refusal=(str | None, Field(None, description="the policy's message, where the answer is withheld")),
+    tool_calls=(list[_CALL] | None, Field(None, description="of the request's tools")),
 )  # fmt: skip
 _CHOICE: Any = create_model(
     "Choice", __doc__="The answer to one prompt: ``message`` of a chat, ``text`` of a text completion.", index=int,
     message=(_MESSAGE | None, None), text=(str | None, None),
-    finish_reason=Literal["stop", "length", "content_filter"], logprobs=(None, None),
+    finish_reason=Literal["stop", "length", "content_filter", "tool_calls"], logprobs=(None, None),
 )  # fmt: skip
 _ANSWER = create_model(
     "OpenAIResponse", __doc__="A whole answer.", id=str, object=Literal["chat.completion", "text_completion"],
@@ -89,7 +98,8 @@ async def _served(
     settings, most = service.settings, service.settings.max_new_tokens
     limit = body.length or (most if to == "chat" else min(TEXT_MAX_TOKENS, most))
     field = "messages" if to == "chat" else "prompt"
-    wanted = Wanted(route=route, kind=kind, prompts=prompts, field=field, most=limit, forwards=True)
+    tools = body.offered() if isinstance(body, ChatRequest) else None
+    wanted = Wanted(route=route, kind=kind, prompts=prompts, field=field, most=limit, forwards=True, tools=tools)
     reply = await answered(request, service, body, wanted)
     forwarder: Forwarder = request.app.state.forwarder
     # The policy that judged: with a passage, a fetching policy has become one that abstains.
@@ -98,11 +108,11 @@ async def _served(
     in_content, trace = settings.message_in_content, reply.record.trace
     if body.stream:
         foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on, trace)
-        return wire.EventStream(reply, _chunks(to, reply, body.with_usage, in_content, foreign))
+        return wire.EventStream(reply, _chunks(to, reply, tools, body.with_usage, in_content, foreign))
     try:
         reports = reply.judgement.reports
         content = _head(to, reply.judgement) | {
-            "choices": [_choice(to, index, report, in_content) for index, report in enumerate(reports)],
+            "choices": [_choice(to, index, report, tools, in_content) for index, report in enumerate(reports)],
             "usage": _counted(reports),
             "hallutracer": note(reply.judgement),
         }
@@ -132,18 +142,22 @@ def _counted(reports: list[RiskReport]) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in names} | cached
 
 
-def _finish_reason(report: RiskReport) -> str:
+def _finish_reason(report: RiskReport, calls: int) -> str:
     if report.completion is None:
         return WITHHELD
-    return wire.finish_reason(report.completion)
+    ended = wire.finish_reason(report.completion)
+    return "tool_calls" if calls and ended == "stop" else ended
 
 
-def _choice(to: Route, index: int, report: RiskReport, in_content: bool) -> dict[str, Any]:
-    said = _refusal(report, in_content)
+def _choice(to: Route, index: int, report: RiskReport, tools: Tools | None, in_content: bool) -> dict[str, Any]:
+    said, calls = _refusal(report, in_content), list[ToolCall]()
     if report.completion is not None:
-        said = {"content": annotation(report) + report.completion.text, "refusal": None}
+        text, calls = split(tools, report.completion.text)
+        said = {"content": annotation(report) + text, "refusal": None}
+    if calls:
+        said |= {"content": said["content"] or None, "tool_calls": [called(call) for call in calls]}
     own = {"text": said["content"] or ""} if to == "text" else {"message": {"role": "assistant", **said}}
-    return {"index": index, **own, "finish_reason": _finish_reason(report), "logprobs": None}
+    return {"index": index, **own, "finish_reason": _finish_reason(report, len(calls)), "logprobs": None}
 
 
 def _refusal(report: RiskReport, in_content: bool) -> dict[str, Any]:
@@ -153,11 +167,11 @@ def _refusal(report: RiskReport, in_content: bool) -> dict[str, Any]:
 
 
 async def _chunks(
-    to: Route, reply: wire.Reply, with_usage: bool, in_content: bool, foreign: Chunks | None
+    to: Route, reply: wire.Reply, tools: Tools | None, with_usage: bool, in_content: bool, foreign: Chunks | None
 ) -> AsyncIterator[bytes]:
     """Yield the stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
     same = _head(to, reply.judgement, chunk=True) | ({"usage": None} if with_usage else {})
-    report = reply.judgement.reports[0]
+    report, deltas = reply.judgement.reports[0], Deltas(tools)
 
     def sent(content: dict[str, Any]) -> bytes:
         return wire.event(json.dumps(same | content, ensure_ascii=False))
@@ -172,10 +186,15 @@ async def _chunks(
         return sent({"choices": [], "usage": _counted(reports)}) if with_usage else b""
 
     def piece(one: Piece) -> bytes:
-        return chunk({"content": one.text}, hallutracer=wire.running_note(one.answer))
+        noted, found = wire.running_note(one.answer), deltas.of(one.text)
+        if noted and not found:
+            found = [{}]
+        return b"".join(chunk(delta, hallutracer=noted) for delta in found)
 
     def last(reports: list[RiskReport]) -> bytes:
-        return chunk({}, _finish_reason(reports[0]), wire.answer_note(reports[0].answer)) + used(reports)
+        rest = b"".join(map(chunk, deltas.rest()))
+        ended = _finish_reason(reports[0], deltas.calls)
+        return rest + chunk({}, ended, wire.answer_note(reports[0].answer)) + used(reports)
 
     if foreign is None and withheld(report):
         said = {"role": "assistant", **_refusal(report, in_content)}

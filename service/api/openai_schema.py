@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.request_schema import AnswerRequest, Batches, Ids, RequestModel, Stop, Texts
+from service.api.tools_schema import MOST_TOOLS, Call, CallId, Tool, check_results, offered
+from service.tool_calls import Tools
 
 TEXT_MAX_TOKENS = 16  # of a request on TEXT_ROUTE that names none, as OpenAI and vLLM have it
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -31,12 +33,14 @@ class TextPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """One turn.  ``developer`` is OpenAI's newer name of ``system``."""
+    """One turn.  ``developer`` is OpenAI's newer name of ``system``; ``tool`` is the result of a call."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
     refusal: StrictStr | None = Field(None, description="of an earlier answer that was withheld; read as its text")
     name: StrictStr | None = Field(None, description="ignored: chat templates have no place for it")
+    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_call_id: CallId | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -54,15 +58,24 @@ class ChatMessage(RequestModel):
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
-        if self.content is None and (self.role != "assistant" or self.refusal is None):
-            raise ValueError("'content' is missing; only a withheld answer has a 'refusal' instead")
+        if self.content is None and (self.role != "assistant" or (self.refusal is None and not self.tool_calls)):
+            raise ValueError(
+                "'content' is missing; only a withheld answer has a 'refusal', or a turn 'tool_calls', instead"
+            )
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's turn has 'tool_calls'")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("'tool_call_id' names the call that a message of role 'tool' answers; no other has it")
         return self
 
-    def rendered(self) -> dict[str, str]:
+    def rendered(self) -> dict[str, Any]:
         """Return it for the chat template."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text if self.content is not None else self.refusal or ""}
+        turn: dict[str, Any] = {"role": role, "content": text if self.content is not None else self.refusal or ""}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        return turn | ({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})
 
 
 class StreamOptions(RequestModel):
@@ -103,6 +116,30 @@ class ChatRequest(OpenAIRequest):
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="none: the model is not told of the tools")
+    parallel_tool_calls: StrictBool | None = Field(None, description="false: of an answer's calls the first is given")
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _not_forced(cls, found: Any) -> Any:
+        if found not in (None, "none", "auto"):
+            raise ValueError("'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool")
+        return found
+
+    @model_validator(mode="after")
+    def _tools_belong_together(self) -> ChatRequest:
+        calls = [[call.id for call in message.tool_calls or ()] for message in self.messages]
+        check_results(calls, [message.tool_call_id for message in self.messages], "messages")
+        self.offered()
+        if not self.tools:  # another server, which a policy may ask instead, refuses what belongs to none
+            self.tools = self.tool_choice = self.parallel_tool_calls = None
+        return self
+
+    def offered(self) -> Tools | None:
+        """Return the tools that the model is told of."""
+        functions = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+        return offered(functions, parallel=self.parallel_tool_calls is not False)
 
     @property
     def length(self) -> int | None:

@@ -73,6 +73,8 @@ class RiskOut(Strict):
     distance: float | None = Field(None, description="of the prompt's logits to training's; outside from 1 on")
     applies: bool | None = Field(None, description="false: the prompt asks for no fact, so the risk says nothing of "
         "it; null: the bundle cannot tell")
+    tool_call: bool | None = Field(None, description="an answer would have been withheld; this is nothing but "
+        "calls of the request's tools, and is given")
     # fmt: on
     asks: Risk | None = Field(None, description="the probability that the prompt asks for a fact")
     message: str | None = Field(None, description="to show instead of an answer; before it, if that is given")
@@ -240,6 +242,7 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         flagged=verdict.flagged, threshold=verdict.threshold, message=verdict.message,
         interval=list(known.interval) if known.interval else None, outside_training=known.outside,
         distance=known.distance, applies=report.context.said, asks=report.context.asks,
+        tool_call=report.tool_call or None,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
         completion=completion_out(report.completion), **answer_note(report.answer),

@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
+from service.engines.chat import texts_in
+
 Include = Literal["trajectory", "running_mean", "answer_risk"]
 Kind = Literal["prompt", "text", "messages", "input_ids"]  # a text's own form is the bundle's; "text": no template
 Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
@@ -128,7 +130,8 @@ class ScoreRequest(RequestModel):
 def size_of(kind: Kind, prompts: Sequence[Any]) -> int:
     """Return characters or token ids of all prompts, templates included, to separate short requests from long ones."""
     if kind == "messages":
-        prompts = [message["content"] for conversation in prompts for message in conversation]
+        prompts = [text for conversation in prompts for message in conversation
+                   for text in (message["content"], *texts_in(message.get("tool_calls")))]  # fmt: skip
     return sum(len(one) + TEMPLATE_CHARACTERS for one in prompts)
 
 

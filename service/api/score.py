@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
@@ -21,6 +22,7 @@ from service.api.auth import TheService, caller_of, who_of
 from service.api.middleware import JsonRoute
 from service.api.request_schema import EXAMPLES, Kind, ScoreRequest, size_of
 from service.engines.base import Sampling, TokenIds
+from service.engines.chat import ToolDefinition, texts_in
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.judging import guarantee
@@ -34,6 +36,7 @@ from service.serving.judgement import JudgedPrompt, Judgement, StoredPrompt
 from service.serving.request_log import record_of
 from service.serving.service import Service
 from service.settings import ServiceSettings
+from service.tool_calls import Tools
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,25 @@ class ScoringRequest:
     running: bool = False  # whether a stream tells the risk of the answer so far
     deadline: Deadline | None = None  # None: the service's own
     retrieval_of: str | None = None  # id of an earlier answer
+    tools: Tools | None = None  # that a conversation's model is told of
+
+    @property
+    def definitions(self) -> Sequence[ToolDefinition]:
+        """Return the tools for the chat template."""
+        return () if self.tools is None else self.tools.definitions
+
+    @property
+    def texts(self) -> dict[str, list[str]]:
+        """Return what the template writes of a conversation, by field: contents, calls of tools, and the tools."""
+        found = {f"messages.{number}.content": [turn["content"]] for number, turn in enumerate(self.prompts[0])}
+        for number, turn in enumerate(self.prompts[0]):
+            if "tool_calls" in turn:
+                found[f"messages.{number}.tool_calls"] = list(texts_in(turn["tool_calls"]))
+        return found | {"tools": list(texts_in(self.definitions))}
+
+    def content(self, kind: Kind, prompt: Any) -> dict[str, Any]:
+        """Return one prompt as feedback stores it; with tools it is another than without."""
+        return {kind: prompt} if self.tools is None else {"conversation": prompt, "tools": list(self.definitions)}
 
     @property
     def violations(self) -> tuple[str, ...]:
@@ -79,11 +101,11 @@ class ScoringRequest:
         scorer, engine = self.scorer, self.scorer.engine
         ids: Sequence[list[int]] = self.prompts
         if self.kind == "messages":
-            contents = [message["content"] for message in self.prompts[0]]
-            check_length(contents, engine)
+            texts = self.texts
+            check_length([*chain(*texts.values())], engine)
             if settings.refuse_special_tokens:
-                check_special_tokens(contents, engine)
-            ids = [scorer.render(messages=self.prompts[0])]
+                check_special_tokens(texts, engine)
+            ids = [scorer.render(messages=self.prompts[0], tools=self.definitions)]
         elif self.kind != "input_ids":
             ids = found = list[list[int]]()
             for text in self.prompts:
@@ -137,7 +159,7 @@ def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
     for ids, prompt in zip(asked.token_ids(service.settings), asked.prompts, strict=True):
         turns = prompt if kind == "messages" else [{"role": "user", "content": prompt}]
         shape = guarantee.shape_of(turns) if kind == "messages" or (kind == "prompt" and chat) else None
-        stored = None if service.feedback is None else service.feedback.stored({kind: prompt})
+        stored = None if service.feedback is None else service.feedback.stored(asked.content(kind, prompt))
         found.append(_ReadPrompt(ids, shape, stored))
     return found
 
@@ -157,7 +179,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
     handle = service.lifecycle.dispatcher.admit(
         len(asked.prompts), asked.scorer, policy, caller=asked.caller.name, sampling=asked.sampling,
         deadline=asked.deadline or Deadline(service.settings.deadline_s), streams=asked.stream, running=asked.running,
-        shadows=service.catalogue.rollout.watching(asked.scorer),
+        shadows=service.catalogue.rollout.watching(asked.scorer), tools=asked.tools,
     )  # fmt: skip
     created, record, named = int(time.time()), record_of(request), asked.retrieval_of
     retrieval = None if named is None else service.retrievals.recall(asked.caller.name, named)
@@ -167,6 +189,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
     def judgement() -> Judgement:
         """Return that of the prompts that are scored by now."""
         manifest = asked.scorer.bundle.manifest
+        tools = guarantee.tool_violations(asked.prompts[0], asked.tools) if asked.kind == "messages" else ()
         shapes = guarantee.shape_violations(manifest, [one.shape for one in prompts])
         jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
         return Judgement(
@@ -183,7 +206,9 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
             unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
             route=canonical(record.path), caller=asked.caller, who=who_of(request), sampling=asked.sampling,
             streams=asked.stream, monitor=monitor,
-            request_violations=(*asked.violations, *guarantee.decoding_violations(manifest, asked.sampling), *shapes),
+            request_violations=(
+                *asked.violations, *guarantee.decoding_violations(manifest, asked.sampling), *shapes, *tools
+            ),
             retrieval=retrieval,
         )  # fmt: skip
 
@@ -191,11 +216,13 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
     try:
         async with while_connected(request):
             async with handle.deadline.enforced():
-                size = size_of(asked.kind, asked.prompts)
+                size = size_of(asked.kind, asked.prompts) + len(json.dumps(asked.definitions))
                 prompts = await service.tokenizing.run(size, lambda: _read(asked, service))
             handle.start([one.token_ids for one in prompts])
             # What is read again is held to its end, so that the first event of a stream has the decision.
             await (handle.risks() if asked.stream and not policy.recheck else handle.answers())
+            if any(job.result().held for job in handle.jobs):  # of a stream, too: is it a call of a tool?
+                await handle.answers()
             judged = judgement()
             await observers.judged(service, judged)
             return wire.Reply(judged, handle, service, record)

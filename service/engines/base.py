@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.records import Context
+from service.engines.chat import Message, ToolDefinition
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import depth_mean, risk
@@ -287,8 +288,10 @@ class LoadedModel(Protocol):
     def tokenize(self, text: str) -> list[int]:
         """Encode plain text, with the tokenizer's own special tokens."""
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Encode messages by the chat template, generation prompt included.  Raises RequestError if it refuses them."""
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
+        """Encode messages by the chat template, generation prompt included.
+
+        Raises RequestError if it refuses them, or leaves out tools, calls of tools or their results."""
 
     def detokenize(self, token_ids: TokenIds) -> str:
         """Decode ids, special tokens left out."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from service.engines.base import FirstToken, LoadedModel, Prompts, Sampling
+from service.engines.chat import Message, ToolDefinition, check_messages, check_shown, message_with, replaced
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Geometry, Pooling, Probes
 
@@ -40,13 +41,13 @@ def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
     return PromptTooLong(said, param="prompt")
 
 
-def check_special_tokens(contents: Sequence[str], engine: LoadedModel) -> None:
-    """Raise RequestError for the first message that spells out a special token of the model."""
-    for number, content in enumerate(contents):
-        found = next((token for token in engine.special_tokens if token in content), None)
+def check_special_tokens(texts: Mapping[str, Sequence[str]], engine: LoadedModel) -> None:
+    """Raise RequestError for the first field that spells out a special token of the model; ``texts`` by field."""
+    for field, written in texts.items():
+        found = next((token for token in engine.special_tokens for text in written if token in text), None)
         if found is not None:
-            said = f"message {number} spells out the special token {found!r}, which is refused here; remove it"
-            raise RequestError(said, param=f"messages.{number}.content")
+            said = f"{field} spells out the special token {found!r}, which is refused here; remove it"
+            raise RequestError(said, param=field)
 
 
 def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None:
@@ -154,18 +155,16 @@ class Tokens:
         appended = bool(ids) and ids[-1] == end and self._encode(text, special=False)[-1:] != [end]
         return ids[:-1] if appended else ids
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Encode messages by the chat template, generation prompt included.  Raises RequestError if it cannot.
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
+        """Encode messages by the chat template, generation prompt included.  Raises RequestError if it cannot, or if it
+        leaves out tools, calls of tools or their results.
 
         Special tokens that a message spells out are encoded as text: no message can end its turn and begin another."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise _refused("this model's tokenizer has no chat template; send `prompt` or `input_ids` instead")
         if not messages:
             raise _refused("messages is empty; send at least one message")
-        for number, message in enumerate(messages):
-            for field in ("role", "content"):
-                if not isinstance(message, dict) or not isinstance(message.get(field), str):
-                    raise _refused(f"message {number} needs {field!r} as a string")
+        check_messages(messages)
         hidden: dict[str, str] = {}  # special token -> the character that stands in for it
 
         def stand_in(found: re.Match[str]) -> str:
@@ -174,12 +173,22 @@ class Tokens:
                 raise _refused("the messages spell out too many special tokens")
             return mark
 
-        turns = [{**message, "content": self._special.sub(stand_in, message["content"])} for message in messages]
+        def hide(text: str) -> str:
+            return self._special.sub(stand_in, text)
+
+        text = self._templated([message_with(one, hide) for one in messages], replaced(tools, hide))
+        check_shown(self._templated, messages, tools)
+        return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
+
+    def _templated(self, turns: Sequence[Message], tools: Sequence[ToolDefinition]) -> str:
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            text = str(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+            found = self._tokenizer.apply_chat_template(
+                list(turns), add_generation_prompt=True, tokenize=False, **options
+            )
         except Exception as error:  # a template is a program that can raise anything
             raise _refused(f"the chat template refuses these messages: {error}") from error
-        return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
+        return str(found)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Decode ids, special tokens left out."""

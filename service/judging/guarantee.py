@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from probes_store.manifest import Manifest
 from service.engines.base import Sampling
 from service.policies.guard import Policy
+from service.tool_calls import Tools
 
 Turns = Literal["0", "1", "2-4", "5+"]
 LONG = 400  # characters, about 60 words: hardly any question alone is longer
@@ -82,6 +83,7 @@ NO_TEMPLATE = "rendering: this route applies no chat template"
 MEDIA = "prompt: an image, audio or video, where training had text"
 OTHER_ENDING = "rendering: the prompt does not end as the chat template ends a question"
 NO_ANSWER = "answer: none is decoded here, and the calibration read the answers again"
+TOOLS = "prompt: tools or their results, where the calibration had none"
 ANSWERED = "rendering: the last message is the assistant's"
 
 
@@ -134,6 +136,12 @@ def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:
 def chat_violations(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return how a conversation departs from a question: an answer's beginning moves the risk of what follows it."""
     return (ANSWERED,) if messages and messages[-1].get("role") == "assistant" else ()
+
+
+def tool_violations(messages: Sequence[Mapping[str, Any]], tools: Tools | None) -> tuple[str, ...]:
+    """Return whether a conversation has tools, their calls or results, which no calibration had."""
+    used = tools is not None or any("tool_calls" in one or one.get("role") == "tool" for one in messages)
+    return (TOOLS,) if used else ()
 
 
 def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:

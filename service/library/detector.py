@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from probes_store.bundle import Bundle
-    from service.prompts import Message
+    from service.engines.chat import Message
     from service.scoring import RiskReport, Scorer
     from service.serving.judgement import JudgedPrompt
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Self
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from service.errors import HalluTracerError, RequestError
 
 TIMEOUT_S = 60.0
 _FETCH = "I cannot tell this from memory. Fetch a passage about it and ask again."
+ToolTurns = Literal["let_through", "gate"]
 
 
 class Decision(StrEnum):
@@ -92,7 +93,9 @@ class Policy:
     ``recheck``: an answer that may begin is held until its own tokens were read, and treated as a flagged prompt is
     where they flag it, or where none could be read.
     ``stop_at``: an answer ends where the running risk of its own tokens reaches this, or a token was not read; what was
-    said before stays."""
+    said before stays.
+    ``tools``: of a request that offers tools, a turn of nothing but calls is no answer and is let through, whatever the
+    risk; or it is gated as an answer is."""
 
     name: str
     action: Action
@@ -103,6 +106,7 @@ class Policy:
     recheck: bool = False
     stop_at: float | None = None
     upstream: Upstream | None = None  # of a fallback
+    tools: ToolTurns = "let_through"
 
     def __post_init__(self) -> None:
         """Raises RequestError for a threshold outside [0, 1]."""

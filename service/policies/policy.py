@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from service.access.routes import PROMPT_ROUTES, canonical
 from service.errors import HalluTracerError, first_problem
-from service.policies.guard import BLOCK, GATE, OBSERVE, TIMEOUT_S, Action, Policy, Upstream
+from service.policies.guard import BLOCK, GATE, OBSERVE, TIMEOUT_S, Action, Policy, ToolTurns, Upstream
 from service.settings import DEFAULT_MESSAGE
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -93,6 +93,7 @@ class PolicyTable(BaseModel):
     withhold_no_fact: bool = False
     recheck: bool = False
     stop_at: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    tools: ToolTurns = "let_through"
     upstream: Text | None = None
     upstream_model: Text | None = None
     upstream_key_env: Text | None = None
@@ -109,6 +110,8 @@ class PolicyTable(BaseModel):
         for field in ("recheck", "stop_at"):
             if getattr(self, field) and self.action is Action.OBSERVE:
                 raise ValueError(f"{field} needs another action than 'observe', which lets every answer through")
+        if self.tools == "gate" and self.action is Action.OBSERVE:
+            raise ValueError("tools = 'gate' needs another action than 'observe', which lets every answer through")
         if self.recheck and self.stop_at is not None:
             raise ValueError("recheck holds an answer to its end and stop_at ends one under way: remove one of them")
         given = {field for field in self.model_fields_set if field.startswith("upstream")}
@@ -161,4 +164,4 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
         raise HalluTracerError(f"{where}: {error}") from None
     says = (found.message or found.action.message or message) if found.action.says else None
     chosen = found.withhold_outside, found.withhold_no_fact, found.recheck, found.stop_at
-    return Policy(name, found.action, found.threshold, says, *chosen, upstream)
+    return Policy(name, found.action, found.threshold, says, *chosen, upstream, found.tools)

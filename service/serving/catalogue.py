@@ -332,6 +332,8 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
         ends = answer.threshold
     later = own.stop_at is not None and (ends is None or ends > own.stop_at)
     refuse("policy", f"{named} does not end an answer as early", looser=later)
+    calls = own.tools == "gate" and policy.tools == "let_through"
+    refuse("policy", f"{named} lets calls of tools through", looser=calls)
     most, wanted = scorer.threshold(own), scorer.threshold(policy)
     refuse("threshold", f"the threshold may be at most {most:g} here, not {wanted:g}", looser=wanted > most)
 

@@ -28,6 +28,7 @@ from service.scoring import AnswerRisk, RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space
 from service.serving.judgement import AnswerEnd, PromptTimings
 from service.serving.metrics import Metrics
+from service.tool_calls import Tools
 
 log = logging.getLogger("hallutracer")
 MAX_PIECES = 64  # pieces of text handed on together
@@ -86,6 +87,7 @@ class RequestHandle:
     caller: str  # whom it counts for
     shadows: Sequence[Scorer] = ()  # read on the same forward; they decide nothing
     running: bool = False  # whether pieces tell the risk of the answer so far
+    tools: Tools | None = None  # that the request offers
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -202,6 +204,7 @@ class Dispatcher:
     def admit(
         self, prompts: int, scorer: Scorer, policy: Policy, *, caller: str = "", sampling: Sampling | None = None,
         deadline: Deadline, streams: bool = False, shadows: Sequence[Scorer] = (), running: bool = False,
+        tools: Tools | None = None,
     ) -> RequestHandle:  # fmt: skip
         """Reserve places for a request's prompts, all or none, before they are tokenized.
 
@@ -210,7 +213,9 @@ class Dispatcher:
         if self._closing:
             raise NotReady(ENDS)
         self.check_space(caller, prompts, deadline.left, continues=sampling is not None)
-        request = RequestHandle(self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows, running)
+        request = RequestHandle(
+            self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows, running, tools
+        )
         self._requests.add(request)
         self._queue.add(caller, prompts)
         self._report_queue()
@@ -245,7 +250,8 @@ class Dispatcher:
         scorer, policy, sampling = request.scorer, request.policy, request.sampling
         try:
             steps = scorer.run(
-                job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows, running=request.running
+                job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows, running=request.running,
+                tools=request.tools,
             )  # fmt: skip
             async with aclosing(steps):
                 async for report, update in steps:
@@ -283,7 +289,7 @@ class Dispatcher:
         self._speed.note(len(job.token_ids), self._clock(), crowded=update.queue_s > update.prefill_s)
         self._leave(request, job)
         self._queue.served(job.turn.place)
-        if request.sampling is not None and report.decision is Decision.CONTINUE:
+        if request.sampling is not None and (report.decision is Decision.CONTINUE or report.held):
             job.state = "decoding"
             self._decoding += 1
         self._report_queue()

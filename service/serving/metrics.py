@@ -122,6 +122,8 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
      "Answers that the risk before them let through and their own tokens did not."),
     ("Counter", "answers_stopped_total", None, BUNDLE,
      "Answers that a policy ended under way, by the risk of their own tokens."),
+    ("Counter", "tool_calls_let_through_total", None, BUNDLE,
+     "Turns of nothing but calls of tools, given although an answer there would have been withheld."),
     ("Histogram", "request_seconds", SECONDS, (),
      "A whole scoring request that was worked on: answered, failed or late, not refused."),
     ("Histogram", "queue_seconds", SECONDS, (), "A prompt's wait for a forward pass."),
@@ -169,6 +171,7 @@ _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
     "flagged_total": [()], "outside_training_total": [()], "no_fact_total": [()], "risk": [()],
     "answer_risk": [()], "answers_flagged_total": [()], "answers_stopped_total": [()],
+    "tool_calls_let_through_total": [()],
     "prompt_tokens_total": [()], "completion_tokens_total": [()],
     "feedback_labels_total": [(label,) for label in LABELS],
     "feedback_agreement_total": [*product(("yes", "no"), JUDGED)], "prompts_total": [(str(one),) for one in Decision],
@@ -282,6 +285,7 @@ class Metrics:
                 count("answers_flagged_total", by=int(answer.risk.flagged and not report.verdict.flagged))
             ended = answer.completion is not None and answer.completion.finish_reason == "content_filter"
             count("answers_stopped_total", by=int(ended))
+            count("tool_calls_let_through_total", by=int(report.tool_call))
             if answer.decode_s is not None:
                 self._all["decode_seconds"].observe(answer.decode_s)
 

@@ -97,6 +97,7 @@ def test_what_is_withheld_for_no_risk_has_the_highest_score(tmp_path: Path) -> N
         {"messages": ASKED, "tools": [{"type": "function"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
         {"messages": [{"content": "a"}]},
+        {"messages": [*ASKED, {"role": "tool", "content": "12", "tool_call_id": "a"}]},
     ],
 )
 def test_what_cannot_be_read_is_detected(app: App, given: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from service.engines.base import PrefillResult, TokenIds
+from service.engines.chat import Message
 from service.engines.checks import check_probe, first_token_of
 from service.engines.families import SITES, ModelModules, geometry, text_config
 from service.errors import EngineError, ModelLoadError, NonFiniteReadout, RequestError
@@ -85,7 +86,7 @@ def pad(
     return Batch(tuple(index), tuple(lengths), tuple(starts), input_ids, mask, positions, prefix)
 
 
-def chat_prefix(render_chat: Callable[[Sequence[dict[str, str]]], list[int]]) -> tuple[int, ...]:
+def chat_prefix(render_chat: Callable[[Sequence[Message]], list[int]]) -> tuple[int, ...]:
     """Return the tokens with which every chat of one user message begins; () without a template, or where few."""
     try:
         same = commonprefix([render_chat([{"role": "user", "content": content}]) for content in ("a", "0")])

@@ -1,0 +1,83 @@
+"""What a chat template is given beside plain turns: tools, calls of them, and results; and whether it shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from service.errors import RequestError
+
+Message = Mapping[str, Any]  # role, content, and of a tool's turns what OpenAI has beside them
+ToolDefinition = Mapping[str, Any]  # as OpenAI has it
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield every text of a JSON value, the keys of its objects too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from texts_in(key)
+            yield from texts_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts_in(inner)
+
+
+def replaced(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with every text of it changed, the keys of its objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): replaced(inner, change) for key, inner in value.items()}
+    return [replaced(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def message_with(message: Message, change: Callable[[str], str]) -> dict[str, Any]:
+    """Return a message with every text of it changed, its role excepted."""
+    return {key: inner if key == "role" else replaced(inner, change) for key, inner in message.items()}
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise RequestError for the first message that no template can take."""
+    for number, message in enumerate(messages):
+        for field in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(field), str):
+                raise RequestError(f"message {number} needs {field!r} as a string", param="messages")
+
+
+def check_shown(
+    render: Callable[[Sequence[Message], Sequence[ToolDefinition]], str], messages: Sequence[Message],
+    tools: Sequence[ToolDefinition],
+) -> None:  # fmt: skip
+    """Raise RequestError where a template leaves out a tool, a call or a result, which nobody would notice.
+
+    It is rendered once more with marks in their places, whatever else the template makes of them."""
+    marks: dict[str, tuple[str, str]] = {}  # mark -> what would be left out, and in which field it came
+
+    def mark(what: str, param: str) -> str:
+        name = f"shown{len(marks)}here"
+        marks[name] = what, param
+        return name
+
+    def named(function: Mapping[str, Any], what: str, param: str) -> dict[str, Any]:
+        return {**function, "name": mark(what, param)}
+
+    offered = [{**one, "function": named(one["function"], "tools", "tools")} for one in tools]
+    turns = []
+    for number, message in enumerate(messages):
+        turn, where = dict(message), f"messages.{number}"
+        if turn["role"] == "tool":
+            turn["content"] = mark("results of tools", f"{where}.content")
+        if calls := turn.get("tool_calls"):
+            param = f"{where}.tool_calls"
+            written = [named(one["function"], "calls of tools", param) for one in calls]
+            for function in written:
+                function["arguments"] = {mark("calls of tools", param): ""}
+            turn["tool_calls"] = [one | {"function": inner} for one, inner in zip(calls, written, strict=True)]
+        turns.append(turn)
+    text = render(turns, offered) if marks else ""
+    for name, (what, param) in marks.items():
+        if name not in text:
+            said = f"this model's chat template has no place for {what}, which would be left out: send none"
+            raise RequestError(f"{said}, or serve a model whose template takes them", param=param)
