@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
+from tests.local_server import free_port  # noqa: E402
 from tests.vllm_plugin.conftest import MODEL, QUIET, serving  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -57,10 +57,8 @@ def second_node(folder: Path, *arguments: str, **environment: str) -> Iterator[s
 
 
 def test_a_chat_is_judged_on_two_nodes(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     same = (
-        "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--tensor-parallel-size", "2",
+        "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--tensor-parallel-size", "2",
         "--dtype", "float32", "--enforce-eager",
     )  # fmt: skip
     one, two = (sorted(os.sched_getaffinity(0)) * 2)[:2]
