@@ -74,10 +74,14 @@ def test_results_are_messages_of_their_own_and_the_turn_is_gated(service: Runnin
     service.engine.answer = CALL
     made = create(service, NOTHING, messages=[USER], tools=TOOLS, max_tokens=300).content
     result = {"type": "tool_result", "tool_use_id": made[0].id, "content": [{"type": "text", "text": "Ann"}]}
-    turns = [USER, {"role": "assistant", "content": made},
-             {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]  # fmt: skip
+    asked = {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}
+    as_they_came = [USER, {"role": "assistant", "content": made}, asked]
+    assert create(service, NOTHING, messages=as_they_came, tools=TOOLS, max_tokens=300).stop_reason == "tool_use"
+    turns = [USER, {"role": "assistant", "content": [one.model_dump(exclude_none=True) for one in made]}, asked]
+    risks = set()
     for _, calls, ended, row, _ in both(EVERYTHING, "It is Ann.", service, messages=turns):
         assert (calls, ended) == ([], "refusal")
+        risks.add(row["risk"])
     definitions = [
         {"type": "function", "function": {"name": one["name"]} | (
             {"description": one["description"]} if "description" in one else {}) | {"parameters": one["input_schema"]}}
@@ -87,9 +91,10 @@ def test_results_are_messages_of_their_own_and_the_turn_is_gated(service: Runnin
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "content": "Ann"}, {"role": "user", "content": "So?"}]  # fmt: skip
     [scored] = service.post(input_ids=service.engine.render_chat(messages, definitions), threshold=0).json()["data"]
-    assert row["risk"] == scored["risk"]
+    assert risks == {scored["risk"]}
 
 
+DEEP = json.loads('{"a":' * 40 + "1" + "}" * 40)
 USE = {"type": "tool_use", "id": "t1", "name": "find", "input": {}}
 
 
@@ -103,8 +108,7 @@ USE = {"type": "tool_use", "id": "t1", "name": "find", "input": {}}
         ({"messages": [{"role": "user", "content": [USE]}]}, "'assistant'"),
         ({"messages": [USER, {"role": "assistant", "content": [USE | {"input": None}]}]}, "'input'"),
         ({"messages": [USER, {"role": "assistant", "content": [USE | {"text": "x"}]}]}, "'text'"),
-        ({"messages": [USER, {"role": "assistant", "content": [USE | {"input": json.loads('{"a":' * 40 + "1" + "}" * 40)}]}]},
-         "levels"),
+        ({"messages": [USER, {"role": "assistant", "content": [USE | {"input": DEEP}]}]}, "levels"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_name(service: Running, given: dict[str, Any], named: str) -> None:
