@@ -6,6 +6,7 @@ The risk is the message's ``hallutracer``.  Of a withheld answer the policy's me
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -19,22 +20,28 @@ from service.api.auth import TheService
 from service.api.error_bodies import anthropic_body
 from service.api.messages_schema import MessagesRequest
 from service.api.middleware import JsonRoute
+from service.api.tool_answers import split
 from service.errors import HalluTracerError
 from service.scoring import RiskReport
 from service.serving.dispatcher import Piece
+from service.tool_calls import CallReader, Part, ToolCall, Tools
 
 REFUSAL = "refusal"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "content_filter": REFUSAL}
 
 # What the document says of an answer.
 _TEXT: Any = create_model("MessageText", __doc__="The answer, or what is said instead.", type=Literal["text"], text=str)
+_CALL: Any = create_model(
+    "MessageToolUse", __doc__="A call of a tool.", type=Literal["tool_use"], id=str, name=str, input=dict[str, Any]
+)
 _USAGE = create_model(
     "MessagesUsage", __doc__="Token counts; ``input_tokens`` without those that were cached.",
     input_tokens=int, output_tokens=int, cache_creation_input_tokens=int, cache_read_input_tokens=int,
 )  # fmt: skip
 _ANSWER = create_model(
     "AnthropicMessage", __doc__="A whole answer.", id=str, type=Literal["message"], role=Literal["assistant"],
-    model=str, content=list[_TEXT], stop_reason=Literal["end_turn", "max_tokens", "stop_sequence", "refusal"],
+    model=str, content=list[_TEXT | _CALL],
+    stop_reason=Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"],
     stop_sequence=str | None, usage=_USAGE, hallutracer=(dict[str, Any], Field(description=RISKS)),
 )  # fmt: skip
 _ERROR = create_model("AnthropicError", __doc__="The cause and the remedy.", type=str, message=str)
@@ -56,34 +63,47 @@ router = APIRouter(tags=["anthropic"], route_class=JsonRoute)
 @router.post(MESSAGES_ROUTE, summary="Messages, as Anthropic's, with the risk beside the answer", responses=RESPONSES)
 async def messages(body: Annotated[MessagesRequest, Body()], request: Request, service: TheService) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
-    wanted = Wanted(route=MESSAGES_ROUTE, prompts=[body.conversation()], field="messages", most=body.max_tokens)
+    tools = body.offered()
+    wanted = Wanted(
+        route=MESSAGES_ROUTE, prompts=[body.conversation()], field="messages", most=body.max_tokens, tools=tools
+    )
     reply = await answered(request, service, body, wanted)
     if body.stream:
-        return wire.EventStream(reply, _events(reply))
+        return wire.EventStream(reply, _events(reply, tools))
     reply.end()
     report = reply.judgement.reports[0]
-    said = _said(report)
+    blocks, calls = _blocks(report, tools)
     content = _head(reply) | {
-        "content": [] if said is None else [text_block(said)], **_ended(report),
+        "content": blocks, **_ended(report, calls),
         "usage": _counted(reply.judgement.reports), "hallutracer": note(reply.judgement),
     }  # fmt: skip
     return whole(reply, content)
 
 
-def _said(report: RiskReport) -> str | None:
-    """Return the answer, or what is said instead; None where nothing is."""
+def _blocks(report: RiskReport, tools: Tools | None) -> tuple[list[dict[str, Any]], int]:
+    """Return the answer's blocks, or those of what is said instead, and how many of them are calls of tools."""
     if report.completion is None:
-        return report.verdict.message
-    return annotation(report) + report.completion.text
+        message = report.verdict.message
+        return ([] if message is None else [text_block(message)]), 0
+    text, calls = split(tools, report.completion.text)
+    text = annotation(report) + text
+    used = [_tool_use(call) | {"input": json.loads(call.arguments)} for call in calls]
+    return [*([text_block(text)] if text or not calls else []), *used], len(calls)
 
 
-def _ended(report: RiskReport) -> dict[str, Any]:
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    """Return the block of a call as it begins: its input follows."""
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
+
+
+def _ended(report: RiskReport, calls: int = 0) -> dict[str, Any]:
     completion = report.completion
     if completion is None:
         return {"stop_reason": REFUSAL, "stop_sequence": None}
     if completion.finish_reason == "stop" and completion.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop}
-    return {"stop_reason": _STOP_REASONS[wire.finish_reason(completion)], "stop_sequence": None}
+    ended = wire.finish_reason(completion)
+    return {"stop_reason": "tool_use" if calls and ended == "stop" else _STOP_REASONS[ended], "stop_sequence": None}
 
 
 def _head(reply: wire.Reply) -> dict[str, Any]:
@@ -110,23 +130,56 @@ def event(kind: str, **content: Any) -> bytes:
     return wire.event(json.dumps({"type": kind} | content, ensure_ascii=False), kind)
 
 
-def text_delta(text: str, index: int = 0, **more: Any) -> bytes:
-    """Return a piece of a block's text."""
-    return event("content_block_delta", index=index, delta={"type": "text_delta", "text": text}, **more)
+class Blocks:
+    """The events of a stream's blocks: a text is open until a call or the end; each call is a block of its own."""
+
+    def __init__(self, before: int = 0) -> None:
+        """``before``: the blocks that the stream has had."""
+        self.calls, self._index, self._open = 0, before - 1, False
+
+    def text(self, said: str, **more: Any) -> bytes:
+        """Return the events of one more piece of text."""
+        begun = b"" if self._open else self.begin(text_block(""))
+        self._open = True
+        return begun + (self._delta({"type": "text_delta", "text": said}, **more) if said or more else b"")
+
+    def call(self, call: ToolCall) -> bytes:
+        """Return the events of a call."""
+        self.calls += 1
+        ended, begun = self.end(), self.begin(_tool_use(call))
+        self._open = True
+        return ended + begun + self._delta({"type": "input_json_delta", "partial_json": call.arguments}) + self.end()
+
+    def begin(self, block: dict[str, Any]) -> bytes:
+        """Return the event that opens the next block."""
+        self._index += 1
+        return event("content_block_start", index=self._index, content_block=block)
+
+    def end(self) -> bytes:
+        """Return the event that closes the open block, if one is."""
+        was, self._open = self._open, False
+        return event("content_block_stop", index=self._index) if was else b""
+
+    def _delta(self, delta: dict[str, Any], **more: Any) -> bytes:
+        return event("content_block_delta", index=self._index, delta=delta, **more)
 
 
-async def _events(reply: wire.Reply) -> AsyncIterator[bytes]:
-    judgement, report = reply.judgement, reply.judgement.reports[0]
-    begun = event("content_block_start", index=0, content_block=text_block(""))
+async def _events(reply: wire.Reply, tools: Tools | None) -> AsyncIterator[bytes]:
+    judgement, report, blocks = reply.judgement, reply.judgement.reports[0], Blocks()
+    reader = None if tools is None else CallReader(tools)
 
-    def over(reports: list[RiskReport], block: bool = True) -> bytes:
-        stop = event("content_block_stop", index=0) if block else b""
+    def told(parts: Sequence[Part], **more: Any) -> bytes:
+        return b"".join(blocks.text(one, **more) if isinstance(one, str) else blocks.call(one) for one in parts)
+
+    def over(reports: list[RiskReport]) -> bytes:
+        stop = (told(reader.end()) if reader is not None and reports[0].completion is not None else b"") + blocks.end()
         more = beside(wire.answer_note(reports[0].answer))
-        told = event("message_delta", delta=_ended(reports[0]), usage=_counted(reports), **more)
-        return stop + told + event("message_stop")
+        ended = event("message_delta", delta=_ended(reports[0], blocks.calls), usage=_counted(reports), **more)
+        return stop + ended + event("message_stop")
 
     def piece(one: Piece) -> bytes:
-        return text_delta(one.text, **beside(wire.running_note(one.answer)))
+        parts: Sequence[Part] = [one.text] if reader is None else reader.feed(one.text)
+        return told(parts, **beside(wire.running_note(one.answer)))
 
     def failed(error: HalluTracerError) -> bytes:
         body = anthropic_body(error.status, error.message, judgement.request_id)
@@ -135,10 +188,10 @@ async def _events(reply: wire.Reply) -> AsyncIterator[bytes]:
     first: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _counted([report])}
     yield event("message_start", message=_head(reply) | first | {"hallutracer": note(judgement)})
     if withheld(report):
-        said = _said(report)
-        yield over([report], block=False) if said is None else begun + text_delta(said) + over([report])
+        said = report.verdict.message
+        yield (b"" if said is None else blocks.text(said)) + over([report])
         return
     warning = annotation(report)
-    yield begun + (text_delta(warning) if warning else b"")
+    yield blocks.text(warning) if warning or tools is None else b""
     async for part in wire.answer_events(reply, piece, over, failed):
         yield part

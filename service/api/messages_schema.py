@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.request_schema import AnswerRequest, ForeignModel, Stop
+from service.api.tools_schema import (
+    MOST_TOOLS,
+    CallId,
+    Function,
+    Name,
+    called,
+    check_parameters,
+    check_results,
+    offered,
+)
+from service.tool_calls import MOST_DEPTH, Tools, deeper_than
 
 
 class TextBlock(ForeignModel):
@@ -26,11 +38,93 @@ def joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
+class Block(ForeignModel):
+    """A block of a turn: a text, a call of a tool, or the result of one."""
+
+    ignored = frozenset(("cache_control", "citations", "caller", "is_error"))
+
+    type: Literal["text", "tool_use", "tool_result"]
+    text: StrictStr | None = None
+    id: CallId | None = None
+    name: Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: CallId | None = None
+    content: Texts | None = Field(None, description="of a tool_result")
+
+    @model_validator(mode="after")
+    def _is_what_it_says(self) -> Block:
+        needed = {"text": {"text"}, "tool_use": {"id", "name", "input"}, "tool_result": {"tool_use_id"}}[self.type]
+        given = {name for name in type(self).model_fields if name != "type" and getattr(self, name) is not None}
+        if missing := needed - given:
+            raise ValueError(f"a block of type {self.type!r} needs {min(missing)!r}")
+        if other := given - needed - ({"content"} if self.type == "tool_result" else set()):
+            raise ValueError(f"a block of type {self.type!r} has no {min(other)!r}")
+        if self.input is not None and deeper_than(self.input, MOST_DEPTH):
+            raise ValueError(f"'input' has at most {MOST_DEPTH} levels of lists and objects")
+        return self
+
+
 class AnthropicMessage(ForeignModel):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: Texts
+    content: StrictStr | Annotated[list[Block], Field(fail_fast=True, min_length=1, max_length=1024)]
+
+    @model_validator(mode="after")
+    def _calls_are_the_models(self) -> AnthropicMessage:
+        by = {"tool_use": "assistant", "tool_result": "user"}
+        for block in self.blocks:
+            if by.get(block.type, self.role) != self.role:
+                raise ValueError(f"a block of type {block.type!r} belongs into a turn of role {by[block.type]!r}")
+        return self
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """Return its blocks; none of a plain text."""
+        return () if isinstance(self.content, str) else self.content
+
+    def rendered(self) -> list[dict[str, Any]]:
+        """Return it for the chat template: each result of a tool is a message of its own, in its place."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        turns, texts, calls = list[dict[str, Any]](), list[str](), list[dict[str, Any]]()
+        for block in self.content:
+            if block.type == "text":
+                texts.append(block.text or "")
+            elif block.type == "tool_use":
+                calls.append(called(block.id or "", block.name or "", block.input or {}))
+            else:
+                turns += [{"role": self.role, "content": "".join(texts)}] if texts else []
+                texts = []
+                result = joined(block.content or "")
+                turns.append({"role": "tool", "content": result, "tool_call_id": block.tool_use_id})
+        if texts or calls:
+            turns.append({"role": self.role, "content": "".join(texts)} | ({"tool_calls": calls} if calls else {}))
+        return turns
+
+
+class MessagesTool(ForeignModel):
+    """A tool on offer."""
+
+    ignored = frozenset(("cache_control", "strict", "input_examples", "eager_input_streaming"))
+    neutral = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
+
+    type: Literal["custom"] = "custom"
+    name: Name
+    description: StrictStr | None = None
+    input_schema: dict[str, Any]
+
+    @field_validator("input_schema")
+    @classmethod
+    def _schema(cls, found: dict[str, Any]) -> dict[str, Any]:
+        return check_parameters(found)
+
+
+class ToolChoice(ForeignModel):
+    """Whether the model is told of the tools, and how many it may call at once."""
+
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: StrictBool = False
 
 
 class OutputConfig(ForeignModel):
@@ -44,7 +138,7 @@ class MessagesRequest(AnswerRequest):
     """POST /v1/messages."""
 
     neutral = {
-        "tools": ([],), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
+        "thinking": ({"type": "disabled"},),
         "top_k": (-1, 0), "container": (), "mcp_servers": ([],), "context_management": (), "output_format": (),
         "speed": ("standard",),
     }  # fmt: skip
@@ -58,6 +152,37 @@ class MessagesRequest(AnswerRequest):
     stop_sequences: Stop | None = None
     temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description="default 1; 0 is greedy")
     output_config: OutputConfig | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _not_forced(cls, found: Any) -> Any:
+        if isinstance(found, dict) and found.get("type") not in ("auto", "none"):
+            raise ValueError("'tool_choice' has the type 'auto' or 'none' here: nothing makes the model call a tool")
+        return found
+
+    @model_validator(mode="after")
+    def _tools_belong_together(self) -> MessagesRequest:
+        seen = list[tuple[str | None, str]]()
+        for number, message in enumerate(self.messages):
+            for place, block in enumerate(message.blocks):
+                seen += [] if block.id is None else [(None, block.id)]
+                result = block.tool_use_id
+                seen += [] if result is None else [(f"messages.{number}.content.{place}.type", result)]
+        check_results(seen)
+        self.offered()
+        return self
+
+    def offered(self) -> Tools | None:
+        """Return the tools that the model is told of."""
+        choice = self.tool_choice
+        told = [] if choice is not None and choice.type == "none" else self.tools or []
+        functions = [
+            Function(name=one.name, description=one.description, parameters=one.input_schema, strict=None)
+            for one in told
+        ]
+        return offered(functions, parallel=choice is None or not choice.disable_parallel_tool_use)
 
     @property
     def length(self) -> int | None:
@@ -68,7 +193,7 @@ class MessagesRequest(AnswerRequest):
         """Return the texts that end the answer."""
         return tuple(self.stop_sequences or ())
 
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
         first = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
-        return [*first, *({"role": one.role, "content": joined(one.content)} for one in self.messages)]
+        return [*first, *(turn for one in self.messages for turn in one.rendered())]

@@ -129,8 +129,11 @@ class ChatRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ChatRequest:
-        calls = [[call.id for call in message.tool_calls or ()] for message in self.messages]
-        check_results(calls, [message.tool_call_id for message in self.messages], "messages")
+        seen = list[tuple[str | None, str]]()
+        for number, message in enumerate(self.messages):
+            seen += [(None, call.id) for call in message.tool_calls or ()]
+            seen += [] if message.tool_call_id is None else [(f"messages.{number}", message.tool_call_id)]
+        check_results(seen)
         self.offered()
         if not self.tools:  # another server, which a policy may ask instead, refuses what belongs to none
             self.tools = self.tool_choice = self.parallel_tool_calls = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictStr, field_validator
@@ -101,10 +101,13 @@ def offered(functions: Sequence[Function], *, parallel: bool = True) -> Tools | 
     return Tools(tuple(definitions), parallel) if definitions else None
 
 
-def check_results(calls: Sequence[Sequence[str]], results: Sequence[str | None], field: str) -> None:
-    """Raise ValueError for a result of a call that no earlier turn made; of each turn its calls and its result."""
+def check_results(seen: Iterable[tuple[str | None, str]]) -> None:
+    """Raise ValueError for a result of a call that no earlier turn made.
+
+    ``seen``: the ids of calls and results in their order, a result with the place it stands at."""
     known = set[str]()
-    for place, (made, result) in enumerate(zip(calls, results, strict=True)):
-        if result is not None and result not in known:
-            raise ValueError(f"{field}.{place} is the result of {result!r}, which no earlier turn called")
-        known.update(made)
+    for place, call in seen:
+        if place is None:
+            known.add(call)
+        elif call not in known:
+            raise ValueError(f"{place} is the result of {call!r}, which no earlier turn called")

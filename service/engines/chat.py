@@ -79,5 +79,5 @@ def check_shown(
     text = render(turns, offered) if marks else ""
     for name, (what, param) in marks.items():
         if name not in text:
-            said = f"this model's chat template has no place for {what}, which would be left out: send none"
+            said = f"{param!r}: this model's chat template has no place for {what}, and would leave them out: send none"
             raise RequestError(f"{said}, or serve a model whose template takes them", param=param)

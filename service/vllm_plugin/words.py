@@ -127,9 +127,8 @@ class MessagesWords:
         elif kind == "message_delta":
             content = self._ended(content, content["delta"]) | wire.answer_note(self._note.answers.get(0))
             if verdict is not None and verdict.message is not None:
-                at, block = self._blocks, anthropic.text_block("")
-                before = anthropic.event("content_block_start", index=at, content_block=block)
-                before += anthropic.text_delta(verdict.message, at) + anthropic.event("content_block_stop", index=at)
+                blocks = anthropic.Blocks(self._blocks)
+                before = blocks.text(verdict.message) + blocks.end()
         return before + anthropic.event(kind, **content)
 
     def rest(self) -> bytes:

@@ -128,6 +128,8 @@ def test_a_call_that_is_cut_is_withheld(service: Running) -> None:
     for most in (20, len(CALL.encode()) - 1):
         for found in both(EVERYTHING, CALL, service, max_tokens=most):
             assert told(found)[:3] == ("", [], "content_filter")
+    for found in both(EVERYTHING, CALL + ADD, service, max_tokens=len(CALL.encode())):
+        assert told(found)[:3] == ("", [], "content_filter"), "nobody knows what would have followed"
     for found in both(EVERYTHING, CALL, service, stop=["</tool_call>"]):
         assert told(found)[:3] == ("", [], "content_filter")
 
