@@ -12,16 +12,16 @@ ToolDefinition = Mapping[str, Any]  # as OpenAI has it
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text of a JSON value, the keys of its objects too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from texts_in(key)
-            yield from texts_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from texts_in(inner)
+    """Yield every text of a JSON value, however deep, the keys of its objects too."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            pending += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            pending += one
 
 
 def replaced(value: Any, change: Callable[[str], str]) -> Any:

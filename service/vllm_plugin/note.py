@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.auditor import Who
+from service.engines.chat import texts_in
 from service.judging.guarantee import Shape, chat_violations, shape_of
 from service.policies.guard import Decision, Verdict
 from service.scoring import AnswerRisk
@@ -115,7 +116,7 @@ CURRENT: ContextVar[Note | None] = ContextVar("hallutracer_note", default=None)
 def read(note: Note, body: bytes, special_tokens: Sequence[str]) -> None:
     """Note what vLLM loses, such as arguments of ours outside ``vllm_xargs`` and special tokens that a chat spells."""
     content = parsed(body) or {}
-    texts = [text for name in RENDERED for text in _strings(content.get(name))]
+    texts = [text for name in RENDERED for text in texts_in(content.get(name))]
     note.forges = next((token for token in special_tokens if any(token in text for text in texts)), None)
     note.misplaced = tuple(name for name in content if OURS.match(name))
     chats = _chats(note.route, content)
@@ -159,19 +160,6 @@ def _moves(content: dict[str, Any]) -> Iterator[str]:
     transfer = content.get("kv_transfer_params")
     if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
         yield "kv_transfer_params.prompt_token_ids"  # taken instead of the messages
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, however deep."""
-    pending = [value]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, dict):
-            pending += [*one, *one.values()]
-        elif isinstance(one, list):
-            pending += one
 
 
 def parsed(body: bytes) -> dict[str, Any] | None:
