@@ -39,7 +39,7 @@ AS_TRAINED: dict[str, Any] = {
     "add_special_tokens": False, "truncate_prompt_tokens": None,
 }  # fmt: skip
 """Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
-ELSEWHERE = ("previous_response_id", "prompt")  # of a request to /v1/responses: they bring turns that its body does not have
+ELSEWHERE = ("previous_response_id", "prompt")  # of a request to /v1/responses: turns that its body does not have
 _FLAG = TypeAdapter(bool)
 NO_PLACE = (
     "a policy that withholds answers applies to this request, and the response of this route cannot carry a verdict; "
