@@ -74,10 +74,11 @@ def test_results_are_messages_of_their_own_and_the_turn_is_gated(service: Runnin
     service.engine.answer = CALL
     made = create(service, NOTHING, messages=[USER], tools=TOOLS, max_tokens=300).content
     result = {"type": "tool_result", "tool_use_id": made[0].id, "content": [{"type": "text", "text": "Ann"}]}
-    turns = [USER, {"role": "assistant", "content": made},
+    said = [block.model_dump() for block in made]
+    turns = [USER, {"role": "assistant", "content": said},
              {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]  # fmt: skip
-    for _, calls, ended, row, _ in both(EVERYTHING, "It is Ann.", service, messages=turns):
-        assert (calls, ended) == ([], "refusal")
+    found = list(both(EVERYTHING, "It is Ann.", service, messages=turns))
+    assert [(calls, ended) for _, calls, ended, _, _ in found] == [([], "refusal")] * 2
     definitions = [
         {"type": "function", "function": {"name": one["name"]} | (
             {"description": one["description"]} if "description" in one else {}) | {"parameters": one["input_schema"]}}
@@ -87,9 +88,10 @@ def test_results_are_messages_of_their_own_and_the_turn_is_gated(service: Runnin
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "content": "Ann"}, {"role": "user", "content": "So?"}]  # fmt: skip
     [scored] = service.post(input_ids=service.engine.render_chat(messages, definitions), threshold=0).json()["data"]
-    assert row["risk"] == scored["risk"]
+    assert {row["risk"] for _, _, _, row, _ in found} == {scored["risk"]}
 
 
+DEEP = json.loads('{"a":' * 40 + "1" + "}" * 40)
 USE = {"type": "tool_use", "id": "t1", "name": "find", "input": {}}
 
 
@@ -103,8 +105,7 @@ USE = {"type": "tool_use", "id": "t1", "name": "find", "input": {}}
         ({"messages": [{"role": "user", "content": [USE]}]}, "'assistant'"),
         ({"messages": [USER, {"role": "assistant", "content": [USE | {"input": None}]}]}, "'input'"),
         ({"messages": [USER, {"role": "assistant", "content": [USE | {"text": "x"}]}]}, "'text'"),
-        ({"messages": [USER, {"role": "assistant", "content": [USE | {"input": json.loads('{"a":' * 40 + "1" + "}" * 40)}]}]},
-         "levels"),
+        ({"messages": [USER, {"role": "assistant", "content": [USE | {"input": DEEP}]}]}, "levels"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_name(service: Running, given: dict[str, Any], named: str) -> None:
