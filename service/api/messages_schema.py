@@ -179,7 +179,10 @@ class MessagesRequest(AnswerRequest):
         """Return the tools that the model is told of."""
         choice = self.tool_choice
         told = [] if choice is not None and choice.type == "none" else self.tools or []
-        functions = [Function(name=one.name, description=one.description, parameters=one.input_schema) for one in told]
+        functions = [
+            Function(name=one.name, description=one.description, parameters=one.input_schema, strict=None)
+            for one in told
+        ]
         return offered(functions, parallel=choice is None or not choice.disable_parallel_tool_use)
 
     @property
