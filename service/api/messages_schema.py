@@ -41,6 +41,7 @@ def joined(content: str | list[TextBlock]) -> str:
 class Block(ForeignModel):
     """A block of a turn: a text, a call of a tool, or the result of one."""
 
+    neutral = {"toolset_name": ()}
     ignored = frozenset(("cache_control", "citations", "caller", "is_error"))
 
     type: Literal["text", "tool_use", "tool_result"]

@@ -77,7 +77,7 @@ def test_results_are_messages_of_their_own_and_the_turn_is_gated(service: Runnin
     asked = {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}
     as_they_came = [USER, {"role": "assistant", "content": made}, asked]
     assert create(service, NOTHING, messages=as_they_came, tools=TOOLS, max_tokens=300).stop_reason == "tool_use"
-    turns = [USER, {"role": "assistant", "content": [one.model_dump(exclude_none=True) for one in made]}, asked]
+    turns = [USER, {"role": "assistant", "content": [one.model_dump() for one in made]}, asked]
     risks = set()
     for _, calls, ended, row, _ in both(EVERYTHING, "It is Ann.", service, messages=turns):
         assert (calls, ended) == ([], "refusal")
