@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A stranger's walk on a clean Debian: a root made with debootstrap, HalluTracer installed in it from this checkout by an
-# ordinary user, then walk.sh beside this file, run by that user without capabilities and with no network but loopback.
+# A stranger's walk on a clean Debian: a root made with debootstrap, HalluTracer's wheels built and installed in it by
+# an ordinary user, then walk.sh beside this file, run by that user without capabilities and with no network but loopback.
 #
 #   sudo deploy/walk/in_clean_root.sh                    removes the root when it is done
 #   sudo deploy/walk/in_clean_root.sh --keep FOLDER      keeps it there; run again, it goes on with what FOLDER has
@@ -93,6 +93,9 @@ chroot "$root" chown --recursive "$user:$user" "$home/hallutracer"
 
 say "install, as an ordinary user: docs/install.md"
 unshare --mount --pid --fork --kill-child "$here/in_clean_root.sh" --inside "$root" install
+
+# What is not in a wheel is not there any more, but for the files of nginx and Prometheus that an operator copies.
+find "$root$home/hallutracer" -mindepth 1 -maxdepth 1 ! -name deploy -exec rm -rf {} +
 
 say "the walk, as that user, without a network but loopback"
 unshare --mount --pid --net --fork --kill-child "$here/in_clean_root.sh" --inside "$root" walk

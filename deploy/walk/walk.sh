@@ -1,28 +1,29 @@
 #!/usr/bin/env bash
 # The walk itself, as an operator would type it: a store on S3, signed versions, two replicas behind nginx, a refused reload
-# and its alert, a canary, a promotion, a rollback, a dead replica and its alert, the audit log.
+# and its alert, a canary, a promotion, a rollback, a dead replica and its alert, the audit log; and the same questions by the
+# clients of Responses, Messages, tools and MCP.
 #
 #   deploy/walk/walk.sh [FOLDER]       in FOLDER, new or an earlier walk's (default: a new one); nothing outside it is written
 #
-# Needs on PATH: hallutracer (with the extras s3 and signing), nginx, prometheus, curl, openssl; and moto_server, there or in
-# ~/s3/bin.  Each step says what it does and what it saw; the first that saw something else ends the walk with status 1.
+# Needs on PATH: hallutracer (with the extras s3 and signing), nginx, prometheus, curl, openssl; moto_server, there or in
+# ~/s3/bin; hallutracer-mcp, there or in ~/clients/bin, with openai and anthropic beside it.  Each step says what it does and what it saw; the first that saw something else ends the walk with status 1.
 #   PORTS="8765 8766 8080 9090 9000"   two replicas, nginx, Prometheus, S3
 set -euo pipefail
 checkout="$(cd "$(dirname "$0")/../.." && pwd)"
-export PATH="$PATH:$HOME/s3/bin"
+export PATH="$PATH:$HOME/s3/bin:$HOME/clients/bin"
 fail() { echo "FAILED: $*"; exit 1; }
 work="${1:-$(mktemp -d)}"
 mkdir -p "$work"
 cd "$work"
 work="$PWD"
 [ -e .walk ] || [ -z "$(ls -A)" ] || fail "$work has something else in it than an earlier walk"
-for program in hallutracer nginx prometheus curl openssl moto_server; do
+for program in hallutracer nginx prometheus curl openssl moto_server hallutracer-mcp; do
     command -v "$program" >/dev/null || fail "$program is missing (docs/install.md; apt-get install nginx prometheus; pip install 'moto[server]')"
 done
 find . -mindepth 1 -maxdepth 1 ! -name probes ! -name runs -exec rm -rf {} +
 touch .walk
 read -r one two front scraper s3 <<<"${PORTS:-8765 8766 8080 9090 9000}"
-export HALLUTRACER_MODEL=demo HALLUTRACER_THREADS=1 HALLUTRACER_STORE_CACHE="$work/copies"
+export HALLUTRACER_MODEL="$work/model" HALLUTRACER_THREADS=1 HALLUTRACER_STORE_CACHE="$work/copies"
 export AWS_ACCESS_KEY_ID=walk AWS_SECRET_ACCESS_KEY=walk AWS_DEFAULT_REGION=us-east-1 AWS_ENDPOINT_URL="http://127.0.0.1:$s3"
 store=s3://probes/walk
 known="What is the capital of Italy?"
@@ -116,7 +117,16 @@ until_true 60 quietly curl --silent "$AWS_ENDPOINT_URL" || fail "no S3 server"
 fetch -X PUT "$AWS_ENDPOINT_URL/probes" >/dev/null
 echo "ok: $AWS_ENDPOINT_URL has the bucket probes"
 
-say "2. two versions of a bundle, trained here, on a few questions"
+say "2. a model whose chat template knows tools, and two versions of a bundle, trained here, on a few questions"
+python="$(dirname "$(command -v hallutracer)")/python"
+cp -r "$("$python" -c 'from service.demo import MODEL_DIR; print(MODEL_DIR)')" model
+mv model/chat_template.jinja plain.jinja
+# The demo model's own template, behind the tools; calls and results are turns of the same form.
+{
+    printf '%s' "{% if tools %}{{ '<|system|>' + (tools | tojson) }}{% endif %}"
+    sed "s/{% if message\['role'\] == 'assistant' %}/{% if message['tool_calls'] %}{{ '<|assistant|> ' + (message['tool_calls'] | tojson) + '<\/s>' }}{% elif message['role'] == 'tool' %}{{ '<|user|>' + message['content'] }}{% elif message['role'] == 'assistant' %}/" plain.jinja
+} >model/chat_template.jinja
+echo "the demo model of $("$python" -c 'import service; print(service.__file__)')"
 hallutracer demo questions --split train | awk 'NR % 18 == 0' >questions.jsonl
 mapfile -t bodies < <(python3 -c 'import json; [print(json.dumps({"prompt": json.loads(line)["prompt"]})) for line in open("questions.jsonl")]')
 echo "${#bodies[@]} questions"
@@ -188,7 +198,11 @@ expect "without a key" 401 "$(status -H 'Content-Type: application/json' -d '{"p
 expect "the route that reloads, through nginx" 404 "$(status -X POST -H "Authorization: Bearer $deployer" "http://127.0.0.1:$front/v1/admin/reload")"
 expect "the same, with the app's key, on a replica" 403 "$(status -X POST -H "Authorization: Bearer $app" "http://127.0.0.1:$one/v1/admin/reload")"
 
-say "6. somebody moves production to the unsigned version: both replicas refuse it and go on, and an alert says so"
+say "6. the same two questions by the protocols' own clients, through nginx"
+HALLUTRACER_API_KEY="$app" "$(dirname "$(command -v hallutracer-mcp)")/python" "$checkout/deploy/walk/clients.py" "http://127.0.0.1:$front" "$known" "$unknown"
+fetch -H 'Accept: text/html' "http://127.0.0.1:$front/" | grep -F '<title>' || fail "the playground"
+
+say "7. somebody moves production to the unsigned version: both replicas refuse it and go on, and an alert says so"
 run hallutracer bundle alias my-probe production 2 --store "$store"
 since=$SECONDS
 for port in "$one" "$two"; do
@@ -204,7 +218,7 @@ since=$SECONDS
 reload || fail "the reload"
 resolved HalluTracerReloadFailed
 
-say "7. a canary: version 2 is signed, judges 30 % of the requests, and is read beside the others"
+say "8. a canary: version 2 is signed, judges 30 % of the requests, and is read beside the others"
 run hallutracer bundle sign my-probe:2 --store "$store" --key-file key.pem
 run hallutracer bundle alias my-probe canary 2 --store "$store" --require-signature key.pub
 reload || fail "the reload"
@@ -218,7 +232,7 @@ versions 20 -H 'x-session-id: one-conversation' | tee share.txt
 echo
 expect "versions in one session" 1 "$(grep -o times share.txt | wc -l)"
 
-say "8. promotion asks a replica what the canary, as its shadow, would have decided"
+say "9. promotion asks a replica what the canary, as its shadow, would have decided"
 export HALLUTRACER_SERVICE_KEY="$app" # not an option: those are in the list of processes
 refused "is not promoted" hallutracer bundle promote my-probe@canary --store "$store" --require-signature key.pub --service "http://127.0.0.1:$one"
 run hallutracer bundle promote my-probe@canary --store "$store" --require-signature key.pub --service "http://127.0.0.1:$one" \
@@ -226,13 +240,13 @@ run hallutracer bundle promote my-probe@canary --store "$store" --require-signat
 reload || fail "the reload"
 expect "who judges" "20 times my-probe:2" "$(versions 20)"
 
-say "9. rollback"
+say "10. rollback"
 run hallutracer bundle rollback my-probe --store "$store" --require-signature key.pub
 run hallutracer bundle alias my-probe canary 1 --store "$store" --require-signature key.pub
 reload || fail "the reload"
 expect "who judges" "20 times my-probe:1" "$(versions 20)"
 
-say "10. a replica is killed: nginx goes on with the other, an alert says so, and it is started again"
+say "11. a replica is killed: nginx goes on with the other, an alert says so, and it is started again"
 since=$SECONDS
 stop replica-2 KILL
 expect "who answers" "20 times my-probe:1" "$(versions 20)"
@@ -242,7 +256,7 @@ since=$SECONDS
 resolved HalluTracerDown
 expect "both replicas' versions" "my-probe:1 my-probe:1" "$(for port in "$one" "$two"; do metrics "$port" | grep -c '^hallutracer_ready 1' >/dev/null; fetch -H "Authorization: Bearer $app" "http://127.0.0.1:$port/v1/bundles" | of 'next("%s:%s" % (b["name"], b["version"]) for b in d["data"] if b["default"])'; done | tr '\n' ' ' | sed 's/ $//')"
 
-say "11. the end: SIGTERM, then the audit log of both replicas"
+say "12. the end: SIGTERM, then the audit log of both replicas"
 for name in replica-1 replica-2; do
     stop "$name" TERM
     expect "$name's exit status" 0 "$ended"

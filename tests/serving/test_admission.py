@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from service.api.request_schema import ScoreRequest, size_of
 from service.errors import Overloaded
 from service.serving import admission
-from service.serving.admission import INLINE, LONG, FairShare, Speed, Tokenizing, check_space
+from service.serving.admission import INLINE, LONG, Deadline, FairShare, Speed, Tokenizing, check_space
 
 COSTS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 
@@ -25,6 +25,14 @@ def noted(speed: Speed, *notes: tuple[int, float], crowded: bool = True) -> floa
     for tokens, at in notes:
         speed.note(tokens, at, crowded=crowded)
     return speed.value
+
+
+@pytest.mark.parametrize(("seconds", "spare"), [(60, 3), (30, 1.5), (10, 0.5), (2, 0.5), (0.6, 0.3)])
+def test_a_long_answer_keeps_time_to_be_sent_but_at_most_half_of_it(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, spare: float
+) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    assert Deadline(seconds).nearly == pytest.approx(100 + seconds - spare)
 
 
 def test_speed_is_measured_from_note_to_note_in_a_crowd() -> None:
