@@ -1,4 +1,4 @@
-"""The walk's questions by the protocols' own clients: Responses, Messages, chats with a tool, an assistant's tool (MCP).
+"""The walk's questions by the protocols' own clients: Responses, Messages, chats with a tool, an MCP tool.
 
     python clients.py URL KNOWN UNKNOWN      the key is in HALLUTRACER_API_KEY
 
