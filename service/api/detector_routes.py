@@ -140,7 +140,7 @@ async def _detected(
 
 
 def _score(report: RiskReport) -> float:
-    return report.risk if report.verdict.flagged else 1.0
+    return report.risk if report.verdict.flagged and not report.uncertain.outside else 1.0
 
 
 def _detection(name: str, score: float, **metadata: Any) -> dict[str, Any]:

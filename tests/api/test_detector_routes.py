@@ -86,9 +86,9 @@ def test_what_is_withheld_for_no_risk_has_the_highest_score(tmp_path: Path) -> N
     with App(
         tmp_path, policies={"careful": CAREFUL}, add=[known], callers_may=("bundle", "threshold")
     ).started() as app:
-        chosen = {"policy": "careful"}
-        ((found,),) = detect(app, CONTENTS_DETECTOR, chosen, detector="known", contents=["B"])
-    assert (found["score"], found["metadata"]["risk"] < 1.0) == (1.0, True)
+        for chosen in ({"policy": "careful"}, {"policy": "careful", "threshold": 0.0}):  # flagged, too, by the second
+            ((found,),) = detect(app, CONTENTS_DETECTOR, chosen, detector="known", contents=["B"])
+            assert (found["score"], found["metadata"]["risk"] < 1.0) == (1.0, True)
 
 
 @pytest.mark.parametrize(
