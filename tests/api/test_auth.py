@@ -331,8 +331,9 @@ def test_programs_of_this_machine_own_the_service_and_what_others_pass_on_does_n
 def test_nobody_owns_it_where_the_operator_says_what_callers_may_or_others_reach_it(
     tmp_path: Path, options: dict[str, Any], headers: dict[str, str]
 ) -> None:
-    with App(tmp_path, **options).started() as app:
-        here = TestClient(app.app, client=("127.0.0.1", 1), base_url="http://127.0.0.1")
+    app = App(tmp_path, **options)
+    with TestClient(app.app, client=("127.0.0.1", 1), base_url="http://127.0.0.1") as here:
+        until(lambda: app.state.lifecycle.is_ready)
         answers = [here.post("/score", json={"prompt": "A"} | choice, headers=headers) for choice in ({}, *LOOSER)]
         assert [answer.status_code for answer in answers] == [200, 403, 403]
 
