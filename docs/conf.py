@@ -40,12 +40,13 @@ NAVIGATION = {
         "Assistants (MCP)": "docs/agents",
         "Python": "docs/python",
     },
-    "Serve": {
+    "Use": {
         "Serving": "docs/serving",
         "API": "docs/api",
         "Answers, read as they are written": "docs/answers",
-        "vLLM, gateways": "docs/vllm",
-        "In a fleet's own vLLM": "deploy/platforms/README",
+        "vLLM and gateways": "docs/vllm",
+        "vLLM reference": "docs/vllm-plugin",
+        "Other front ends of vLLM": "deploy/platforms/README",
         "A guard beside a RAG app": "deploy/sidecar/README",
     },
     "Operate": {
