@@ -43,7 +43,7 @@ NAVIGATION = {
     "Use": {
         "Serving": "docs/serving",
         "API": "docs/api",
-        "Answers, read as they are written": "docs/answers",
+        "Answers as they are written": "docs/answers",
         "vLLM and gateways": "docs/vllm",
         "vLLM reference": "docs/vllm-plugin",
         "Other front ends of vLLM": "deploy/platforms/README",
