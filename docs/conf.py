@@ -10,7 +10,7 @@ extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 root_doc = "README"
 include_patterns = [
-    "README.md", "CHANGELOG.md", "docs/*.md", "clients/python/README.md", "deploy/README.md",
+    "README.md", "CHANGELOG.md", "docs/*.md", "deploy/README.md",
     "deploy/platforms/README.md", "deploy/sidecar/README.md", "probes_store/FORMAT.md",
 ]  # fmt: skip
 # Records, not pages: a generated report and a list of licences.
@@ -36,17 +36,17 @@ html_theme_options = {"navigation_with_keys": True}
 NAVIGATION = {
     "Start": {
         "Install": "docs/install",
-        "From your app": "docs/apps",
-        "Assistants (MCP)": "docs/agents",
-        "Python": "docs/python",
     },
-    "Serve": {
+    "Use": {
+        "From your app": "docs/apps",
+        "Python": "docs/python",
         "Serving": "docs/serving",
         "API": "docs/api",
-        "Answers, read as they are written": "docs/answers",
-        "vLLM, gateways": "docs/vllm",
-        "In a fleet's own vLLM": "deploy/platforms/README",
-        "A guard beside a RAG app": "deploy/sidecar/README",
+        "Answers as they are written": "docs/answers",
+        "vLLM and gateways": "docs/vllm",
+        "vLLM reference": "docs/vllm-plugin",
+        "Other front ends of vLLM": "deploy/platforms/README",
+        "RAG sidecar": "deploy/sidecar/README",
     },
     "Operate": {
         "Deployment": "deploy/README",
@@ -65,7 +65,6 @@ NAVIGATION = {
         "Command line": "docs/cli",
         "Stability": "docs/stability",
         "Bundle format": "probes_store/FORMAT",
-        "hallutracer-client": "clients/python/README",
         "Contributing": "docs/contributing",
         "Changelog": "CHANGELOG",
     },

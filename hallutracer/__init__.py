@@ -6,7 +6,7 @@
     detector.score(["What is the capital of Italy?", "What is the capital of Palau?"]).plot()
 
 Importing it loads neither torch nor vLLM.  For a service that runs elsewhere there is a client of its own
-(docs/apps.md).
+(docs/python.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ PAGES = [
     ROOT / "deploy" / "README.md", ROOT / "deploy" / "platforms" / "README.md",
     ROOT / "deploy" / "sidecar" / "README.md", ROOT / "probes_store" / "FORMAT.md", ROOT / "benchmarks" / "LOG.md",
 ]  # fmt: skip
-RECORDS = [  # not on the site: generated, or a log
+RECORDS = [  # not on the site: generated, a log, or the page of a package index
+    ROOT / "clients" / "python" / "README.md",
     ROOT / "docs" / "licences.md",
     ROOT / "docs" / "models-report.md",
     ROOT / "docs" / "smollm2-report.md",

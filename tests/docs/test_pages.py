@@ -50,7 +50,7 @@ def test_the_readme_is_one_page_and_its_first_screen_one_screen() -> None:
 def test_the_recipe_is_for_the_vllm_that_the_plugin_reads() -> None:
     oldest, newest = TESTED
     assert f"FROM vllm/vllm-openai:v{newest}\n" in text_of("docs/vllm.md")
-    assert f"each version is tested: {oldest} to {newest}." in text_of("docs/vllm.md")
+    assert f"Each version is tested: {oldest} to {newest}." in text_of("docs/vllm-plugin.md")
     assert f"vLLM {oldest} to {newest}." in text_of("README.md")
     for name in ("cpu", "cuda"):  # what is pinned is what is run
         assert re.search(rf"^vllm(-cpu)?=={newest} ", text_of(f"requirements-vllm-{name}.txt"), re.MULTILINE)
@@ -100,7 +100,7 @@ def test_the_demo_models_table_is_the_report() -> None:
 
 
 def test_the_table_of_model_families_is_what_the_engines_read_and_the_tests_compare() -> None:
-    assert "\n\n" + "\n".join(models.table()) + "\n\n" in text_of("docs/vllm.md")
+    assert "\n\n" + "\n".join(models.table()) + "\n\n" in text_of("docs/vllm-plugin.md")
 
 
 def test_named_files_exist() -> None:

@@ -54,15 +54,17 @@ BOUNDS: dict[str, float] = {}  # where kernels round more, relative to the large
 
 
 def table() -> list[str]:
-    """The rows of docs/vllm.md's table of families: what the engines read, and what is compared here."""
-    rows = ["| family | attention heads, at the input of | vLLM |", "| --- | --- | --- |"]
+    """The rows of docs/vllm-plugin.md's table of families: what the engines read, and what is compared here."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for family in FAMILIES:
         tried = [name for name in family.model_types if name in CONFIGS or name in MORE]
         compared = any(name in COMPARED or (name in CONFIGS and name not in NOT_IN_VLLM) for name in tried)
         why = next((f"not run: {NOT_IN_VLLM[name]}" for name in tried if name in NOT_IN_VLLM), "not compared")
         heads = f"`{family.projection}`" if family.projection else f"none: {family.notes}"
-        rows.append(f"| {family.name} | {heads} | {'compared' if compared else why} |")
-    return [*rows, "| any other decoder | none: it has no row | checked at the start; OPT is compared |"]
+        alike.setdefault((heads, "compared" if compared else why), []).append(family.name)
+    rows = [f"| {'; '.join(names)} | {heads} | {tried} |" for (heads, tried), names in alike.items()]
+    last = "| any other decoder | none: it has no row | checked at the start; OPT is compared |"
+    return ["| family | attention heads, at the input of | vLLM |", "| --- | --- | --- |", *rows, last]
 
 
 def save(family: str, folder: Path, seed: int = 0) -> Path:

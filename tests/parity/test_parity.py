@@ -1,8 +1,8 @@
 """Every number that vLLM gives equals the reference engine's, to 1e-5 in float32, however vLLM is run.
 
 ``make test`` runs one start of vLLM, ``make test-long`` all families, compiled and eager, tensor and pipeline
-parallel.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest differences to; docs/vllm.md then gets its
-rows of versions, too."""
+parallel.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest differences to;
+tests/engines/vllm/touch_points.md then gets its rows of versions, too."""
 
 from __future__ import annotations
 

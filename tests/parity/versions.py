@@ -75,14 +75,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def documented() -> dict[tuple[str, str, str], float]:
-    """Return the matrix in docs/vllm.md: version, runner and family -> largest difference."""
+    """Return the matrix in touch_points.md: version, runner and family -> largest difference."""
     inner = DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     rows = re.findall(r"^\| (\d\S+) \| (V\d)[^|]* \| (\w+) \| (\S+) \|$", inner, re.MULTILINE)
     return {(version, runner, family): float(apart) for version, runner, family, apart in rows}
 
 
 def note(version: str, runner: str, family: str, apart: float) -> None:
-    """Write a run's row into docs/vllm.md where ``HALLUTRACER_PARITY_TABLE`` is set, else compare it with that row.
+    """Write a run's row into touch_points.md where ``HALLUTRACER_PARITY_TABLE`` is set, else compare it with that row.
 
     Raises AssertionError where the row is missing or another order of magnitude."""
     run = (version, runner, family)

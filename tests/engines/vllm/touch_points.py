@@ -4,7 +4,7 @@
     python -m tests.engines.vllm.touch_points 0.33.0       # its wheel, which pip downloads; newest: the newest
     python -m tests.engines.vllm.touch_points --write-docs
 
-It says what broke, and ends with 1 if anything did.  docs/vllm.md has the same list."""
+It says what broke, and ends with 1 if anything did.  ``touch_points.md`` has the same list."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 OURS = ("service/engines/vllm", "service/vllm_plugin")
-DOCS = ROOT / "docs" / "vllm.md"
+DOCS = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- touch points: written by tests/engines/vllm/touch_points.py -->", "<!-- end of touch points -->"
 PACKAGES = {"", "config", "platforms", "v1/engine"}  # of vLLM's modules that are imported from
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -330,7 +330,7 @@ def broken(sources: Sources) -> list[str]:
 
 
 def table() -> str:
-    """Return the list as docs/vllm.md has it: a row for each file of vLLM's."""
+    """Return the list as ``touch_points.md`` has it: a row for each file of vLLM's."""
     rows: dict[str, tuple[list[str], set[str]]] = {}
     imports = [(module.partition(".")[2].replace(".", "/"), f"`{name}`", ours) for ours, module, name in imported()]
     for path, text, ours in [(point.path, str(point), point.ours) for point in POINTS] + imports:
