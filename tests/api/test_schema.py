@@ -28,9 +28,9 @@ def run(service: Running, folder: Path, *options: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("examples", "least"), [(25, 500), pytest.param(400, 4_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("examples", "least"), [(25, 500), pytest.param(100, 4_000, marks=pytest.mark.long)])
 def test_generated_requests(tmp_path: Path, examples: int, least: int) -> None:
-    """``examples`` at most for each of the two scoring routes, ``least`` requests in all."""
+    """``examples`` at most for each route, ``least`` requests in all."""
     where = location(str(tmp_path / "feedback.db"))
     with running(tmp_path, feedback=lambda metrics: Feedback(where, metrics)) as service:
         done = run(service, tmp_path, "--max-examples", str(examples), "--seed", "1")
