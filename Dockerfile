@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 # Four images from one file.  Targets: cpu (the default) and cuda, with the transformers engine; vllm-cpu and vllm (CUDA).
-#   docker build -t hallutracer:0.1.0 .
-#   docker build --target cuda -t hallutracer:0.1.0-cuda .
-#   docker build --target vllm -t hallutracer:0.1.0-vllm .
-#   docker build --target vllm-cpu -t hallutracer:0.1.0-vllm-cpu .
+#   docker build -t hallutracer:1.0.0 .
+#   docker build --target cuda -t hallutracer:1.0.0-cuda .
+#   docker build --target vllm -t hallutracer:1.0.0-vllm .
+#   docker build --target vllm-cpu -t hallutracer:1.0.0-vllm-cpu .
 # The base is named by a tag, which its publisher can move.  Give a digest where builds must be repeatable to the byte:
 #   --build-arg PYTHON_IMAGE=python@sha256:...
 ARG PYTHON_IMAGE=python:3.11-slim-trixie
@@ -85,7 +85,7 @@ ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH \
     TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor \
     TRITON_CACHE_DIR=/tmp/triton \
     XDG_CACHE_HOME=/tmp/cache
-ARG VERSION=0.1.0
+ARG VERSION=1.0.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="HalluTracer" \
       org.opencontainers.image.description="The risk that an LLM's answer is a hallucination, before it decodes the first answer token." \

@@ -1,3 +1,3 @@
 """The version of the distribution; setuptools reads it from here, without importing anything."""
 
-VERSION = "0.1.0"
+VERSION = "1.0.0"
