@@ -50,6 +50,8 @@ NAVIGATION = {
     },
     "Operate": {
         "Deployment": "deploy/README",
+        "Replicas": "docs/replicas",
+        "Upgrading": "docs/upgrading",
         "Security": "docs/security",
         "Rollout, drift, feedback": "docs/rollout",
         "Runbooks": "docs/runbooks",
