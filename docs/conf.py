@@ -53,6 +53,7 @@ NAVIGATION = {
         "Replicas": "docs/replicas",
         "Upgrading": "docs/upgrading",
         "Security": "docs/security",
+        "Threat model": "docs/threat-model",
         "Rollout, drift, feedback": "docs/rollout",
         "Runbooks": "docs/runbooks",
     },
