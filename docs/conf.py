@@ -54,8 +54,12 @@ NAVIGATION = {
         "Upgrading": "docs/upgrading",
         "Security": "docs/security",
         "Threat model": "docs/threat-model",
-        "Rollout, drift, feedback": "docs/rollout",
+        "Rollout": "docs/rollout",
+        "Drift": "docs/drift",
+        "Feedback": "docs/feedback",
         "Runbooks": "docs/runbooks",
+        "When HalluTracer is away": "docs/outages",
+        "Traces": "docs/traces",
     },
     "Train": {
         "Training": "docs/training",
