@@ -1,4 +1,4 @@
-"""How many GPUs a load needs, on paper: prints the tables of deploy/README.md.
+"""How many GPUs a load needs, on paper: prints the table of docs/replicas.md.
 
     python -m benchmarks.capacity [--prompt 500] [--answer 100] [--passed 0.7]
 

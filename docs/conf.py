@@ -50,9 +50,14 @@ NAVIGATION = {
     },
     "Operate": {
         "Deployment": "deploy/README",
+        "Replicas, outages": "docs/replicas",
         "Security": "docs/security",
-        "Rollout, drift, feedback": "docs/rollout",
+        "Threat model": "docs/threat-model",
+        "Rollout, upgrading": "docs/rollout",
+        "Drift": "docs/drift",
+        "Feedback": "docs/feedback",
         "Runbooks": "docs/runbooks",
+        "Traces": "docs/traces",
     },
     "Train": {
         "Training": "docs/training",

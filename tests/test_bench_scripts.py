@@ -139,7 +139,7 @@ def test_the_soaks_judge_sees_each_fault(witness: Witness, published: tuple[Path
 
 
 def test_the_plans_on_the_page_are_the_arithmetics() -> None:
-    page = (ROOT / "deploy" / "README.md").read_text()
+    page = (ROOT / "docs" / "replicas.md").read_text()
     assert "\n".join(capacity.rows(capacity.Load(500, 100, 0.7))) in page
     for gpu in capacity.GPUS:
         assert f"{gpu.tflops:g}" in page

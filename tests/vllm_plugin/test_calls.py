@@ -1,0 +1,182 @@
+"""Tools on vLLM's own server: a turn of nothing but calls is let through, in each protocol, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
+from tests.api.protocols import sse
+from tests.engines.vllm.installed import vllm_or_skip
+
+vllm_or_skip()
+
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+
+from service.vllm_plugin.calls import MaybeCalls, offered  # noqa: E402
+from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
+
+NAME = "look_up"
+CALL = f'<tool_call>{{"name": "{NAME}", "arguments": {{"of": "Honiara"}}}}</tool_call>'
+SCHEMA = {"type": "object", "properties": {"of": {"type": "string"}}}
+FUNCTION = {"name": NAME, "description": "Looks it up.", "parameters": SCHEMA}
+TOOLS: dict[str, Any] = {
+    CHAT_ROUTE: [{"type": "function", "function": FUNCTION}],
+    RESPONSES_ROUTE: [{"type": "function"} | FUNCTION],
+    MESSAGES_ROUTE: [{"name": NAME, "input_schema": SCHEMA}],
+}
+POLICIES = """
+[policies.calls-too]
+action = "abstain"
+message = "I am not sure."
+tools = "gate"
+"""
+
+
+@pytest.mark.parametrize("route", TOOLS)
+def test_the_tools_that_a_body_offers(route: str) -> None:
+    tools = offered({"tools": TOOLS[route]})
+    assert tools is not None
+    assert tools.names == {NAME}
+    for choice in ("none", {"type": "none"}):
+        assert offered({"tools": TOOLS[route], "tool_choice": choice}) is None
+
+
+@pytest.mark.parametrize("tools", [None, [], {}, "x", [1, None], [{"function": 1}], [{"name": 2}], [{"function": {}}]])
+def test_what_names_no_function_offers_nothing(tools: Any) -> None:
+    assert offered({"tools": tools}) is None
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+@pytest.mark.parametrize(
+    ("text", "reason", "calls", "shown"),
+    [(CALL, "stop", True, None), (f"\n{CALL} ", "stop", True, None), (CALL, "length", False, None),
+     ("Honiara", "stop", False, 1), (f"{CALL} Honiara", "stop", False, None), (CALL[:-3], "stop", False, None),
+     ("", "stop", False, None), (CALL.replace(NAME, "other"), "stop", False, None)],
+)  # fmt: skip
+def test_what_is_held_and_for_how_long(
+    kind: RequestOutputKind, text: str, reason: str, calls: bool, shown: int | None
+) -> None:
+    """``shown``: after how many characters it is known to be text."""
+    tools = offered({"tools": TOOLS[CHAT_ROUTE]})
+    assert tools is not None
+    held = MaybeCalls(tools, kind)
+    for at in range(len(text) + 1):
+        last = at == len(text)
+        piece = (text[at - 1 : at] if at else "") if kind is RequestOutputKind.DELTA else text[:at]
+        one = SimpleNamespace(text=piece, token_ids=[7] if kind is RequestOutputKind.DELTA else [7] * (at + 1),
+                              finish_reason=reason if last else None)  # fmt: skip
+        held.add(SimpleNamespace(outputs=[one], finished=last))
+        if not held.undecided:
+            break
+    assert held.are_calls is calls
+    assert at == (len(text) if shown is None else shown)
+    assert (len(held.outputs), held.tokens) == (at + 1, at + 1)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("vllm")
+    (folder / "policies.toml").write_text(POLICIES)
+    arguments = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with serving(folder / "log", *arguments, HALLUTRACER_POLICIES=str(folder / "policies.toml"),
+                 HALLUTRACER_POLICY="gate", HALLUTRACER_CALLERS_MAY="policy") as address:  # fmt: skip
+        yield address
+
+
+def ask(url: str, route: str, question: str, says: str | None, stream: bool = False, **more: Any) -> httpx.Response:
+    """Ask with a tool; ``says`` is what the model is made to say."""
+    asked = [{"role": "user", "content": question}]
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": stream, "tools": TOOLS[route]} | more
+    body |= (
+        {"input": asked, "max_output_tokens": 200}
+        if route == RESPONSES_ROUTE
+        else {"messages": asked, "max_tokens": 200}
+    )
+    if says is not None:
+        body["structured_outputs"] = {"choice": [says]}
+    response = httpx.post(f"{url}{route}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
+    """What is said, the calls' arguments, and the note of the last event that has one."""
+    if not stream:
+        found = json.loads(text)
+        if route == CHAT_ROUTE:
+            message = found["choices"][0]["message"]
+            calls = [one["function"]["arguments"] for one in message["tool_calls"] or ()]
+            return message["content"] or "", list(map(json.loads, calls)), found["hallutracer"]
+        calls = [item["arguments"] for item in found["output"] if item["type"] == "function_call"]
+        said = [part.get("text", "") for item in found["output"] for part in item.get("content") or ()]
+        return "".join(said), list(map(json.loads, calls)), found["hallutracer"]
+    said, written, note = "", "", None
+    for _, event in sse(text):
+        note = event.get("hallutracer") or (event.get("response") or {}).get("hallutracer") or note
+        if event.get("type") == "response.output_text.delta":
+            said += event["delta"]
+        if event.get("type") == "response.function_call_arguments.delta":
+            written += event["delta"]
+        for choice in event.get("choices") or ():
+            said += choice["delta"].get("content") or ""
+            written += "".join(
+                one["function"].get("arguments") or "" for one in choice["delta"].get("tool_calls") or ()
+            )
+    assert note is not None
+    return said, [json.loads(written)] if written else [], note
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", [CHAT_ROUTE, RESPONSES_ROUTE])
+def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(url: str, route: str, stream: bool) -> None:
+    before = counted(url)
+    said, calls, note = read(route, stream, ask(url, route, UNKNOWN, CALL, stream).text)
+    assert (said.strip(), calls) == ("", [{"of": "Honiara"}])
+    assert (note["data"][0]["decision"], note["data"][0]["tool_call"]) == ("continue", True)
+    assert counted(url) == before + 1
+    said, calls, note = read(route, stream, ask(url, route, KNOWN, CALL, stream).text)  # not withheld anyway
+    assert (calls, "tool_call" in note["data"][0], counted(url)) == ([{"of": "Honiara"}], False, before + 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", [CHAT_ROUTE, RESPONSES_ROUTE])
+@pytest.mark.parametrize(
+    ("says", "more"),
+    [("Honiara", {}), (f"{CALL} Honiara", {}), (CALL.replace(NAME, "other"), {}), (CALL, {"tool_choice": "none"}),
+     (CALL, {"vllm_xargs": {"hallutracer_policy": "calls-too"}}), (CALL, {"tokens": 9})],
+)  # fmt: skip
+def test_whatever_else_is_said_is_withheld(url: str, route: str, stream: bool, says: str, more: dict[str, Any]) -> None:
+    if "tokens" in more:
+        more = {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": more["tokens"]}
+    before = counted(url)
+    answer = ask(url, route, UNKNOWN, says, stream, **more).text
+    assert not [word for word in ("Honiara", NAME, "tool_call>") if word in without_tools(answer)]
+    assert "content_filter" in answer
+    assert counted(url) == before
+
+
+@pytest.mark.long
+def test_an_answer_with_tools_is_gated_as_any(url: str) -> None:
+    for route in TOOLS:
+        known, unknown = (ask(url, route, question, None).text for question in (KNOWN, UNKNOWN))
+        assert "Rome" in known
+        assert ("refusal" if route == MESSAGES_ROUTE else "content_filter") in unknown
+
+
+def without_tools(text: str) -> str:
+    """A response repeats the tools that were offered."""
+    return text.replace(f'"name":"{NAME}","parameters"', "").replace(f'"name":"{NAME}"', "")
+
+
+def counted(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    [line] = [one for one in lines if one.startswith("hallutracer_tool_calls_let_through_total{") and '"demo:' in one]
+    return float(line.rpartition(" ")[2])
