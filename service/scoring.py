@@ -211,7 +211,10 @@ class Scorer:
                 ended = update.completion
                 if ended is not None and tools is not None and _is_call(tools, ended):
                     shown = not (report.held or policy.recheck or undecided)
-                    yield _called(report, ended), update if shown else replace(update, piece=ended.text)
+                    yield (
+                        replace(called(report), completion=ended),
+                        update if shown else replace(update, piece=ended.text),
+                    )
                     return
                 if report.held:
                     over = ended is not None or not may_be_call
@@ -333,7 +336,7 @@ def _is_call(tools: Tools, completion: Completion) -> bool:
     return completion.finish_reason == "stop" and tools.only_calls(completion.text)
 
 
-def _called(report: RiskReport, completion: Completion) -> RiskReport:
+def called(report: RiskReport) -> RiskReport:
     """Return the report of a turn that is nothing but calls of tools, which is no answer: it is given."""
     verdict = replace(report.verdict, decision=Decision.CONTINUE, message=None) if report.held else report.verdict
-    return replace(report, verdict=verdict, completion=completion, answer=None, held=False, tool_call=report.held)
+    return replace(report, verdict=verdict, answer=None, held=False, tool_call=report.held)

@@ -24,7 +24,7 @@ from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
 from service.judging.guarantee import MEDIA, NO_TEMPLATE, OTHER_ENDING, shape_violations
 from service.policies.guard import Action, Decision, Policy
-from service.scoring import Scorer
+from service.scoring import RiskReport, Scorer, called
 from service.serving import observers
 from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
@@ -32,6 +32,7 @@ from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, Prompt
 from service.serving.service import Service
 from service.settings import env
 from service.vllm_plugin.answers import Answer
+from service.vllm_plugin.calls import MaybeCalls
 from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, NO_PLACE, OURS, Note
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
@@ -132,6 +133,8 @@ async def _judged(
     lease: ProbeLease | None = None
     judgement: Judgement | None = None
     answer = Answer(scorer, policy, None, parameters.output_kind)
+    tools = note.tools if parameters.n == 1 and policy.tools != "gate" else None
+    calls: MaybeCalls | None = None  # while the answer is held because it may be calls of tools
     final = parameters.output_kind is RequestOutputKind.FINAL_ONLY  # as the caller reads it, whatever is seen here
 
     def unread(error: HalluTracerError) -> None:
@@ -159,8 +162,11 @@ async def _judged(
     def withheld(judgement: Judgement) -> bool:
         return judgement.reports[0].decision is not Decision.CONTINUE
 
+    def with_report(judgement: Judgement, report: RiskReport) -> Judgement:
+        return replace(judgement, prompts=(replace(judgement.prompts[0], report=report),))
+
     try:
-        lease = await _prepare(engine, scorer, policy, parameters)
+        lease = await _prepare(engine, scorer, policy, parameters, may_call=tools is not None)
         note.reads_answers = lease.directive.answer is not None
     except HalluTracerError as error:
         unread(error)
@@ -174,44 +180,72 @@ async def _judged(
                         unread(error)
                     else:
                         answer = Answer(scorer, policy, lease, parameters.output_kind)
-                        if not policy.recheck or withheld(judgement):
+                        if tools is not None and (withheld(judgement) or policy.reads_answers_for):
+                            calls = MaybeCalls(tools, parameters.output_kind)
+                        elif not policy.recheck or withheld(judgement):
                             await told(judgement)
-                        if withheld(judgement):
+                        if withheld(judgement) and calls is None:
                             yield _withheld(output, parameters.n, engine.end_token)
                             return
                 if judgement is None:
                     if output.finished or not final:
                         yield output
                     continue
-                shown = answer.add(judgement.reports[0], output)
-                note.stopped = answer.completion is not None
-                if answer.over:
-                    report = scorer.rechecked(judgement.reports[0], policy, answer.risk)
-                    judgement = replace(judgement, prompts=(replace(judgement.prompts[0], report=report),))
-                    note.judgements[place], note.answers[place] = judgement, answer.risk
-                    if policy.recheck:
+                arrived = [output]
+                if calls is not None:
+                    calls.add(output)
+                    if calls.undecided:
+                        continue
+                    if calls.are_calls:
+                        held = replace(judgement.reports[0], held=withheld(judgement))
+                        judgement = with_report(judgement, called(held))
+                    if calls.are_calls or withheld(judgement) or not policy.recheck:
                         await told(judgement)
                     if withheld(judgement):
                         yield _withheld(output, parameters.n, engine.end_token)
                         return
-                for one in shown:
-                    if one.finished or not final:
-                        yield one
-                if answer.completion is not None:
-                    return
+                    arrived = calls.outputs
+                    if calls.are_calls:
+                        for one in arrived:
+                            if one.finished or not final:
+                                yield one
+                        return
+                    calls = None
+                for one in arrived:
+                    shown = answer.add(judgement.reports[0], one)
+                    note.stopped = answer.completion is not None
+                    if answer.over:
+                        report = scorer.rechecked(judgement.reports[0], policy, answer.risk)
+                        judgement = with_report(judgement, report)
+                        note.judgements[place], note.answers[place] = judgement, answer.risk
+                        if policy.recheck:
+                            await told(judgement)
+                        if withheld(judgement):
+                            yield _withheld(one, parameters.n, engine.end_token)
+                            return
+                    for each in shown:
+                        if each.finished or not final:
+                            yield each
+                    if answer.completion is not None:
+                        return
     finally:
         if lease is not None:
             lease.release()
         if judgement is not None:
             risk = answer.risk if answer.over else None
-            observers.ended(service, judgement, [AnswerEnd(answer.tokens, completion=answer.completion, risk=risk)])
+            tokens = answer.tokens if calls is None else calls.tokens
+            observers.ended(service, judgement, [AnswerEnd(tokens, completion=answer.completion, risk=risk)])
 
 
-async def _prepare(engine: VllmEngine, scorer: Scorer, policy: Policy, parameters: Any) -> ProbeLease:
-    """Hold the probe in its slot and put the directive into the request."""
+async def _prepare(
+    engine: VllmEngine, scorer: Scorer, policy: Policy, parameters: Any, *, may_call: bool
+) -> ProbeLease:
+    """Hold the probe in its slot and put the directive into the request.
+
+    ``may_call``: whether a withheld answer is decoded for as long as it may be a call of a tool."""
     gate = scorer.gate(policy)
     # Elsewhere an end token as the first token would not end the request, and it is ended from here.
-    ends = not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
+    ends = not (may_call or parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
     in_engine = gate if ends else None
     lease = await engine.lease(
         scorer.probes, first_token=scorer.needs_first_token, gate=in_engine,

@@ -21,6 +21,8 @@ from service.judging.guarantee import Shape, chat_violations, shape_of
 from service.policies.guard import Decision, Verdict
 from service.scoring import AnswerRisk
 from service.serving.judgement import Judgement
+from service.tool_calls import Tools
+from service.vllm_plugin.calls import offered
 
 TEXTS, CHATS, EITHER = "/v1/completions", "/v1/chat/completions", "/invocations"
 PATHS = (TEXTS, CHATS, f"{CHATS}/batch", EITHER, RESPONSES_ROUTE, MESSAGES_ROUTE)
@@ -63,6 +65,7 @@ class Note:
     moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
     answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
     shapes: tuple[Shape, ...] = ()  # of its chats, in the order of its prompts; empty where they are not known
+    tools: Tools | None = None  # that an answer may call
     background: bool = False  # whether the answer is fetched later, by another request
     beams: bool = False  # whether it asks for a beam search
     forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
@@ -128,6 +131,7 @@ def read(note: Note, body: bytes, special_tokens: Sequence[str]) -> None:
     # Where its prompts are made of something else than its messages, their shape says nothing.
     known = note.templated and not note.moves and not any(content.get(name) for name in ELSEWHERE)
     note.shapes = tuple(map(shape_of, turns)) if known else ()
+    note.tools = None if chats is None else offered(content)
     note.background = note.route == RESPONSES_ROUTE and bool(content.get("background"))
     try:
         note.beams = _FLAG.validate_python(content.get("use_beam_search"))  # as vLLM reads a flag; it refuses others

@@ -1,4 +1,4 @@
-"""docs/replicas.md#when-hallutracer-is-away by experiment: the sidecar's app whose service is stopped under it, and a service that cannot read.
+"""No integration is open while the guard is stopped: the RAG sidecar's app, and a service that cannot read.
 
 The Python clients: tests/client/test_service.py.  The balancer: test_balancer.py."""
 

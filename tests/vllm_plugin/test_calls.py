@@ -31,7 +31,7 @@ TOOLS: dict[str, Any] = {
     MESSAGES_ROUTE: [{"name": NAME, "input_schema": SCHEMA}],
 }
 POLICIES = """
-[policies.calls-too]
+["calls-too"]
 action = "abstain"
 message = "I am not sure."
 tools = "gate"
