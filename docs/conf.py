@@ -56,6 +56,7 @@ NAVIGATION = {
     },
     "Train": {
         "Training": "docs/training",
+        "Training data": "docs/training-data",
         "Guarantees": "docs/guarantees",
         "Evaluation": "docs/evaluation",
         "Results": "docs/results",
