@@ -60,6 +60,7 @@ NAVIGATION = {
         "Guarantees": "docs/guarantees",
         "Evaluation": "docs/evaluation",
         "Results": "docs/results",
+        "Benchmarks": "docs/benchmarks",
         "Models and bundles": "docs/models",
     },
     "Reference": {
