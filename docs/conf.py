@@ -11,7 +11,7 @@ source_suffix = {".md": "markdown"}
 root_doc = "README"
 include_patterns = [
     "README.md", "CHANGELOG.md", "docs/*.md", "clients/python/README.md", "deploy/README.md",
-    "deploy/platforms/README.md", "deploy/sidecar/README.md", "probes_store/FORMAT.md",
+    "deploy/platforms/README.md", "deploy/sidecar/README.md", "probes_store/FORMAT.md", "probes_store/FIELDS.md",
 ]  # fmt: skip
 # Records, not pages: a generated report and a list of licences.
 exclude_patterns = [".*", "build", "runs", "probes", "evaluation", "docs/*-report.md", "docs/licences.md"]
@@ -67,6 +67,7 @@ NAVIGATION = {
         "Command line": "docs/cli",
         "Stability": "docs/stability",
         "Bundle format": "probes_store/FORMAT",
+        "Fields of a bundle": "probes_store/FIELDS",
         "hallutracer-client": "clients/python/README",
         "Contributing": "docs/contributing",
         "Changelog": "CHANGELOG",
