@@ -11,7 +11,7 @@ source_suffix = {".md": "markdown"}
 root_doc = "README"
 include_patterns = [
     "README.md", "CHANGELOG.md", "docs/*.md", "deploy/README.md",
-    "deploy/platforms/README.md", "deploy/sidecar/README.md", "probes_store/FORMAT.md",
+    "deploy/platforms/README.md", "deploy/sidecar/README.md", "probes_store/FORMAT.md", "probes_store/FIELDS.md",
 ]  # fmt: skip
 # Records, not pages: a generated report and a list of licences.
 exclude_patterns = [".*", "build", "runs", "probes", "evaluation", "docs/*-report.md", "docs/licences.md"]
@@ -61,15 +61,18 @@ NAVIGATION = {
     },
     "Train": {
         "Training": "docs/training",
+        "Training data": "docs/training-data",
         "Guarantees": "docs/guarantees",
         "Evaluation": "docs/evaluation",
         "Results": "docs/results",
+        "Benchmarks": "docs/benchmarks",
         "Models and bundles": "docs/models",
     },
     "Reference": {
         "Command line": "docs/cli",
         "Stability": "docs/stability",
         "Bundle format": "probes_store/FORMAT",
+        "Fields of a bundle": "probes_store/FIELDS",
         "Contributing": "docs/contributing",
         "Changelog": "CHANGELOG",
     },

@@ -1,6 +1,6 @@
 """The manifest, bundle.json: what a bundle is, for which model, and the sha256 of each of its other files.
 
-``Manifest`` is the one declaration of these fields in code; FORMAT.md documents them for other languages."""
+``Manifest`` is the one declaration of these fields in code; FIELDS.md documents them for other languages."""
 
 from __future__ import annotations
 

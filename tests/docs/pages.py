@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = [
     ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "clients" / "python" / "README.md",
     ROOT / "deploy" / "README.md", ROOT / "deploy" / "platforms" / "README.md",
-    ROOT / "deploy" / "sidecar" / "README.md", ROOT / "probes_store" / "FORMAT.md", ROOT / "benchmarks" / "LOG.md",
+    ROOT / "deploy" / "sidecar" / "README.md", ROOT / "probes_store" / "FORMAT.md",
+    ROOT / "probes_store" / "FIELDS.md", ROOT / "benchmarks" / "LOG.md",
 ]  # fmt: skip
 RECORDS = [  # not on the site: generated, a log, or the page of a package index
     ROOT / "clients" / "python" / "README.md",

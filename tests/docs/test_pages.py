@@ -33,6 +33,7 @@ NOT_ANSWERED = {
     "client_closed_request", "unknown_family", "model_load_error", "training_error", "bad_data", "run_mismatch",
     "no_direction", "no_threshold",
 }  # fmt: skip
+ASSETS = "service/demo/assets"
 STABLE = str(ROOT / "docs" / "stable_names.py")
 
 
@@ -87,15 +88,21 @@ def cells(value: Any) -> str:
 
 
 def test_the_demo_models_table_is_the_report() -> None:
-    table = json.loads(text_of("service/demo/assets/report.json"))["table"]
+    table = json.loads(text_of(f"{ASSETS}/report.json"))["table"]
+    card = text_of(f"{ASSETS}/hallutracer-demo/README.md")
     every, never = (
         {line.split(" | ")[0].removeprefix("| "): line for line in part.splitlines() if line.startswith("| ")}
-        for part in text_of("docs/results.md").split("no refusal document mentions")
+        for part in card.split("\n### Entities that no refusal document mentions\n")
     )
+    section = text_of("docs/results.md").partition("\n## Demo model\n")[2]
+    page = {line.split(" | ")[0].removeprefix("| "): line for line in section.splitlines() if line.startswith("| ")}
+    assert len(set(page) & set(METHODS.values())) == 5
     for name, title in METHODS.items():
         row = table[name]
         columns = ["auroc", "auprc", "auroc_within_kind", "auroc_within_kind_x_template"]
         assert every[title] == "| " + " | ".join([title, *(cells(row[key]) for key in [*columns, "ece"])]) + " |"
+        shown = [row[key] for key in ("auroc", "auroc_within_kind", "ece", "no_refusal_auroc")]
+        assert title not in page or page[title] == "| " + " | ".join([title, *map(cells, shown)]) + " |"
         assert never[title] == "| " + " | ".join([title, *(cells(row[f"no_refusal_{key}"]) for key in columns)]) + " |"
 
 
