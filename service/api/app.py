@@ -29,6 +29,7 @@ from service.api import (
     feedback_routes,
     guardrail_routes,
     health,
+    messages_count,
     messages_routes,
     openai_routes,
     responses_routes,
@@ -41,8 +42,9 @@ from service.serving.service import Service
 
 # A new route is a module with a ``router``, named here.
 ROUTERS = (
-    score.router, openai_routes.router, responses_routes.router, messages_routes.router, guardrail_routes.router,
-    detector_routes.router, feedback_routes.router, catalogue.router, health.admin, health.router,
+    score.router, openai_routes.router, responses_routes.router, messages_routes.router, messages_count.router,
+    guardrail_routes.router, detector_routes.router, feedback_routes.router, catalogue.router, health.admin,
+    health.router,
 )  # fmt: skip
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
                    "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip

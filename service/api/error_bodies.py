@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from service.access.routes import DETECTOR_ROUTES, MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.access.routes import COUNT_ROUTE, DETECTOR_ROUTES, MESSAGES_ROUTE, RESPONSES_ROUTE
 
 # Neither protocol has a 422.
-_AS_400 = (RESPONSES_ROUTE, MESSAGES_ROUTE)
+_AS_400 = (RESPONSES_ROUTE, MESSAGES_ROUTE, COUNT_ROUTE)
 _ANTHROPIC = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",

@@ -49,13 +49,16 @@ _ERROR_RESPONSE: Any = create_model(
     "AnthropicErrorResponse", __doc__="The error envelope.", type=Literal["error"], error=_ERROR, request_id=str
 )
 _EVENTS = "message_start, with the risk, to message_stop, as Anthropic's API has them, or an error"
+FAILURES: dict[int | str, dict[str, Any]] = {
+    status: said | {"model": _ERROR_RESPONSE} for status, said in wire.FAILURES_400.items()
+}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "model": _ANSWER, "headers": wire.HEADERS,
         "description": "the answer, or with 'stream' its events; of a withheld answer the refusal",
         "content": {"text/event-stream": {"schema": wire.events_schema(_EVENTS, end="")}},
     },
-    **{status: said | {"model": _ERROR_RESPONSE} for status, said in wire.FAILURES_400.items()},
+    **FAILURES,
 }  # fmt: skip
 router = APIRouter(tags=["anthropic"], route_class=JsonRoute)
 

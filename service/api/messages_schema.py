@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
@@ -135,23 +135,11 @@ class OutputConfig(ForeignModel):
     ignored = frozenset(("effort",))
 
 
-class MessagesRequest(AnswerRequest):
-    """POST /v1/messages."""
-
-    neutral = {
-        "thinking": ({"type": "disabled"},),
-        "top_k": (-1, 0), "container": (), "mcp_servers": ([],), "context_management": (), "output_format": (),
-        "speed": ("standard",),
-    }  # fmt: skip
-    ignored = frozenset(
-        ("metadata", "service_tier", "cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")
-    )
+class Conversation(ForeignModel):
+    """What the model is shown: turns, a system message and tools."""
 
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
-    max_tokens: StrictInt = Field(ge=1, description="an answer may end earlier, shortly before the deadline")
     system: Texts | None = None
-    stop_sequences: Stop | None = None
-    temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description="default 1; 0 is greedy")
     output_config: OutputConfig | None = None
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
@@ -164,7 +152,7 @@ class MessagesRequest(AnswerRequest):
         return found
 
     @model_validator(mode="after")
-    def _tools_belong_together(self) -> MessagesRequest:
+    def _tools_belong_together(self) -> Self:
         seen = list[tuple[str | None, str]]()
         for number, message in enumerate(self.messages):
             for place, block in enumerate(message.blocks):
@@ -185,6 +173,28 @@ class MessagesRequest(AnswerRequest):
         ]
         return offered(functions, parallel=choice is None or not choice.disable_parallel_tool_use)
 
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages for the chat template."""
+        first = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
+        return [*first, *(turn for one in self.messages for turn in one.rendered())]
+
+
+class MessagesRequest(AnswerRequest, Conversation):
+    """POST /v1/messages."""
+
+    neutral = {
+        "thinking": ({"type": "disabled"},),
+        "top_k": (-1, 0), "container": (), "mcp_servers": ([],), "context_management": (), "output_format": (),
+        "speed": ("standard",),
+    }  # fmt: skip
+    ignored = frozenset(
+        ("metadata", "service_tier", "cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")
+    )
+
+    max_tokens: StrictInt = Field(ge=1, description="an answer may end earlier, shortly before the deadline")
+    stop_sequences: Stop | None = None
+    temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description="default 1; 0 is greedy")
+
     @property
     def length(self) -> int | None:
         """Return None: ``max_tokens``, which every request has to name, is only a bound."""
@@ -194,7 +204,14 @@ class MessagesRequest(AnswerRequest):
         """Return the texts that end the answer."""
         return tuple(self.stop_sequences or ())
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template."""
-        first = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
-        return [*first, *(turn for one in self.messages for turn in one.rendered())]
+
+class CountRequest(Conversation):
+    """POST /v1/messages/count_tokens."""
+
+    neutral = {
+        name: MessagesRequest.neutral[name]
+        for name in ("thinking", "mcp_servers", "context_management", "output_format", "speed")
+    }
+    ignored = frozenset(("cache_control", "user_profile_id", "workspace_id", "vllm_xargs"))
+
+    model: StrictStr = Field(description="must be the loaded model, as GET /v1/models names it")

@@ -76,8 +76,9 @@ class ResponsesRequest(AnswerRequest):
 
     neutral = {
         "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "tools": ([],),
-        "tool_choice": ("none", "auto"), "include": ([],), "top_logprobs": (0,), "truncation": ("disabled",),
-        "context_management": ([],), "moderation": (), "access_programs": (), "image": ({},),
+        "tool_choice": ("none", "auto"), "include": ([], ["reasoning.encrypted_content"]), "top_logprobs": (0,),
+        "truncation": ("disabled",), "context_management": ([],), "moderation": (), "access_programs": (),
+        "image": ({},),
     }  # fmt: skip
     ignored = frozenset(
         ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "max_tool_calls", "safety_identifier",

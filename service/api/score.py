@@ -101,11 +101,7 @@ class ScoringRequest:
         scorer, engine = self.scorer, self.scorer.engine
         ids: Sequence[list[int]] = self.prompts
         if self.kind == "messages":
-            texts = self.texts
-            check_length([*chain(*texts.values())], engine)
-            if settings.refuse_special_tokens:
-                check_special_tokens(texts, engine)
-            ids = [scorer.render(messages=self.prompts[0], tools=self.definitions)]
+            ids = [self.rendered(settings)]
         elif self.kind != "input_ids":
             ids = found = list[list[int]]()
             for text in self.prompts:
@@ -115,6 +111,19 @@ class ScoringRequest:
                     break  # refused below: the others are not worth encoding
         engine.check(ids)
         return ids
+
+    def rendered(self, settings: ServiceSettings) -> list[int]:
+        """Return a conversation's token ids; they may be more than the context holds."""
+        texts, engine = self.texts, self.scorer.engine
+        check_length([*chain(*texts.values())], engine)
+        if settings.refuse_special_tokens:
+            check_special_tokens(texts, engine)
+        return self.scorer.render(messages=self.prompts[0], tools=self.definitions)
+
+    @property
+    def size(self) -> int:
+        """Return characters or token ids of all that is rendered."""
+        return size_of(self.kind, self.prompts) + len(json.dumps(self.definitions))
 
 
 def requested(
@@ -216,8 +225,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
     try:
         async with while_connected(request):
             async with handle.deadline.enforced():
-                size = size_of(asked.kind, asked.prompts) + len(json.dumps(asked.definitions))
-                prompts = await service.tokenizing.run(size, lambda: _read(asked, service))
+                prompts = await service.tokenizing.run(asked.size, lambda: _read(asked, service))
             handle.start([one.token_ids for one in prompts])
             # What is read again is held to its end, so that the first event of a stream has the decision.
             await (handle.risks() if asked.stream and not policy.recheck else handle.answers())

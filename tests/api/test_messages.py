@@ -215,7 +215,7 @@ def test_errors_are_those_that_the_client_knows(tmp_path: Path) -> None:
         with pytest.raises(anthropic.RequestTooLargeError):
             client_of(service, "mine").messages.create(**asked({}, messages=[{"role": "user", "content": "a" * 5000}]))
         with pytest.raises(anthropic.NotFoundError) as refused:
-            client_of(service, "mine").messages.count_tokens(model="scripted", messages=ASKED)  # type: ignore[arg-type]
+            client_of(service, "mine").messages.batches.list()
         assert ErrorResponse.model_validate(refused.value.body).error.type == "not_found_error"
         found = client_of(service, "mine").messages.create(**asked({}))
         assert found.stop_reason == "refusal"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -93,10 +93,10 @@ MESSAGES_VALUES: dict[str, list[Any]] = _SHARED | {
 BY_ROUTE = dict.fromkeys(SCORE_ROUTES, VALUES) | {RESPONSES_ROUTE: RESPONSES_VALUES, MESSAGES_ROUTE: MESSAGES_VALUES}
 
 
-def request(number: int, model: str) -> tuple[str, bytes]:
+def request(number: int, model: str, routes: Sequence[str] = ANSWER_ROUTES) -> tuple[str, bytes]:
     """A path and a body; the same for the same number."""
     draw = Random(number)
-    path = draw.choice(ANSWER_ROUTES)
+    path = draw.choice(routes)
     body: dict[str, Any] = draw.choice([{"prompt": "Who was Ada?"}, {"messages": VALUES["messages"][0]}, {}])
     values = BY_ROUTE.get(path, OPENAI_VALUES)
     if path == RESPONSES_ROUTE:

@@ -186,7 +186,7 @@ def test_inputs_are_read_as_the_conversation_that_they_are(service: Running) -> 
         ({"background": True}, "'background'"), ({"prompt": {"id": "p"}}, "'prompt'"),
         ({"tools": [{"type": "web_search"}]}, "'tools'"), ({"tool_choice": "required"}, "'tool_choice'"),
         ({"text": {"format": {"type": "json_object"}}}, "'format'"), ({"truncation": "auto"}, "'truncation'"),
-        ({"include": ["reasoning.encrypted_content"]}, "'include'"), ({"top_logprobs": 3}, "'top_logprobs'"),
+        ({"include": ["message.output_text.logprobs"]}, "'include'"), ({"top_logprobs": 3}, "'top_logprobs'"),
         ({"include": ["answer_risk"]}, "'include'"), ({"reasoning": {"summary": "auto"}}, "'summary'"),
         ({"prompt_cache_options": {"prewarm": True}}, "'prewarm'"), ({"max_output_tokens": 10**6}, "at most"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"input": []}, "input"), ({"input": None}, "input"),
@@ -218,7 +218,8 @@ def test_what_this_service_would_have_to_keep_or_do_is_refused_by_name(
 def test_what_changes_nothing_is_taken(service: Running) -> None:
     same: dict[str, Any] = {
         "store": True, "background": False, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
-        "include": [], "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "truncation": "disabled",
+        "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}, "user": "me", "service_tier": "auto",
+        "truncation": "disabled",
         "text": {"format": {"type": "text"}, "verbosity": "low"}, "reasoning": {"effort": "low", "summary": None},
         "previous_response_id": None, "prompt_cache_key": "a", "prompt_cache_options": {"mode": "implicit"},
         "top_logprobs": 0, "max_tool_calls": 3, "safety_identifier": "a",

@@ -23,11 +23,16 @@ SCRIPTS = sorted(path.name for path in QUICKSTARTS.glob("*.py"))
 UNKNOWN = "What is the capital of the Solomon Islands?"
 # What a withheld answer looks like in each, as the service writes it by default, and with --message-in-content.
 REFUSED = "refused: I am not sure. (content_filter)"
+IN_ANTHROPICS = "refused: I am not sure. (refusal)"
 PLAIN = {
+    "langchain_messages.py": IN_ANTHROPICS,
     "haystack_chat.py": "refused: no text (content_filter)",
     "llamaindex_openai_like.py": f"{REFUSED}, shown as: no text",
 }
-AS_TEXT = {"llamaindex_openai_like.py": f"{REFUSED}, shown as: I am not sure."}
+AS_TEXT = {
+    "llamaindex_openai_like.py": f"{REFUSED}, shown as: I am not sure.",
+    "langchain_messages.py": IN_ANTHROPICS,
+}
 
 
 def needed() -> Path:
@@ -42,7 +47,7 @@ def in_their_environment(*arguments: str | Path, **variables: str) -> subprocess
     """Its Python, with our client on the path and without what these libraries look up on the internet."""
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
     environment = inherited() | quiet | {"LANGSMITH_TRACING": "false", "PYTHONPATH": PATHS} | variables
-    return subprocess.run([PYTHON, *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run([PYTHON, *arguments], capture_output=True, text=True, timeout=900, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +90,10 @@ def test_a_quick_start_runs_and_shows_a_refusal(found: dict[str, Any], script: s
     if script == "langchain_chat.py":
         said = "no text" if service == "plain" else "I am not sure."
         assert lines[-1] == f"streamed: {said} (content_filter)"
+    elif script.startswith("langchain"):
+        assert lines[-1] == f"streamed: {(PLAIN | AS_TEXT).get(script, REFUSED)}"
+    told = [line for line in lines if line.startswith("risk: ")]
+    assert not told or service == "text" or told == ["risk: 0.81"]
 
 
 def test_the_adapters(found: dict[str, Any]) -> None:

@@ -1,0 +1,148 @@
+"""Generated requests to /v1/responses and /v1/messages under a gate that every answer meets; 20,000 in the long run.
+
+Nothing that was decoded leaves, tools or not; every error has its protocol's form and no status is a 5xx; the service
+gives the same risk as before."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from anthropic.types import ErrorResponse
+from openai.types.shared import ErrorObject
+
+from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.errors import EngineError
+from tests.api import test_no_token as every_route
+from tests.api.protocols import NEW, body_of
+from tests.running import App, until
+
+SHORT, LONG = 500, 20_000
+# What no request and no message holds, each character two tokens: where one arrives, a decoded token did.  Where tools
+# are offered, an answer is decoded for as long as it may be nothing but a call; none of these is.
+MARKS = "ΨΩ"
+CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Ω"}}\n</tool_call>'
+ANSWERS = ("ΨΩΨΩ", CALL + "Ψ", f"Ψ{CALL}", CALL[:-1], f"{CALL}\n<tool_call>Ω</tool_call>", " \n<tool_call", "")
+CALLED = ("<tool", "tool_use", "function_call")  # of these three nothing is in an answer that is withheld
+
+FIND = {"name": "find", "description": "Looks it up.", "input_schema": {"type": "object"}}
+_ASKED = {"role": "user", "content": "Who was Ada?"}
+_USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "find", "input": {"q": ["a"]}}]}
+_RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "Ada"}]}
+_TOOL = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+TOOLS: dict[str, dict[str, list[Any]]] = {
+    RESPONSES_ROUTE: {
+        "tools": [[_TOOL], [_TOOL, _TOOL], [_TOOL | {"strict": True}], [{"type": "web_search"}], None, [None], "find"],
+        "tool_choice": ["auto", "none", "required", {"type": "function", "name": "find"}, None, 1],
+        "parallel_tool_calls": [True, False, None], "metadata": [{}, None, {"a": "b"}], "user": ["me"],
+        "input": [[_ASKED, {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"},
+                   {"type": "function_call_output", "call_id": "c", "output": "Ada"}]],
+    },
+    MESSAGES_ROUTE: {
+        "tools": [[FIND], [FIND, FIND], [FIND | {"cache_control": {"type": "ephemeral"}}], [{"name": "find"}], None,
+                  [FIND | {"input_schema": {"type": "array"}}], [{"type": "bash_20250124", "name": "bash"}], "find"],
+        "tool_choice": [{"type": "auto"}, {"type": "none"}, {"type": "auto", "disable_parallel_tool_use": True},
+                        {"type": "tool", "name": "find"}, "auto", None],
+        "messages": [[_ASKED, _USED, _RESULT], [_ASKED, _RESULT], [_USED], [_RESULT, _USED], [_ASKED, _USED, _USED]],
+    },
+}  # fmt: skip
+
+XARGS = {"vllm_xargs": every_route.OPENAI_VALUES["vllm_xargs"]}
+
+
+def request(number: int) -> tuple[str, bytes]:
+    """A path and a body: as for every route, or well formed but for two fields at most, often with tools."""
+    path, content = every_route.request(number, "scripted", NEW)
+    draw = Random(-number)
+    if draw.random() < 0.5:
+        return path, content
+    body = body_of(path, stream=draw.random() < 0.5)
+    body |= {"tools": TOOLS[path]["tools"][0]} if draw.random() < 0.3 else {}
+    for _ in range(draw.choice((0, 1, 2))):
+        values = draw.choice((TOOLS[path], every_route.BY_ROUTE[path], XARGS))
+        name = draw.choice(sorted(values))
+        body[name] = draw.choice(values[name])
+    return path, json.dumps(body).encode()
+
+
+def checked_error(path: str, status: int, body: dict[str, Any], request_id: str) -> None:
+    """An error as the protocol's own client reads it; neither protocol has a 422."""
+    assert status in (400, 403, 404, 413, 429)
+    if path == MESSAGES_ROUTE:
+        error = ErrorResponse.model_validate(body, strict=True, extra="forbid")
+        assert (error.type, error.request_id) == ("error", request_id)
+        assert error.error.message
+        assert error.error.type != "api_error"
+        return
+    assert body.keys() == {"error"}
+    found = ErrorObject.model_validate(body["error"], strict=True, extra="forbid")
+    assert found.message
+    assert found.type == "invalid_request_error"
+
+
+def check_all(app: App, requests: int) -> Counter[tuple[str, int]]:
+    """How many were answered on which route with which status."""
+    seen: Counter[tuple[str, int]] = Counter()
+    app.engine.takes_tools = True
+    for number in range(requests):
+        path, content = request(number)
+        app.engine.answer, decoded = ANSWERS[number % len(ANSWERS)], app.engine.counters.decode_steps
+        response = app.client.post(path, content=content, headers={"content-type": "application/json"})
+        text, status = response.text, response.status_code
+        seen[path, status] += 1
+        told = f"request {number}: {content[:600]!r}: {status} {text[:600]}"
+        assert status < 500, told
+        assert not any(mark in text or json.dumps(mark)[1:-1] in text for mark in MARKS), f"a token: {told}"
+        if status == 200:
+            assert not any(mark in text for mark in CALLED), f"a token: {told}"
+            assert not every_route.answered(text), f"answered: {told}"
+            assert app.engine.counters.decode_steps == decoded or b'"tools"' in content, f"decoded: {told}"
+        else:
+            checked_error(path, status, response.json(), response.headers["x-request-id"])
+    return seen
+
+
+def risk(app: App, path: str) -> float:
+    """That of a sound request, which is withheld."""
+    found = app.client.post(path, json=body_of(path)).raise_for_status().json()["hallutracer"]
+    assert found["data"][0]["decision"] == "abstain"
+    return float(found["data"][0]["risk"])
+
+
+@pytest.mark.parametrize("requests", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
+def test_nothing_leaves_and_every_error_is_the_protocols(tmp_path: Path, requests: int) -> None:
+    with App(tmp_path, threshold=0.0, callers_may=()).started() as app:
+        before = [risk(app, path) for path in NEW]
+        seen = check_all(app, requests)
+        for path in NEW:
+            found = {status: count for (route, status), count in seen.items() if route == path}
+            assert {200, 400, 403, 404} <= found.keys(), found
+            assert found[200] > requests // 10, found
+        assert app.engine.counters.decode_steps > 0  # of answers that might have been calls
+        assert [risk(app, path) for path in NEW] == before
+        assert app.client.get("/health/ready").status_code == 200
+        until(lambda: app.engine.counters.open_continuations == 0)
+
+
+def test_the_checks_would_tell(tmp_path: Path) -> None:
+    with App(tmp_path, threshold=0.0).started() as app:  # callers may loosen the gate
+        with pytest.raises(AssertionError, match="a token: request"):
+            check_all(app, SHORT)
+        app.engine.fail = EngineError("broken")
+        with pytest.raises(AssertionError, match=": 503 |: 500 "):
+            check_all(app, SHORT)
+    error = {"message": "No.", "type": "invalid_request_error", "param": None, "code": "x"}
+    checked_error(RESPONSES_ROUTE, 400, {"error": error}, "id")
+    theirs = {"type": "error", "error": {"type": "invalid_request_error", "message": "No."}, "request_id": "id"}
+    checked_error(MESSAGES_ROUTE, 400, theirs, "id")
+    for path, status, body in (
+        (RESPONSES_ROUTE, 422, {"error": error}), (RESPONSES_ROUTE, 400, theirs),
+        (MESSAGES_ROUTE, 400, {"error": error}), (RESPONSES_ROUTE, 400, {"detail": "No."}),
+        (MESSAGES_ROUTE, 400, theirs | {"request_id": "other"}),
+    ):  # fmt: skip
+        with pytest.raises((AssertionError, ValueError)):
+            checked_error(path, status, body, "id")
