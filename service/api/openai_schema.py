@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from service.api.request_schema import AnswerRequest, Batches, Ids, RequestModel, Stop, Texts
-from service.api.tools_schema import MOST_TOOLS, Call, CallId, Tool, check_results, offered
+from service.api.tools_schema import MOST_TOOLS, Call, CallId, Tool, ToolChoice, check_results, offered
 from service.tool_calls import Tools
 
 TEXT_MAX_TOKENS = 16  # of a request on TEXT_ROUTE that names none, as OpenAI and vLLM have it
@@ -117,15 +117,8 @@ class ChatRequest(OpenAIRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="none: the model is not told of the tools")
+    tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
     parallel_tool_calls: StrictBool | None = Field(None, description="false: of an answer's calls the first is given")
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _not_forced(cls, found: Any) -> Any:
-        if found not in (None, "none", "auto"):
-            raise ValueError("'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool")
-        return found
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ChatRequest:
