@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from service.api.formats_schema import asked_format, check_alone
 from service.api.request_schema import AnswerRequest, Batches, Ids, RequestModel, Stop, Texts
 from service.api.tools_schema import MOST_TOOLS, Call, CallId, Tool, ToolChoice, check_results, offered
+from service.engines.formats import Format
 from service.tool_calls import Tools
 
 TEXT_MAX_TOKENS = 16  # of a request on TEXT_ROUTE that names none, as OpenAI and vLLM have it
@@ -119,6 +121,14 @@ class ChatRequest(OpenAIRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
     parallel_tool_calls: StrictBool | None = Field(None, description="false: of an answer's calls the first is given")
+    response_format: dict[str, Any] | None = Field(
+        None, description="of type text, json_object or json_schema, with json_schema: name, schema, strict"
+    )
+
+    @field_validator("response_format")
+    @classmethod
+    def _known_format(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if asked_format(found, "response_format", "json_schema") is None else found
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ChatRequest:
@@ -127,10 +137,14 @@ class ChatRequest(OpenAIRequest):
             seen += [(None, call.id) for call in message.tool_calls or ()]
             seen += [] if message.tool_call_id is None else [(f"messages.{number}", message.tool_call_id)]
         check_results(seen)
-        self.offered()
+        check_alone(self.format(), self.offered())
         if not self.tools:  # another server, which a policy may ask instead, refuses what belongs to none
             self.tools = self.tool_choice = self.parallel_tool_calls = None
         return self
+
+    def format(self) -> Format | None:
+        """Return the format of the answer; None: a text."""
+        return asked_format(self.response_format, "response_format", "json_schema")
 
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""

@@ -32,7 +32,7 @@ class Told:
 
     def begins(self) -> bytes:
         """Return the events before an answer: its message is open at once, unless it may be a call of a tool."""
-        warning = annotation(self.reply.judgement.reports[0])
+        warning = annotation(self.reply.judgement.reports[0], self._body.format())
         return self.output.text(warning) if warning or self.tools is None else b""
 
     def ends(self, report: RiskReport) -> bytes:
@@ -65,7 +65,7 @@ class Told:
             "usage": None if report is None else _counted(report), "store": False, "background": False,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "temperature": TEMPERATURE if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p, "text": {"format": {"type": "text"}},
+            "top_p": 1.0 if body.top_p is None else body.top_p, "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tools": [tool.told() for tool in body.tools or ()], "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": self.tools is not None and self.tools.parallel,
             "previous_response_id": None, "metadata": {},

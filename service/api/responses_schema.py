@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from service.api.formats_schema import asked_format, check_alone
 from service.api.request_schema import AnswerRequest, ForeignModel
 from service.api.tools_schema import (
     MOST_TOOLS,
@@ -18,6 +19,7 @@ from service.api.tools_schema import (
     check_results,
     offered,
 )
+from service.engines.formats import Format
 from service.tool_calls import Tools
 
 
@@ -114,8 +116,17 @@ class ResponsesTool(Function, ForeignModel):
 class TextConfig(ForeignModel):
     """How the answer is to be written."""
 
-    neutral = {"format": ({"type": "text"},)}
     ignored = frozenset(("verbosity",))
+
+    format: dict[str, Any] | None = Field(
+        None, description="of type text, json_object or json_schema, that with name, schema and strict"
+    )
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
+        asked_format(found, "text.format")
+        return found
 
 
 class Reasoning(ForeignModel):
@@ -175,8 +186,12 @@ class ResponsesRequest(AnswerRequest):
             for number, one in enumerate(items)
             if one.call_id is not None
         )
-        self.offered()
+        check_alone(self.format(), self.offered())
         return self
+
+    def format(self) -> Format | None:
+        """Return the format of the answer; None: a text."""
+        return asked_format(None if self.text is None else self.text.format, "text.format")
 
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""

@@ -185,7 +185,7 @@ def test_inputs_are_read_as_the_conversation_that_they_are(service: Running) -> 
         ({"previous_response_id": "resp_1"}, "'previous_response_id'"), ({"conversation": "conv_1"}, "'conversation'"),
         ({"background": True}, "'background'"), ({"prompt": {"id": "p"}}, "'prompt'"),
         ({"tools": [{"type": "web_search"}]}, "'web_search'"), ({"tool_choice": "required"}, "'tool_choice'"),
-        ({"text": {"format": {"type": "json_object"}}}, "'format'"), ({"truncation": "auto"}, "'truncation'"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"), ({"truncation": "auto"}, "'truncation'"),
         ({"include": ["reasoning.encrypted_content"]}, "'include'"), ({"top_logprobs": 3}, "'top_logprobs'"),
         ({"include": ["answer_risk"]}, "'include'"), ({"reasoning": {"summary": "auto"}}, "'summary'"),
         ({"prompt_cache_options": {"prewarm": True}}, "'prewarm'"), ({"max_output_tokens": 10**6}, "at most"),

@@ -123,6 +123,8 @@ def start(
         if not cache_sizes & set(arguments) and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     arguments.setdefault("scheduling_policy", "priority")  # callers take turns: ``Engine.answer``'s place
+    # llguidance, by which a schema is checked before vLLM sees it, and which is lazy where others' automata are large.
+    arguments.setdefault("structured_outputs_config", {"backend": "guidance"})
     plan = {"sites": [str(site) for site in sites], "slots": slots, "rows": rows}
     plan |= {"answers": True} if answers else {}
     arguments["additional_config"] = {**arguments.get("additional_config", {}), KEY: plan, GATED: True}
