@@ -1,6 +1,6 @@
 """What an answer has to be: JSON of a schema, which decoding is held to token by token.
 
-llguidance makes the grammar, for both engines; it builds automata as they are needed, and counts what it spends on them.
+llguidance makes the grammar, for both engines; it builds automata as they are needed, and counts what it spends.
 A schema comes from a request, so its size is bounded here, too, where the library's limits do not reach."""
 
 from __future__ import annotations
