@@ -6,6 +6,7 @@ A schema comes from a request, so its size is bounded here, too, where the libra
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +22,7 @@ _REPEATS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _BESIDE = frozenset(("$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id"))
 # A fifth and less of the library's own: tens of milliseconds for a grammar, a few for a step.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 20_000,
     "max_grammar_size": 50_000, "precompute_large_lexemes": False, "verbose_errors": False,
 }  # fmt: skip
@@ -50,10 +51,14 @@ def check_schema(schema: Mapping[str, Any]) -> str:
                 raise ValueError(f"'{name}' is at most {MOST_REPEATS} here")
         if "x-guidance" in one:
             raise ValueError("'x-guidance' is no keyword of JSON schema")
-    patterns = sum(_patterns(one) for one in objects)
-    if patterns > MOST_COMBINED and any(map(_combines, objects)):
-        said = f"at most {MOST_COMBINED} patterns and formats are taken where schemas are combined"
-        raise ValueError(f"{said} ({', '.join(_COMBINE)} with others): each answer would have to be matched by several")
+    if any(map(_combines, objects)):
+        try:
+            patterns = _Patterns(schema).of(schema)
+        except RecursionError:
+            raise ValueError("the chain of references is too long") from None
+        if patterns > MOST_COMBINED:
+            said = f"at most {MOST_COMBINED} patterns and formats are taken where schemas are combined"
+            raise ValueError(f"{said} ({', '.join(_COMBINE)} with others): one text may have to match them all")
     return written
 
 
@@ -68,17 +73,53 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
             pending += one
 
 
-def _patterns(one: Mapping[str, Any]) -> int:
-    """Return how many expressions an object has; ``properties`` may be called as the keywords are."""
-    named = sum(isinstance(one.get(name), str) for name in ("pattern", "format"))
-    by_pattern = one.get("patternProperties")
-    return named + (len(by_pattern) if isinstance(by_pattern, Mapping) else 0)
-
-
 def _combines(one: Mapping[str, Any]) -> bool:
     """Return whether an answer has to be of several schemas at once."""
     others = one.keys() - _BESIDE
-    return "allOf" in one or (len(others) > 1 and any(name in one for name in _COMBINE))
+    every = one.get("allOf")
+    return (isinstance(every, list) and len(every) > 1) or (len(others) > 1 and any(name in one for name in _COMBINE))
+
+
+class _Patterns:
+    """Counts the expressions of a schema, those that are referred to each time."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._known: dict[str, int] = {}  # by reference; 0 while it is being counted, so that a cycle ends
+
+    def of(self, value: Any) -> int:
+        """Return how many there are.  Raises ValueError for a reference to elsewhere, RecursionError for a long chain.
+
+        ``properties`` may be called as the keywords are, so nothing but texts counts as one."""
+        if isinstance(value, list):
+            return sum(map(self.of, value))
+        if not isinstance(value, Mapping):
+            return 0
+        own = sum(isinstance(value.get(name), str) for name in ("pattern", "format"))
+        by_pattern = value.get("patternProperties")
+        own += len(by_pattern) if isinstance(by_pattern, Mapping) else 0
+        found = value.get("$ref")
+        named = self._named(found) if isinstance(found, str) else 0
+        return own + named + sum(self.of(one) for name, one in value.items() if name not in ("$defs", "definitions"))
+
+    def _named(self, reference: str) -> int:
+        if reference not in self._known:
+            self._known[reference] = 0
+            self._known[reference] = self.of(self._target(reference))
+        return self._known[reference]
+
+    def _target(self, reference: str) -> Any:
+        """Return what a JSON pointer points to; nothing where nothing is there, which the grammar's maker refuses."""
+        if not re.fullmatch(r"#(/[^%]*)?", reference):
+            raise ValueError("a '$ref' where schemas are combined is '#' or '#/..', without %")
+        target: Any = self._root
+        for part in reference.split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
+            else:
+                target = target.get(name) if isinstance(target, Mapping) else None
+        return target
 
 
 def grammar_of(found: Format) -> str:
@@ -97,7 +138,7 @@ def grammar_of(found: Format) -> str:
 
 def refused(found: Format, failure: str) -> RequestError:
     """Return the error for a schema that cannot be used."""
-    reason = failure.splitlines()[0][:300]
+    reason = " ".join(failure.split())[:300]
     return RequestError(f"{found.param}: the schema cannot be compiled: {reason}", param=found.param)
 
 

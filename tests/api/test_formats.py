@@ -38,8 +38,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A service on a tiny model, which writes nonsense where nothing holds it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scripted, "ScriptedEngine", tiny.engine)
-        with running(tmp_path_factory.mktemp("real"), policies=POLICIES) as service:
-            yield service
+        service = Running(tmp_path_factory.mktemp("real"), policies=POLICIES)
+    with scripted.listening(service):
+        yield service
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +94,10 @@ def test_the_package_parses_what_comes(service: Running) -> None:
     parsed = client.chat.completions.parse(messages=USER, response_format=City, max_tokens=100, **same)
     assert isinstance(parsed.choices[0].message.parsed, City)
     assert isinstance(client.responses.parse(input="Who?", text_format=City, **same).output_parsed, City)
-    refused = client.chat.completions.parse(
-        messages=USER, response_format=City, **same | {"extra_body": {"vllm_xargs": EVERYTHING}}
-    )
-    assert (refused.choices[0].message.parsed, refused.choices[0].message.refusal) == (None, "I am not sure.")
+    withheld = same | {"extra_body": {"vllm_xargs": EVERYTHING}}
+    with pytest.raises(openai.ContentFilterFinishReasonError) as refused:
+        client.chat.completions.parse(messages=USER, response_format=City, **withheld)
+    assert refused.value.completion.choices[0].message.refusal == "I am not sure."
 
 
 def test_a_withheld_answer_is_not_forced_through_the_grammar_and_decodes_nothing(service: Running) -> None:

@@ -37,6 +37,12 @@ BEYOND = {
     "patterns in a chain": (
         {"$defs": {f"d{n}": {"pattern": PATTERN, "$ref": f"#/$defs/d{n + 1}"} for n in range(19)} | {"d19": {}},
          "$ref": "#/$defs/d0"}, "patterns"),
+    "a tree of patterns": (definitions({"type": "string", "pattern": PATTERN}, "allOf"), "patterns"),
+    "patterns of one property": (
+        {"allOf": [{"properties": {"a": {"pattern": PATTERN}}} for _ in range(9)]}, "patterns"),
+    "a long chain": (
+        {"$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(600)}, "allOf": [{"$ref": "#/$defs/0"}, {}]},
+        "chain"),
     "patterns of any": ({"pattern": PATTERN, "anyOf": [{"pattern": PATTERN} for _ in range(9)]}, "patterns"),
     "x-guidance": ({"x-guidance": {"lenient": True}}, "x-guidance"), "no JSON": ({"minimum": float("nan")}, "JSON"),
 }  # fmt: skip
@@ -81,7 +87,11 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "itself": {"$ref": "#"}, "each other": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
                                             "$ref": "#/$defs/a"},
     "a tree of references": definitions({"type": "string"}, "properties"),
-    "a tree of conjunctions": definitions({"type": "string", "pattern": PATTERN}, "allOf"),
+    "a tree of conjunctions": definitions({"type": "string"}, "allOf"),
+    "a conjunction with itself": {"$defs": {"a": {"allOf": [{"pattern": PATTERN}, {"$ref": "#/$defs/a"}]}},
+                                  "$ref": "#/$defs/a"},
+    "all of alternatives": {"allOf": [{"anyOf": [{"type": "string", "pattern": f"{n}a"}, {"type": "string"}]}
+                                      for n in range(4)]},
     "alternatives of all": {"allOf": [{"anyOf": [{"properties": {f"{at}{n}": {}}} for at in "pq"]} for n in range(40)]},
     "many properties": {"type": "object", "properties": {f"k{n}": {"type": "integer", "maximum": 10**15 + n}
                                                          for n in range(400)}},
@@ -109,14 +119,17 @@ def test_a_hostile_schema_ends_soon_whatever_becomes_of_it(name: str) -> None:
 
 
 def test_an_answer_of_the_format_is_complete_when_nothing_may_follow() -> None:
-    grammars = Grammars(tiny.tokenizer(), tiny.VOCABULARY, frozenset({tiny.EOS}))
+    tokenizer = tiny.tokenizer()
+    grammars = Grammars(tokenizer, tiny.VOCABULARY, frozenset({tiny.EOS}))
     schema = {"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"]}
     found = grammars.prepared(Format(json.dumps(schema | {"additionalProperties": False}), "response_format"))
     for text in ('{"a":1}', '{ "a": "é"\n}'):
         held = Held(found)
-        for place, byte in enumerate(text.encode()):
-            assert int.from_bytes(held.allowed(), "little") >> byte & 1, text[place]
-            assert held.take(byte) == (place == len(text.encode()) - 1)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for place, token in enumerate(tokens):
+            assert int.from_bytes(held.allowed(), "little") >> token & 1, text
+            assert held.take(token) == (place == len(tokens) - 1)
+    [opens] = tokenizer("{", add_special_tokens=False)["input_ids"]
     allowed = int.from_bytes(Held(found).allowed(), "little")
-    assert allowed == 1 << ord("{"), "no answer ends before it begins, or begins with something else"
+    assert allowed == 1 << opens, "no answer ends before it begins, or begins with something else"
     assert grammar_of(Format('{"type": "object"}', "response_format"))
