@@ -213,7 +213,8 @@ def test_answers_are_held_to_a_schema_beside_others_and_behind_the_gate(
     found = engine.prepared(Format('{"enum": ["ab", "cd"]}', "response_format"))
     with pytest.raises(RequestError, match="response_format: the schema cannot be compiled"):
         engine.prepared(Format('{"type": "text"}', "response_format"))
-    held = [Sampling(max_tokens=40, temperature=1.0, seed=seed, format=found) for seed in (1, 2)]
+    # Without a seed: vLLM 0.32 on a CPU ends where a seeded prompt is read in two chunks.
+    held = [Sampling(max_tokens=40, temperature=one, format=found) for one in (1.0, 0.0)]
     free = Sampling(max_tokens=6)
     gate = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
 
