@@ -27,6 +27,7 @@ from service.engines.base import (
 )  # fmt: skip
 from service.engines.chat import Message, ToolDefinition, check_shown
 from service.engines.checks import check_onset_only, check_prompts, refuse_tracing
+from service.engines.formats import Format, grammar_of
 from service.errors import EngineError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import truth_logits
@@ -106,6 +107,13 @@ class ScriptedEngine:
     def check(self, prompts: Sequence[TokenIds]) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
         check_prompts(prompts, vocabulary=VOCABULARY, max_tokens=self.identity.max_tokens)
+
+    def prepared(self, found: Format) -> Format:
+        """The format, if it can be compiled; ``answer`` is not held to it."""
+        if self.before is not None:
+            self.before("prepared")
+        grammar_of(found)
+        return found
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False,

@@ -14,6 +14,7 @@ from service.api import reply as wire
 from service.api.request_schema import TEMPERATURE, AnswerRequest, Arguments, Kind
 from service.api.score import answer, requested
 from service.engines.base import Sampling
+from service.engines.formats import Format
 from service.errors import RequestError
 from service.policies.guard import Action, Decision
 from service.scoring import RiskReport
@@ -37,6 +38,7 @@ class Wanted:
     most_field: str = "max_tokens"  # that they came in
     forwards: bool = False  # whether another server may answer on this route
     tools: Tools | None = None  # that the model is told of
+    format: Format | None = None  # of the answer
 
 
 async def answered(request: Request, service: Service, body: AnswerRequest, wanted: Wanted) -> wire.Reply:
@@ -60,7 +62,7 @@ async def answered(request: Request, service: Service, body: AnswerRequest, want
     sampling = Sampling(
         wanted.most, TEMPERATURE if body.temperature is None else body.temperature,
         1.0 if body.top_p is None else body.top_p, body.seed, body.stops(),
-        math.inf if body.length else deadline.nearly,
+        math.inf if body.length else deadline.nearly, wanted.format,
     )  # fmt: skip
     return await answer(request, service, replace(
         asked, sampling=sampling, deadline=deadline, stream=bool(body.stream),
@@ -74,10 +76,12 @@ def withheld(report: RiskReport) -> bool:
     return report.decision is not Decision.CONTINUE
 
 
-def annotation(report: RiskReport) -> str:
-    """Return what stands before an answer that is given with a warning."""
+def annotation(report: RiskReport, found: Format | None = None) -> str:
+    """Return what stands before an answer that is given with a warning; nothing before one of a format.
+
+    Its reader would not find the JSON that was asked for; ``hallutracer`` has the message all the same."""
     message = report.verdict.message
-    return "" if message is None or withheld(report) else f"{message}\n\n"
+    return "" if message is None or withheld(report) or found is not None else f"{message}\n\n"
 
 
 def note(judgement: Judgement, reports: Sequence[RiskReport] | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from service.scoring import RiskReport
 from service.serving.dispatcher import Piece
 from service.serving.judgement import Judgement
 from service.serving.service import Service
-from service.tool_calls import ToolCall, Tools
+from service.tool_calls import ToolCall
 
 Route = Literal["chat", "text"]
 Chunks = AsyncGenerator[dict[str, Any], None]
@@ -98,8 +98,10 @@ async def _served(
     settings, most = service.settings, service.settings.max_new_tokens
     limit = body.length or (most if to == "chat" else min(TEXT_MAX_TOKENS, most))
     field = "messages" if to == "chat" else "prompt"
-    tools = body.offered() if isinstance(body, ChatRequest) else None
-    wanted = Wanted(route=route, kind=kind, prompts=prompts, field=field, most=limit, forwards=True, tools=tools)
+    tools, found = (body.offered(), body.format()) if isinstance(body, ChatRequest) else (None, None)
+    wanted = Wanted(
+        route=route, kind=kind, prompts=prompts, field=field, most=limit, forwards=True, tools=tools, format=found
+    )
     reply = await answered(request, service, body, wanted)
     forwarder: Forwarder = request.app.state.forwarder
     # The policy that judged: with a passage, a fetching policy has become one that abstains.
@@ -108,11 +110,11 @@ async def _served(
     in_content, trace = settings.message_in_content, reply.record.trace
     if body.stream:
         foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on, trace)
-        return wire.EventStream(reply, _chunks(to, reply, tools, body.with_usage, in_content, foreign))
+        return wire.EventStream(reply, _chunks(to, reply, wanted, body.with_usage, in_content, foreign))
     try:
         reports = reply.judgement.reports
         content = _head(to, reply.judgement) | {
-            "choices": [_choice(to, index, report, tools, in_content) for index, report in enumerate(reports)],
+            "choices": [_choice(to, index, report, wanted, in_content) for index, report in enumerate(reports)],
             "usage": _counted(reports),
             "hallutracer": note(reply.judgement),
         }
@@ -149,11 +151,11 @@ def _finish_reason(report: RiskReport, calls: int) -> str:
     return "tool_calls" if calls and ended == "stop" else ended
 
 
-def _choice(to: Route, index: int, report: RiskReport, tools: Tools | None, in_content: bool) -> dict[str, Any]:
+def _choice(to: Route, index: int, report: RiskReport, wanted: Wanted, in_content: bool) -> dict[str, Any]:
     said, calls = _refusal(report, in_content), list[ToolCall]()
     if report.completion is not None:
-        text, calls = split(tools, report.completion.text)
-        said = {"content": annotation(report) + text, "refusal": None}
+        text, calls = split(wanted.tools, report.completion.text)
+        said = {"content": annotation(report, wanted.format) + text, "refusal": None}
     if calls:
         said |= {"content": said["content"] or None, "tool_calls": [called(call) for call in calls]}
     own = {"text": said["content"] or ""} if to == "text" else {"message": {"role": "assistant", **said}}
@@ -167,11 +169,11 @@ def _refusal(report: RiskReport, in_content: bool) -> dict[str, Any]:
 
 
 async def _chunks(
-    to: Route, reply: wire.Reply, tools: Tools | None, with_usage: bool, in_content: bool, foreign: Chunks | None
+    to: Route, reply: wire.Reply, wanted: Wanted, with_usage: bool, in_content: bool, foreign: Chunks | None
 ) -> AsyncIterator[bytes]:
     """Yield the stream of one prompt; ``foreign`` are the chunks of the server that answers instead."""
     same = _head(to, reply.judgement, chunk=True) | ({"usage": None} if with_usage else {})
-    report, deltas = reply.judgement.reports[0], Deltas(tools)
+    report, deltas = reply.judgement.reports[0], Deltas(wanted.tools)
 
     def sent(content: dict[str, Any]) -> bytes:
         return wire.event(json.dumps(same | content, ensure_ascii=False))
@@ -200,7 +202,9 @@ async def _chunks(
         said = {"role": "assistant", **_refusal(report, in_content)}
         yield chunk(said, WITHHELD, hallutracer=note(reply.judgement)) + used([report])
     else:
-        yield chunk({"role": "assistant", "content": annotation(report)}, hallutracer=note(reply.judgement))
+        yield chunk(
+            {"role": "assistant", "content": annotation(report, wanted.format)}, hallutracer=note(reply.judgement)
+        )
         if foreign is None:
             async for part in wire.answer_events(reply, piece, last):
                 yield part

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from service.api.formats_schema import asked_format, check_alone
 from service.api.request_schema import AnswerRequest, Batches, Ids, RequestModel, Stop, Texts
-from service.api.tools_schema import MOST_TOOLS, Call, CallId, Tool, check_results, offered
+from service.api.tools_schema import MOST_TOOLS, Call, CallId, Tool, ToolChoice, check_results, offered
+from service.engines.formats import Format
 from service.tool_calls import Tools
 
 TEXT_MAX_TOKENS = 16  # of a request on TEXT_ROUTE that names none, as OpenAI and vLLM have it
@@ -117,15 +119,16 @@ class ChatRequest(OpenAIRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="none: the model is not told of the tools")
+    tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
     parallel_tool_calls: StrictBool | None = Field(None, description="false: of an answer's calls the first is given")
+    response_format: dict[str, Any] | None = Field(
+        None, description="of type text, json_object or json_schema, with json_schema: name, schema, strict"
+    )
 
-    @field_validator("tool_choice", mode="before")
+    @field_validator("response_format")
     @classmethod
-    def _not_forced(cls, found: Any) -> Any:
-        if found not in (None, "none", "auto"):
-            raise ValueError("'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool")
-        return found
+    def _known_format(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if asked_format(found, "response_format", "json_schema") is None else found
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ChatRequest:
@@ -134,10 +137,14 @@ class ChatRequest(OpenAIRequest):
             seen += [(None, call.id) for call in message.tool_calls or ()]
             seen += [] if message.tool_call_id is None else [(f"messages.{number}", message.tool_call_id)]
         check_results(seen)
-        self.offered()
+        check_alone(self.format(), self.offered())
         if not self.tools:  # another server, which a policy may ask instead, refuses what belongs to none
             self.tools = self.tool_choice = self.parallel_tool_calls = None
         return self
+
+    def format(self) -> Format | None:
+        """Return the format of the answer; None: a text."""
+        return asked_format(self.response_format, "response_format", "json_schema")
 
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""

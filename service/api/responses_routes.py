@@ -13,11 +13,11 @@ from pydantic import Field, create_model
 
 from service.access.routes import RESPONSES_ROUTE
 from service.api import reply as wire
-from service.api.answering import RISKS, Wanted, annotation, answered, beside, note, whole, withheld
+from service.api.answering import RISKS, Wanted, answered, beside, note, whole, withheld
 from service.api.auth import TheService
 from service.api.error_bodies import error_body
 from service.api.middleware import JsonRoute
-from service.api.responses_document import Told, text_part
+from service.api.responses_document import Told
 from service.api.responses_schema import ResponsesRequest
 from service.errors import HalluTracerError
 from service.scoring import RiskReport
@@ -32,6 +32,10 @@ _ITEM: Any = create_model(
     "ResponseItem", __doc__="The answer.", id=str, type=Literal["message"], role=Literal["assistant"],
     status=Literal["completed", "incomplete"], content=list[_PART],
 )  # fmt: skip
+_CALL: Any = create_model(
+    "ResponseFunctionCall", __doc__="A call of a tool, with its arguments' JSON.", id=str,
+    type=Literal["function_call"], call_id=str, name=str, arguments=str, status=Literal["completed"],
+)  # fmt: skip
 _WHY: Any = create_model(
     "IncompleteDetails", __doc__="Why the answer is none, or no whole one.",
     reason=Literal["max_output_tokens", "content_filter"],
@@ -42,7 +46,7 @@ _USAGE = create_model(
 )  # fmt: skip
 _ANSWER = create_model(
     "OpenAIResponsesResponse", __doc__="A whole answer.", id=str, object=Literal["response"], created_at=int,
-    status=Literal["completed", "incomplete"], incomplete_details=_WHY | None, model=str, output=list[_ITEM],
+    status=Literal["completed", "incomplete"], incomplete_details=_WHY | None, model=str, output=list[_ITEM | _CALL],
     usage=_USAGE, store=(Literal[False], Field(description="nothing is kept")),
     hallutracer=(dict[str, Any], Field(description=RISKS)),
 )  # fmt: skip
@@ -63,40 +67,35 @@ async def responses(body: Annotated[ResponsesRequest, Body()], request: Request,
     """An answer to the input; its risk is known before its first token.  Nothing is kept."""
     most = body.max_output_tokens or service.settings.max_new_tokens
     wanted = Wanted(
-        route=RESPONSES_ROUTE, prompts=[body.conversation()], field="input", most=most, most_field="max_output_tokens"
-    )
+        route=RESPONSES_ROUTE, prompts=[body.conversation()], field="input", most=most,
+        most_field="max_output_tokens", tools=body.offered(), format=body.format(),
+    )  # fmt: skip
     reply = await answered(request, service, body, wanted)
     told = Told(body, reply, service.settings.message_in_content)
     if body.stream:
         return wire.EventStream(reply, _events(told))
     reply.end()
-    return whole(reply, told.response(note(reply.judgement), reply.judgement.reports[0]))
+    return whole(reply, told.whole(reply.judgement.reports[0], note(reply.judgement)))
 
 
 async def _events(told: Told) -> AsyncIterator[bytes]:
     reply, judgement, report = told.reply, told.reply.judgement, told.reply.judgement.reports[0]
 
     def piece(one: Piece) -> bytes:
-        return told.delta(one.text, **beside(wire.running_note(one.answer)))
+        return told.piece(one.text, **beside(wire.running_note(one.answer)))
 
     def last(reports: list[RiskReport]) -> bytes:
-        [part] = told.parts(reports[0])
-        return told.part_ends(part) + told.over(reports[0], note(judgement, reports))
+        return told.over(reports[0], note(judgement, reports))
 
     def failed(error: HalluTracerError) -> bytes:
         # Under ``error``, too, where OpenAI's client looks for what it raises: half an answer must not pass for one.
         body = error_body(error.status, error.message, error.code, error.param)
-        return told.event("error", code=error.code, message=error.message, param=error.param, **body)
+        return told.output.event("error", code=error.code, message=error.message, param=error.param, **body)
 
     yield told.begun(note(judgement))
     if withheld(report):
-        parts = list(enumerate(told.parts(report)))
-        item = told.item_begins() if parts else b""
-        yield (
-            item + b"".join(told.whole_part(part, index) for index, part in parts) + told.over(report, note(judgement))
-        )
+        yield told.over(report, note(judgement))
         return
-    warning = annotation(report)
-    yield told.item_begins() + told.part_begins(text_part("")) + (told.delta(warning) if warning else b"")
+    yield told.begins()
     async for part in wire.answer_events(reply, piece, last, failed):
         yield part

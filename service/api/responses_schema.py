@@ -1,12 +1,26 @@
-"""The request of OpenAI's Responses API.  Nothing is kept here and no tool is called: what asks for it is refused."""
+"""The request of OpenAI's Responses API.  Nothing is kept here and no tool is run: what asks for it is refused."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictInt, StrictStr, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from service.api.formats_schema import asked_format, check_alone
 from service.api.request_schema import AnswerRequest, ForeignModel
+from service.api.tools_schema import (
+    MOST_TOOLS,
+    CallId,
+    Function,
+    Name,
+    ToolChoice,
+    arguments_of,
+    called,
+    check_results,
+    offered,
+)
+from service.engines.formats import Format
+from service.tool_calls import Tools
 
 
 class InputPart(ForeignModel):
@@ -26,29 +40,93 @@ class InputPart(ForeignModel):
         return self
 
 
-class InputMessage(ForeignModel):
-    """One turn: a message as people write it, or an answer as it came."""
+Parts = Annotated[list[InputPart], Field(fail_fast=True, min_length=1, max_length=1024)]
+# Type of an item -> what it has; all of it, and nothing else.
+_HAS = {
+    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}  # fmt: skip
 
-    ignored = frozenset(("id", "status", "phase"))
 
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[InputPart], Field(fail_fast=True, min_length=1, max_length=1024)]
+class InputItem(ForeignModel):
+    """A message as people write it, an answer as it came, a call of a tool, or the result of one."""
 
-    def rendered(self) -> dict[str, str]:
-        """Return it for the chat template; a refusal is read where there is no text beside it."""
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        texts = [part.text for part in self.content if part.text is not None]
-        return {"role": role, "content": "".join(texts or [part.refusal or "" for part in self.content])}
+    neutral = {"namespace": (), "async": (False,), "async_": (False,)}  # as the openai package dumps a call
+    ignored = frozenset(("id", "status", "phase", "caller"))
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = Field(None, description="of a message")
+    content: StrictStr | Parts | None = Field(None, description="of a message")
+    call_id: CallId | None = None
+    name: Name | None = None
+    arguments: StrictStr | None = None
+    output: StrictStr | Parts | None = Field(None, description="of a function_call_output")
+
+    @model_validator(mode="after")
+    def _is_what_it_says(self) -> InputItem:
+        given = {name for names in _HAS.values() for name in names if getattr(self, name) is not None}
+        if self.type == "function_call_output":
+            given -= {"name"}  # of the tool, beside the call's id
+        if missing := [name for name in _HAS[self.type] if name not in given]:
+            raise ValueError(f"an item of type {self.type!r} needs {missing[0]!r}")
+        if other := given.difference(_HAS[self.type]):
+            raise ValueError(f"an item of type {self.type!r} has no {min(other)!r}")
+        if self.arguments is not None:
+            arguments_of(self.arguments)
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """Return it for the chat template; a call is a turn of its own."""
+        if self.type == "function_call":
+            call = called(self.call_id or "", self.name or "", arguments_of(self.arguments or ""))
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        if self.type == "function_call_output":
+            return {"role": "tool", "content": joined(self.output or ""), "tool_call_id": self.call_id}
+        return {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content or "")}
+
+
+def joined(content: str | list[InputPart]) -> str:
+    """Return the whole text; a refusal is read where there is no text beside it."""
+    if isinstance(content, str):
+        return content
+    texts = [part.text for part in content if part.text is not None]
+    return "".join(texts or [part.refusal or "" for part in content])
+
+
+class ResponsesTool(Function, ForeignModel):
+    """A tool on offer, flat."""
+
+    neutral = {"defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,), "output_schema": ()}
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, data: Any) -> Any:
+        """Refuse another type by its name, rather than for what a function has and it has not."""
+        if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "function":
+            raise ValueError(f"no tool of type {kind[:64]!r} is here, only functions, which the client runs")
+        return data
+
+    def told(self) -> dict[str, Any]:
+        """Return it as a response repeats it."""
+        return {name: getattr(self, name) for name in ("type", "name", "description", "parameters", "strict")}
 
 
 class TextConfig(ForeignModel):
     """How the answer is to be written."""
 
-    neutral = {"format": ({"type": "text"},)}
     ignored = frozenset(("verbosity",))
+
+    format: dict[str, Any] | None = Field(
+        None, description="of type text, json_object or json_schema, that with name, schema and strict"
+    )
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
+        asked_format(found, "text.format")
+        return found
 
 
 class Reasoning(ForeignModel):
@@ -75,20 +153,22 @@ class ResponsesRequest(AnswerRequest):
     """POST /v1/responses."""
 
     neutral = {
-        "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "tools": ([],),
-        "tool_choice": ("none", "auto"), "include": ([], ["reasoning.encrypted_content"]), "top_logprobs": (0,),
-        "truncation": ("disabled",), "context_management": ([],), "moderation": (), "access_programs": (),
-        "image": ({},),
+        "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
+        "include": ([], ["reasoning.encrypted_content"]), "top_logprobs": (0,), "truncation": ("disabled",),
+        "context_management": ([],), "moderation": (), "access_programs": (), "image": ({},),
     }  # fmt: skip
     ignored = frozenset(
-        ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "max_tool_calls", "safety_identifier",
+        ("user", "metadata", "store", "service_tier", "max_tool_calls", "safety_identifier",
          "prompt_cache_key", "prompt_cache_retention")
     )  # fmt: skip
 
-    input: StrictStr | Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
+    input: StrictStr | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=1024)]
     instructions: StrictStr | None = Field(None, description="a system message in front of the input")
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     text: TextConfig | None = None
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
+    parallel_tool_calls: StrictBool | None = Field(None, description="false: of an answer's calls the first is given")
     reasoning: Reasoning | None = None
     prompt_cache_options: CacheOptions | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -98,9 +178,35 @@ class ResponsesRequest(AnswerRequest):
         """Return how many tokens an answer has to be allowed; None where the request does not say."""
         return self.max_output_tokens
 
-    def conversation(self) -> list[dict[str, str]]:
-        """Return the messages for the chat template."""
-        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+    @model_validator(mode="after")
+    def _tools_belong_together(self) -> ResponsesRequest:
+        items = () if isinstance(self.input, str) else self.input
+        check_results(
+            (f"input.{number}" if one.type == "function_call_output" else None, one.call_id)
+            for number, one in enumerate(items)
+            if one.call_id is not None
+        )
+        check_alone(self.format(), self.offered())
+        return self
+
+    def format(self) -> Format | None:
+        """Return the format of the answer; None: a text."""
+        return asked_format(None if self.text is None else self.text.format, "text.format")
+
+    def offered(self) -> Tools | None:
+        """Return the tools that the model is told of."""
+        told = [] if self.tool_choice == "none" else self.tools or []
+        functions = [Function(name=one.name, description=one.description, parameters=one.parameters) for one in told]
+        return offered(functions, parallel=self.parallel_tool_calls is not False)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages for the chat template: a call belongs to the turn of the assistant that it follows."""
+        turns = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
-            return [*first, {"role": "user", "content": self.input}]
-        return [*first, *(message.rendered() for message in self.input)]
+            return [*turns, {"role": "user", "content": self.input}]
+        for turn in (item.rendered() for item in self.input):
+            if "tool_calls" in turn and turns and turns[-1]["role"] == "assistant":
+                turns[-1] = turns[-1] | {"tool_calls": [*turns[-1].get("tool_calls", ()), *turn["tool_calls"]]}
+            else:
+                turns.append(turn)
+        return turns

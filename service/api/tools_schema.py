@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictStr, field_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr, field_validator
 
 from service.api.request_schema import RequestModel
 from service.tool_calls import MOST_CHARACTERS, MOST_DEPTH, Tools, deeper_than
@@ -14,6 +14,15 @@ from service.tool_calls import MOST_CHARACTERS, MOST_DEPTH, Tools, deeper_than
 MOST_TOOLS = 128
 Name = Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+
+
+def _not_forced(found: Any) -> Any:
+    if found not in (None, "none", "auto"):
+        raise ValueError("'tool_choice' is 'auto' or 'none' here: nothing makes the model call a tool")
+    return found
+
+
+ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]
 
 
 class Function(RequestModel):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from probes_store.records import Context
 from service.engines.chat import Message, ToolDefinition
+from service.engines.formats import Format
 from service.errors import EngineError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import depth_mean, risk
@@ -80,6 +81,7 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     until: float = math.inf  # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
+    format: Format | None = None  # ``LoadedModel.prepared``'s, which the answer is held to
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +297,11 @@ class LoadedModel(Protocol):
 
     def detokenize(self, token_ids: TokenIds) -> str:
         """Decode ids, special tokens left out."""
+
+    def prepared(self, found: Format) -> Format:
+        """Return a format as ``Sampling`` takes it.  Slow, and on any thread but an event loop's.
+
+        Raises RequestError, with the request's field and the reason, for a schema that cannot be compiled."""
 
     def check(self, prompts: Prompts) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""

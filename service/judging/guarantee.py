@@ -156,4 +156,5 @@ def decoding_violations(manifest: Manifest, sampling: Sampling | None) -> tuple[
     if sampling is None:
         return (NO_ANSWER,) if manifest.guarantee_reads_answers else ()
     warm = () if sampling.temperature == 0 else (f"decoding: temperature {sampling.temperature:g}, not greedy",)
-    return (*warm, *(("decoding: ends at texts of the request's own",) if sampling.stop else ()))
+    held = () if sampling.format is None else ("decoding: held to a format, where the calibration's answers were free",)
+    return (*warm, *(("decoding: ends at texts of the request's own",) if sampling.stop else ()), *held)

@@ -18,6 +18,7 @@ SPARE, SPARE_S = 0.05, 0.5  # of a deadline's time, and seconds at least, to end
 INLINE = 512  # characters or ids up to which a thread costs more than the work, about 0.2 ms
 LONG = 16_384  # characters or ids from which a request takes the slow lane
 MAX_LONG = 16  # requests in the slow lane
+MAX_FORMATS = 16  # requests whose formats are being compiled, one at a time
 RESERVE = 8  # one caller leaves one of this many free places to those who wait for nothing yet
 MAX_REMEMBERED = 4096  # callers whose account is kept although they wait for nothing
 MAX_RETRY_S = 60
@@ -60,7 +61,7 @@ class Tokenizing:
 
     def __init__(self, max_pending: int) -> None:
         """``max_pending`` requests may wait for the fast lane."""
-        self._most = {"tokenize": max_pending, "tokenize-long": MAX_LONG}
+        self._most = {"tokenize": max_pending, "tokenize-long": MAX_LONG, "format": MAX_FORMATS}
         self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in self._most}
         self._pending: Counter[str] = Counter()
 
@@ -68,9 +69,16 @@ class Tokenizing:
         """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or Overloaded."""
         if size <= INLINE:
             return work()
-        lane, loop = "tokenize-long" if size >= LONG else "tokenize", asyncio.get_running_loop()
+        return await self._run("tokenize-long" if size >= LONG else "tokenize", "to be tokenized", work)
+
+    async def compile(self, work: Callable[[], T]) -> T:
+        """Return ``work()`` from a lane of its own: however long a format takes, no other request waits for it."""
+        return await self._run("format", "for their formats", work)
+
+    async def _run(self, lane: str, what: str, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
         if self._pending[lane] >= self._most[lane]:
-            raise Overloaded(f"{self._pending[lane]} requests are waiting to be tokenized; try again in 1 s")
+            raise Overloaded(f"{self._pending[lane]} requests are waiting {what}; try again in 1 s")
         self._pending[lane] += 1
 
         def leave() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from service.api import messages_routes as anthropic
 from service.api import reply as wire
 from service.api.openai_routes import WITHHELD
-from service.api.responses_document import ItemEvents, message_item, refusal_parts
+from service.api.responses_items import ItemEvents, message_item, refusal_parts
 from service.vllm_plugin.note import Note
 
 Body = dict[str, Any]

@@ -92,12 +92,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def ask(url: str, route: str, question: str, says: str | None, stream: bool = False, **more: Any) -> httpx.Response:
     """Ask with a tool; ``says`` is what the model is made to say."""
     asked = [{"role": "user", "content": question}]
-    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": stream, "tools": TOOLS[route]} | more
-    body |= (
-        {"input": asked, "max_output_tokens": 200}
-        if route == RESPONSES_ROUTE
-        else {"messages": asked, "max_tokens": 200}
-    )
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": stream, "tools": TOOLS[route]}
+    responses = route == RESPONSES_ROUTE
+    body |= {"input" if responses else "messages": asked, "max_output_tokens" if responses else "max_tokens": 200}
+    body |= more
     if says is not None:
         body["structured_outputs"] = {"choice": [says]}
     response = httpx.post(f"{url}{route}", json=body, timeout=60)
@@ -111,7 +109,7 @@ def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]]
         found = json.loads(text)
         if route == CHAT_ROUTE:
             message = found["choices"][0]["message"]
-            calls = [one["function"]["arguments"] for one in message["tool_calls"] or ()]
+            calls = [one["function"]["arguments"] for one in message.get("tool_calls") or ()]
             return message["content"] or "", list(map(json.loads, calls)), found["hallutracer"]
         calls = [item["arguments"] for item in found["output"] if item["type"] == "function_call"]
         said = [part.get("text", "") for item in found["output"] for part in item.get("content") or ()]
@@ -158,7 +156,9 @@ def test_whatever_else_is_said_is_withheld(url: str, route: str, stream: bool, s
         more = {"max_output_tokens" if route == RESPONSES_ROUTE else "max_tokens": more["tokens"]}
     before = counted(url)
     answer = ask(url, route, UNKNOWN, says, stream, **more).text
-    assert not [word for word in ("Honiara", NAME, "tool_call>") if word in without_tools(answer)]
+    assert not [word for word in ("Honiara", "tool_call>") if word in answer]
+    said, calls, note = read(route, stream, answer)
+    assert (said, calls, note["data"][0]["decision"], "tool_call" in note["data"][0]) == ("", [], "abstain", False)
     assert "content_filter" in answer
     assert counted(url) == before
 
@@ -169,11 +169,6 @@ def test_an_answer_with_tools_is_gated_as_any(url: str) -> None:
         known, unknown = (ask(url, route, question, None).text for question in (KNOWN, UNKNOWN))
         assert "Rome" in known
         assert ("refusal" if route == MESSAGES_ROUTE else "content_filter") in unknown
-
-
-def without_tools(text: str) -> str:
-    """A response repeats the tools that were offered."""
-    return text.replace(f'"name":"{NAME}","parameters"', "").replace(f'"name":"{NAME}"', "")
 
 
 def counted(url: str) -> float:

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from service.engines.base import AnswerReading, BatchEngine, Completion, PrefillResult, Sampling, TracedAnswer
 from service.engines.checks import check_sampling
 from service.engines.families import text_config
+from service.engines.formats import Held
 from service.engines.transformers.hooks import Batch
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Probes, Site
@@ -55,6 +56,12 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
         outside[0] = False  # also if top_p is zero in float32
         probabilities = torch.zeros_like(probabilities).scatter(0, likely[order], ordered.masked_fill(outside, 0.0))
     return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def only(logits: Tensor, allowed: bytes) -> Tensor:
+    """Return logits [vocab] with all tokens but the allowed ones, a bit for each, at minus infinity."""
+    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logits), bitorder="little")
+    return logits.masked_fill(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
 class TextStream:
@@ -158,6 +165,7 @@ class KvContinuation:
     ) -> Iterator[str]:
         limit = min(sampling.max_tokens, self._decoder.max_tokens - self.prefill.prompt_tokens)
         try:
+            held = None if sampling.format is None else Held(sampling.format)
             while not self._finish:
                 if len(self._ids) >= limit or (self._ids and time.monotonic() >= sampling.until):
                     self._finish = "length"
@@ -169,15 +177,15 @@ class KvContinuation:
                 logits, self._ahead = cast(Tensor, self._ahead), None
                 if self._ids and bool(torch.isnan(logits).any()):  # the first ones were checked with the prefill
                     raise NonFiniteReadout("the logits of a decode step hold a NaN: load the model with dtype bfloat16")
-                token = pick(logits, sampling, generator)
+                token = pick(logits if held is None else only(logits, held.allowed()), sampling, generator)
                 self._ids.append(token)
                 if self._traced:
                     self._log_prob.append(float(logits[token].double() - logits.double().logsumexp(dim=-1)))
                 if token in self._decoder.end_tokens:
                     self._finish = "stop"
                     break
-                piece = stream.push(token)
-                if stream.stopped is not None:
+                piece, complete = stream.push(token), held is not None and held.take(token)
+                if stream.stopped is not None or complete:
                     self._finish = "stop"
                 elif len(self._ids) >= limit:
                     self._finish = "length"

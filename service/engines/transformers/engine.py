@@ -23,6 +23,7 @@ from service.engines import adapters, base, loading
 from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
 from service.engines.families import ModelModules, check_sites, family_of, locate
+from service.engines.formats import Grammars
 from service.engines.transformers import decoding, hooks
 from service.engines.transformers.decoding import KvContinuation
 from service.engines.transformers.hooks import ActivationBuffer, Batch, Prefilled, ProbeStack, TruthLogits
@@ -65,6 +66,7 @@ class TransformersEngine:
         self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
         self.max_decode_tokens = max(self.max_batch_tokens, hooks.tokens_worth_the_weights(model))
         self.end_tokens = hooks.end_tokens(model)
+        self.prepared = Grammars(tokenizer, self._vocabulary, self.end_tokens).prepared
         if not family.projection:  # not one of those whose every number is compared in tests
             hooks.check_decoder(model, self._modules, family.name, self._device)
         self._alone = family.alone

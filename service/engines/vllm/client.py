@@ -190,13 +190,14 @@ def payload_of(output: Any, plan: Plan, directive: Directive) -> Payload:
 def parameters_for(sampling: Sampling | None, directive: Directive | None) -> Any:
     """Return sampling parameters for a streamed answer; without ``sampling`` for a prefill, its token discarded."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     chosen = sampling or Sampling(max_tokens=1)
     return SamplingParams(
         max_tokens=chosen.max_tokens, temperature=chosen.temperature, top_p=chosen.top_p, seed=chosen.seed,
         stop=list(chosen.stop) or None, detokenize=sampling is not None, output_kind=RequestOutputKind.DELTA,
         extra_args=None if directive is None else directive.encode(), skip_clone=sampling is None,
+        structured_outputs=None if chosen.format is None else StructuredOutputsParams(json=chosen.format.schema),
     )  # fmt: skip
 
 

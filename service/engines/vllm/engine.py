@@ -32,6 +32,7 @@ from service.engines.checks import (
     refuse_tracing,
 )
 from service.engines.families import check_sites, family_of, text_config
+from service.engines.formats import Format, grammar_of
 from service.engines.vllm import launch
 from service.engines.vllm.client import ProbeLease, Slots, keep_merged, parameters_for, payload_of, times
 from service.engines.vllm.self_test import self_test
@@ -159,6 +160,11 @@ class VllmEngine:
         """Raise RequestError for the first prompt that vLLM cannot run: it needs room for one sampled token, too."""
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.identity.max_tokens - 1)
 
+    def prepared(self, found: Format) -> Format:
+        """Return the format, which vLLM's own processes compile once more.  Raises RequestError where it cannot be."""
+        grammar_of(found)
+        return found
+
     def score(
         self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
     ) -> list[PrefillResult]:
@@ -271,6 +277,15 @@ class VllmEngine:
     ) -> AsyncGenerator[Update, None]:  # fmt: skip
         if sampling is None:
             gate = answer_probes = None
+        elif gate is not None and sampling.format is not None:
+            # A closed gate samples the end token, which no format begins with: vLLM would report a fault.  So the
+            # prompt is read first; what may begin finds it in the prefix cache.
+            async with aclosing(self._answer(prompt, probes, True, None, None, turn)) as updates:
+                first = await anext(updates)
+            if gate.closes(base.prefill_of(first)):
+                yield first
+                return
+            gate = None
         lease = await self.lease(probes, first_token=first_token, gate=gate, answer_probes=answer_probes)
         answer = _Answer()
         try:

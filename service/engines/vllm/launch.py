@@ -108,6 +108,7 @@ def start(
     """Return a started ``AsyncLLM``; blocks while the model is loaded and compiled.  Raises ModelLoadError."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -123,6 +124,8 @@ def start(
         if not cache_sizes & set(arguments) and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     arguments.setdefault("scheduling_policy", "priority")  # callers take turns: ``Engine.answer``'s place
+    # llguidance, by which a schema is checked before vLLM sees it, and which is lazy where others' automata are large.
+    arguments.setdefault("structured_outputs_config", StructuredOutputsConfig(backend="guidance"))
     plan = {"sites": [str(site) for site in sites], "slots": slots, "rows": rows}
     plan |= {"answers": True} if answers else {}
     arguments["additional_config"] = {**arguments.get("additional_config", {}), KEY: plan, GATED: True}

@@ -165,6 +165,8 @@ POINTS = [
         "n max_tokens min_tokens temperature top_p seed stop stop_token_ids detokenize output_kind extra_args "
         "skip_clone ignore_eos structured_outputs presence_penalty frequency_penalty repetition_penalty logit_bias "
         "bad_words allowed_token_ids prompt_logprob_token_ids clone")),
+    Point("client", "sampling_params.py", "StructuredOutputsParams", has="json"),
+    Point("launch", "config/structured_outputs.py", "StructuredOutputsConfig", has="backend"),
     Point("client", "sampling_params.py", "RequestOutputKind", has="DELTA CUMULATIVE FINAL_ONLY"),
     Point("wire", "v1/engine/__init__.py", "EngineCoreOutput", has=(
         "request_id new_token_ids finish_reason prompt_token_id_logprobs")),

@@ -1,0 +1,48 @@
+"""The format of an answer in OpenAI's requests: a text, or JSON of a schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from service.engines.formats import Format, check_schema
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAMED = frozenset(("name", "schema", "strict", "description"))
+
+
+def asked_format(found: Mapping[str, Any] | None, param: str, inner: str | None = None) -> Format | None:
+    """Return what is asked for; None: a text.  Raises ValueError, which names what is wrong.
+
+    ``inner``: the field that holds name and schema; None: they stand beside the type."""
+    kind = "text" if found is None else found.get("type")
+    if found is None or kind in ("text", "json_object"):
+        if found is not None and (other := found.keys() - {"type"}):
+            raise ValueError(f"no field {min(other)!r} belongs to the type {kind!r}")
+        return None if kind == "text" else Format('{"type": "object"}', param)
+    if kind != "json_schema":
+        raise ValueError("'type' is 'text', 'json_object' or 'json_schema' here")
+    named, where = {name: one for name, one in found.items() if name != "type"}, ""
+    if inner is not None:
+        if named.keys() != {inner} or not isinstance(named[inner], Mapping):
+            raise ValueError(f"the type 'json_schema' has {inner!r}, an object, and nothing else")
+        named, where = dict(named[inner]), f"{inner}."
+    if other := named.keys() - _NAMED:
+        raise ValueError(f"no field '{where}{min(other)}' is known")
+    if not isinstance(name := named.get("name"), str) or not _NAME.fullmatch(name):
+        raise ValueError(f"'{where}name' is 1 to 64 letters, digits, - and _")
+    if not isinstance(schema := named.get("schema"), Mapping):
+        raise ValueError(f"'{where}schema' is a JSON schema, an object")
+    if not isinstance(named.get("strict"), bool | None) or not isinstance(named.get("description"), str | None):
+        raise ValueError(f"'{where}strict' is true or false, and '{where}description' a text")
+    try:
+        return Format(check_schema(schema), param)
+    except ValueError as error:
+        raise ValueError(f"'{where}schema': {error}") from None
+
+
+def check_alone(found: Format | None, tools: object) -> None:
+    """Raise ValueError for a format beside tools: a call of one is not of the format."""
+    if found is not None and tools is not None:
+        raise ValueError(f"{found.param!r} and 'tools' exclude each other here: a call of a tool is not of the format")

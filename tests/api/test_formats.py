@@ -1,0 +1,216 @@
+"""Formats of answers, through the real ``openai`` package: of a real model, and of the gate before it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from service.policies.guard import Action, Policy
+from service.serving.admission import MAX_FORMATS
+from tests import running as scripted
+from tests.api.test_tools import EVERYTHING, NOTHING, TOOLS
+from tests.engines import tiny
+from tests.running import Running, running
+
+POLICIES = {"gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),
+            "warn": Policy("warn", Action.ANNOTATE, message="Careful.")}  # fmt: skip
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris", "Bern"]}}, "required": ["city"],
+                          "additionalProperties": False}  # fmt: skip
+CHAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+RESPONSES = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
+USER = [{"role": "user", "content": "Who?"}]
+
+
+class City(BaseModel):
+    city: Literal["Paris", "Bern"]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A service on a tiny model, which writes nonsense where nothing holds it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripted, "ScriptedEngine", tiny.engine)
+        service = Running(tmp_path_factory.mktemp("real"), policies=POLICIES)
+    with scripted.listening(service):
+        yield service
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("scripted"), policies=POLICIES) as service:
+        service.engine.takes_tools = True
+        yield service
+
+
+def client_of(service: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def model_of(service: Running) -> str:
+    return str(service.engine.identity.model)
+
+
+def chat(service: Running, xargs: dict[str, Any], **given: Any) -> Any:
+    asked = {"messages": USER, "response_format": CHAT, "seed": 3, "max_tokens": 100} | given
+    return client_of(service).chat.completions.create(
+        model=model_of(service), extra_body={"vllm_xargs": xargs}, **asked
+    )
+
+
+def respond(service: Running, xargs: dict[str, Any], **given: Any) -> Any:
+    asked = {"input": "Who?", "text": {"format": RESPONSES}, "max_output_tokens": 100} | given
+    more = {"seed": 3, "vllm_xargs": xargs}
+    return client_of(service).responses.create(model=model_of(service), extra_body=more, **asked)
+
+
+def test_answers_and_streams_are_of_the_schema(service: Running) -> None:
+    whole = chat(service, NOTHING).choices[0]
+    assert whole.finish_reason == "stop"
+    City.model_validate_json(whole.message.content)
+    chunks = list(chat(service, NOTHING, stream=True))
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == whole.message.content
+    found = respond(service, NOTHING)
+    City.model_validate_json(found.output_text)
+    assert (found.status, found.text.to_dict()["format"]) == ("completed", RESPONSES)
+    last = list(respond(service, NOTHING, stream=True))[-1]
+    assert (last.type, last.response.output_text) == ("response.completed", found.output_text)
+    listed = chat(service, NOTHING, response_format={"type": "json_object"}, max_tokens=3).choices[0]
+    assert (listed.finish_reason, listed.message.content[0]) == ("length", "{")
+    free = chat(service, NOTHING, response_format={"type": "text"}, max_tokens=6, temperature=0).choices[0]
+    assert free.message.content == chat(service, NOTHING, response_format=openai.omit, max_tokens=6, temperature=0
+                                        ).choices[0].message.content  # fmt: skip
+
+
+def test_the_package_parses_what_comes(service: Running) -> None:
+    client, same = client_of(service), {"model": model_of(service), "extra_body": {"seed": 3, "vllm_xargs": NOTHING}}
+    parsed = client.chat.completions.parse(messages=USER, response_format=City, max_tokens=100, **same)
+    assert isinstance(parsed.choices[0].message.parsed, City)
+    assert isinstance(client.responses.parse(input="Who?", text_format=City, **same).output_parsed, City)
+    withheld = same | {"extra_body": {"vllm_xargs": EVERYTHING}}
+    with pytest.raises(openai.ContentFilterFinishReasonError) as refused:
+        client.chat.completions.parse(messages=USER, response_format=City, **withheld)
+    assert refused.value.completion.choices[0].message.refusal == "I am not sure."
+
+
+def test_a_withheld_answer_is_not_forced_through_the_grammar_and_decodes_nothing(service: Running) -> None:
+    before = service.engine.counters.decode_steps
+    choice = chat(service, EVERYTHING).choices[0]
+    assert (choice.message.refusal, choice.message.content, choice.finish_reason) == (
+        "I am not sure.", None, "content_filter",
+    )  # fmt: skip
+    for found in (respond(service, EVERYTHING), list(respond(service, EVERYTHING, stream=True))[-1].response):
+        assert (found.status, found.output[0].content[0].refusal) == ("incomplete", "I am not sure.")
+    assert service.engine.counters.decode_steps == before
+
+
+def test_a_warning_does_not_spoil_the_format(service: Running) -> None:
+    xargs = EVERYTHING | {"hallutracer_policy": "warn"}
+    found = chat(service, xargs)
+    City.model_validate_json(found.choices[0].message.content)
+    assert found.model_extra["hallutracer"]["data"][0]["message"] == "Careful."
+    text = "".join(one.choices[0].delta.content or "" for one in chat(service, xargs, stream=True))
+    City.model_validate_json(text)
+    City.model_validate_json(respond(service, xargs).output_text)
+
+
+def named(**changes: Any) -> dict[str, Any]:
+    return CHAT | {"json_schema": CHAT["json_schema"] | changes}  # type: ignore[operator]
+
+
+DEEP = json.loads('{"items":' * 70 + "{}" + "}" * 70)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"type": "grammar"}, "'json_schema' here"), ({"type": "text", "name": "x"}, "'name'"),
+        ({"type": "json_object", "schema": {}}, "'schema'"), ({"type": "json_schema"}, "'json_schema'"),
+        (named(name="a b"), "json_schema.name"), (named(schema=[]), "json_schema.schema"),
+        (named(schema=None), "json_schema.schema"), (named(strict="yes"), "json_schema.strict"),
+        (named(example={}), "json_schema.example"), (CHAT | {"name": "x"}, "nothing else"),
+        (named(schema=DEEP), "levels"), (named(schema={"enum": ["x" * 40_000]}), "characters"),
+        (named(schema={"type": "string", "minLength": 10**7}), "minLength"),
+        (named(schema={"type": "text"}), "cannot be compiled"),
+        (named(schema={"type": "string", "pattern": "(?=a)"}), "look-around"),
+        (named(schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_with_field_and_reason(script: Running, asked: Any, said: str) -> None:
+    before = script.engine.counters.prefills
+    with pytest.raises(openai.UnprocessableEntityError, match="response_format") as refused:
+        chat(script, NOTHING, response_format=asked)
+    assert said in refused.value.message, refused.value.message
+    assert refused.value.param == "response_format"
+    flat = {"type": asked["type"], **asked.get("json_schema", {})}
+    if "json_schema" in asked and "name" not in asked:
+        with pytest.raises(openai.BadRequestError, match=r"text\.format") as refused_too:
+            respond(script, NOTHING, text={"format": flat})
+        assert said.removeprefix("json_schema.") in refused_too.value.message
+        assert refused_too.value.param == "text.format"
+    assert script.engine.counters.prefills == before
+
+
+def test_tools_and_a_format_exclude_each_other(script: Running) -> None:
+    with pytest.raises(openai.UnprocessableEntityError, match="'response_format' and 'tools' exclude each other"):
+        chat(script, NOTHING, tools=TOOLS)
+    with pytest.raises(openai.BadRequestError, match=r"'text\.format' and 'tools' exclude each other"):
+        respond(script, NOTHING, tools=[{"type": "function", "name": "find"}])
+    assert chat(script, NOTHING, tools=TOOLS, tool_choice="none").choices[0].finish_reason == "stop"
+    with pytest.raises(openai.UnprocessableEntityError, match="response_format"):
+        client_of(script).completions.create(
+            model="scripted", prompt="Who?", extra_body={"response_format": CHAT}
+        )  # fmt: skip
+
+
+def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Running) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def before(method: str) -> None:
+        if method == "prepared":
+            began.set()
+            assert go.wait(60)
+
+    script.engine.before = before
+    asked = [threading.Thread(target=chat, args=(script, NOTHING)) for _ in range(MAX_FORMATS)]
+    try:
+        for one in asked:
+            one.start()
+        assert began.wait(60)
+        lane = script.state.tokenizing._pending
+        scripted.until(lambda: lane["format"] == MAX_FORMATS)
+        assert chat(script, NOTHING, response_format=openai.omit).choices[0].finish_reason == "stop"
+        assert httpx.get(f"{script.url}/health/ready").status_code == 200
+        with pytest.raises(openai.RateLimitError, match="for their formats"):
+            chat(script, NOTHING)
+    finally:
+        go.set()
+        script.engine.before = None
+        for one in asked:
+            one.join()
+    assert chat(script, NOTHING).choices[0].finish_reason == "stop"
+
+
+def test_a_format_voids_the_guarantee() -> None:
+    from service.engines.base import Sampling
+    from service.engines.formats import Format
+    from service.judging.guarantee import decoding_violations
+
+    [said] = decoding_violations(None, Sampling(format=Format("{}", "text.format")))  # type: ignore[arg-type]
+    assert "format" in said
+
+
+def test_another_server_is_sent_the_format_as_it_came(tmp_path: Path) -> None:
+    from service.api.openai_schema import ChatRequest
+
+    schema = SCHEMA | {"default": None}
+    asked = CHAT | {"json_schema": {"name": "city", "schema": schema}}
+    body = ChatRequest.model_validate({"model": "m", "messages": USER, "response_format": asked})
+    assert body.model_dump(mode="json", exclude_none=True)["response_format"] == asked
