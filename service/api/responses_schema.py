@@ -196,12 +196,16 @@ class ResponsesRequest(AnswerRequest):
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""
         told = [] if self.tool_choice == "none" else self.tools or []
-        functions = [Function(name=one.name, description=one.description, parameters=one.parameters) for one in told]
+        functions = [
+            Function(name=one.name, description=one.description, parameters=one.parameters, strict=None) for one in told
+        ]
         return offered(functions, parallel=self.parallel_tool_calls is not False)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template: a call belongs to the turn of the assistant that it follows."""
-        turns = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        turns: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            turns.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]
         for turn in (item.rendered() for item in self.input):

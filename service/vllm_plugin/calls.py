@@ -4,6 +4,7 @@ A call is what ``service.tool_calls`` takes for one, the form of Qwen2.5 and Her
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -19,6 +20,21 @@ def offered(content: dict[str, Any]) -> Tools | None:
     described = [one.get("function", one) for one in given if isinstance(one, dict)]  # flat but in chats
     names = [one["name"] for one in described if isinstance(one, dict) and isinstance(one.get("name"), str)]
     return Tools(tuple({"function": {"name": name}} for name in names)) if names else None
+
+
+_OF_TOOLS = frozenset(("function_call", "function_call_output", "tool_use", "tool_result"))  # items and blocks
+
+
+def used(content: dict[str, Any], turns: Iterable[Any]) -> bool:
+    """Return whether a body offers tools, or one of its turns is a call or a result."""
+    messages = [one for one in turns if isinstance(one, dict)]
+    blocks = [block for one in messages if isinstance(one.get("content"), list) for block in one["content"]]
+    kinds = [one.get("type") for one in (*messages, *blocks) if isinstance(one, dict)]
+    return (
+        bool(content.get("tools"))
+        or any((isinstance(kind, str) and kind in _OF_TOOLS) for kind in kinds)
+        or any("tool_calls" in one or one.get("role") == "tool" for one in messages)
+    )
 
 
 class MaybeCalls:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,12 +18,12 @@ from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.auditor import Who
 from service.engines.chat import texts_in
-from service.judging.guarantee import Shape, chat_violations, shape_of
+from service.judging.guarantee import TOOLS, Shape, chat_violations, shape_of
 from service.policies.guard import Decision, Verdict
 from service.scoring import AnswerRisk
 from service.serving.judgement import Judgement
 from service.tool_calls import Tools
-from service.vllm_plugin.calls import offered
+from service.vllm_plugin.calls import offered, used
 
 TEXTS, CHATS, EITHER = "/v1/completions", "/v1/chat/completions", "/invocations"
 PATHS = (TEXTS, CHATS, f"{CHATS}/batch", EITHER, RESPONSES_ROUTE, MESSAGES_ROUTE)
@@ -132,6 +133,7 @@ def read(note: Note, body: bytes, special_tokens: Sequence[str]) -> None:
     known = note.templated and not note.moves and not any(content.get(name) for name in ELSEWHERE)
     note.shapes = tuple(map(shape_of, turns)) if known else ()
     note.tools = None if chats is None else offered(content)
+    note.violations = (TOOLS,) if chats is not None and used(content, chain.from_iterable(turns)) else ()
     note.background = note.route == RESPONSES_ROUTE and bool(content.get("background"))
     try:
         note.beams = _FLAG.validate_python(content.get("use_beam_search"))  # as vLLM reads a flag; it refuses others

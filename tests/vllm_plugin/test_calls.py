@@ -18,7 +18,7 @@ vllm_or_skip()
 
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
-from service.vllm_plugin.calls import MaybeCalls, offered  # noqa: E402
+from service.vllm_plugin.calls import MaybeCalls, offered, used  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, MODEL, UNKNOWN, serving  # noqa: E402
 
 NAME = "look_up"
@@ -50,6 +50,18 @@ def test_the_tools_that_a_body_offers(route: str) -> None:
 @pytest.mark.parametrize("tools", [None, [], {}, "x", [1, None], [{"function": 1}], [{"name": 2}], [{"function": {}}]])
 def test_what_names_no_function_offers_nothing(tools: Any) -> None:
     assert offered({"tools": tools}) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "turns", "found"),
+    [({"tools": [{}]}, [], True), ({}, [{"role": "user", "content": "x"}], False), ({"tools": []}, [None, "x"], False),
+     ({}, [{"role": "assistant", "tool_calls": []}], True), ({}, [{"role": "tool", "content": "x"}], True),
+     ({}, [{"type": "function_call"}], True), ({}, [{"type": ["function_call"]}], False),
+     ({}, [{"role": "user", "content": [{"type": "tool_result"}, None]}], True),
+     ({}, [{"role": "user", "content": [{"type": "text"}]}], False)],
+)  # fmt: skip
+def test_a_conversation_with_tools_is_unlike_the_calibrations(content: Any, turns: Any, found: bool) -> None:
+    assert used(content, turns) is found
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
