@@ -59,8 +59,10 @@ def messages(client: Anthropic, model: str, question: str, withheld: bool) -> No
         check(name, (made.stop_reason == "refusal") == withheld and (made.usage.output_tokens == 0) == withheld, seen)
 
 
-def tools(client: OpenAI, model: str, question: str, withheld: bool) -> None:
-    """A tool is offered; then its result is there, and the answer from it is gated as any."""
+def tools(client: OpenAI, model: str, question: str) -> None:
+    """A tool is offered; then its result is there, and the answer from it is gated as any.
+
+    With the tool's description the prompt is another, and so is its risk: what is shown has to follow the decision."""
     offered: Any = [{"type": "function", "function": {"name": "look_up", "parameters": LOOK_UP}}]
     call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"of": "Honiara"}'}}
     turns: list[Any] = [{"role": "user", "content": question}]
@@ -75,7 +77,7 @@ def tools(client: OpenAI, model: str, question: str, withheld: bool) -> None:
         row = made.model_extra["hallutracer"]["data"][0] if made.model_extra else {}
         seen = f"risk {row.get('risk', float('nan')):.2f}, {row.get('decision')}, text {choice.message.content!r}"
         right = is_withheld == (row.get("decision") == "abstain") and is_withheld != bool(choice.message.content)
-        check(f"chat, {name}", right and (name != "a tool is offered" or is_withheld == withheld), seen)
+        check(f"chat, {name}", right, seen)
 
 
 async def assistant(url: str, question: str, withheld: bool) -> None:
@@ -97,7 +99,7 @@ def main(url: str, known: str, unknown: str) -> None:
         print(f"{question}")
         responses(openai, model, question, withheld)
         messages(anthropic, model, question, withheld)
-        tools(openai, model, question, withheld)
+        tools(openai, model, question)
         asyncio.run(assistant(url, question, withheld))
 
 

@@ -10,7 +10,7 @@ pip() { "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-
 [ -x ~/build/bin/pip ] || python3 -m venv ~/build
 pip ~/build build setuptools
 rm -rf ~/wheels
-for project in . clients/python research; do ~/build/bin/python -m build --no-isolation --wheel --outdir ~/wheels "$project" >~/build/log; done
+for project in . clients/python research; do ~/build/bin/python -m build --no-isolation --wheel --outdir ~/wheels "$project" >~/build/log 2>&1; done
 (cd ~/wheels && ls -sh *.whl)
 
 # On Linux PyPI's torch is the CUDA build, gigabytes more.
