@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install vllm clients platforms run tools test test-long docs bench pins sbom audit dist clean
+.PHONY: help install vllm clients platforms run tools test test-long test-matrix docs bench pins sbom audit dist clean
 
 help:            ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -87,9 +87,12 @@ test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: tw
 	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 
-test-long: install vllm clients platforms $(VENV)/.smollm2   ## all model families on vLLM, thousands of generated requests, a soak: over an hour
+test-long: install vllm clients platforms $(VENV)/.smollm2   ## vLLM in many ways, thousands of generated requests, a soak: an hour on two cores
 	$(BIN)/python -m benchmarks.service_soak --seconds 120
-	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m long
+	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'long and not matrix'
+
+test-matrix: install vllm                ## every model family, quantization and version on vLLM: before a release, and where vLLM's range changes
+	$(PYTEST) -m matrix
 
 docs: install    ## the documentation as a site, build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -n -q -c docs . build/docs

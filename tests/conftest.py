@@ -40,6 +40,12 @@ def scope_of(file: str, nodeid: str, long: bool) -> str:
     return f"parity {family}" if "parity" in file else file
 
 
+def is_long(config: pytest.Config) -> bool:
+    """Whether long tests are chosen, as by ``make test-long`` and ``make test-matrix``."""
+    chosen = config.option.markexpr
+    return chosen.startswith("long") or chosen == "matrix"
+
+
 def starts_vllm(path: str) -> bool:
     """Whether a test file starts vLLM.  In ``make test`` those share one worker: one start is most of a core."""
     return "vllm" in path or "parity" in path
@@ -49,12 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """vLLM's files first: with pytest-xdist one worker runs them while the other runs everything else.
 
     Then the longest ones, so that no worker is alone with one of them at the end.  Of ``make test-long`` the longest
-    are those without vLLM."""
+    are those without vLLM, then vLLM's files, some of which take minutes; the families' starts fill the end."""
 
     def place(item: pytest.Item) -> int:
         file = item.nodeid.split("::")[0]
-        if config.option.markexpr == "long":
-            return int(starts_vllm(file))
+        if is_long(config):
+            return starts_vllm(file) + ("parity" in file)
         return 0 if starts_vllm(file) else 1 if any(name in file for name in LONGEST) else 2
 
     items.sort(key=place)
@@ -67,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OneVllm(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return scope_of(super()._split_scope(nodeid), nodeid, config.option.markexpr == "long")
+            return scope_of(super()._split_scope(nodeid), nodeid, is_long(config))
 
     config.option.loadscopereorder = False  # in the order above, not by number of tests
     return OneVllm(config, log)

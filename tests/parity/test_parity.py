@@ -1,8 +1,8 @@
 """Every number that vLLM gives equals the reference engine's, to 1e-5 in float32, however vLLM is run.
 
-``make test`` runs one start of vLLM, ``make test-long`` all families, compiled and eager, tensor and pipeline
-parallel.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest differences to;
-tests/engines/vllm/touch_points.md then gets its rows of versions, too."""
+``make test`` runs one start of vLLM, ``make test-long`` three families compiled, others eager, tensor and pipeline
+parallel, ``make test-matrix`` all the others.  ``HALLUTRACER_PARITY_TABLE`` names a file to write the largest
+differences to; tests/engines/vllm/touch_points.md then gets its rows of versions, too."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from tests.parity import models, quantized, versions
 
 vllm_or_skip()
 ROOT = Path(__file__).parents[2]
+matrix = pytest.mark.matrix
 MINUTES = 10
 NUMBERS = ("truth logits", "depth mean", "later bundles", "first token", "activations", "answers' own tokens")
 TOLERANCE = 1e-5  # absolute, float32
@@ -59,6 +60,12 @@ class Run:
     def reads_answers(self) -> bool:
         """Whether answers' own tokens are read: not with drafts, and so that graphs without it are compared, too."""
         return self.drafts is None and (self.eager or bool(self.parallel) or self.family in ("llama", "gemma3_text"))
+
+    @property
+    def is_of_matrix(self) -> bool:
+        """Whether it is left to ``make test-matrix``: most families compiled, whose kernels other runs have."""
+        plain = not (self.eager or self.parallel or self.drafts) and self.runner == "V1"
+        return plain and self.family not in ("llama", "qwen3", "gemma3_text")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -217,7 +224,7 @@ def check(run: Run, expected: dict[str, Array], found: dict[str, Array]) -> dict
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", [pytest.param(run, marks=matrix if run.is_of_matrix else ()) for run in RUNS], ids=str)
 def test_vllm_reads_and_says_what_transformers_does(
     run: Run, measure: Measurer, folder: Path, table: list[str]
 ) -> None:
@@ -243,6 +250,7 @@ def apart(found: dict[str, Array], what: str) -> float:
 
 
 @pytest.mark.long
+@matrix
 @pytest.mark.parametrize("family", models.COMPARED)
 def test_more_families_are_read_as_transformers_reads_them(family: str, measure: Measurer, folder: Path) -> None:
     model = models.save(family, folder / family)
@@ -253,7 +261,9 @@ def test_more_families_are_read_as_transformers_reads_them(family: str, measure:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", quantized.METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name == "int8" else matrix) for name in quantized.METHODS]
+)
 def test_a_quantized_checkpoint_is_read_as_what_its_weights_stand_for(
     method: str, measure: Measurer, folder: Path
 ) -> None:

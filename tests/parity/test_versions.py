@@ -70,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", versions.FAMILIES)
 @pytest.mark.parametrize(
     ("packages", "measure"),
@@ -91,6 +92,7 @@ def test_another_version_reads_what_transformers_does(
 
 
 @pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize("packages", versions.OTHERS, indirect=True, ids="{}-plugin".format)
 def test_the_server_of_another_version_withholds(packages: Path, folder: Path) -> None:
     assert versions.not_met(packages) == []
