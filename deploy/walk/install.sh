@@ -11,7 +11,7 @@ pip() { "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-
 pip ~/build build setuptools
 rm -rf ~/wheels
 for project in . clients/python research; do ~/build/bin/python -m build --no-isolation --wheel --outdir ~/wheels "$project" >~/build/log 2>&1; done
-(cd ~/wheels && ls -sh *.whl)
+(cd ~/wheels && ls -sh ./*.whl)
 
 # On Linux PyPI's torch is the CUDA build, gigabytes more.
 if [ -n "${TORCH_INDEX:-}" ] && ! ~/venv/bin/python -c 'import torch' 2>/dev/null; then
