@@ -1,8 +1,8 @@
-"""OpenAI's Agents SDK, its hello world.  Changed: the client, and no traces are sent to OpenAI."""
+"""OpenAI's Agents SDK, its hello world.  Changed: the client, greedy answers, and no traces are sent to OpenAI."""
 
 import os
 
-from agents import Agent, ModelRefusalError, Runner, set_default_openai_client, set_tracing_disabled
+from agents import Agent, ModelRefusalError, ModelSettings, Runner, set_default_openai_client, set_tracing_disabled
 from openai import AsyncOpenAI
 
 set_default_openai_client(
@@ -25,6 +25,6 @@ def shown(agent: Agent, question: str) -> str:
 agent = Agent(name="Assistant", instructions="You are a helpful assistant")
 print(shown(agent, "Write a haiku about recursion in programming."))
 
-agent = Agent(name="Assistant")
+agent = Agent(name="Assistant", model_settings=ModelSettings(temperature=0))
 for question in ("What is the capital of Italy?", "What is the capital of the Solomon Islands?"):
     print(question, shown(agent, question))

@@ -132,7 +132,7 @@ def test_an_answer_that_comes_back_in_a_conversation_is_read(service: Running) -
         ({"presence_penalty": 0.5}, "'presence_penalty'"),
         ({"logprobs": True}, "'logprobs'"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "'tools'"),
-        ({"response_format": {"type": "json_object"}}, "'response_format'"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
         ({"max_tokens": 10**6}, "at most"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
