@@ -17,10 +17,12 @@ from tests.running import Running, running
 HERE = Path(__file__).parent
 
 
-def run(service: Running, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(
+    service: Running, folder: Path, *options: str, phases: str = "examples,coverage,fuzzing"
+) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"),
-        "run", f"{service.url}/openapi.json", "--no-color", "--phases", "examples,coverage,fuzzing", *options,
+        "run", f"{service.url}/openapi.json", "--no-color", "--phases", phases, *options,
     ]  # fmt: skip
     return subprocess.run(
         command, cwd=folder, env=os.environ | {"HALLUTRACER_URL": service.url}, capture_output=True, text=True,
@@ -28,12 +30,16 @@ def run(service: Running, folder: Path, *options: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("examples", "least"), [(25, 500), pytest.param(100, 4_000, marks=pytest.mark.long)])
-def test_generated_requests(tmp_path: Path, examples: int, least: int) -> None:
-    """``examples`` at most for each route, ``least`` requests in all."""
+@pytest.mark.parametrize(
+    ("examples", "phases", "least"),
+    [(40, "examples,fuzzing", 500),
+     pytest.param(100, "examples,coverage,fuzzing", 4_000, marks=pytest.mark.long)],
+)  # fmt: skip
+def test_generated_requests(tmp_path: Path, examples: int, phases: str, least: int) -> None:
+    """``examples`` at most for each route, ``least`` requests in all; every value of every field is in the long run."""
     where = location(str(tmp_path / "feedback.db"))
     with running(tmp_path, feedback=lambda metrics: Feedback(where, metrics)) as service:
-        done = run(service, tmp_path, "--max-examples", str(examples), "--seed", "1")
+        done = run(service, tmp_path, "--max-examples", str(examples), "--seed", "1", phases=phases)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         generated = re.search(r"([\d,]+) generated", done.stdout)
         assert generated, done.stdout[-2000:]
