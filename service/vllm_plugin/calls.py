@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 
+from service.judging.guarantee import tool_violations
 from service.tool_calls import Tools, may_be_calls
 
 
@@ -30,11 +31,8 @@ def used(content: dict[str, Any], turns: Iterable[Any]) -> bool:
     messages = [one for one in turns if isinstance(one, dict)]
     blocks = [block for one in messages if isinstance(one.get("content"), list) for block in one["content"]]
     kinds = [one.get("type") for one in (*messages, *blocks) if isinstance(one, dict)]
-    return (
-        bool(content.get("tools"))
-        or any((isinstance(kind, str) and kind in _OF_TOOLS) for kind in kinds)
-        or any("tool_calls" in one or one.get("role") == "tool" for one in messages)
-    )
+    of_tools = any(isinstance(kind, str) and kind in _OF_TOOLS for kind in kinds)
+    return bool(content.get("tools")) or of_tools or bool(tool_violations(messages, None))
 
 
 class MaybeCalls:
