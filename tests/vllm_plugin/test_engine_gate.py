@@ -136,14 +136,14 @@ if __name__ == "__main__":
 
 
 def run(
-    folder: Path, program: str, asked: list[str], python: str = sys.executable, **environment: str
+    folder: Path, program: str, asked: list[str], python: str = sys.executable, limit_s: int = 500, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
     (folder / "questions.json").write_text(json.dumps(asked))
     variables = os.environ | QUIET | {"HALLUTRACER_BUNDLE": "demo", "HALLUTRACER_POLICY": "gate",
                                       "VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | environment  # fmt: skip
     return subprocess.run(
-        [python, "program.py"], cwd=folder, env=variables, capture_output=True, text=True, timeout=500
+        [python, "program.py"], cwd=folder, env=variables, capture_output=True, text=True, timeout=limit_s
     )
 
 

@@ -23,6 +23,9 @@ __all__ = ["asked", "withheld"]  # fixtures
 pytestmark = pytest.mark.long
 
 PYTHON = ROOT / ".venv-platforms" / "bin" / "python"
+# Ray starts its processes one after another, and most of them import vLLM: three minutes on two idle cores.  Beside
+# other tests Serve's 60 s for its HTTP process, a constant, were too short: these have the machine to themselves.
+LIMIT_S = 1500
 GRPC = f"""\
 import asyncio
 import contextlib
@@ -179,17 +182,20 @@ def prepared(folder: Path, files: dict[str, str] | None = None) -> dict[str, str
     return {
         "PYTHONPATH": f"{folder}{os.pathsep}{PATHS}", "VLLM_CPU_OMP_THREADS_BIND": f"{one}|{two}",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Of 5 and 10 s, after which Serve kills its HTTP process and starts another.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
     }  # fmt: skip
 
 
 def test_no_token_of_a_withheld_answer_through_grpc(tmp_path: Path, asked: list[str], withheld: list[bool]) -> None:
-    check_answers(run(tmp_path, GRPC, asked, python()), asked, withheld, tells=())
+    check_answers(run(tmp_path, GRPC, asked, python(), LIMIT_S), asked, withheld, tells=())
 
 
+@pytest.mark.alone
 def test_no_token_of_a_withheld_answer_through_ray(tmp_path: Path, asked: list[str], withheld: list[bool]) -> None:
     """The variables are in the replica's environment only.  A stream of vLLM's without a token has no last chunk."""
     variables = prepared(tmp_path) | {"HALLUTRACER_BUNDLE": "", "HALLUTRACER_POLICY": ""}
-    check_answers(run(tmp_path, RAY, asked, python(), **variables), asked, withheld, tells=(0,))
+    check_answers(run(tmp_path, RAY, asked, python(), LIMIT_S, **variables), asked, withheld, tells=(0,))
 
 
 # Part of the guard cannot be imported; or its entry point cannot, which vLLM logs, and goes on without it.
@@ -200,14 +206,18 @@ LOADS_NOT, JUDGES_NOT = "the guard cannot be loaded: ModuleNotFoundError", f"not
 
 @pytest.mark.parametrize(
     ("program", "broken", "said"),
-    [(GRPC, BROKEN, LOADS_NOT), (RAY, UNREACHED, JUDGES_NOT), (OFFLINE, UNREACHED, JUDGES_NOT)],
+    [
+        (GRPC, BROKEN, LOADS_NOT),
+        pytest.param(RAY, UNREACHED, JUDGES_NOT, marks=pytest.mark.alone),
+        (OFFLINE, UNREACHED, JUDGES_NOT),
+    ],
     ids=["grpc", "ray", "worker named"],
 )
 def test_a_broken_guard_starts_no_engine(tmp_path: Path, program: str, broken: dict[str, str], said: str) -> None:
     """The same of other programs, whose engines are not started: test_no_gate."""
     if program == OFFLINE:
         program = program.replace(repr(SAME), repr(SAME | {"worker_cls": WORKER}))
-    ran = run(tmp_path, program, ["x"], python(), **prepared(tmp_path, broken))
+    ran = run(tmp_path, program, ["x"], python(), LIMIT_S, **prepared(tmp_path, broken))
     assert ran.returncode != 0
     assert "ANSWER" not in ran.stdout
     assert said in ran.stdout + ran.stderr
