@@ -1,4 +1,4 @@
-"""vLLM's ``generate``: the same request, judged at its answer onset and ended there if gated.
+"""vLLM's ``generate``: the same request, with the bundle and policy that apply; ``turn`` judges it.
 
 Every answer of the server comes through here.  On a route whose response cannot carry a risk, an answer passes only
 under a policy that observes."""
@@ -7,33 +7,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 
 from service.access.callers import Caller
-from service.access.routes import canonical
 from service.api.request_schema import Arguments
-from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
 from service.judging.guarantee import MEDIA, NO_TEMPLATE, OTHER_ENDING, shape_violations
-from service.policies.guard import Action, Decision, Policy
-from service.scoring import RiskReport, Scorer, called
-from service.serving import observers
+from service.policies.guard import Action, Policy
+from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
-from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.service import Service
 from service.settings import env
-from service.vllm_plugin.answers import Answer
-from service.vllm_plugin.calls import MaybeCalls
 from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, NO_PLACE, OURS, Note
+from service.vllm_plugin.turn import Turn
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
 OWN = ("retrieval_of", "include")  # our own service's alone
@@ -108,8 +102,8 @@ def judging_generate(
         shapes = shape_violations(scorer.bundle.manifest, [note.shape(place)])
         note.violations = tuple(dict.fromkeys((*note.violations, *_violations(parameters), *rendering, *shapes)))
         same = partial(adapters.check, adapter, scorer)
-        outputs = _judged(start, service, engine_of(), scorer, policy, note, place, parameters, request_id, same)
-        return _reported(note, outputs)
+        turn = Turn(service, engine_of(), scorer, policy, note, place, parameters, request_id, same)
+        return _reported(note, turn.outputs(start))
 
     return wrapped
 
@@ -123,139 +117,6 @@ async def _reported(note: Note, outputs: AsyncGenerator[Any, None]) -> AsyncGene
     except HalluTracerError as error:
         note.error = (error.status, str(error))
         raise HTTPException(error.status, str(error)) from error
-
-
-async def _judged(
-    start: Callable[[], AsyncGenerator[Any, None]], service: Service, engine: VllmEngine, scorer: Scorer,
-    policy: Policy, note: Note, place: int, parameters: Any, request_id: str, same: Callable[[], None],
-) -> AsyncGenerator[Any, None]:  # fmt: skip
-    """Yield vLLM's outputs of one prompt; of a gated answer one, empty and finished.  Raises HalluTracerError."""
-    lease: ProbeLease | None = None
-    judgement: Judgement | None = None
-    answer = Answer(scorer, policy, None, parameters.output_kind)
-    tools = note.tools if parameters.n == 1 and policy.tools != "gate" else None
-    calls: MaybeCalls | None = None  # while the answer is held because it may be calls of tools
-    final = parameters.output_kind is RequestOutputKind.FINAL_ONLY  # as the caller reads it, whatever is seen here
-
-    def unread(error: HalluTracerError) -> None:
-        """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
-        if policy.action is not Action.OBSERVE:
-            raise error
-        note.unread = str(error)
-
-    def judge(lease: ProbeLease, output: Any) -> Judgement:
-        same()
-        token_ids = output.prompt_token_ids or ()
-        result, _ = lease.prefill(output, len(token_ids))
-        report = scorer.judge(result, policy, cached_tokens=int(output.num_cached_tokens or 0))
-        monitor = service.catalogue.monitors.get(scorer.bundle.reference)
-        prompt = JudgedPrompt(place, report, token_ids, PromptTimings(*times(output)), shape=note.shape(place))
-        return Judgement(
-            scorer=scorer, policy=policy, prompts=(prompt,), request_id=request_id, route=canonical(note.route),
-            who=note.who, request_violations=note.violations, monitor=monitor,
-        )  # fmt: skip
-
-    async def told(judgement: Judgement) -> None:
-        note.judgements[place] = judgement
-        await observers.judged(service, judgement)  # AuditUnavailable, where the audit log is required
-
-    def withheld(judgement: Judgement) -> bool:
-        return judgement.reports[0].decision is not Decision.CONTINUE
-
-    def with_report(judgement: Judgement, report: RiskReport) -> Judgement:
-        return replace(judgement, prompts=(replace(judgement.prompts[0], report=report),))
-
-    try:
-        lease = await _prepare(engine, scorer, policy, parameters, may_call=tools is not None)
-        note.reads_answers = lease.directive.answer is not None
-    except HalluTracerError as error:
-        unread(error)
-    try:
-        async with aclosing(start()) as outputs:
-            async for output in outputs:
-                if judgement is None and lease is not None:
-                    try:
-                        judgement = judge(lease, output)
-                    except HalluTracerError as error:
-                        unread(error)
-                    else:
-                        answer = Answer(scorer, policy, lease, parameters.output_kind)
-                        if tools is not None and (withheld(judgement) or policy.reads_answers_for):
-                            calls = MaybeCalls(tools, parameters.output_kind)
-                        elif not policy.recheck or withheld(judgement):
-                            await told(judgement)
-                        if withheld(judgement) and calls is None:
-                            yield _withheld(output, parameters.n, engine.end_token)
-                            return
-                if judgement is None:
-                    if output.finished or not final:
-                        yield output
-                    continue
-                arrived = [output]
-                if calls is not None:
-                    calls.add(output)
-                    if calls.undecided:
-                        continue
-                    if calls.are_calls:
-                        held = replace(judgement.reports[0], held=withheld(judgement))
-                        judgement = with_report(judgement, called(held))
-                    if calls.are_calls or withheld(judgement) or not policy.recheck:
-                        await told(judgement)
-                    if withheld(judgement):
-                        yield _withheld(output, parameters.n, engine.end_token)
-                        return
-                    arrived = calls.outputs
-                    if calls.are_calls:
-                        for one in arrived:
-                            if one.finished or not final:
-                                yield one
-                        return
-                    calls = None
-                for one in arrived:
-                    shown = answer.add(judgement.reports[0], one)
-                    note.stopped = answer.completion is not None
-                    if answer.over:
-                        report = scorer.rechecked(judgement.reports[0], policy, answer.risk)
-                        judgement = with_report(judgement, report)
-                        note.judgements[place], note.answers[place] = judgement, answer.risk
-                        if policy.recheck:
-                            await told(judgement)
-                        if withheld(judgement):
-                            yield _withheld(one, parameters.n, engine.end_token)
-                            return
-                    for each in shown:
-                        if each.finished or not final:
-                            yield each
-                    if answer.completion is not None:
-                        return
-    finally:
-        if lease is not None:
-            lease.release()
-        if judgement is not None:
-            risk = answer.risk if answer.over else None
-            tokens = answer.tokens if calls is None else calls.tokens
-            observers.ended(service, judgement, [AnswerEnd(tokens, completion=answer.completion, risk=risk)])
-
-
-async def _prepare(
-    engine: VllmEngine, scorer: Scorer, policy: Policy, parameters: Any, *, may_call: bool
-) -> ProbeLease:
-    """Hold the probe in its slot and put the directive into the request.
-
-    ``may_call``: whether a withheld answer is decoded for as long as it may be a call of a tool."""
-    gate = scorer.gate(policy)
-    # Elsewhere an end token as the first token would not end the request, and it is ended from here.
-    ends = not (may_call or parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
-    in_engine = gate if ends else None
-    lease = await engine.lease(
-        scorer.probes, first_token=scorer.needs_first_token, gate=in_engine,
-        answer_probes=scorer.answer_probes if parameters.n == 1 else None,
-    )  # fmt: skip
-    parameters.extra_args = {**(parameters.extra_args or {}), **lease.directive.encode()}
-    final, ends_here = parameters.output_kind is RequestOutputKind.FINAL_ONLY, gate is not None and in_engine is None
-    if final and parameters.n == 1 and (ends_here or lease.directive.answer is not None):
-        parameters.output_kind = RequestOutputKind.CUMULATIVE  # each token has to be seen here
-    return lease
 
 
 def _take_xargs(note: Note, parameters: Any) -> dict[str, Any]:
@@ -321,15 +182,3 @@ def _violations(parameters: Any) -> tuple[str, ...]:
     names = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs")
     changed += [name for name in (*names, "ignore_eos") if getattr(parameters, name)]
     return (f"decoding: not plainly greedy ({', '.join(changed)})",) if changed else ()
-
-
-def _withheld(output: Any, choices: int, end_token: int | None) -> Any:
-    """Return the output with an end token instead of each choice's answer: vLLM's streams skip one without a token."""
-    from vllm.logprobs import Logprob
-
-    token, first = end_token or 0, output.outputs[0]
-    logprobs = None if first.logprobs is None else [{token: Logprob(0.0, 1, "")}]  # nothing of the first token's
-    empty = replace(first, text="", token_ids=[token], logprobs=logprobs, cumulative_logprob=None,
-                    finish_reason="stop", stop_reason=None)  # fmt: skip
-    output.outputs, output.finished = [replace(empty, index=index) for index in range(choices)], True
-    return output

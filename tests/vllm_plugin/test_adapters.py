@@ -177,7 +177,10 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
     monkeypatch.setattr(plugin, "read_options", lambda: options)
     monkeypatch.setattr(plugin.VllmEngine, "around", lambda *_: made.engine)
     monkeypatch.setattr(generation, "_reported", lambda note, outputs: outputs)
-    monkeypatch.setattr(generation, "_judged", lambda start, service, engine, scorer, *_: scorer.bundle.manifest.name)
+    monkeypatch.setattr(
+        generation, "Turn",
+        lambda service, engine, scorer, *_: SimpleNamespace(outputs=lambda start: scorer.bundle.manifest.name),
+    )  # fmt: skip
     client, served = Client(), SimpleNamespace(lora_requests={})
 
     def ask(adapter: Any, **xargs: Any) -> tuple[Any, str | None]:
