@@ -98,7 +98,7 @@ async def _served(
     settings, most = service.settings, service.settings.max_new_tokens
     limit = body.length or (most if to == "chat" else min(TEXT_MAX_TOKENS, most))
     field = "messages" if to == "chat" else "prompt"
-    tools, found = (body.offered(), body.format()) if isinstance(body, ChatRequest) else (None, None)
+    tools, found = (body.offered(), body.format) if isinstance(body, ChatRequest) else (None, None)
     wanted = Wanted(
         route=route, kind=kind, prompts=prompts, field=field, most=limit, forwards=True, tools=tools, format=found
     )

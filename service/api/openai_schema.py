@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
@@ -137,11 +138,12 @@ class ChatRequest(OpenAIRequest):
             seen += [(None, call.id) for call in message.tool_calls or ()]
             seen += [] if message.tool_call_id is None else [(f"messages.{number}", message.tool_call_id)]
         check_results(seen)
-        check_alone(self.format(), self.offered())
+        check_alone(self.format, self.offered())
         if not self.tools:  # another server, which a policy may ask instead, refuses what belongs to none
             self.tools = self.tool_choice = self.parallel_tool_calls = None
         return self
 
+    @cached_property
     def format(self) -> Format | None:
         """Return the format of the answer; None: a text."""
         return asked_format(self.response_format, "response_format", "json_schema")

@@ -32,7 +32,7 @@ class Told:
 
     def begins(self) -> bytes:
         """Return the events before an answer: its message is open at once, unless it may be a call of a tool."""
-        warning = annotation(self.reply.judgement.reports[0], self._body.format())
+        warning = annotation(self.reply.judgement.reports[0], self._body.format)
         return self.output.text(warning) if warning or self.tools is None else b""
 
     def ends(self, report: RiskReport) -> bytes:

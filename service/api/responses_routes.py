@@ -68,7 +68,7 @@ async def responses(body: Annotated[ResponsesRequest, Body()], request: Request,
     most = body.max_output_tokens or service.settings.max_new_tokens
     wanted = Wanted(
         route=RESPONSES_ROUTE, prompts=[body.conversation()], field="input", most=most,
-        most_field="max_output_tokens", tools=body.offered(), format=body.format(),
+        most_field="max_output_tokens", tools=body.offered(), format=body.format,
     )  # fmt: skip
     reply = await answered(request, service, body, wanted)
     told = Told(body, reply, service.settings.message_in_content)

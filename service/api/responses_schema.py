@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
@@ -186,9 +187,10 @@ class ResponsesRequest(AnswerRequest):
             for number, one in enumerate(items)
             if one.call_id is not None
         )
-        check_alone(self.format(), self.offered())
+        check_alone(self.format, self.offered())
         return self
 
+    @cached_property
     def format(self) -> Format | None:
         """Return the format of the answer; None: a text."""
         return asked_format(None if self.text is None else self.text.format, "text.format")
@@ -196,10 +198,7 @@ class ResponsesRequest(AnswerRequest):
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""
         told = [] if self.tool_choice == "none" else self.tools or []
-        functions = [
-            Function(name=one.name, description=one.description, parameters=one.parameters, strict=None) for one in told
-        ]
-        return offered(functions, parallel=self.parallel_tool_calls is not False)
+        return offered(told, parallel=self.parallel_tool_calls is not False)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template: a call belongs to the turn of the assistant that it follows."""

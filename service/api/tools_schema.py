@@ -103,9 +103,9 @@ def offered(functions: Sequence[Function], *, parallel: bool = True) -> Tools | 
     names = [one.name for one in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two tools are called {twice!r}")
-    # What OpenAI's own templates would be given: no strict, which is about decoding.
+    told = {"name", "description", "parameters"}  # as OpenAI's own templates would be: strict is about decoding
     definitions = [
-        {"type": "function", "function": one.model_dump(exclude_none=True, exclude={"strict"})} for one in functions
+        {"type": "function", "function": one.model_dump(exclude_none=True, include=told)} for one in functions
     ]
     return Tools(tuple(definitions), parallel) if definitions else None
 
