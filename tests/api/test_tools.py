@@ -22,7 +22,7 @@ from tests.api.test_answer_risk import two_parts
 from tests.api.test_openai_routes import EVERYTHING, NOTHING, ask, client_of, risks
 from tests.api.test_recheck import all_flagged
 from tests.engines import tiny
-from tests.engines.tool_template import TOOL_TEMPLATE
+from tests.engines.tool_template import ADD, CALL, FORCED, SECRET, TOOL_TEMPLATE
 from tests.matching import matching_bundle
 from tests.running import App, Running, running, until
 
@@ -30,9 +30,6 @@ FIND: dict[str, Any] = {"name": "find", "description": "Looks it up.",
                         "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}  # fmt: skip
 TOOLS = [{"type": "function", "function": FIND}, {"type": "function", "function": {"name": "add", "strict": True}}]
 USER = {"role": "user", "content": "Who?"}
-CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Pâris"}}\n</tool_call>'
-ADD = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-SECRET = "Paris"
 GATE = Policy("gate", Action.ABSTAIN, message="I am not sure.")
 POLICIES = {
     "gate": GATE, "strict": replace(GATE, name="strict", tools="gate"), "block": Policy("block", Action.BLOCK),
@@ -293,12 +290,6 @@ def test_text_that_was_held_while_it_might_be_a_call_is_given(tmp_path: Path) ->
         for answer in (" <tool_box> it is", "  <tool", f"{CALL[:30]}"):
             for found in both(NOTHING, answer, service):
                 assert told(found)[:3] == (answer, [], "stop")
-
-
-FORCED = {
-    "a call": (CALL, True), "two": (f"{CALL}\n{ADD}", True), "text behind": (f"{CALL} {SECRET}", False),
-    "text": (f"It is {SECRET}.", False), "cut": (CALL[:-1], False),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORCED)
