@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partialmethod
 from pathlib import Path
@@ -233,11 +234,26 @@ class V1Reading:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Attach the payloads to the output that has the first tokens."""
         self.hallutracer_payloads = {}
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        with self._unseeded_parts():
+            output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         inner = output if isinstance(output, ModelRunnerOutput) else getattr(output, "_model_runner_output", None)
         if inner is not None and self.hallutracer_payloads:
             inner.prompt_token_id_logprobs_dict = self.hallutracer_payloads
         return output
+
+    @contextmanager
+    def _unseeded_parts(self) -> Iterator[None]:
+        """Set the seeds aside of requests whose token is dropped, for a part of a prompt was read.
+
+        vLLM winds their random generators back, which ends the engine on a CPU, whose generators know no offset."""
+        runner: Any = self
+        generators, dropped = runner.input_batch.generators, runner.discard_request_mask.np
+        cpu = [place for place in generators if dropped[place]] if runner.device.type == "cpu" else []
+        aside = {place: generators.pop(place) for place in cpu}
+        try:
+            yield
+        finally:
+            generators.update(aside)
 
 
 class V2Reading:

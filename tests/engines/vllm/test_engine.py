@@ -219,7 +219,6 @@ def test_answers_are_held_to_a_schema_beside_others_and_behind_the_gate(
     found = engine.prepared(Format('{"enum": ["ab", "cd"]}', "response_format"))
     with pytest.raises(RequestError, match="response_format: the schema cannot be compiled"):
         engine.prepared(Format('{"type": "text"}', "response_format"))
-    # Without a seed: vLLM 0.32 on a CPU ends where a seeded prompt is read in two chunks.
     held = [Sampling(max_tokens=40, temperature=one, format=found) for one in (1.0, 0.0)]
     free = Sampling(max_tokens=6)
     gate = EngineGate((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1.0)
@@ -243,6 +242,15 @@ def test_answers_are_held_to_a_schema_beside_others_and_behind_the_gate(
     [update] = updates(engine, engine.answer(PROMPTS[1], probes[:1], sampling=held[0], gate=closed))
     assert (update.prefill is not None, update.piece, update.tokens, update.completion) == (True, "", 0, None)
     assert engine.counters.decode_steps == before, "tokens were decoded behind a closed gate"
+
+
+def test_a_seeded_answer_is_the_same_in_however_many_parts_its_prompt_was_read(engine: VllmEngine) -> None:
+    """vLLM's own runner ends the engine on a CPU where a seeded prompt is longer than a step."""
+    for seed in (3, 2**40):
+        seeded = Sampling(max_tokens=8, temperature=1.0, seed=seed)
+        alone = [engine.generate([prompt], seeded)[0] for prompt in PROMPTS]
+        assert engine.generate(PROMPTS, seeded) == alone
+        assert engine.generate([PROMPTS[3]], Sampling(max_tokens=8, temperature=1.0, seed=seed + 1)) != alone[3:4]
 
 
 @pytest.mark.parametrize("name", FORCED)
