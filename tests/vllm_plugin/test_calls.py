@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.demo import MODEL_DIR
 from tests.api.protocols import sse
 from tests.engines.vllm.installed import vllm_or_skip
 
@@ -95,20 +97,27 @@ def test_what_is_held_and_for_how_long(
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "policies.toml").write_text(POLICIES)
-    arguments = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    arguments = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+                 "--logits-processors", "tests.vllm_plugin.forcing:Forcing")  # fmt: skip
     with serving(folder / "log", *arguments, HALLUTRACER_POLICIES=str(folder / "policies.toml"),
                  HALLUTRACER_POLICY="gate", HALLUTRACER_CALLERS_MAY="policy") as address:  # fmt: skip
         yield address
 
 
-def ask(url: str, route: str, question: str, says: str | None, stream: bool = False, **more: Any) -> httpx.Response:
-    """Ask with a tool; ``says`` is what the model is made to say."""
+def ask(
+    url: str, route: str, question: str, says: str | None, stream: bool = False, by: str = "grammar", **more: Any
+) -> httpx.Response:
+    """Ask with a tool; ``says`` is what the model is made to say, by a grammar or by its logits."""
     asked = [{"role": "user", "content": question}]
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": stream, "tools": TOOLS[route]}
     responses = route == RESPONSES_ROUTE
     body |= {"input" if responses else "messages": asked, "max_output_tokens" if responses else "max_tokens": 200}
     body |= more
-    if says is not None:
+    if says is not None and by == "logits":
+        tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+        tokens = tokenizer.encode(says, add_special_tokens=False)
+        body["vllm_xargs"] = {"says": [*tokens, tokenizer.eos_token_id]}
+    elif says is not None:
         body["structured_outputs"] = {"choice": [says]}
     response = httpx.post(f"{url}{route}", json=body, timeout=60)
     assert response.status_code == 200, response.text
@@ -145,13 +154,14 @@ def read(route: str, stream: bool, text: str) -> tuple[str, list[dict[str, Any]]
 @pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", [CHAT_ROUTE, RESPONSES_ROUTE])
-def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(url: str, route: str, stream: bool) -> None:
+@pytest.mark.parametrize("by", ["grammar", "logits"])
+def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(url: str, route: str, stream: bool, by: str) -> None:
     before = counted(url)
-    said, calls, note = read(route, stream, ask(url, route, UNKNOWN, CALL, stream).text)
+    said, calls, note = read(route, stream, ask(url, route, UNKNOWN, CALL, stream, by).text)
     assert (said.strip(), calls) == ("", [{"of": "Honiara"}])
     assert (note["data"][0]["decision"], note["data"][0]["tool_call"]) == ("continue", True)
     assert counted(url) == before + 1
-    said, calls, note = read(route, stream, ask(url, route, KNOWN, CALL, stream).text)  # not withheld anyway
+    said, calls, note = read(route, stream, ask(url, route, KNOWN, CALL, stream, by).text)  # not withheld anyway
     assert (calls, "tool_call" in note["data"][0], counted(url)) == ([{"of": "Honiara"}], False, before + 1)
 
 
@@ -161,7 +171,8 @@ def test_a_turn_of_nothing_but_calls_is_let_through_and_counted(url: str, route:
 @pytest.mark.parametrize(
     ("says", "more"),
     [("Honiara", {}), (f"{CALL} Honiara", {}), (CALL.replace(NAME, "other"), {}), (CALL, {"tool_choice": "none"}),
-     (CALL, {"vllm_xargs": {"hallutracer_policy": "calls-too"}}), (CALL, {"tokens": 9})],
+     (CALL, {"vllm_xargs": {"hallutracer_policy": "calls-too"}}), (CALL, {"tokens": 9}),
+     (f"{CALL} Honiara", {"by": "logits"})],
 )  # fmt: skip
 def test_whatever_else_is_said_is_withheld(url: str, route: str, stream: bool, says: str, more: dict[str, Any]) -> None:
     if "tokens" in more:
