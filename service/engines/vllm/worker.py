@@ -234,7 +234,7 @@ class V1Reading:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Attach the payloads to the output that has the first tokens."""
         self.hallutracer_payloads = {}
-        with self._unseeded_parts():
+        with self._generators_kept():
             output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         inner = output if isinstance(output, ModelRunnerOutput) else getattr(output, "_model_runner_output", None)
         if inner is not None and self.hallutracer_payloads:
@@ -242,14 +242,14 @@ class V1Reading:
         return output
 
     @contextmanager
-    def _unseeded_parts(self) -> Iterator[None]:
-        """Set the seeds aside of requests whose token is dropped, for a part of a prompt was read.
+    def _generators_kept(self) -> Iterator[None]:
+        """On a CPU, keep vLLM from the seeded random generators of requests whose prompt is not read to its end.
 
-        vLLM winds their random generators back, which ends the engine on a CPU, whose generators know no offset."""
+        It drops their token and winds the generator back, which raises on a CPU and ends the engine."""
         runner: Any = self
         generators, dropped = runner.input_batch.generators, runner.discard_request_mask.np
-        cpu = [place for place in generators if dropped[place]] if runner.device.type == "cpu" else []
-        aside = {place: generators.pop(place) for place in cpu}
+        kept = [place for place in generators if dropped[place]] if runner.device.type == "cpu" else []
+        aside = {place: generators.pop(place) for place in kept}
         try:
             yield
         finally:

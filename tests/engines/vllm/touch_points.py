@@ -76,14 +76,14 @@ POINTS = [
     Point("worker", V1, "GPUModelRunner._sample", "logits spec_decode_metadata"),
     Point("worker", V1, "GPUModelRunner.sample_tokens", "grammar_output"),
     Point("worker", V1, "GPUModelRunner",
-          has="model requests input_batch query_start_loc discard_request_mask execute_model_state"),
+          has="model requests input_batch query_start_loc discard_request_mask execute_model_state device"),
     # The rows are known before a graph is chosen and runs: in V2 it is chosen by what was gathered.
     Point("worker", V1, "GPUModelRunner.execute_model", order=(
         "self._prepare_inputs(", "self._determine_batch_execution_and_padding(", "self._model_forward(")),
     Point("worker", V1, "GPUModelRunner._determine_batch_execution_and_padding", order=("self._is_uniform_decode(",)),
     Point("worker", V1, "AsyncGPUModelRunnerOutput", has="_model_runner_output"),
     Point("worker", "v1/worker/gpu_input_batch.py", "InputBatch", has=(
-        "req_ids num_computed_tokens_cpu num_prompt_tokens")),
+        "req_ids num_computed_tokens_cpu num_prompt_tokens generators")),
     Point("worker", "v1/worker/gpu_input_batch.py", "CachedRequestState", has="sampling_params"),
     Point("worker", "v1/utils.py", "CpuGpuBuffer", has="np"),
     Point("worker", V2, "GPUModelRunner.add_requests", "scheduler_output"),
@@ -214,7 +214,7 @@ POINTS = [
     Point("middleware", "entrypoints/openai/completion/protocol.py", "CompletionRequest",
           has="prompt vllm_xargs use_beam_search"),
     Point("generation", "exceptions.py", "VLLMValidationError.__init__", "message * parameter"),
-    Point("generation", "logprobs.py", "Logprob", has="logprob rank decoded_token"),
+    Point("turn", "logprobs.py", "Logprob", has="logprob rank decoded_token"),
 ]  # fmt: skip
 
 
