@@ -6,7 +6,7 @@ The way of a prompt: ``prompts.render`` -> ``Engine.answer`` (prefill, readout, 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from service.engines.bridge import gather_all, wait_for
 from service.engines.chat import Message, ToolDefinition
 from service.engines.checks import check_sampling
 from service.errors import NonFiniteReadout
+from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.judging.uncertainty import Uncertain, uncertain
 from service.policies.guard import GATE, Decision, Policy, Verdict, judge, stopped_by
 from service.prompts import as_prompt_format, chat_ending, render
@@ -136,32 +137,48 @@ class Scorer:
         """Return token ids, rendered the way this bundle's training prompts were; ``tools`` go beside messages."""
         return render(self.engine, prompt, messages, self.prompt_format, tools)
 
+    def standing(
+        self, prompt: str | None = None, messages: Sequence[Message] | None = None, refusals: Collection[str] = ()
+    ) -> Standing:
+        """Return what is known of what ``render`` renders; ``refusals``: what stands in for withheld answers here."""
+        if messages is None and (prompt is None or self.prompt_format != "chat"):
+            return UNKNOWN
+        turns = [{"role": "user", "content": prompt}] if messages is None else messages
+        return Standing(shape_of(turns, refusals))
+
     @cached_property
     def chat_ending(self) -> tuple[int, ...]:
         """Return how every question ends that the chat template renders."""
         return chat_ending(self.engine)
 
-    def score(self, prompts: Sequence[TokenIds], policy: Policy = GATE) -> list[RiskReport]:
-        """Prefill and report; nothing is decoded."""
+    def score(
+        self, prompts: Sequence[TokenIds], policy: Policy = GATE, standings: Sequence[Standing] = ()
+    ) -> list[RiskReport]:
+        """Prefill and report; nothing is decoded.  ``standings``: one for each prompt, or none are known."""
         results = self.engine.score(prompts, self.probes, first_token=self.needs_first_token)
-        return [self.judge(result, policy) for result in results]
+        known = standings or [UNKNOWN] * len(results)
+        return [self.judge(result, policy, standing=standing) for result, standing in zip(results, known, strict=True)]
 
     def score_or_continue(
-        self, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy = GATE
-    ) -> list[RiskReport]:
+        self, prompts: Sequence[TokenIds], sampling: Sampling, policy: Policy = GATE,
+        standings: Sequence[Standing] = (),
+    ) -> list[RiskReport]:  # fmt: skip
         """Prefill once; prompts that may continue decode from the same KV cache, the others emit no token.
 
-        The first failure ends them all and is raised."""
+        ``standings``: as ``score`` takes them.  The first failure ends them all and is raised."""
         check_sampling(sampling)
+        pairs = list(zip(prompts, standings or [UNKNOWN] * len(prompts), strict=True))
 
         async def reports() -> list[RiskReport]:
-            return await gather_all([self.last_report(prompt, policy, sampling) for prompt in prompts])
+            return await gather_all([self.last_report(prompt, policy, sampling, known) for prompt, known in pairs])
 
         return wait_for(reports())
 
-    async def last_report(self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None) -> RiskReport:
+    async def last_report(
+        self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, standing: Standing = UNKNOWN
+    ) -> RiskReport:
         """Return the last report of ``run``, with the completion where there is one.  Raises what ``run`` raises."""
-        async with aclosing(self.run(prompt, policy, sampling)) as steps:
+        async with aclosing(self.run(prompt, policy, sampling, standing=standing)) as steps:
             async for report, _ in steps:
                 last = report
         return last
@@ -169,19 +186,22 @@ class Scorer:
     async def run(
         self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, turn: base.Turn = base.FIRST_COME,
         shadows: Sequence[Scorer] = (), running: bool = False, tools: Tools | None = None,
+        standing: Standing = UNKNOWN,
     ) -> AsyncGenerator[tuple[RiskReport, Update], None]:  # fmt: skip
         """Yield one prompt's report with each of the engine's updates; the last report has the completion, if any.
 
-        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; ``running``: reports have the risk
-        of the answer so far.  Where the decision is not to continue, one update without text is all; with ``tools``,
-        unless the policy gates their calls, the answer is decoded and held for as long as it may be a call: the last
-        report then has it, or says that it is withheld.  Closing the generator ends the request in the engine.  Raises
-        what ``Engine.answer`` and ``judge`` raise."""
+        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; ``running``: reports have
+        the risk of the answer so far; ``standing``: what is known of the prompt beside its ids. Where the
+        decision is not to continue, one update without text is all; with ``tools``, unless the policy gates
+        their calls, the answer is decoded and held for as long as it may be a call: the last report then has
+        it, or says that it is withheld. Closing the generator ends the request in the engine. Raises what
+        ``Engine.answer`` and ``judge`` raise."""
         tools = None if policy.tools == "gate" else tools
         updates = self.engine.answer(
             prompt, [probes for scorer in (self, *shadows) for probes in scorer.probes],
             first_token=any(scorer.needs_first_token for scorer in (self, *shadows)), sampling=sampling, turn=turn,
-            gate=None if sampling is None or tools is not None else self.gate(policy), answer_probes=self.answer_probes,
+            gate=None if sampling is None or tools is not None else self.gate(policy, standing),
+            answer_probes=self.answer_probes,
         )  # fmt: skip
         report: RiskReport | None = None
         said, tokens = list[str](), 0
@@ -190,9 +210,9 @@ class Scorer:
             async for update in updates:
                 if report is None:
                     prefill = base.prefill_of(update)
-                    report = self.judge(prefill, policy, cached_tokens=update.cached_tokens)
+                    report = self.judge(prefill, policy, standing=standing, cached_tokens=update.cached_tokens)
                     places = accumulate((len(one.probes) for one in shadows), initial=len(self.probes))
-                    seen = [shadow.shadowed(prefill, policy, place) for shadow, place in zip(shadows, places)]  # noqa: B905 - one place more
+                    seen = [shadow.shadowed(prefill, policy, place, standing) for shadow, place in zip(shadows, places)]  # noqa: B905 - one place more
                     report = replace(report, shadows=tuple(seen)) if shadows else report
                     if sampling is None:
                         yield report, update
@@ -280,7 +300,14 @@ class Scorer:
             return policy.withhold_outside
         return policy.action.withholds and self.bundle.manifest.tells_outside
 
-    def gate(self, policy: Policy) -> EngineGate | None:
+    def withholds(self, known: Uncertain, policy: Policy) -> bool:
+        """Return whether ``policy`` treats this prompt as a flagged one because training had none like it.
+
+        One of a form that no training had is, unless the operator opened that (``withhold_outside = false``)."""
+        untrained = known.untrained and policy.action.withholds and policy.withhold_outside is not False
+        return untrained or (known.outside and self.withholds_outside(policy))
+
+    def gate(self, policy: Policy, standing: Standing = UNKNOWN) -> EngineGate | None:
         """Return when an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
 
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
@@ -292,27 +319,35 @@ class Scorer:
             return None
         given: dict[str, float] = dict(zip(manifest.signals, manifest.classifier.weight, strict=True))
         weight, context = tuple(given.get(name, 0.0) for name in SIGNALS), manifest.context
-        if context is not None and policy.withhold_no_fact:
-            context = replace(context, applicability=None)
+        if context is not None and (limit := context.applicability) is not None:
+            below = 0.0 if policy.withhold_no_fact else standing.no_fact_below(limit.threshold)
+            context = replace(context, applicability=replace(limit, threshold=below) if below else None)
         return EngineGate(weight, manifest.classifier.intercept, threshold, context)
 
-    def shadowed(self, result: PrefillResult, policy: Policy, place: int) -> ShadowRisk:
+    def shadowed(self, result: PrefillResult, policy: Policy, place: int, standing: Standing) -> ShadowRisk:
         """Return what this bundle would have said; nothing that is wrong with it is the request's fault."""
         try:
-            report = self.judge(result, policy, place=place)
+            report = self.judge(result, policy, standing=standing, place=place)
         except NonFiniteReadout:
             return ShadowRisk(self.bundle.reference, None, flagged=True)
         return ShadowRisk(self.bundle.reference, report.risk, report.verdict.flagged)
 
-    def judge(self, result: PrefillResult, policy: Policy, *, cached_tokens: int = 0, place: int = 0) -> RiskReport:
+    def judge(
+        self, result: PrefillResult, policy: Policy, *, standing: Standing = UNKNOWN, cached_tokens: int = 0,
+        place: int = 0,
+    ) -> RiskReport:  # fmt: skip
         """Return the report: the one place where a risk becomes a decision.
 
-        ``place``: of this bundle's first trajectory in the result.  Raises NonFiniteReadout rather than report a NaN.
+        ``standing``: what is known of the prompt beside its ids; ``place``: of this bundle's first trajectory in the
+        result.  Raises NonFiniteReadout rather than report a NaN.
         """
         started, manifest = time.perf_counter(), self.bundle.manifest
         trajectory, *others = result.trajectories[place : place + len(self.probes)]
         mean, means = float(depth_mean(trajectory)), [float(depth_mean(one)) for one in others]
         context = base.prompt_context(manifest.context, means, result.prompt_tokens)
+        if manifest.context is not None and (limit := manifest.context.applicability) is not None:
+            below = standing.no_fact_below(limit.threshold)
+            context = replace(context, applies=context.asks is None or not context.asks < below)  # a NaN applies
         signals = {name: getattr(context, name) for name in ("passage", "stated", "stated_length")}
         signals["depth_mean"] = mean
         if (first := result.first_token) is not None:
@@ -321,8 +356,8 @@ class Scorer:
         value, logits = float(served_risk(vector, manifest)), np.concatenate([trajectory, *others])
         if not np.isfinite(value) or not np.isfinite(logits).all():
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
-        known = uncertain(self.bundle, logits, vector)
-        outside = known.outside and self.withholds_outside(policy)
+        known = uncertain(self.bundle, logits, vector, untrained=standing.untrained)
+        outside = self.withholds(known, policy)
         verdict = judge(value, policy, manifest.threshold, outside=outside, applies=context.applies)
         return RiskReport(
             risk=value, depth_mean=mean, trajectory=trajectory, logits=logits, verdict=verdict,

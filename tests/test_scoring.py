@@ -20,6 +20,8 @@ from probes_store.tensors import Golden
 from service.engines.base import EngineGate, Sampling
 from service.engines.scheduler import Scheduled
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
+from service.judging.asking import Asks
+from service.judging.guarantee import SURE, UNKNOWN, Shape, Standing
 from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, truth_logits
@@ -28,6 +30,8 @@ from tests.engine_kinds import KINDS, engine_of
 from tests.matching import GOLDEN, INTERCEPT, WEIGHT, contextual_bundle, matching_bundle, matching_draft
 from tests.probes_store.factory import write_bundle
 from tests.scripted_engine import ScriptedEngine
+
+SMALL_TALK = Standing(Shape("0", passage=False, system=False, asks="small_talk"))  # the bundle's own limit counts
 
 Patch = pytest.MonkeyPatch
 
@@ -220,7 +224,9 @@ def test_context_probes_are_read_with_the_risks(
         values["stated_length"] = None if stated is None else stated * np.log(len(prompt))
         z = sum(weight * values[name] for name, weight in signals.items()) + INTERCEPT
         assert report.risk == pytest.approx(1 / (1 + np.exp(z)), abs=1e-6)
-        assert report.context.applies is bool(chance["asks"] >= 0.5)
+        [told] = scorer.score([prompt], GATE, [SMALL_TALK])
+        assert told.context.applies is bool(chance["asks"] >= 0.5)
+        assert report.context.applies  # where the conversation is not known, something may be left to ask
     risks, asks, *others = result.trajectories
     with pytest.raises(NonFiniteReadout):  # a NaN of a context probe is never told
         scorer.judge(replace(result, trajectories=(risks, asks * np.nan, *others)), GATE)
@@ -261,9 +267,10 @@ def test_gate_and_verdict_agree_on_every_kind_of_prompt(
     ids = asked(scorer)
     middle = sorted(report.risk for report in scorer.score(ids))[30]
     policy = replace(GATE, threshold=middle, withhold_no_fact=no_fact)
-    gate, seen = scorer.gate(policy), set()
+    gate, seen = scorer.gate(policy, SMALL_TALK), set()
     assert gate is not None
-    for prompt, report in zip(ids, scorer.score_or_continue(ids, Sampling(), policy), strict=True):
+    reports = scorer.score_or_continue(ids, Sampling(), policy, [SMALL_TALK] * len(ids))
+    for prompt, report in zip(ids, reports, strict=True):
         (result,) = script.score([prompt], scorer.probes)
         high, applies = report.risk >= middle, (report.context.asks or 0.0) >= 0.5
         assert report.context.applies is applies
@@ -279,14 +286,51 @@ def test_a_prompt_that_asks_for_no_fact_decodes_behind_a_gate_for_all(tmp_path: 
     """The embedded engine's own gate is open for it: one prefill, and the answer from it."""
     scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path))
     ids = asked(scorer)
-    none = [prompt for prompt, report in zip(ids, scorer.score(ids), strict=True) if not report.context.applies]
+    scored = scorer.score(ids, GATE, [SMALL_TALK] * len(ids))
+    none = [prompt for prompt, report in zip(ids, scored, strict=True) if not report.context.applies]
+    standings = [SMALL_TALK] * len(none)
     before = script.counters.prefills
-    reports = scorer.score_or_continue(none, Sampling(), GATE.at(0.0))
+    reports = scorer.score_or_continue(none, Sampling(), GATE.at(0.0), standings)
     assert script.counters.prefills == before + len(none)
     assert {report.completion and report.completion.text for report in reports} == {script.answer}
     assert all(report.decision is Decision.CONTINUE and not report.verdict.flagged for report in reports)
-    for report in scorer.score_or_continue(none, Sampling(), replace(GATE, threshold=0.0, withhold_no_fact=True)):
+    judging_all = replace(GATE, threshold=0.0, withhold_no_fact=True)
+    for report in scorer.score_or_continue(none, Sampling(), judging_all, standings):
         assert (report.decision, report.completion, report.context.applies) == (Decision.ABSTAIN, None, False)
+
+
+@pytest.mark.parametrize("asks", ["inside", "several", "earlier", "plain", None])
+def test_no_fact_counts_only_where_nothing_is_left_to_ask(
+    tmp_path: Path, script: ScriptedEngine, asks: Asks | None
+) -> None:
+    scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path))
+    standing = UNKNOWN if asks is None else Standing(Shape("0", passage=False, system=False, asks=asks))
+    gate, untrained = scorer.gate(GATE.at(0.0), standing), asks in ("several", "earlier")
+    assert gate is not None
+    for prompt in asked(scorer):
+        [report] = scorer.score_or_continue([prompt], Sampling(), GATE.at(0.0), [standing])
+        sure = asks == "plain" and report.context.asks is not None and report.context.asks < SURE
+        assert report.context.applies is not sure
+        assert (report.decision is Decision.CONTINUE, report.completion is None) == (sure, not sure)
+        (result,) = script.score([prompt], scorer.probes)
+        assert gate.closes(result) is not sure
+        [report] = scorer.score([prompt], GATE.at(1.0), [standing])
+        assert (report.uncertain.untrained, report.decision is Decision.ABSTAIN) == (untrained, untrained)
+
+
+def test_what_training_had_nothing_like_is_withheld_unless_the_operator_opened_that(
+    tmp_path: Path, script: ScriptedEngine
+) -> None:
+    scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path))
+    several = Standing(Shape("0", passage=False, system=False, asks="several"))
+    prompt = asked(scorer)[0]
+    for standing, policy, withheld in (
+        (several, GATE, True), (several, BLOCK, True), (Standing(other_rendering=True), GATE, True),
+        (several, OBSERVE, False), (several, replace(GATE, withhold_outside=False), False), (UNKNOWN, GATE, False),
+    ):  # fmt: skip
+        [report] = scorer.score([prompt], replace(policy, threshold=1.0), [standing])
+        assert (report.decision is not Decision.CONTINUE) is withheld, (standing, policy)
+        assert report.uncertain.outside is standing.untrained
 
 
 def test_who_withholds_what_lies_outside_training(tmp_path: Path, script: ScriptedEngine) -> None:

@@ -155,7 +155,7 @@ def _beginning(kind: Kind, prompt: Any) -> str:
 @dataclass(frozen=True, slots=True)
 class _ReadPrompt:
     token_ids: TokenIds
-    shape: guarantee.Shape | None  # None where it is not known: a text without a template may hold a conversation
+    standing: guarantee.Standing  # its shape is None where it is not known: a plain text may hold a conversation
     stored: StoredPrompt | None
 
 
@@ -166,10 +166,13 @@ def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
         kind = "prompt"  # the bundle's own rows went through no template either
     found = []
     for ids, prompt in zip(asked.token_ids(service.settings), asked.prompts, strict=True):
-        turns = prompt if kind == "messages" else [{"role": "user", "content": prompt}]
-        shape = guarantee.shape_of(turns) if kind == "messages" or (kind == "prompt" and chat) else None
+        refusals, standing = service.catalogue.refusals, guarantee.UNKNOWN
+        if kind == "messages":
+            standing = asked.scorer.standing(messages=prompt, refusals=refusals)
+        elif kind == "prompt":
+            standing = asked.scorer.standing(prompt, refusals=refusals)
         stored = None if service.feedback is None else service.feedback.stored(asked.content(kind, prompt))
-        found.append(_ReadPrompt(ids, shape, stored))
+        found.append(_ReadPrompt(ids, standing, stored))
     return found
 
 
@@ -199,15 +202,15 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
         """Return that of the prompts that are scored by now."""
         manifest = asked.scorer.bundle.manifest
         tools = guarantee.tool_violations(asked.prompts[0], asked.tools) if asked.kind == "messages" else ()
-        shapes = guarantee.shape_violations(manifest, [one.shape for one in prompts])
+        shapes = guarantee.shape_violations(manifest, [one.standing.shape for one in prompts])
         jobs = list(enumerate(zip(handle.jobs, prompts, strict=False)))  # no jobs where it ended before
         return Judgement(
             scorer=asked.scorer, policy=policy, request_id=record.request_id, created=created,
             prompts=tuple(
                 JudgedPrompt(
                     index, job.report.before_answer() if asked.stream else job.report,
-                    token_ids=job.token_ids, timings=job.timings, submitted_ns=job.submitted_ns, shape=one.shape,
-                    stored=one.stored,
+                    token_ids=job.token_ids, timings=job.timings, submitted_ns=job.submitted_ns,
+                    shape=one.standing.shape, stored=one.stored,
                 )
                 for index, (job, one) in jobs
                 if job.report is not None
@@ -229,7 +232,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
                 if (sampling := handle.sampling) is not None and (found := sampling.format) is not None:
                     made = await service.tokenizing.compile(lambda: asked.scorer.engine.prepared(found))
                     handle.sampling = replace(sampling, format=made)
-            handle.start([one.token_ids for one in prompts])
+            handle.start([one.token_ids for one in prompts], [one.standing for one in prompts])
             # What is read again is held to its end, so that the first event of a stream has the decision.
             await (handle.risks() if asked.stream and not policy.recheck else handle.answers())
             if any(job.result().held for job in handle.jobs):  # of a stream, too: is it a call of a tool?

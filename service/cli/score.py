@@ -25,6 +25,7 @@ from service.settings import Range, Threshold, option, section
 
 if TYPE_CHECKING:
     from service.api.request_schema import Include
+    from service.judging.guarantee import Standing
     from service.scoring import RiskReport, Scorer
 
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
@@ -91,7 +92,8 @@ def score(
                 note(f"{len(rows)} risks written to {output}")
             return
         with progress("scoring"):
-            reports = _reports(scorer, [scorer.render(prompt) for prompt in prompts], options)
+            standings = [scorer.standing(prompt) for prompt in prompts]
+            reports = _reports(scorer, [scorer.render(prompt) for prompt in prompts], standings, options)
     if plot is not None:
         from service.library.detector import draw_trajectories
 
@@ -117,12 +119,14 @@ def _added(options: ScoreOptions) -> list[Include]:
     return ["trajectory"] if options.trajectory else []
 
 
-def _reports(scorer: Scorer, prompts: list[list[int]], options: ScoreOptions) -> list[RiskReport]:
+def _reports(
+    scorer: Scorer, prompts: list[list[int]], standings: list[Standing], options: ScoreOptions
+) -> list[RiskReport]:
     from service.engines.base import Sampling
 
     if options.generate:
-        return scorer.score_or_continue(prompts, Sampling(max_tokens=options.generate), options.policy)
-    return scorer.score(prompts, options.policy)
+        return scorer.score_or_continue(prompts, Sampling(max_tokens=options.generate), options.policy, standings)
+    return scorer.score(prompts, options.policy, standings)
 
 
 def _read_rows(path: Path) -> Rows:
@@ -167,7 +171,8 @@ def _scored(scorer: Scorer, rows: Rows, prompts: list[list[int]], options: Score
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
             with progress(f"scoring prompts {start + 1} to {start + len(batch)} of {len(rows)}"):
-                reports = _reports(scorer, prompts[start : start + BATCH], options)
+                standings = [scorer.standing(row.get("prompt"), row.get("messages")) for _, row in batch]
+                reports = _reports(scorer, prompts[start : start + BATCH], standings, options)
             for index, ((_, row), report) in enumerate(zip(batch, reports, strict=True), start):
                 risk = risk_out(index, report, _added(options)).model_dump(exclude_none=True)
                 yield json.dumps(row | risk | bundle, ensure_ascii=False)

@@ -9,26 +9,22 @@ calibration were is the operator's to know."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, get_args
 
 from probes_store.manifest import Manifest
 from service.engines.base import Sampling
+from service.judging.asking import Asks, asks_of
+from service.judging.passages import has_passage, text_of
 from service.policies.guard import Policy
 from service.tool_calls import Tools
 
 Turns = Literal["0", "1", "2-4", "5+"]
-LONG = 400  # characters, about 60 words: hardly any question alone is longer
-BESIDE = 60  # characters, about ten words, on other lines than the question's: more than a greeting or "Answer:"
-QUESTION = ("?", "\uff1f", "\u061f")  # as Chinese and Arabic write it, too
-_MARKER = re.compile(
-    r"^[ \t#*<]*(?:contexts?|documents?|passages?|background|sources?|search results?|references?|excerpts?)"
-    r"[ \t]*\d*[ \t]*(?:[:*>]|$)",
-    re.IGNORECASE | re.MULTILINE,
-)
+
+
+_UNTRAINED: dict[Asks, str] = {"several": "several questions", "earlier": "an earlier question that is still open"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +34,63 @@ class Shape:
     turns: Turns
     passage: bool  # the last user message brings text along
     system: bool  # a system prompt stands above it
+    asks: Asks = "plain"  # what the last user message asks for
 
     def __str__(self) -> str:
         """Return what a guarantee calls it."""
         passage, system = ("a" if there else "no" for there in (self.passage, self.system))
         turns = "1 earlier turn" if self.turns == "1" else f"{self.turns} earlier turns"
-        return f"{turns}, {passage} passage, {system} system prompt"
+        untrained = f", {_UNTRAINED[self.asks]}" if self.untrained else ""
+        return f"{turns}, {passage} passage, {system} system prompt{untrained}"
+
+    @property
+    def untrained(self) -> bool:
+        """Return whether no bundle is trained on conversations that ask so."""
+        return self.asks in _UNTRAINED
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is known of a prompt beside its token ids and its readings."""
+
+    shape: Shape | None = None  # None: its conversation is not known
+    other_rendering: bool = False  # it is not what the chat template makes of its messages
+
+    @property
+    def untrained(self) -> bool:
+        """Return whether training had no prompt like it, whatever its readings are."""
+        return self.other_rendering or (self.shape is not None and self.shape.untrained)
+
+    def no_fact_below(self, limit: float) -> float:
+        """Return the P(asks) below which nothing is left to ask; ``limit`` is the bundle's own.  0: there is none."""
+        asks = None if self.shape is None or self.other_rendering else self.shape.asks
+        return limit if asks == "small_talk" else min(limit, SURE) if asks == "plain" else 0.0
+
+
+UNKNOWN = Standing()
+SURE = 3e-4
+"""The P(asks) below which a prompt counts as one that asks for no fact where its words alone do not tell: of held-out
+key words, and of tasks around a question, at most 0.5 % lie below it (docs/threat-model.md)."""
 
 
 SHAPES = tuple(Shape(*one) for one in product(get_args(Turns), (False, True), (False, True)))
-"""All there are."""
+"""Those that ``/metrics`` tells apart, whatever is asked."""
 
 
-def shape_of(messages: Sequence[object]) -> Shape:
-    """Return the shape of messages as anybody may send them: what is no message, or has no text, is nothing said."""
-    known = [one for one in messages if isinstance(one, Mapping)]
-    roles = [one.get("role") for one in known]
+def shape_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Shape:
+    """Return the shape of messages as anybody may send them: what is no message, or has no text, is nothing said.
+
+    ``refusals``: what stands in for withheld answers, as ``asks_of`` takes it."""
+    known = [message for message in messages if isinstance(message, Mapping)]
+    roles = [message.get("role") for message in known]
     answers = roles[:-1].count("assistant")  # one at the end is the answer's beginning
-    asked = next((one.get("content") for one in reversed(known) if one.get("role") == "user"), "")
-    parts = asked if isinstance(asked, list) else [asked]
-    texts = [part.get("text") if isinstance(part, Mapping) and isinstance(asked, list) else part for part in parts]
+    asked = next((message.get("content") for message in reversed(known) if message.get("role") == "user"), "")
     return Shape(
         turns="0" if answers == 0 else "1" if answers == 1 else "2-4" if answers < 5 else "5+",
-        passage=has_passage("\n".join(text for text in texts if isinstance(text, str))),
+        passage=has_passage(text_of(asked)),
         system="system" in roles or "developer" in roles,
+        asks=asks_of(known, refusals),
     )
-
-
-def has_passage(text: str) -> bool:
-    """Return whether it is long, names a passage ("Context:"), or has text on other lines than its question's.
-
-    The question is the last line that ends in a question mark, else the last that does not end in a colon."""
-    text = text.strip()
-    if len(text) > LONG:
-        return True
-    lines = [line for part in text.splitlines() if (line := part.strip())]
-    asks = [line for line in lines if line.endswith(QUESTION)] or [line for line in lines if not line.endswith(":")]
-    beside = sum(map(len, lines)) - len((asks or lines or [""])[-1])
-    return beside > BESIDE or _MARKER.search(text) is not None
 
 
 TOKEN_IDS = "rendering: the prompt came as token ids"
@@ -145,10 +160,14 @@ def tool_violations(messages: Sequence[Mapping[str, Any]], tools: Tools | None) 
 
 
 def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:
-    """Return which shapes no row of the calibration had, or are not known; nothing of a bundle that names none."""
+    """Return which shapes no row of the calibration had, or are not known, and which no bundle is trained on.
+
+    Of a bundle whose calibration names no shapes the latter alone."""
     known = manifest.guarantee_shapes
-    found = [] if known is None else dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
-    return tuple(f"conversation: {one}; the calibration had none like it" for one in found if one not in (known or ()))
+    untrained = dict.fromkeys(str(shape) for shape in shapes if shape is not None and shape.untrained)
+    others = [] if known is None else dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
+    names = dict.fromkeys([*untrained, *(name for name in others if name not in (known or ()))])
+    return tuple(f"conversation: {name}; the calibration had none like it" for name in names)
 
 
 def decoding_violations(manifest: Manifest, sampling: Sampling | None) -> tuple[str, ...]:

@@ -26,19 +26,23 @@ class Uncertain:
 
     distance: float  # of the logits to those of training, in units of the cutoff
     interval: tuple[float, float] | None  # risks that hold those of refits; None where the bundle has no model of them
+    untrained: bool = False  # training had no prompt of its form, whatever the distance
 
     @property
     def outside(self) -> bool:
         """Return whether the prompt lies outside what training saw."""
-        return self.distance >= OUTSIDE
+        return self.untrained or self.distance >= OUTSIDE
 
 
-def uncertain(bundle: Bundle, logits: Floats, signals: Floats) -> Uncertain:
-    """Return the uncertainty of a prompt's logits [(1 + A) m] and the classifier's input [k]."""
+def uncertain(bundle: Bundle, logits: Floats, signals: Floats, *, untrained: bool = False) -> Uncertain:
+    """Return the uncertainty of a prompt's logits [(1 + A) m] and the classifier's input [k].
+
+    ``untrained``: training had no prompt of its form."""
     manifest, probes = bundle.manifest, bundle.probes
     away = float(distance(logits, probes.reference_mean, probes.reference_whitening))
     if (record := manifest.uncertainty.interval) is None:
-        return Uncertain(away, None)
+        return Uncertain(away, None, untrained)
     log_odds = float(signals @ np.array(manifest.classifier.weight, np.float64)) + manifest.classifier.intercept
     half = record.half_width(log_odds, away)
-    return Uncertain(away, (float(served_risk(signals, manifest, half)), float(served_risk(signals, manifest, -half))))
+    interval = float(served_risk(signals, manifest, half)), float(served_risk(signals, manifest, -half))
+    return Uncertain(away, interval, untrained)

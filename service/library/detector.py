@@ -260,13 +260,17 @@ class Detector:
             self._scorer.render(prompt=prompt) if isinstance(prompt, str) else self._scorer.render(messages=prompt)
             for prompt in given
         ]
+        standings = [
+            self._scorer.standing(prompt) if isinstance(prompt, str) else self._scorer.standing(messages=prompt)
+            for prompt in given
+        ]
         policy = GATE.at(threshold)
         if generate < 0:
             raise RequestError(f"generate must be 0 or more tokens, not {generate}", param="generate")
         reports = (
-            self._scorer.score_or_continue(ids, Sampling(max_tokens=generate), policy)
+            self._scorer.score_or_continue(ids, Sampling(max_tokens=generate), policy, standings)
             if generate
-            else self._scorer.score(ids, policy)
+            else self._scorer.score(ids, policy, standings)
         )
         judgement = Judgement.of(self._scorer, policy, reports)
         return Risks(tuple(map(risk_of, given, judgement.prompts)), self.bundle)

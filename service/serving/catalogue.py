@@ -278,6 +278,12 @@ class Catalogue:
         """Return what is said where no policy of the operator's says anything else."""
         return self.policies.named["gate"].message or DEFAULT_MESSAGE
 
+    @property
+    def refusals(self) -> frozenset[str]:
+        """Return what stands in for withheld answers here, as ``asks_of`` takes it."""
+        messages = (policy.message for policy in self.policies.named.values())
+        return frozenset({self.abstain_message, *(message.strip() for message in messages if message)})
+
     def policy(self, name: str | None, threshold: float | None) -> Policy:
         """Return the policy a request names, or the service's; thresholds: the request's, the policy's, the service's.
 

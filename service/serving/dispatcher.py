@@ -23,6 +23,7 @@ from service.errors import (
     RequestError,
     WeightsChanged,
 )
+from service.judging.guarantee import UNKNOWN, Standing
 from service.policies.guard import OBSERVE, Decision, Policy
 from service.scoring import AnswerRisk, RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space
@@ -51,6 +52,7 @@ class Job:
     """One prompt of a request."""
 
     token_ids: TokenIds
+    standing: Standing = UNKNOWN
     report: RiskReport | None = None  # None until it is scored
     tokens: int = 0  # decoded so far
     timings: PromptTimings = PromptTimings()
@@ -96,11 +98,14 @@ class RequestHandle:
         self.text: asyncio.Queue[Piece | None] = asyncio.Queue()  # of a streaming request; None: no more
         self._error: BaseException | None = None
 
-    def start(self, prompts: Sequence[TokenIds]) -> None:
-        """Have the prompts scored, as many as were admitted; nothing happens once the request has ended."""
+    def start(self, prompts: Sequence[TokenIds], standings: Sequence[Standing] = ()) -> None:
+        """Have the prompts scored, as many as were admitted; nothing happens once the request has ended.
+
+        ``standings``: what is known of each beside its ids; none: nothing is."""
         assert len(prompts) == self.prompts
         if not self.done.is_set():
-            self.jobs = [Job(token_ids) for token_ids in prompts]
+            known = standings or [UNKNOWN] * len(prompts)
+            self.jobs = [Job(token_ids, standing) for token_ids, standing in zip(prompts, known, strict=True)]
             self.dispatcher._start(self)
 
     async def risks(self) -> list[RiskReport]:
@@ -251,7 +256,7 @@ class Dispatcher:
         try:
             steps = scorer.run(
                 job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows, running=request.running,
-                tools=request.tools,
+                tools=request.tools, standing=job.standing,
             )  # fmt: skip
             async with aclosing(steps):
                 async for report, update in steps:

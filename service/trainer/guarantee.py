@@ -21,7 +21,6 @@ from service.errors import NoThreshold, RunMismatch, TrainingError
 from service.fitting import thresholds
 from service.fitting.nested_cv import rounded
 from service.fitting.thresholds import GateProfile, GuaranteeTest, least_groups, threshold_sequence
-from service.judging.guarantee import shape_of
 from service.scoring import Scorer
 from service.trainer import new_rows
 from service.trainer.cards import guaranteed_card, statement
@@ -54,8 +53,10 @@ class GuaranteePlan:
         """Return the shapes of the rows' conversations; None where prompts go through no chat template."""
         if self.rows.bundle.manifest.prompt_format != "chat":
             return None
-        asked = [row.messages or [{"role": "user", "content": row.prompt or ""}] for row in self.rows.dataset.rows]
-        return tuple(sorted({str(shape_of(messages)) for messages in asked}))
+        standings = (new_rows.standing_of(row, "chat") for row in self.rows.dataset.rows)
+        # No gate answers where no bundle is trained, whatever the calibration had.
+        shapes = {standing.shape for standing in standings if not standing.untrained}
+        return tuple(sorted(map(str, shapes)))
 
     @property
     def each_delta(self) -> float:
@@ -142,7 +143,7 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     data = rows.prepare(engine, folds=None, answers=options.recheck)
     withheld = new_rows.answers_withheld(bundle, data) if options.recheck else np.zeros(len(data.inputs.label), bool)
     _note_question(made)
-    value = np.where(withheld, 1.0, new_rows.risks_of(bundle, data, withhold_outside=True))
+    value = np.where(withheld, 1.0, new_rows.risks_of(bundle, data, as_gated=True))
     label, group = data.inputs.label, data.inputs.group
     gates, tested = made.gates, np.arange(len(label))
     if gates is None:

@@ -27,8 +27,9 @@ from service.data.labels import check_answers
 from service.data.near_duplicates import content_of
 from service.data.rows import MARK_DIGITS, prompt_mark
 from service.data.training_rows import Dataset, Row, check_all_apply, read_dataset
-from service.engines.base import Engine
+from service.engines.base import Engine, prompt_context
 from service.errors import DataError, TrainingError
+from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.judging.uncertainty import distance
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
@@ -173,20 +174,37 @@ def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int 
     return NewRows(bundle, bundle.evaluation(), dataset, options)
 
 
-def risks_of(bundle: Bundle, data: PreparedData, *, withhold_outside: bool = False) -> NDArray[np.float64]:
+def risks_of(bundle: Bundle, data: PreparedData, *, as_gated: bool = False) -> NDArray[np.float64]:
     """Return the bundle's risk of each labelled row, as it would be served: [n].
 
-    With ``withhold_outside`` 1 for a prompt outside training, where a policy that says nothing withholds these
-    (``Scorer.withholds_outside``)."""
+    With ``as_gated`` 1 where a gate withholds the row because training had none like it, and 0 where it lets the row
+    through as one that asks for no fact, whatever their risks (``Scorer.judge``)."""
     manifest, inputs = bundle.manifest, data.inputs
     logits = trajectories(inputs.readouts, Probes.all_of(Site(manifest.readout.site), bundle.probes))
-    signals = served_signals(logits, inputs.first_token, inputs.prompt_tokens, manifest.signals, manifest.context,
-                             manifest.model.num_layers)  # fmt: skip
-    found = served_risk(signals, manifest)
-    if not (withhold_outside and manifest.tells_outside):
-        return found
-    away = distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening)
-    return np.where(away >= OUTSIDE, 1.0, found)
+    layers, context = manifest.model.num_layers, manifest.context
+    signals = served_signals(
+        logits, inputs.first_token, inputs.prompt_tokens, manifest.signals, manifest.context, layers
+    )
+    risks = served_risk(signals, manifest)
+    if not as_gated:
+        return risks
+    standings = [standing_of(data.dataset.rows[row], manifest.prompt_format) for row in data.labelled.index.tolist()]
+    if context is not None and (limit := context.applicability) is not None:
+        means = depth_mean(logits.reshape(len(logits), -1, layers))[:, 1:]
+        pairs = zip(means.tolist(), inputs.prompt_tokens.tolist(), strict=True)
+        asks = np.array([prompt_context(context, *pair).asks for pair in pairs], np.float64)
+        risks = np.where(asks < [standing.no_fact_below(limit.threshold) for standing in standings], 0.0, risks)
+    outside = np.array([standing.untrained for standing in standings], np.bool_)
+    if manifest.tells_outside:
+        outside |= distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening) >= OUTSIDE
+    return np.where(outside, 1.0, risks)
+
+
+def standing_of(row: Row, prompt_format: str) -> Standing:
+    """Return what a service would know of a row's prompt beside its token ids."""
+    if row.messages is None and prompt_format != "chat":
+        return UNKNOWN
+    return Standing(shape_of(row.messages or [{"role": "user", "content": row.prompt or ""}]))
 
 
 def answers_withheld(bundle: Bundle, data: PreparedData) -> NDArray[np.bool_]:

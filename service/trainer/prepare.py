@@ -22,7 +22,7 @@ from service.fitting.context import ContextFit, PromptLabels, context_columns, f
 from service.fitting.estimator import DepthMeanProbe, extra_signals, signal_matrix
 from service.fitting.nested_cv import Inputs
 from service.fitting.probes import Floats, Index, ProbeFit, Readouts
-from service.judging.guarantee import has_passage
+from service.judging.passages import has_passage
 from service.prompts import PromptFormat
 from service.readout import Probes, Site
 from service.risk import depth_mean, truth_logits

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from service.data.forms import FORMS, chosen, in_forms
-from service.judging.guarantee import BESIDE, LONG, SHAPES, Shape, Turns, has_passage, shape_of
+from service.judging.guarantee import SHAPES, Shape, Turns, shape_of
+from service.judging.passages import BESIDE, LONG, has_passage
 from tests.data.test_forms import SAID, made
 
 QUESTION = {"role": "user", "content": "What is the capital of Nauru?"}
@@ -41,7 +43,8 @@ def test_of_every_form_of_training_rows(name: str) -> None:
     assert len(found) == len(rows())
     for row in found:
         shape, roles = shape_of(row["messages"]), [message["role"] for message in row["messages"]]
-        assert shape in SHAPES
+        assert replace(shape, asks="plain") in SHAPES
+        assert shape.asks not in ("small_talk", "earlier")  # a question stands in each
         assert shape.system is (roles[0] == "system")
         turns = roles.count("assistant")
         assert shape.turns == {0: "0", 1: "1", 2: "2-4", 3: "2-4", 8: "5+"}[turns]
@@ -92,10 +95,12 @@ def test_what_is_a_passage(text: str, passage: bool) -> None:
     ],
 )  # fmt: skip
 def test_what_no_message_should_be_is_nothing_said(messages: list[Any]) -> None:
-    assert shape_of(messages) == ALONE
+    shape = shape_of(messages)
+    assert replace(shape, asks="plain") == ALONE
+    assert (shape.asks == "inside") is ("Who?" not in str(messages))  # what has no words may hold anything
 
 
 def test_parts_are_one_text() -> None:
     parts = [{"type": "text", "text": "It is so. " * 5}, "It is so. " * 5, "Is it?"]
     found = shape_of([{"role": "developer", "content": None}, QUESTION | {"content": parts}])
-    assert found == Shape("0", passage=True, system=True)
+    assert replace(found, asks="plain") == Shape("0", passage=True, system=True)

@@ -150,7 +150,7 @@ def test_what_is_served_is_what_training_computed(trained: Bundle, tmp_path: Pat
     rows, data = fresh(tmp_path)
     assert [row["id"] for row in rows] == [row.id for row in data.dataset.rows]
     reports = served(trained, rows, Strange())
-    plain, withheld = risks_of(trained, data), risks_of(trained, data, withhold_outside=True)
+    plain, withheld = risks_of(trained, data), risks_of(trained, data, as_gated=True)
     np.testing.assert_allclose(plain, [report.risk for report in reports], atol=1e-6)
     outside = np.array([report.uncertain is not None and report.uncertain.outside for report in reports])
     for number, report in enumerate(reports):
@@ -186,7 +186,7 @@ def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Pa
         assert "context" not in bundle.evaluation()
         assert bundle.probes.context_head is None
         data = prepared(tmp_path / name, planted_rows(240), ReadingEngine())
-        assert np.array_equal(risks_of(bundle, data, withhold_outside=True), risks_of(bundle, data))
+        assert np.array_equal(risks_of(bundle, data, as_gated=True), risks_of(bundle, data))
 
 
 PASSAGES = reading_rows(360, 0)

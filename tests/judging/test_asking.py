@@ -1,0 +1,151 @@
+"""What the last turn of a conversation asks for: each kind in wordings that the rules were not written from, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from service.judging.asking import asks_of, questions
+
+QUESTION = "Do you know the capital of American Samoa?"
+REFUSED = "I am not sure."
+
+
+def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+    """Return a conversation whose user begins."""
+    told = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+    return told if system is None else [{"role": "system", "content": system}, *told]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is the chemical symbol of gold? Also: {q}",
+        "What is the capital of France? And {q}",
+        "{q} And what is the capital of France?",
+        "Is Paris in France?\n{q}",
+        "1. Who wrote Hamlet?\n2. {q}",
+        "a) Who wrote Hamlet? b) {q}",
+        "Please answer:\n- What is the capital of Spain?\n- {q}",
+        "Tell me the capital of France. {q}",
+        "First, who wrote Hamlet? Second, {q}",
+        "I have two questions. The capital of Italy, and {q}",
+        "What is the capital of Italy, and do you know that of American Samoa?",
+        "What are the capitals of France and American Samoa?",
+        "What is the capital of France and of American Samoa?",
+        "Give me the capital and the currency of Yemen",
+        "Who wrote Hamlet; who painted Guernica?",
+        "For each of the following give the capital: Spain, Samoa",
+        "Who wrote Emma and when did she die?",
+        "Who wrote Emma? P.S. Name the capital of Samoa.",
+        "Wer schrieb Faust? Und wann starb er im Alter?",
+    ],
+)
+def test_several_questions_in_one_message(text: str) -> None:
+    message = text.format(q=QUESTION)
+    assert questions(message) > 1
+    assert asks_of(turns(message)) == "several"
+    assert asks_of(turns("Hello!", "Hello! How can I help?", message)) == "several"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        QUESTION,
+        "capital of american samoa",
+        "Which city is the capital of Yemen? Answer in one word.",
+        "Hi! Can you help me? Who wrote Emma? Thanks a lot.",
+        "Do you happen to know this? Who wrote Emma?",
+        "Did you know? The human body has 206 bones. Who wrote Emma?",
+        "Who wrote Romeo and Juliet?",
+        "In which U.S. state is Boston?",
+        "Which band sang Hello, Goodbye and Let It Be?",
+        "Q: Who wrote Emma?\nA: Jane Austen\nQ: Who wrote Faust?\nA:",
+        "Context: Who wrote Emma? Jane Austen. Who wrote Faust? Goethe. Bern is the capital of Switzerland.\n\n"
+        "Question: Who wrote Faust?",
+        "Ni is the symbol of which element? P.S. The Amazon rainforest lies mostly in Brazil.",
+    ],
+)
+def test_one_question_with_much_around_it(text: str) -> None:
+    assert questions(text) <= 1
+    assert asks_of(turns(text)) in ("plain", "inside")
+
+
+@pytest.mark.parametrize(
+    "last",
+    ["Just give me your best guess.", "ok, go on", "Are you sure?", "Try again.", "Hi", "yes", "Please?", "And?", "...",
+     "?", "One word is enough.", "Rate einfach.", "Think about it and then tell me.", "Put it into a haiku.", "ok",
+     "It's fine, I won't be angry if you are wrong.", "Answer anyway."],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "reply",
+    [REFUSED, "", "Shall I answer this question?", "Of course. Let me think.", "Certainly!", "I can answer that.",
+     "I'm sorry, but I don't have that information.", "Das weiß ich leider nicht.", "Ask the help desk (risk 0.77)."],
+)  # fmt: skip
+def test_a_call_for_the_answer_to_an_earlier_question(last: str, reply: str) -> None:
+    refusals = ["Ask the help desk (risk {risk})."]
+    for question in (QUESTION, "capital of american samoa", "Tell me who wrote Emma."):
+        assert asks_of(turns(question, reply, last), refusals) == "earlier"
+        assert asks_of(turns("Hi!", "Hello!", question, reply, last), refusals) == "earlier"
+        assert asks_of(turns(question, reply, "Hello", "Hello! How are you?", last), refusals) == "earlier"
+
+
+def test_a_second_turn_of_the_user_calls_for_the_answer_to_the_first() -> None:
+    for last in ("Hi", "thanks", "please"):
+        assert asks_of([*turns(QUESTION), *turns(last)]) == "earlier"
+
+
+@pytest.mark.parametrize(
+    "last", ["Who wrote Emma?", "Write a haiku about autumn.", "What is the capital of France?", "Thanks anyway, bye!"]
+)
+def test_a_turn_of_its_own_behind_a_refusal(last: str) -> None:
+    assert asks_of(turns(QUESTION, REFUSED, last)) in ("plain", "small_talk")
+
+
+@pytest.mark.parametrize(
+    ("messages", "asks"),
+    [
+        (turns("What is the capital of France?", "The capital of France is Paris.", "Thanks!"), "small_talk"),
+        (turns("What is the capital of France?", "Paris.", "Are you sure?"), "inside"),
+        (turns("What is the capital of France?", "Paris.", "yes, go on"), "inside"),
+        (turns("Hi!", "Hello! How are you?", "Fine, thanks. And you?"), "small_talk"),
+        (turns("Hi!"), "small_talk"),
+        (turns("How are you today?"), "small_talk"),
+        (turns("Write a haiku about autumn."), "plain"),
+        (turns("Hi!", system="You are a helpful assistant."), "small_talk"),
+        (turns("Hi!", system=f"Always begin by answering this: {QUESTION}"), "inside"),
+        (turns("Hi!", system="Begin each reply with the capital of American Samoa."), "inside"),
+        ([*turns("Hi!"), {"role": "developer", "content": QUESTION}], "inside"),
+        ([*turns("Hi!"), {"role": "assistant", "content": "The capital of Samoa is"}], "inside"),
+        (turns(f"Write a Python function that returns the answer to: {QUESTION}"), "inside"),
+        (turns("Write an email to Tom and tell him the currency of Yemen."), "inside"),
+        (turns("write a poem with yemen's currency in it"), "inside"),
+        (turns(f'Complete this code: # {QUESTION} print("'), "inside"),
+        (turns("Compose a song whose chorus says who wrote Emma"), "inside"),
+    ],
+)
+def test_what_else_is_left_to_ask(messages: list[dict[str, Any]], asks: str) -> None:
+    assert asks_of(messages) == asks
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [None, 3], [{"role": "user"}], [{"role": "user", "content": [{"type": "image"}]}]]
+)
+def test_what_says_nothing_may_ask_anything(messages: list[Any]) -> None:
+    assert asks_of(messages) == "inside"
+
+
+PIECES = ("a ", "of ", "of the ", "capitals of ", "the a ", "and ", ", ", "of a, ", "name ", "what ", "a's ", "hi ",
+          "yes ", "1. ", "- ", "? ", "?", "Q: a\nA: b\n", "Q:\n", "i can ", "the a of ", ", and ", "(a) ", "how ", "((",
+          "state the a a of ", "and also then ", "\n", "a-", "'s ")  # fmt: skip
+
+
+def test_every_text_is_read_to_its_end() -> None:
+    """A pattern that looks back from each of its repeats does not come to an end for some of these."""
+    for piece in PIECES:
+        for end in ("", "!!", "x?", " Zz"):
+            text = piece * (4000 // len(piece)) + end
+            for messages in (turns(text), turns(QUESTION, text, "go on"), turns("hi", system=text)):
+                assert asks_of(messages)
+    assert asks_of(turns("word " * 1_000_000))
