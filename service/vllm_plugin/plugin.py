@@ -108,9 +108,10 @@ class HalluTracerPlugin:
         self.service.metrics.ready(lifecycle.is_ready)
         if lifecycle.failure is None:
             return
-        log.critical("hallutracer: the server ends, since it would never be ready: %s", lifecycle.failure)
+        said = f"hallutracer: the server ends, since it would never be ready: {lifecycle.failure}"
+        log.critical(said)
         if not self._client.errored:  # else vLLM ends by itself, or was told to
-            raise SystemExit(1)  # ends the event loop, which no other exception of a task does
+            raise SystemExit(said)  # with status 1; no other exception of a task ends the event loop
 
     async def _add_lora(self, add: Callable[[Any], Awaitable[bool]], lora_request: Any) -> bool:
         """Have vLLM ``add`` an adapter while it runs, and its bundles read it."""

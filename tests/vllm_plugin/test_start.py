@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,17 +18,19 @@ from probes_store.errors import GoldenMismatch
 from service.demo import MODEL_DIR
 from service.engines.scheduler import Scheduled
 from service.errors import EngineError, ProbeReplaced
+from service.judging.guarantee import OTHER_ENDING
 from service.policies.policy import Policies, built_in, load_policies
 from service.settings import ServiceSettings
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.matching import matching_bundle
 from tests.scripted_engine import ScriptedEngine
+from tests.vllm_plugin.conftest import ending
 
 vllm_or_skip()
 
 from vllm import SamplingParams  # noqa: E402
 
-from service.vllm_plugin import plugin  # noqa: E402
+from service.vllm_plugin import generation, plugin  # noqa: E402
 from service.vllm_plugin.note import CURRENT, Note  # noqa: E402
 from service.vllm_plugin.options import PluginOptions  # noqa: E402
 from service.vllm_plugin.plugin import TRIES, HalluTracerPlugin  # noqa: E402
@@ -97,11 +99,11 @@ class Server:
             REGISTRY.unregister(guard.service.metrics.collector)
             self.guard = guard
 
-    def asks(self, **xargs: Any) -> Any:
+    def asks(self, prompt: Sequence[int] = (), note: Note | None = None, **xargs: Any) -> Any:
         """What vLLM's serving code gets for a request."""
-        token = CURRENT.set(Note())
+        token, parameters = CURRENT.set(note or Note()), SamplingParams(extra_args=xargs)
         try:
-            return cast(Any, self.client).generate({}, SamplingParams(extra_args=xargs), "1")
+            return cast(Any, self.client).generate({"prompt_token_ids": [*prompt]}, parameters, "1")
         finally:
             CURRENT.reset(token)
 
@@ -128,9 +130,9 @@ def test_a_server_that_would_never_be_ready_ends_with_the_reason(
     server.around = raised(error)
     with pytest.raises(SystemExit) as ended:
         server.run(policy)
-    assert ended.value.code == 1
     (record,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
     assert f"the server ends, since it would never be ready: {type(error).__name__}: {error}" in record.getMessage()
+    assert ended.value.code == record.getMessage()  # a text: status 1, and the last line that is printed
 
 
 def test_a_policy_that_the_bundle_cannot_serve_ends_the_server(
@@ -224,3 +226,42 @@ def test_a_healthy_start_says_what_judges(server: Server, caplog: pytest.LogCapt
         f"{manifest.threshold:.3g} on; it reads base (float32) at the site {manifest.readout.site} of "
         f"{manifest.model.num_layers} layers"
     )
+
+
+def test_a_prompt_that_ends_otherwise_than_the_template_is_noticed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_reported", lambda note, outputs: outputs)
+    monkeypatch.setattr(generation, "Turn", lambda *of_turn: SimpleNamespace(outputs=lambda start: of_turn[3]))
+
+    async def then(guard: HalluTracerPlugin) -> None:
+        (scorer,) = guard.service.catalogue.scorers
+        prompt = scorer.engine.render_chat([{"role": "user", "content": "Who?"}])
+        policy = server.asks(prompt, note := Note())
+        assert (policy.withhold_outside, OTHER_ENDING in note.violations) == (None, False)
+        policy = server.asks([*prompt, 10], note := Note())
+        assert (policy.withhold_outside, OTHER_ENDING in note.violations) == (True, True)
+
+    server.run("gate", then)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        ([], {"BUNDLE": "", "POLICY": "gate"}, "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is empty"),
+        ([], {"BUNDLE": "smollm2"}, "HALLUTRACER_BUNDLE is set, and field model.fingerprint: bundle smollm2:1 was"),
+        (["--chat-template", "{{ messages }}"], {}, "HALLUTRACER_BUNDLE is set, and --chat-template (a text) renders"),
+        (["--worker-cls", "tests.parity.faulty.RowTooEarly"], {}, "it would never be ready: EngineError: self-test: "),
+    ],
+    ids=["no bundle", "another model", "template", "never ready"],
+)
+def test_vllms_server_ends_where_its_gate_would_not_be_there(
+    tmp_path: Path, arguments: list[str], variables: dict[str, str], said: str
+) -> None:
+    log = tmp_path / "log"
+    given = {f"HALLUTRACER_{name}": value for name, value in variables.items()}
+    assert ending(log, *arguments, **given) == 1, log.read_text()[-3000:]
+    text = log.read_text()
+    assert any(line.startswith("hallutracer: ") and said in line for line in text.splitlines()), text[-3000:]
+    assert ("Starting to load model" in text) == ("self-test" in said)  # the others before the weights are read
