@@ -43,11 +43,18 @@ def check_vllm() -> None:
             check()
         except Exception as error:
             broken = f"the guard cannot be loaded: {type(error).__name__}: {error}"
-    if broken and os.environ.get("HALLUTRACER_BUNDLE"):  # else it is vLLM inside an app that wants no risks
+    if broken and (variable := _asking()):  # else it is vLLM inside an app that wants no risks
         # vLLM loads plugins once: a program that goes on, and tries again, would have an engine without us.
         if plugins := sys.modules.get("vllm.plugins"):
             plugins.plugins_loaded = False  # type: ignore[attr-defined]
-        raise SystemExit(f"hallutracer: HALLUTRACER_BUNDLE is set, and {broken}")
+        raise SystemExit(f"hallutracer: {variable} is set, and {broken}")
+
+
+def _asking() -> str | None:
+    """Return a variable that asks for the guard: ``service.vllm_plugin.options`` cannot be had to read them."""
+    observes = os.environ.get("HALLUTRACER_POLICY") == "observe"
+    names = ["BUNDLE"] if observes else ["BUNDLE", "POLICY", "POLICIES", "THRESHOLD"]
+    return next((name for name in (f"HALLUTRACER_{one}" for one in names) if os.environ.get(name)), None)
 
 
 def load_vllm() -> HalluTracerPlugin:

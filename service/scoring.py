@@ -288,6 +288,15 @@ class Scorer:
             return report
         return replace(report, verdict=stopped_by(policy, report.verdict, None if answer is None else answer.risk))
 
+    def in_words(self, policy: Policy) -> str:
+        """Return, for the log, which bundle judges by which policy and threshold, and where it reads which model."""
+        manifest, identity = self.bundle.manifest, self.engine.identity
+        return (
+            f"bundle {manifest.reference} ({manifest.digest[:19]}) judges by policy {policy.name} ({policy.action}) "
+            f"from threshold {self.threshold(policy):.3g} on; it reads {identity.model} ({identity.dtype}) at the site "
+            f"{manifest.readout.site} of {manifest.model.num_layers} layers"
+        )
+
     def threshold(self, policy: Policy) -> float:
         """Return the risk from which on ``policy`` flags a prompt of this bundle."""
         return self.bundle.manifest.threshold if policy.threshold is None else policy.threshold

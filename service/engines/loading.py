@@ -206,6 +206,14 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_on_disk(folder: Path) -> str | None:
+    """Return ``folder_fingerprint``; None where weights are still to be downloaded."""
+    try:
+        return folder_fingerprint(folder) if weight_files(folder) else None
+    except ModelLoadError:  # an index is there, and not all that it names
+        return None
+
+
 def changed_at_load(fingerprint: str, changes: Mapping[str, str]) -> str:
     """Return the fingerprint of a checkpoint loaded otherwise than saved, as quantized; without changes its own."""
     changed = hashlib.sha256(fingerprint.encode() + _canonical(dict(changes))).hexdigest()

@@ -137,6 +137,7 @@ class Lifecycle:
             self.error = error
             return
         self.catalogue.serve(loaded)
+        log.info("hallutracer ready: %s", loaded.scorers[0].in_words(self.catalogue.policy(None, None)))
 
     async def _load(self, load: Load) -> Loaded:
         return await asyncio.wrap_future(in_own_thread(lambda: self.catalogue.checked(load(), self.left_out)))

@@ -142,6 +142,11 @@ class Judging:
         except (HalluTracerError, BundleError) as error:
             log.critical("hallutracer: the weights have changed, and no request is read any more: %s", error)
 
+    def in_words(self) -> str:
+        """Return which bundle judges by which policy, and where it reads; the gate is open."""
+        assert self._gate is not None
+        return self._gate.scorer.in_words(self._gate.policy)
+
     def update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Judge the step's first outputs; the payloads go no further."""
         if self._gate is None:
@@ -243,7 +248,7 @@ class _Core:
 
 def open_gate(core: Any, options: PluginOptions) -> Judging:
     """Put the first bundle's gate into a vLLM ``EngineCore``.  Raises what is wrong with engine, bundle or options."""
-    settings, (name, bundle) = options.settings, next(iter(options.bundles.items()))
+    settings, bundle = options.settings, next(iter(options.bundles.values()))
     if options.audit_log is not None:
         raise HalluTracerError(f"{env('audit-log')} needs `vllm serve` or HalluTracer's own service: unset it here")
     policy = options.policies.named[settings.policy]
@@ -276,5 +281,5 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
 
     judging = Judging(core, lambda: client.serve(opened))
     judging.open()
-    log.warning("hallutracer: bundle %s judges every request of this engine by the policy %r", name, policy.name)
+    log.info("hallutracer ready, for every request of this engine: %s", judging.in_words())
     return judging

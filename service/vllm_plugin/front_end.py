@@ -25,7 +25,8 @@ from service.engines.vllm.launch import FOLLOW, WORKER, follow_parent
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import HalluTracerError
 from service.settings import PREFIX, env
-from service.vllm_plugin.options import read_options
+from service.vllm_plugin.model_check import chat_options, check_model
+from service.vllm_plugin.options import PluginOptions, missing_bundle, read_options, unread
 
 log = logging.getLogger("hallutracer")
 NAME = "hallutracer"
@@ -39,9 +40,9 @@ SERVERS = {  # module and function: what starts the engine of vLLM's own server,
 
 
 def check() -> None:
-    """Have this process gate vLLM's own server and start no other engine, where a bundle is named."""
+    """Have this process gate vLLM's own server and start no ungated engine, where a bundle or a gate is asked for."""
     follow_parent()
-    if not _asked():
+    if not (_asked() or missing_bundle(os.environ) or unread(os.environ)):
         return
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
@@ -56,14 +57,29 @@ def check() -> None:
 
     @functools.wraps(create)
     def create_gated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _asked() and not _gated(self):
-            if served := in_server(sys._getframe()) and not _in_rust(os.environ):
-                if reason := unguarded(sys.argv, os.environ):
-                    _end(reason)
-                name_plugins(os.environ)
-            os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
-            read_by_default(self, {GATED: served})
-        return create(self, *args, **kwargs)
+        if _gated(self):
+            return create(self, *args, **kwargs)
+        log_beside_vllm()
+        if not _asked():
+            _refuse_missing_bundle()
+            if line := unread(os.environ):
+                log.warning("hallutracer: %s", line)
+            return create(self, *args, **kwargs)
+        if served := in_server(sys._getframe()) and not _in_rust(os.environ):
+            if reason := unguarded(sys.argv, os.environ):
+                _end(reason)
+            name_plugins(os.environ)
+        os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
+        options = _options()
+        read_by_default(self, options, {GATED: served})
+        config = create(self, *args, **kwargs)
+        # The gate in a core has one bundle, for every request.
+        bundles = list(options.bundles.values())[: None if served else 1]
+        try:
+            check_model(config, bundles, chat_options(sys._getframe()))
+        except (HalluTracerError, BundleError) as error:
+            _end(str(error))
+        return config
 
     # An executor's class is chosen in the process that starts an engine, and the executor is made in the engine's.
     @functools.wraps(choose)
@@ -110,14 +126,21 @@ def run_core(*args: Any, **kwargs: Any) -> None:
 
 def _open(core: Any) -> None:
     """Put the gate into a core that is to judge, once; later open it again where the weights have changed."""
-    if _gated(core.vllm_config) or not _asked():
+    if _gated(core.vllm_config):
         return
     if hasattr(core, "hallutracer_open"):
         if core.hallutracer_open is not None:
             core.hallutracer_open.open_again()
         return
+    if not _asked():
+        if missing_bundle(os.environ) is not None:
+            core.shutdown()
+            _refuse_missing_bundle()
+        core.hallutracer_open = None
+        return
     from service.vllm_plugin.engine_gate import open_gate
 
+    log_beside_vllm()
     core.hallutracer_open = None  # the self-test's own requests pass
     try:
         core.hallutracer_open = open_gate(core, read_options())
@@ -130,16 +153,35 @@ def _open(core: Any) -> None:
 
 
 def _refuse(config: Any) -> None:
-    if _asked() and (reason := open_engine(config)):
+    if not _asked():
+        if not _gated(config):
+            _refuse_missing_bundle()
+    elif reason := open_engine(config):
         _end(reason)
+
+
+def _refuse_missing_bundle() -> None:
+    if reason := missing_bundle(os.environ):
+        _exit(reason)
 
 
 def _asked() -> bool:
     return bool(os.environ.get(env("bundle")))
 
 
+def _options() -> PluginOptions:
+    try:
+        return read_options()
+    except (HalluTracerError, BundleError) as error:
+        raise SystemExit(f"hallutracer: {error}") from error
+
+
 def _end(reason: str) -> NoReturn:
-    said = f"hallutracer: {env('bundle')} is set, and {reason}"
+    _exit(f"{env('bundle')} is set, and {reason}")
+
+
+def _exit(reason: str) -> NoReturn:
+    said = f"hallutracer: {reason}"
     if threading.current_thread() is not threading.main_thread():
         log.critical(said)  # a thread ends without a word
     raise SystemExit(said)
@@ -164,13 +206,34 @@ def name_plugins(environment: MutableMapping[str, str]) -> None:
         environment["VLLM_PLUGINS"] = ",".join(sorted(others | {NAME}))
 
 
+class _BesideVllm(logging.Handler):
+    """Writes as vLLM does, with its time and level, where the program itself has set up no log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand the record to vLLM's handlers, and to Python's last resort where it has none."""
+        if logging.getLogger().handlers:
+            return  # they get it, too
+        last = [] if logging.lastResort is None else [logging.lastResort]
+        for handler in logging.getLogger("vllm").handlers or last:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+
+
+def log_beside_vllm() -> None:
+    """Have this process log from INFO on, into vLLM's log."""
+    if not any(isinstance(handler, _BesideVllm) for handler in log.handlers):
+        log.addHandler(_BesideVllm())
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+
+
 def _gated(config: Any) -> bool:
     """Return whether a configuration, or its arguments, says that a gate is in front of its engine."""
     additional = config.additional_config
     return isinstance(additional, dict) and additional.get(GATED) is True
 
 
-def read_by_default(arguments: Any, marks: Mapping[str, bool]) -> None:
+def read_by_default(arguments: Any, options: PluginOptions, marks: Mapping[str, bool]) -> None:
     """Have vLLM start our worker, at the bundles' sites alone, where its command line says nothing else."""
     from service.engines.vllm.engine import slots_for
 
@@ -178,10 +241,6 @@ def read_by_default(arguments: Any, marks: Mapping[str, bool]) -> None:
         arguments.worker_cls = WORKER
     additional = {**(arguments.additional_config or {}), **marks}
     if KEY not in additional:
-        try:
-            options = read_options()
-        except (HalluTracerError, BundleError) as error:
-            raise SystemExit(f"hallutracer: {error}") from error
         bundles = options.bundles.values()
         # What nothing decides by is not read, since it costs each step of an answer; the gate in a core reads none.
         answers = marks.get(GATED, False) and any(one.reads_answers_for for one in options.policies.named.values())

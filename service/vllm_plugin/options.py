@@ -18,9 +18,10 @@ from service.library.engine import open_store
 from service.options import parse
 from service.policies.guard import Action
 from service.policies.policy import Policies, load_policies
-from service.settings import ServiceSettings, env, section
+from service.settings import DEFAULT_MESSAGE, NEVER_EMPTY, ServiceSettings, env, section
 
 log = logging.getLogger("hallutracer")
+TRUE = ("yes", "y", "1", "true", "t")  # as ``parse`` reads a switch
 
 
 @section("vLLM plugin", 10)
@@ -57,6 +58,58 @@ class PluginOptions:
     audit_log: Path | None = None
     audit_required: bool = False
     adapters: tuple[Path, ...] = ()  # whose bundles are among these
+
+
+def missing_bundle(environment: Mapping[str, str]) -> str | None:
+    """Return why an engine must not start that no bundle reads: the environment asks for a gate.  None: it does not.
+
+    A policy that observes withholds nothing, so an engine without a bundle may start under it."""
+    if environment.get(env("bundle")):
+        return None
+    asking = [env("audit-required")] if environment.get(env("audit-required"), "").lower() in TRUE else []
+    if not _observes(environment):
+        asking += [name for name in map(env, ("policy", "policies", "threshold")) if environment.get(name)]
+    if not asking:
+        return None
+    variable = asking[0]
+    return (
+        f"{_without_bundle(variable, environment)}: nothing would be withheld.  Set {env('bundle')} to the bundle that "
+        f"reads this model, or unset {variable} for vLLM without risks"
+    )
+
+
+def unread(environment: Mapping[str, str]) -> str | None:
+    """Return what to log where no bundle is named and somebody may have meant to observe; None: nothing."""
+    if environment.get(env("bundle")):
+        return None
+    if environment.get(env("policy")):
+        return f"no risk is told: {_without_bundle(env('policy'), environment)}"
+    return _misspelt(environment)
+
+
+def _observes(environment: Mapping[str, str]) -> bool:
+    """Return whether a policy is named and observes; one that cannot be read might withhold."""
+    name, file = environment.get(env("policy")), environment.get(env("policies"))
+    if not name:
+        return False
+    try:
+        policies = load_policies(Path(file) if file else None, DEFAULT_MESSAGE, name)
+    except HalluTracerError:
+        return name == Action.OBSERVE.value
+    return policies.named[name].action is Action.OBSERVE
+
+
+def _without_bundle(variable: str, environment: Mapping[str, str]) -> str:
+    state = "is empty" if env("bundle") in environment else "is not"
+    hint = _misspelt(environment)
+    return f"{variable}={environment[variable]} is set and {env('bundle')} {state}" + (f" ({hint})" if hint else "")
+
+
+def _misspelt(environment: Mapping[str, str]) -> str | None:
+    """Return the warning of a variable that was probably meant to name the bundle."""
+    # Their values do not matter, and may be wrong.
+    named = {name: "" for name in environment if name not in NEVER_EMPTY}
+    return next((one for one in parse(PluginVariables, named)[1] if one.endswith(f"mean {env('bundle')}?")), None)
 
 
 def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:

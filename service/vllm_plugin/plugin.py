@@ -20,16 +20,18 @@ from service.access.routes import SCORE_ROUTES
 from service.api.app import create_app
 from service.audit.auditor import Auditor
 from service.engines.vllm.engine import VllmEngine
-from service.errors import HalluTracerError
+from service.errors import HalluTracerError, ProbeReplaced
 from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.metrics import Metrics
 from service.serving.service import Service
 from service.vllm_plugin.generation import judging_generate, observes
 from service.vllm_plugin.middleware import RiskNotes
+from service.vllm_plugin.model_check import ChatOptions, check_model
 from service.vllm_plugin.options import read_options
 
 log = logging.getLogger("hallutracer")
+TRIES = 5  # to load, where other API servers of the same engine test theirs at the same time
 OWN_PATHS = (SCORE_ROUTES[0], "/v1/bundles", "/health/ready", "/health/live")
 
 
@@ -62,6 +64,7 @@ class HalluTracerPlugin:
         self._models: Any = None  # vLLM's names of models and adapters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._chat = ChatOptions()
         self._weights = 0  # how often they had changed when the golden prompts were last replayed
         self.service: Service
 
@@ -84,10 +87,12 @@ class HalluTracerPlugin:
         REGISTRY.register(metrics.collector)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Load in the background: vLLM answers at once, our routes after the self-test and the golden prompts."""
+        """Load in the background: vLLM answers at once, our routes after the self-test and the golden prompts.
+
+        A server that would never be ready ends, with status 1."""
         if engine_client is None:
             return
-        self._client, self._loop = engine_client, asyncio.get_running_loop()
+        self._client, self._loop, self._chat = engine_client, asyncio.get_running_loop(), ChatOptions.of(args)
         self._generate = engine_client.generate
         engine_client.generate = judging_generate(self._generate, self.service, lambda: self._engine, self._adapters)
         engine_client.add_lora = partial(self._add_lora, engine_client.add_lora)
@@ -95,10 +100,18 @@ class HalluTracerPlugin:
 
     async def _start(self) -> None:
         lifecycle = self.service.lifecycle
-        await lifecycle.start()
+        for _ in range(TRIES):
+            lifecycle.error = None
+            await lifecycle.start()
+            if not isinstance(lifecycle.error, ProbeReplaced):
+                break
         self.service.metrics.ready(lifecycle.is_ready)
-        if lifecycle.failure is not None:
-            log.critical("not ready, and will not be: %s", lifecycle.failure)
+        if lifecycle.failure is None:
+            return
+        said = f"hallutracer: the server ends, since it would never be ready: {lifecycle.failure}"
+        log.critical(said)
+        if not self._client.errored:  # else vLLM ends by itself, or was told to
+            raise SystemExit(said)  # with status 1; no other exception of a task ends the event loop
 
     async def _add_lora(self, add: Callable[[Any], Awaitable[bool]], lora_request: Any) -> bool:
         """Have vLLM ``add`` an adapter while it runs, and its bundles read it."""
@@ -127,6 +140,8 @@ class HalluTracerPlugin:
         engine = VllmEngine.around(self._client, self._loop, self._generate)
         self._adapters.forget()
         bundles = self._options.bundles.items()
+        if any(self._chat):
+            check_model(self._client.vllm_config, self._options.bundles.values(), self._chat)
         own = {name: Scorer(engine, bundle) for name, bundle in bundles if name not in self._adapters.waiting}
         for request in [*self._models.lora_requests.values()]:  # of --lora-modules
             own |= self._read(engine, request)

@@ -234,6 +234,13 @@ def test_it_observes_and_says_first_how_to_gate(observing: ServeProcess) -> None
     assert (risky["data"][0]["flagged"], risky["data"][0]["decision"]) == (True, "continue")
 
 
+def test_the_log_says_what_judges(observing: ServeProcess) -> None:
+    (line,) = [json.loads(line) for line in observing.log().splitlines() if "hallutracer ready: " in line]
+    assert line["level"] == "info"
+    for part in ("bundle demo:1 (sha256:", "judges by policy observe (observe) from threshold ", "attention_head"):
+        assert part in line["message"]
+
+
 def test_the_printed_request_runs_and_is_about_two_held_out_questions(observing: ServeProcess) -> None:
     done = subprocess.run(printed(observing), shell=True, capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout)

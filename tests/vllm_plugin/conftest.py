@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -30,8 +30,27 @@ QUIET = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STAT
 
 
 @contextmanager
-def serving(log: Path, *arguments: str, ready: bool = True, **environment: str) -> Iterator[str]:
-    """Its address, once it answers (and, with ``ready``, once our routes are ready)."""
+def serving(log: Path, *arguments: str, **environment: str) -> Iterator[str]:
+    """Its address, once it answers and our routes are ready."""
+    process, url = _started(log, *arguments, **environment)
+    try:
+        _wait(process, log, f"{url}/health")
+        _wait(process, log, f"{url}/health/ready")
+        yield url
+    finally:
+        _stop(process)
+
+
+def ending(log: Path, *arguments: str, **environment: str) -> int:
+    """The status of a server that ends by itself."""
+    process, _ = _started(log, *arguments, **environment)
+    try:
+        return process.wait(STARTING_S)
+    finally:
+        _stop(process)
+
+
+def _started(log: Path, *arguments: str, **environment: str) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL_DIR), "--dtype", "float32",
@@ -42,12 +61,11 @@ def serving(log: Path, *arguments: str, ready: bool = True, **environment: str) 
         process = subprocess.Popen(
             command, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent
         )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(process, log, f"{url}/health", 200)
-        _wait(process, log, f"{url}/health/ready", 200 if ready else 503)
-        yield url
-    finally:
+    return process, f"http://127.0.0.1:{port}"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):  # it and its children have ended
         os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
@@ -56,18 +74,17 @@ def serving(log: Path, *arguments: str, ready: bool = True, **environment: str) 
             process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, url: str, status: int) -> None:
+def _wait(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
     until = time.monotonic() + STARTING_S
     while time.monotonic() < until:
         assert process.poll() is None, f"the server ended: {log.read_text()[-3000:]}"
         try:
-            answer = httpx.get(url, timeout=5)
-            if answer.status_code == status and (status != 503 or "failed" in answer.text):
+            if httpx.get(url, timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise AssertionError(f"{url} did not answer {status}: {log.read_text()[-3000:]}")
+    raise AssertionError(f"{url} did not answer 200: {log.read_text()[-3000:]}")
 
 
 @pytest.fixture(scope="package")
@@ -88,9 +105,16 @@ def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def url(tmp_path_factory: pytest.TempPathFactory, audit_log: Path, store: Path) -> Iterator[str]:
+def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the server of ``url`` writes."""
+    return tmp_path_factory.mktemp("vllm") / "log"
+
+
+@pytest.fixture(scope="package")
+def url(server_log: Path, audit_log: Path, store: Path) -> Iterator[str]:
     """A server under a policy that observes."""
     variables = {"HALLUTRACER_BUNDLE": f"demo demo-fused {SURE}", "HALLUTRACER_STORE": str(store)}
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with serving(log, "--trust-request-chat-template", HALLUTRACER_AUDIT_LOG=str(audit_log), **variables) as address:
+    with serving(
+        server_log, "--trust-request-chat-template", HALLUTRACER_AUDIT_LOG=str(audit_log), **variables
+    ) as address:
         yield address

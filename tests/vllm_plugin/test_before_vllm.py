@@ -26,7 +26,7 @@ from service.vllm_plugin.engine_gate import open_gate
 from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
 from service.vllm_plugin.middleware import RiskNotes
 from service.vllm_plugin.note import CURRENT, Note
-from service.vllm_plugin.options import read_options
+from service.vllm_plugin.options import missing_bundle, read_options, unread
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -66,6 +66,62 @@ def test_the_gate_in_an_engine_s_core_reads_no_answers(tmp_path: Path, field: st
     options = read_options(environment(POLICIES=str(path), POLICY="a"))  # which `vllm serve` takes
     with pytest.raises(HalluTracerError, match=f"policy 'a': {field.split()[0]} needs `vllm serve`"):
         open_gate(None, options)
+
+
+POLICIES = '[mine]\naction = "block"\n\n[watch]\naction = "observe"\n'
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"POLICY": "gate"}, "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not: nothing would be withheld"),
+        ({"POLICY": "block", "BUNDLE": ""}, "HALLUTRACER_POLICY=block is set and HALLUTRACER_BUNDLE is empty"),
+        (
+            {"POLICY": "gate", "BUNDEL": "demo", "AUDIT_LOG": "a.jsonl", "MAX_QUEUE": "x"},
+            "did you mean HALLUTRACER_BUNDLE?",
+        ),
+        ({"POLICY": "gaet"}, "HALLUTRACER_POLICY=gaet is set"),
+        ({"POLICY": "mine", "POLICIES": "FILE"}, "HALLUTRACER_POLICY=mine is set"),
+        ({"POLICY": "watch", "POLICIES": "no/file"}, "HALLUTRACER_POLICY=watch is set"),
+        ({"POLICIES": "FILE"}, "HALLUTRACER_POLICIES=FILE is set"),
+        ({"POLICIES": "no/file", "POLICY": ""}, "HALLUTRACER_POLICIES=no/file is set"),
+        ({"THRESHOLD": "0.5"}, "HALLUTRACER_THRESHOLD=0.5 is set"),
+        ({"POLICY": "observe", "AUDIT_REQUIRED": "true"}, "HALLUTRACER_AUDIT_REQUIRED=true is set"),
+        ({"POLICY": "watch", "POLICIES": "FILE"}, None),
+        ({"POLICY": "observe", "THRESHOLD": "0.5", "POLICIES": "FILE"}, None),
+        ({"POLICY": "observe"}, None),
+        ({"AUDIT_REQUIRED": "false", "STORE": "/probes", "DEADLINE_S": "9"}, None),
+        ({"BUNDEL": "demo"}, None),
+        ({"POLICY": "", "BUNDLE": ""}, None),
+        ({"POLICY": "gate", "BUNDLE": "demo"}, None),
+        ({}, None),
+    ],
+)
+def test_a_gate_that_is_asked_for_needs_a_bundle(tmp_path: Path, variables: dict[str, str], said: str | None) -> None:
+    (path := tmp_path / "policies.toml").write_text(POLICIES)
+    given = {f"HALLUTRACER_{name}": value.replace("FILE", str(path)) for name, value in variables.items()}
+    reason = missing_bundle(given)
+    assert (reason is None) == (said is None), reason
+    if said is not None:
+        assert said.replace("FILE", str(path)) in str(reason)
+        assert "Set HALLUTRACER_BUNDLE to the bundle that reads this model" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"POLICY": "observe"}, "HALLUTRACER_POLICY=observe is set and HALLUTRACER_BUNDLE is not"),
+        ({"BUNDEL": "demo"}, "HALLUTRACER_BUNDEL is not read here; did you mean HALLUTRACER_BUNDLE?"),
+        ({"STORE": "/probes"}, None),
+        ({"BUNDLE": "demo", "POLICY": "observe", "BUNDEL": "demo"}, None),
+        ({}, None),
+    ],
+)
+def test_a_server_that_may_have_meant_to_observe_says_that_it_tells_no_risk(
+    variables: dict[str, str], said: str | None
+) -> None:
+    line = unread({f"HALLUTRACER_{name}": value for name, value in variables.items()})
+    assert line is None if said is None else said in str(line)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +173,15 @@ def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(monkeypatch: p
     with pytest.raises(SystemExit, match="HALLUTRACER_BUNDLE is set, and the guard cannot be loaded: .*front_end"):
         check_vllm()
     assert not vllm_plugins.plugins_loaded
+    monkeypatch.setenv("HALLUTRACER_BUNDLE", "")
+    for variable, value in (("POLICY", "gate"), ("POLICIES", "policies.toml"), ("THRESHOLD", "0.5")):
+        with monkeypatch.context() as asking:
+            asking.setenv(f"HALLUTRACER_{variable}", value)
+            with pytest.raises(SystemExit, match=f"HALLUTRACER_{variable} is set, and the guard cannot be loaded"):
+                check_vllm()
+    monkeypatch.setenv("HALLUTRACER_THRESHOLD", "0.5")
+    monkeypatch.setenv("HALLUTRACER_POLICY", "observe")
+    check_vllm()
 
 
 def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) -> Note:

@@ -195,6 +195,10 @@ def test_no_token_of_a_withheld_answer(tmp_path: Path, asked: list[str], withhel
     offline = program is OFFLINE
     ran = run(tmp_path, program, asked, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if offline else {}))
     said = check_answers(ran, asked, withheld)
+    ready = "hallutracer ready, for every request of this engine: bundle demo:1 (sha256:"
+    (line,) = [line for line in (ran.stdout + ran.stderr).splitlines() if ready in line]
+    assert " INFO " in line
+    assert ") judges by policy gate (abstain) from threshold " in line
     if offline:
         assert said["ACCEPTED"][0] > 0, "no draft token was part of an answer"
         changed = "hallutracer: withheld, since the model's weights have changed"

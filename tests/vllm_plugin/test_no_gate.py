@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from probes_store.errors import WrongChatTemplate
+from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
+from service.engines import loading
 from service.engines.base import EngineOptions
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.launch import WORKER
@@ -25,10 +30,13 @@ from service.engines.vllm.wire import GATED, KEY
 from service.errors import HalluTracerError, ModelLoadError
 from service.vllm_plugin import engine_gate
 from service.vllm_plugin.front_end import RAY_PREFIXES, SERVERS, check
+from service.vllm_plugin.model_check import ChatOptions, check_rendering
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.vllm_plugin.conftest import QUIET
 
 vllm_or_skip()
+
+from transformers import AutoTokenizer  # noqa: E402
 
 SAME: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
 LINE = ["--model", str(MODEL_DIR), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
@@ -54,14 +62,29 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Configurations whose engines would have started.
 
     ``check`` has run with a bundle named; vLLM is as before afterwards."""
+    yield from checked(monkeypatch, "BUNDLE", "demo")
+
+
+@pytest.fixture
+def no_bundle(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The same where a gate was asked for, and no bundle named."""
+    monkeypatch.delenv("HALLUTRACER_BUNDLE", raising=False)
+    yield from checked(monkeypatch, "POLICY", "gate")
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> Iterator[list[Any]]:
     configs: list[Any] = []
     args, executor, core = vllm("EngineArgs"), vllm("v1.executor.abstract.Executor"), vllm("v1.engine.core")
 
+    own = executor.get_class
+
     def choose(config: Any) -> Any:
+        if sys._getframe(2).f_code.co_name == "__post_init__":  # vLLM 0.32 asks while it makes the configuration, too
+            return own(config)
         configs.append(config)
         raise Chosen
 
-    monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo")
+    monkeypatch.setenv(f"HALLUTRACER_{variable}", value)
     monkeypatch.setenv("VLLM_PLUGINS", "hallutracer")  # put back as it was
     monkeypatch.delenv("VLLM_PLUGINS")
     monkeypatch.setenv("_HALLUTRACER_FOLLOW", "")
@@ -222,6 +245,153 @@ def test_every_way_of_vllms_own_server_reads_and_is_gated(
     assert made.additional_config[KEY]["sites"]
     assert made.parallel_config.worker_cls == WORKER
     assert "hallutracer" in os.environ["VLLM_PLUGINS"].split(",")
+
+
+@pytest.mark.parametrize("start", [*STARTS, api_server, api_servers, headless])
+def test_no_engine_starts_ungated_where_a_gate_was_asked_for(
+    no_bundle: list[Any], start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = vllm("entrypoints.cli.serve")
+    monkeypatch.setattr(serve, "setup_server", lambda *_args, **_options: ("", None))
+    monkeypatch.setattr(serve, "setup_multiprocess_prometheus", lambda: None)
+    with pytest.raises(SystemExit, match="HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not: nothing"):
+        start()
+    assert not no_bundle
+
+
+def test_no_engine_of_another_processs_configuration_starts_ungated_either(no_bundle: list[Any]) -> None:
+    module, choose = vllm("v1.engine.core"), vllm("v1.executor.abstract.Executor").get_class
+    config, stopped = SimpleNamespace(additional_config={}), list[str]()
+    core = object.__new__(module.EngineCoreProc)
+    core.vllm_config, core.shutdown = config, lambda: stopped.append("core")
+    for run in (core.run_busy_loop, lambda: module.EngineCore.add_request(core, "r"), lambda: choose(config)):
+        with pytest.raises(SystemExit, match="HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not"):
+            run()
+    assert (stopped, no_bundle) == (["core", "core"], [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "bundle", "line"),
+    [
+        ("observe", "", "no risk is told: HALLUTRACER_POLICY=observe is set and HALLUTRACER_BUNDLE is empty"),
+        ("", "", ""),
+    ],
+)
+def test_an_engine_that_may_answer_ungated_starts_plain(
+    no_bundle: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    bundle: str,
+    line: str,
+) -> None:
+    monkeypatch.setenv("HALLUTRACER_POLICY", policy)
+    monkeypatch.setenv("HALLUTRACER_BUNDLE", bundle)
+    with pytest.raises(Chosen):
+        replica()
+    (made,) = no_bundle
+    assert made.parallel_config.worker_cls != WORKER
+    said = [record.getMessage() for record in caplog.records if record.name == "hallutracer"]
+    assert said == ([f"hallutracer: {line}"] if line else [])
+
+
+def test_our_own_engine_starts_where_its_bundle_is_on_its_command_line(no_bundle: list[Any]) -> None:
+    """As ``hallutracer serve --engine vllm --bundle demo`` does with HALLUTRACER_POLICY=gate."""
+    with pytest.raises(ModelLoadError, match="Chosen"):
+        VllmEngine.load(EngineOptions(model=str(MODEL_DIR), dtype="float32", extra={"max_model_len": "64"}))
+    (made,) = no_bundle
+    assert made.additional_config[GATED] is True
+
+
+@pytest.mark.parametrize("start", [*STARTS, api_server])
+def test_a_bundle_of_another_model_is_refused_before_the_weights(
+    engines: list[Any], start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALLUTRACER_BUNDLE", "smollm2")
+    with pytest.raises(SystemExit, match="HALLUTRACER_BUNDLE is set, and .*bundle smollm2:1 was trained on other"):
+        start()
+    assert not engines
+
+
+def test_every_bundle_of_a_server_is_compared_and_the_first_of_a_gate_in_a_core(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo smollm2")
+    with pytest.raises(SystemExit, match="bundle smollm2:1 was trained on other"):
+        api_server()
+    with pytest.raises(Chosen):
+        replica()
+
+
+def test_another_tokenizer_is_refused_before_the_weights(engines: list[Any], tmp_path: Path) -> None:
+    shutil.copytree(MODEL_DIR, tmp_path / "same")
+    shutil.copytree(MODEL_DIR, tmp_path / "other")
+    other = AutoTokenizer.from_pretrained(tmp_path / "other")
+    other.chat_template += " "
+    other.save_pretrained(tmp_path / "other")
+    for start in (api_server, lambda *more: batch(tokenizer=more[1])):
+        with pytest.raises(SystemExit, match="demo:1 was trained on another chat template"):
+            start("--tokenizer", str(tmp_path / "other"))
+        with pytest.raises(Chosen):
+            start("--tokenizer", str(tmp_path / "same"))
+    assert len(engines) == 2
+
+
+def test_weights_that_are_still_to_be_downloaded_are_compared_later(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def incomplete(folder: Path) -> list[Path]:
+        raise ModelLoadError("an index names what is not there")
+
+    for missing in (lambda folder: list[Path](), incomplete):
+        monkeypatch.setattr(loading, "weight_files", missing)
+        monkeypatch.setattr(loading, "check_folder", lambda folder: None)
+        with pytest.raises(Chosen):
+            replica()
+        monkeypatch.setenv("HALLUTRACER_BUNDLE", "smollm2")
+        with pytest.raises(SystemExit, match="bundle smollm2:1 was trained on another shape"):
+            replica()
+        monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo")
+
+
+OWN = AutoTokenizer.from_pretrained(MODEL_DIR).chat_template
+LEFT_OUT, OTHERWISE = None, "renders every chat otherwise than in the training of bundle demo:1"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--chat-template", OWN], LEFT_OUT),
+        (["--chat-template", "FILE", OWN], LEFT_OUT),
+        (["--chat-template", "FILE", OWN + "\n"], LEFT_OUT),
+        (["--chat-template", "FILE", OWN + "{{ '\\n' }}"], OTHERWISE),
+        (["--chat-template", "FILE", ""], OTHERWISE),
+        (["--chat-template", "{{ messages }}"], OTHERWISE),
+        (["--chat-template", "template_chatml.jinja"], OTHERWISE),  # which vLLM looks for among its own
+        (["--default-chat-template-kwargs", "{}"], LEFT_OUT),
+        (["--default-chat-template-kwargs", '{"enable_thinking": false}'], OTHERWISE),
+    ],
+)
+def test_a_server_that_renders_chats_otherwise_is_refused_before_the_weights(
+    engines: list[Any], tmp_path: Path, options: list[str], said: str | None
+) -> None:
+    if len(options) == 3:
+        (tmp_path / "chat.jinja").write_text(options.pop())
+        options[1] = str(tmp_path / "chat.jinja")
+    for start in (api_server, lambda *more: batch(**{more[0][2:].replace("-", "_"): more[1]})):
+        with pytest.raises(Chosen if said is None else SystemExit) as ended:
+            start(*options)
+        assert said is None or ("HALLUTRACER_BUNDLE is set, and " in str(ended.value) and said in str(ended.value))
+    assert len(engines) == (2 if said is None else 0)
+
+
+def test_a_bundle_of_plain_text_is_read_under_any_chat_template() -> None:
+    manifest = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo").manifest
+    options = ChatOptions("{{ messages }}", {"a": 1})
+    with pytest.raises(WrongChatTemplate, match="expected a template of the digest"):
+        check_rendering(manifest, options, OWN)
+    check_rendering(replace(manifest, prompt_format="text"), options, OWN)
 
 
 def test_our_own_engine_starts_with_a_bundle_named(engines: list[Any]) -> None:

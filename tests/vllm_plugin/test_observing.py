@@ -6,6 +6,7 @@ Completions, chats, streams, gated and not; and a caller who changes how its pro
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from service.policies.guard import OBSERVE  # noqa: E402
 from service.scoring import Scorer  # noqa: E402
 from tests.api.test_observers import audited, lines  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, MODEL, SURE, UNKNOWN, serving  # noqa: E402
-from tests.vllm_plugin.test_gated import CHATS, TEXTS, documents, token_ids, tokenizer, turn  # noqa: E402
+from tests.vllm_plugin.test_gated import CHATS, TEXTS, documents, token_ids, turn  # noqa: E402
 
 GATE = {"vllm_xargs": {"hallutracer_policy": "gate"}}
 REASONS = ["stop", "content_filter"]
@@ -316,14 +317,11 @@ def test_what_the_operator_allows_is_answered_and_voids_the_guarantee(open_url: 
     assert row(ask(open_url, TEXTS, "open", prompt=f"Q: {UNKNOWN}\nA:")) == (False, True, "continue")
 
 
-@pytest.mark.long
-def test_a_template_of_the_operators_own_that_ends_otherwise_is_noticed(tmp_path: Path, store: Path) -> None:
-    (template := tmp_path / "template.jinja").write_text(tokenizer.chat_template + "{{ '\\n' }}")
-    variables = {"HALLUTRACER_BUNDLE": SURE, "HALLUTRACER_STORE": str(store)}
-    with serving(tmp_path / "log", "--chat-template", str(template), **variables) as address:
-        response = ask(address, CHATS, messages=turn(UNKNOWN))
-        assert "rendering: the prompt does not end as the chat template ends a question" in void(response)
-        assert row(response) == (False, True, "abstain")
+def test_a_server_that_is_ready_says_in_its_log_what_judges(url: str, server_log: Path) -> None:
+    digest = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo").manifest.digest[:19]
+    (line,) = [line for line in server_log.read_text().splitlines() if "hallutracer ready: " in line]
+    assert re.search(r" INFO \d\d-\d\d \d\d:\d\d:\d\d ", line)  # as the lines of vLLM's own
+    assert f"bundle demo:1 ({digest}) judges by policy observe (observe) from threshold " in line
 
 
 @pytest.mark.parametrize("path", [CHATS, TEXTS])

@@ -232,10 +232,9 @@ async def test_there_is_room_for_larger_bundles_beside_those_they_replace(
     assert asked == [(room, reads), (slots_for(cast(Any, old)), False)]  # for training it reads none
     if fleet:
         named = {"a": replace(OBSERVE, recheck=answers)}
-        options = SimpleNamespace(bundles=dict(enumerate(old)), policies=SimpleNamespace(named=named))
-        monkeypatch.setattr(front_end, "read_options", lambda: options)
+        options: Any = SimpleNamespace(bundles=dict(enumerate(old)), policies=SimpleNamespace(named=named))
         for served in (True, False):
             arguments, plan = SimpleNamespace(worker_cls="auto", additional_config=None), {"sites": ["attention_head"]}
-            front_end.read_by_default(arguments, {front_end.GATED: served})
+            front_end.read_by_default(arguments, options, {front_end.GATED: served})
             own = {"slots": room, "answers": True} if answers and served else {"slots": slots_for(cast(Any, old))}
             assert arguments.additional_config == {KEY: plan | own, front_end.GATED: served}

@@ -1,0 +1,136 @@
+"""Whether bundles belong to the model that vLLM is about to load, and whether it renders chats as training did.
+
+Needs no weights, so that a bundle of another model costs no minutes.  What only weights tell, the readout and the
+golden prompts, is tested once they are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from probes_store.bundle import Bundle
+from probes_store.errors import WrongChatTemplate
+from probes_store.manifest import Manifest, check_identity
+from service.errors import ModelLoadError
+from service.settings import env
+
+
+class ChatOptions(NamedTuple):
+    """What vLLM's command line says of how every chat is rendered."""
+
+    template: str | None = None  # --chat-template: a file, or a template's text
+    variables: Mapping[str, Any] | None = None  # --default-chat-template-kwargs
+
+    @classmethod
+    def of(cls, arguments: Namespace) -> ChatOptions:
+        """Return those of a parsed command line, of a program that may have neither option."""
+        names = "chat_template", "default_chat_template_kwargs"
+        return cls(*(getattr(arguments, name, None) for name in names))
+
+
+def chat_options(frame: FrameType | None) -> ChatOptions:
+    """Return the options of the command line that a caller of ``frame`` was given; without one there are none."""
+    while frame is not None:
+        arguments = frame.f_locals.get("args")
+        if isinstance(arguments, Namespace) and hasattr(arguments, "chat_template"):
+            return ChatOptions.of(arguments)
+        frame = frame.f_back
+    return ChatOptions()
+
+
+def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) -> None:
+    """Check the bundles that read the model itself against the one of a ``VllmConfig``, before its weights are read.
+
+    Raises a subclass of BundleRefused for another model, tokenizer or rendering, ModelLoadError for files that cannot
+    be read."""
+    own = [bundle.manifest for bundle in bundles if bundle.manifest.model.adapter is None]
+    if not own:
+        return
+    from service.engines import loading
+    from service.engines.base import EngineOptions, ModelIdentity
+    from service.engines.checks import Tokens
+    from service.engines.families import geometry
+    from service.engines.vllm.launch import changes_at_load
+
+    model = config.model_config
+    files = loading.find_model_files(
+        EngineOptions(model.model, model.revision, trust_remote_code=model.trust_remote_code)
+    )
+    tokenizer = _tokenizer(model) or files.tokenizer
+    tokens, fingerprint = Tokens(tokenizer), loading.fingerprint_on_disk(files.folder)
+    if fingerprint is not None:
+        fingerprint = loading.changed_at_load(fingerprint, changes_at_load(config, files.config))
+    identity = ModelIdentity(
+        model=files.name,
+        revision=loading.revision_of(files.config),
+        fingerprint=fingerprint or "",
+        architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
+        model_type=str(files.config.model_type),
+        tokenizer=tokens.digest,
+        chat_template=tokens.chat_template_digest,
+        geometry=geometry(files.config),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_tokens=int(model.max_model_len),
+    )
+    for manifest in own:
+        # Weights that are still to be downloaded are compared once they are loaded.
+        known = replace(identity, fingerprint=manifest.model.fingerprint) if fingerprint is None else identity
+        check_identity(manifest, known)
+        check_rendering(manifest, options, getattr(tokenizer, "chat_template", None))
+
+
+def check_rendering(manifest: Manifest, options: ChatOptions, own: Any) -> None:
+    """Raise WrongChatTemplate where vLLM would render every chat otherwise than the bundle's training did.
+
+    ``own``: the tokenizer's chat template, whose digest is the bundle's."""
+    if manifest.prompt_format != "chat":
+        return
+    if options.template is not None:
+        name, text = _read(options.template)
+        # Jinja leaves a last line feed out, which many an editor adds.
+        if text is None or not isinstance(own, str) or text.removesuffix("\n") != own.removesuffix("\n"):
+            raise WrongChatTemplate(
+                f"--chat-template {name} renders every chat otherwise than in the training of bundle "
+                f"{manifest.reference}",
+                expected=f"a template of the digest {manifest.chat_template.digest}",
+                found="none" if text is None else hashlib.sha256(text.encode()).hexdigest(),
+                cure="Leave the option out, or train a bundle on a model folder that has this template",
+            )
+    if options.variables:
+        raise WrongChatTemplate(
+            f"--default-chat-template-kwargs {json.dumps(options.variables, default=str)} renders every chat otherwise "
+            f"than in the training of bundle {manifest.reference}",
+            cure="Leave the option out; requests may send 'chat_template_kwargs' where "
+            f"{env('callers-may')}=rendering allows it",
+        )
+
+
+def _read(template: str) -> tuple[str, str | None]:
+    """Return what to call a template, and its text; None for what is neither a file nor a text."""
+    try:
+        return template, Path(template).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        if any(mark in template for mark in "{}\n"):  # as vLLM tells a text from a name
+            return "(a text)", template
+        return template, None
+
+
+def _tokenizer(model: Any) -> Any:
+    """Return vLLM's tokenizer where it is not the model's own; else None."""
+    if model.skip_tokenizer_init or model.tokenizer == model.model:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # file formats raise their own types
+        said = f"the tokenizer {model.tokenizer} cannot be loaded: {type(error).__name__}: {error}"
+        raise ModelLoadError(said, param="model") from error

@@ -1,0 +1,267 @@
+"""How vLLM's own server starts with the plugin, on a scripted engine: it says what judges, or it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fastapi import FastAPI, HTTPException
+from prometheus_client import REGISTRY
+
+from probes_store.errors import GoldenMismatch
+from service.demo import MODEL_DIR
+from service.engines.scheduler import Scheduled
+from service.errors import EngineError, ProbeReplaced
+from service.judging.guarantee import OTHER_ENDING
+from service.policies.policy import Policies, built_in, load_policies
+from service.settings import ServiceSettings
+from tests.engines.vllm.installed import vllm_or_skip
+from tests.matching import matching_bundle
+from tests.scripted_engine import ScriptedEngine
+from tests.vllm_plugin.conftest import ending
+
+vllm_or_skip()
+
+from vllm import SamplingParams  # noqa: E402
+
+from service.vllm_plugin import generation, plugin  # noqa: E402
+from service.vllm_plugin.note import CURRENT, Note  # noqa: E402
+from service.vllm_plugin.options import PluginOptions  # noqa: E402
+from service.vllm_plugin.plugin import TRIES, HalluTracerPlugin  # noqa: E402
+
+
+class Client:
+    """vLLM's engine."""
+
+    def __init__(self, *, errored: bool = False) -> None:
+        model = SimpleNamespace(model=str(MODEL_DIR), revision=None, trust_remote_code=False, skip_tokenizer_init=True,
+                                quantization=None, dtype="float32", max_model_len=64)  # fmt: skip
+        cache = SimpleNamespace(cache_dtype="auto")
+        self.errored, self.vllm_config = errored, SimpleNamespace(model_config=model, cache_config=cache)
+
+    async def generate(self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None) -> Any:
+        yield "an answer that nobody has judged"
+
+    async def add_lora(self, request: Any) -> bool:
+        return True
+
+    async def collective_rpc(self, name: str) -> Any:
+        return [{"weights": 7}]
+
+    async def reset_prefix_cache(self) -> None:
+        pass
+
+
+class Server:
+    """A server whose plugin is to read with ``around``, once for each time that it loads."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = ScriptedEngine(model="base")
+        self.engine: Any = Scheduled(model)
+        self.engine.slots = SimpleNamespace()
+        self.bundle = matching_bundle(model, folder, "mine")
+        self.policies, self.client, self.arguments = Policies(built_in()), Client(), Namespace()
+        self.around: Callable[[], Any] = lambda: self.engine
+        self.loads = 0
+        self.patch = monkeypatch
+
+    def run(self, policy: str, then: Callable[[HalluTracerPlugin], Any] | None = None) -> None:
+        """Start it, wait until it has loaded, and have ``then`` look at it.  Raises SystemExit where it ends."""
+
+        def around(*_: Any) -> Any:
+            self.loads += 1
+            return self.around()
+
+        store: Any = SimpleNamespace(aliases=lambda name: {})
+        options = PluginOptions(store, {"mine": self.bundle}, self.policies, ServiceSettings(policy=policy))
+        self.patch.setattr(plugin, "read_options", lambda: options)
+        self.patch.setattr(plugin.VllmEngine, "around", around)
+        guard = HalluTracerPlugin()
+        guard.attach_router(FastAPI())
+
+        async def scenario() -> None:
+            models = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}))
+            await guard.init_state(self.client, models, self.arguments)
+            assert guard._loading is not None
+            await guard._loading
+            if then is not None:
+                await then(guard)
+
+        try:
+            asyncio.run(scenario())
+        finally:
+            REGISTRY.unregister(guard.service.metrics.collector)
+            self.guard = guard
+
+    def asks(self, prompt: Sequence[int] = (), note: Note | None = None, **xargs: Any) -> Any:
+        """What vLLM's serving code gets for a request."""
+        token, parameters = CURRENT.set(note or Note()), SamplingParams(extra_args=xargs)
+        try:
+            return cast(Any, self.client).generate({"prompt_token_ids": [*prompt]}, parameters, "1")
+        finally:
+            CURRENT.reset(token)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server(tmp_path, monkeypatch)
+    yield server
+    server.engine.close()
+
+
+def raised(error: Exception) -> Callable[[], Any]:
+    def around() -> Any:
+        raise error
+
+    return around
+
+
+@pytest.mark.parametrize("policy", ["observe", "gate"])
+@pytest.mark.parametrize("error", [EngineError("self-test: wrong"), GoldenMismatch("golden"), KeyError("a fault")])
+def test_a_server_that_would_never_be_ready_ends_with_the_reason(
+    server: Server, policy: str, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.around = raised(error)
+    with pytest.raises(SystemExit) as ended:
+        server.run(policy)
+    (record,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert f"the server ends, since it would never be ready: {type(error).__name__}: {error}" in record.getMessage()
+    assert ended.value.code == record.getMessage()  # a text: status 1, and the last line that is printed
+
+
+def test_a_policy_that_the_bundle_cannot_serve_ends_the_server(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path := tmp_path / "policies.toml").write_text('[again]\naction = "abstain"\nrecheck = true\n')
+    server.policies = load_policies(path, "No.", "observe")
+    with pytest.raises(SystemExit):
+        server.run("observe")
+    assert "policy 'again' has recheck, and bundle mine:1 has no probes of answers" in caplog.text
+
+
+def test_a_command_line_that_renders_chats_otherwise_ends_the_server(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where no caller of the engine's start had that command line."""
+    server.arguments = Namespace(chat_template=None, default_chat_template_kwargs={"a": 1})
+    server.bundle = plugin_bundle()
+    with pytest.raises(SystemExit):
+        server.run("observe")
+    assert '--default-chat-template-kwargs {"a": 1} renders every chat otherwise' in caplog.text
+
+
+def plugin_bundle() -> Any:
+    from probes_store.store import SHIPPED, Store
+
+    return Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo")
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_nothing_passes_a_gate_that_is_not_open_yet_or_has_failed(server: Server, failed: bool) -> None:
+    """An engine that has died is vLLM's to report, and its server's to end."""
+    server.client = Client(errored=True)
+    server.around = raised(EngineError("self-test: wrong"))
+
+    async def then(guard: HalluTracerPlugin) -> None:
+        if not failed:
+            guard.service.lifecycle.error = None
+        said = "loading failed: EngineError: self-test: wrong" if failed else "still loading"
+        for given in ({}, {"hallutracer_policy": "observe"}, {"hallutracer_policy": "block"}):
+            with pytest.raises(HTTPException, match=said) as refused:
+                server.asks(**given)
+            assert refused.value.status_code == 503
+
+    server.run("gate", then)
+
+    async def passes(guard: HalluTracerPlugin) -> None:
+        answer = server.asks()
+        assert [piece async for piece in answer] == ["an answer that nobody has judged"]
+        with pytest.raises(HTTPException):
+            server.asks(hallutracer_policy="gate")
+
+    server.client = Client(errored=True)
+    server.run("observe", passes)
+
+
+def test_a_probe_that_another_api_server_replaced_is_written_again(server: Server) -> None:
+    left = [ProbeReplaced("another server")] * 2
+    server.around = lambda: raised(left.pop())() if left else server.engine
+
+    async def then(guard: HalluTracerPlugin) -> None:
+        assert guard.service.lifecycle.is_ready
+
+    server.run("gate", then)
+    assert server.loads == 3
+    server.around, server.loads, server.client = raised(ProbeReplaced("another server")), 0, Client()
+    with pytest.raises(SystemExit):
+        server.run("gate")
+    assert server.loads == TRIES
+
+
+def test_a_replay_that_fails_later_does_not_end_the_server(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    async def then(guard: HalluTracerPlugin) -> None:
+        server.around = raised(GoldenMismatch("golden"))
+        server.engine.slots.on_changed()
+        assert guard._loading is not None
+        await guard._loading
+        assert guard.service.lifecycle.reload_error is not None
+
+    server.run("gate", then)
+    assert "the weights have changed, and no request is read any more: golden" in caplog.text
+
+
+def test_a_healthy_start_says_what_judges(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hallutracer")
+    server.run("gate")
+    (line,) = [record.getMessage() for record in caplog.records if "ready" in record.getMessage()]
+    manifest = server.bundle.manifest
+    assert line == (
+        f"hallutracer ready: bundle mine:1 ({manifest.digest[:19]}) judges by policy gate (abstain) from threshold "
+        f"{manifest.threshold:.3g} on; it reads base (float32) at the site {manifest.readout.site} of "
+        f"{manifest.model.num_layers} layers"
+    )
+
+
+def test_a_prompt_that_ends_otherwise_than_the_template_is_noticed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_reported", lambda note, outputs: outputs)
+    monkeypatch.setattr(generation, "Turn", lambda *of_turn: SimpleNamespace(outputs=lambda start: of_turn[3]))
+
+    async def then(guard: HalluTracerPlugin) -> None:
+        (scorer,) = guard.service.catalogue.scorers
+        prompt = scorer.engine.render_chat([{"role": "user", "content": "Who?"}])
+        policy = server.asks(prompt, note := Note())
+        assert (policy.withhold_outside, OTHER_ENDING in note.violations) == (None, False)
+        policy = server.asks([*prompt, 10], note := Note())
+        assert (policy.withhold_outside, OTHER_ENDING in note.violations) == (True, True)
+
+    server.run("gate", then)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        ([], {"BUNDLE": "", "POLICY": "gate"}, "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is empty"),
+        ([], {"BUNDLE": "smollm2"}, "HALLUTRACER_BUNDLE is set, and field model.fingerprint: bundle smollm2:1 was"),
+        (["--chat-template", "{{ messages }}"], {}, "HALLUTRACER_BUNDLE is set, and --chat-template (a text) renders"),
+        (["--worker-cls", "tests.parity.faulty.RowTooEarly"], {}, "it would never be ready: EngineError: self-test: "),
+    ],
+    ids=["no bundle", "another model", "template", "never ready"],
+)
+def test_vllms_server_ends_where_its_gate_would_not_be_there(
+    tmp_path: Path, arguments: list[str], variables: dict[str, str], said: str
+) -> None:
+    log = tmp_path / "log"
+    given = {f"HALLUTRACER_{name}": value for name, value in variables.items()}
+    assert ending(log, *arguments, **given) == 1, log.read_text()[-3000:]
+    text = log.read_text()
+    assert any(line.startswith("hallutracer: ") and said in line for line in text.splitlines()), text[-3000:]
+    assert ("Starting to load model" in text) == ("self-test" in said)  # the others before the weights are read
