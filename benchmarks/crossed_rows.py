@@ -15,7 +15,8 @@ facts.
 
 ``answer`` reads and answers them chunk by chunk, greedily, 24 tokens or what the row says, and labels them as training
 does with ``contains``.  A run that was ended goes on where it stopped.  ``export`` writes the labelled rows of all
-finished chunks to ``TO-rows.jsonl.gz`` and ``TO-test-rows.jsonl.gz``; what is neither right nor wrong is left out."""
+finished chunks to ``TO-rows.jsonl.gz`` and ``TO-test-rows.jsonl.gz``.  What is neither right nor wrong is left out, and
+what has an answer that is a common word, such as the symbol of helium: any sentence would be judged right."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ from hallutracer_research.data.mixture import read_rows
 from service.data.collection import collect
 from service.data.forms.crossed import FAMILIES, held_out_families, in_wordings, training_families
 from service.data.forms.several import no_fact_rows, several_rows
+from service.data.judges import normalise, parts_of
 from service.data.labels import judged_labels
+from service.data.near_duplicates import FILLER
 from service.data.options import BATCH_ROWS, JudgeOptions
 from service.data.rows import prompt_digest
 from service.data.training_rows import read_dataset
@@ -58,6 +61,7 @@ CHUNK = 320  # rows
 TRAIN_CHUNKS = 2  # for each chunk of the test file, while there is one
 ANSWER_TOKENS = 24
 FILES = ("train", "test")
+COMMON = FILLER | {"he"}
 
 
 def draw(questions: Sequence[Path], shipped: Path, seed: int) -> dict[str, list[Row]]:
@@ -249,7 +253,7 @@ def export(folder: Path, run: Path, to: Path) -> None:
             verdicts = {line["id"]: line for line in _lines(_verdicts_of(run, name))}
             for row in rows:
                 verdict = verdicts[row["id"]]
-                if "label" in verdict:
+                if "label" in verdict and not in_any_sentence(row):
                     kept.append(row | {"answer": verdict["answer"], "label": verdict["label"]})
                 elif not row.get("applies", True):
                     kept.append(row)
@@ -258,6 +262,12 @@ def export(folder: Path, run: Path, to: Path) -> None:
         path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
         counts = Counter({1: "right", 0: "wrong", None: "no fact"}[row.get("label")] for row in kept)
         print(f"{path}: {len(kept):,} rows, {dict(counts)}", file=sys.stderr)
+
+
+def in_any_sentence(row: Row) -> bool:
+    """Return whether an accepted answer is a word that most sentences hold, so that the judge can tell nothing."""
+    answers = [answer for part in parts_of(row["answers"]) or [row["answers"]] for answer in part]
+    return any(normalise(answer) in COMMON for answer in answers)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import crossed_rows
 from benchmarks.crossed_rows import ANSWER_TOKENS, answer, chunks, draw, export
+from service.data.judges import parts
 from service.data.rows import prompt_digest
 from service.demo.questions import build_world
 
@@ -114,6 +115,20 @@ def test_wordings_of_a_fact_stand_together_and_kinds_are_mixed(drawn: dict[str, 
     assert len(first) >= 12
 
 
+@pytest.mark.parametrize(
+    ("answers", "common"),
+    [
+        (["He"], True),
+        (["Be", "Beryllium"], True),
+        (["Fe"], False),
+        ([parts(["Paris"], ["In"])], True),
+        ([parts(["Paris"], ["Euro"])], False),
+    ],
+)
+def test_an_answer_that_any_sentence_holds_is_told(answers: list[str], common: bool) -> None:
+    assert crossed_rows.in_any_sentence({"answers": answers}) is common
+
+
 ASKED: list[Row] = [
     {
         "id": f"facts/capital:L{number}+plain",
@@ -143,7 +158,8 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
     monkeypatch.setattr(crossed_rows, "CHUNK", 5)
     folder, run, to = tmp_path / "rows", tmp_path / "run", tmp_path / "demo-crossed"
     folder.mkdir()
-    write(folder / "train.jsonl", ASKED)
+    common = ASKED[1] | {"id": "facts/symbol:helium+plain", "answers": ["He"]}
+    write(folder / "train.jsonl", [*ASKED[:1], common, *ASKED[2:]])
     write(folder / "test.jsonl", [row | {"id": f"test {row['id']}"} for row in ASKED[:3]])
     assert [(name, len(rows)) for name, rows in chunks(folder)] == [("train-000", 5), ("train-001", 5), ("test-000", 3)]
     answer(folder, run, "demo", limit=6)
@@ -151,7 +167,7 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
     before = (run / "train-000.labels.jsonl").read_bytes()
     export(folder, run, to)
     prefix = gzipped(tmp_path / "demo-crossed-rows.jsonl.gz")
-    assert {row["id"] for row in prefix} <= {row["id"] for row in ASKED[:5]}
+    assert {row["id"] for row in prefix} <= {row["id"] for row in ASKED[:5]} - {ASKED[1]["id"]}
     answer(folder, run, "demo", limit=None)
     assert (run / "train-000.labels.jsonl").read_bytes() == before
     monkeypatch.setattr(crossed_rows.library, "load_engine", None)
