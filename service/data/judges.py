@@ -7,6 +7,8 @@ accepted answer; a string that is a JSON object with one of these keys is not:
 
 ``{"incorrect": "You die"}``
     a false reference answer, used by the judge ``similarity`` alone;
+``{"parts": [["Paris"], ["Euro", "EUR"]]}``
+    a request for several facts: an accepted answer of each part must be there (``contains``, ``regex``, ``openai``);
 ``{"expect": "calls", "calls": [{"name": ..., "arguments": {name: [accepted values]}, "optional": [names]}]}``
     the right function calls, in any order (judge ``calls``); or ``"expect": "no_call"``, ``"some_call"``, or
     ``{"expect": "text", "texts": [...]}``: one of the texts must occur in the answer."""
@@ -73,6 +75,10 @@ def answer_problems(options: JudgeOptions, answers: Sequence[str]) -> list[str]:
     if found is not None:
         return [f"'answers' holds an expectation for the judge 'calls', which {options.judge_name!r} cannot use"]
     accepted, false = split_answers(answers)
+    if (several := parts_of(answers)) is not None:
+        if options.judge_name not in PART_JUDGES or len(answers) != 1:
+            return [f"'answers' has parts, which need to be its only entry and a judge of {', '.join(PART_JUDGES)}"]
+        accepted = [answer for part in several for answer in part]
     if false and not accepted:
         return ["'answers' holds incorrect answers only: an accepted one is needed"]
     if options.judge == "similarity":
@@ -107,6 +113,8 @@ def make_judge(options: JudgeOptions) -> Judge:
         if options.judge == "calls":
             found = expected(answers)
             return found is not None and meets(answer, found)
+        if (several := parts_of(answers)) is not None:
+            return all(accepted_alone[options.judge_name](question, answer, part) for part in several)
         if options.judge == "similarity":  # nearer to a correct reference answer than to any incorrect one
             return margin(answer, accepted, false) > 0
         return accepted_alone[options.judge_name](question, answer, accepted)
@@ -159,6 +167,7 @@ class OpenAIJudge:
         raise TrainingError(f"the judge at {self._url} {cause} {tries}", param="judge")
 
 
+PART_JUDGES = ("contains", "regex", "openai")
 EXPECTATIONS = ("calls", "no_call", "some_call", "text")
 
 
@@ -172,8 +181,18 @@ def expectation(expect: str, **what: Any) -> str:
     return json.dumps({"expect": expect, **what}, ensure_ascii=False)
 
 
+def parts(*answers: Sequence[str]) -> str:
+    """Return the accepted answers of a request for several facts, as the string for ``answers``."""
+    return json.dumps({"parts": [list(part) for part in answers]}, ensure_ascii=False)
+
+
+def parts_of(answers: Sequence[str]) -> list[list[str]] | None:
+    """Return the accepted answers of each part, or None where a row asks for one fact."""
+    return next((value["parts"] for value in map(_object, answers) if value is not None and "parts" in value), None)
+
+
 def split_answers(answers: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return accepted answers and false answers, without expectations."""
+    """Return accepted answers and false answers, without expectations and parts."""
     accepted, false = [], []
     for answer in answers:
         value = _object(answer)
@@ -196,8 +215,18 @@ def _object(answer: str) -> dict[str, Any] | None:
         value = json.loads(answer)
     except (ValueError, RecursionError):
         return None
-    false = isinstance(value, dict) and isinstance(value.get("incorrect"), str) and len(value) == 1
-    return value if false or (isinstance(value, dict) and value.get("expect") in EXPECTATIONS) else None
+    if not isinstance(value, dict):
+        return None
+    false = isinstance(value.get("incorrect"), str) and len(value) == 1
+    return value if false or _has_parts(value) or value.get("expect") in EXPECTATIONS else None
+
+
+def _has_parts(value: dict[str, Any]) -> bool:
+    """Return whether an object has two parts or more, each with an accepted answer, and nothing else."""
+    several = value.get("parts")
+    if len(value) != 1 or not isinstance(several, list) or len(several) < 2:
+        return False
+    return all(isinstance(part, list) and part and all(isinstance(one, str) for one in part) for part in several)
 
 
 def words(text: str) -> list[str]:

@@ -330,3 +330,21 @@ def _others(fact: Fact, rng: random.Random) -> list[Fact]:
 @lru_cache
 def _pool(kind: str, split: str) -> list[Fact]:
     return [fact for fact in build_world().facts if (fact.kind, fact.split) == (kind, split)]
+
+
+def fact_rows(split: str) -> list[dict[str, Any]]:
+    """Return one row for each fact of a split, with its ``relation`` and ``subject``, for wordings of that relation."""
+    return [
+        {
+            "id": fact.key,
+            "prompt": question_text(FORMS[fact.kind][0], fact.kind, fact.subject),
+            "answers": list(fact.answers),
+            "group": fact.group,
+            "kind": fact.kind,
+            "relation": fact.kind,
+            "subject": fact.subject,
+            "statement": sentence(fact, fact.answers[0]),
+        }
+        for fact in build_world().facts
+        if fact.split == split
+    ]

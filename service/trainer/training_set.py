@@ -15,7 +15,7 @@ from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
 from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_said
 from service.data.forms.tasks import task_rows
-from service.data.judges import normalise
+from service.data.judges import normalise, parts_of
 from service.data.run_folder import IN_FORMS
 from service.data.training_rows import Dataset, Row, missing_groups, read_dataset
 from service.engines.base import Engine
@@ -75,6 +75,7 @@ def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
         and (row.prompt is not None or [message["role"] for message in row.messages or ()] == ["user"])
         and len(row.texts[0]) <= LONGEST
         and row.answers
+        and parts_of(row.answers) is None
         and all(map(normalise, row.answers))
     ]
     draw.shuffle(order)

@@ -173,6 +173,73 @@ def test_what_a_judge_cannot_use(name: JudgeName, answers: list[str], said: str)
     assert said in " ".join(problems)
 
 
+BOTH = [judge.parts(["Paris"], ["Euro", "EUR"])]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "expected"),
+    [
+        ("contains", "Paris, and the euro.", True),
+        ("contains", "They pay in EUR; its capital is Paris.", True),
+        ("contains", "The capital is Paris.", False),
+        ("contains", "It is the euro.", False),
+        ("contains", "Parisian euros", False),
+        ("regex", "paris eur", True),
+        ("regex", "paris", False),
+    ],
+)
+def test_an_answer_must_hold_each_part(name: JudgeName, said: str, expected: bool) -> None:
+    assert judge.make_judge(JudgeOptions(name))("", said, BOTH) is expected
+
+
+def test_the_endpoint_is_asked_for_each_part(endpoint: Any) -> None:
+    server = endpoint((200, "yes"), (200, "no"))
+    assert judge.make_judge(JudgeOptions("openai", server.url, "grader"))("q", "Paris", BOTH) is False
+    asked = [body["messages"][1]["content"] for _, _, body in server.seen]
+    assert ["- Paris" in one for one in asked] == [True, False]
+    assert ["- EUR" in one for one in asked] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "answers", "problem"),
+    [
+        ("contains", BOTH, ""),
+        ("regex", BOTH, ""),
+        ("exact", BOTH, "has parts"),
+        ("similarity", BOTH, "has parts"),
+        ("contains", [*BOTH, "Paris"], "only entry"),
+        ("contains", [judge.parts(["Paris"], ["?!"])], "empty once"),
+        ("regex", [judge.parts(["Paris"], ["("])], "not a regular expression"),
+    ],
+)
+def test_parts_that_a_judge_cannot_use(name: JudgeName, answers: list[str], problem: str) -> None:
+    problems = judge.answer_problems(JudgeOptions(name), answers)
+    assert bool(problems) == bool(problem)
+    assert problem in " ".join(problems)
+
+
+def test_parts_there_and_back() -> None:
+    assert judge.parts_of(BOTH) == [["Paris"], ["Euro", "EUR"]]
+    assert judge.split_answers(BOTH) == ([], [])
+    assert judge.parts_of(["Paris"]) is None
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        '{"parts": []}',
+        '{"parts": [["a"]]}',
+        '{"parts": [["a"], []]}',
+        '{"parts": [["a"], ["b"]], "x": 1}',
+        '{"parts": ["a", "b"]}',
+        '{"parts": [["a"], [1]]}',
+    ],
+)
+def test_a_damaged_object_with_parts_is_a_plain_answer(plain: str) -> None:
+    assert judge.parts_of([plain]) is None
+    assert judge.split_answers([plain]) == ([plain], [])
+
+
 def test_the_manifest_names_the_measure() -> None:
     given = (JudgeOptions("similarity"), JudgeOptions("calls"), JudgeOptions("contains"),
              JudgeOptions("openai", "http://x", "grader"))  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from service.data.judges import parts
 from service.data.training_rows import Dataset, read_dataset
 from service.judging.evaluation import Sample, sample_of
 from service.trainer.options import TrainOptions
@@ -70,6 +71,7 @@ OPENAI = {"labels": "generate", "judge": "openai", "judge_url": "http://127.0.0.
     [
         ({}, {"keep_sample": False}), ({}, OPENAI), ({}, {"labels": "generate", "answer_pattern": "A: (.*)"}),
         ({"answers": None}, {}), ({"answers": ["?!"]}, {}),  # nothing is left of it to compare
+        ({"answers": [parts(["Paris"], ["Rome"])]}, {}),  # more than one question
         ({"prompt": None, "messages": SYSTEM}, {}), ({"prompt": "{}" + "x" * 500}, {}),
     ],
 )  # fmt: skip
