@@ -195,6 +195,10 @@ class Tokens:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(list(token_ids), **options))
 
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Decode ids, special tokens as they are spelt."""
+        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
     @cached_property
     def digest(self) -> str:
         """The sha256 of the serialisation without padding and truncation; of a slow one, of class and vocabulary."""

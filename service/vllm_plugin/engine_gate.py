@@ -12,7 +12,7 @@ import logging
 import queue
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,12 +25,14 @@ from service.engines.vllm.client import ProbeLease
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import CHANGES
 from service.errors import HalluTracerError
+from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.policies.guard import Decision, Policy
 from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
 from service.serving.service import in_own_thread
 from service.settings import env
+from service.vllm_plugin.conversation import ConversationReader
 from service.vllm_plugin.options import PluginOptions
 
 log = logging.getLogger("hallutracer")
@@ -46,6 +48,8 @@ class Gate:
     lease: ProbeLease
     places: Mapping[Scorer, int]  # of each scorer's first trajectory in what is read of every request
     adapters: Adapters
+    conversations: ConversationReader
+    refusals: frozenset[str]  # what stands in for withheld answers, as ``asks_of`` takes it
 
     def reason(self, request: Any, wire: Any) -> str | None:
         """Return why the answer to a vLLM ``Request`` ends before its first token; None: it goes on.
@@ -59,15 +63,25 @@ class Gate:
                 raise HalluTracerError(problem)
             if wire is None:
                 raise HalluTracerError("the worker did not read its prompt")
-            ends = scorer.prompt_format != "chat" or tuple(prompt[-len(scorer.chat_ending) :]) == scorer.chat_ending
-            if not ends or getattr(request, "mm_features", None):  # images, audio: training had text
+            chat = scorer.prompt_format == "chat"
+            ends = not chat or tuple(prompt[-len(scorer.chat_ending) :]) == scorer.chat_ending
+            as_trained = ends and not getattr(request, "mm_features", None)  # images, audio: training had text
+            if not as_trained:
                 policy = untemplated(scorer, policy)
+            standing = self.standing(prompt) if chat and as_trained else UNKNOWN
             result = self.lease.result(wire.numpy(), len(prompt))
-            report = scorer.judge(result, policy, place=self.places[scorer])
+            report = scorer.judge(result, policy, standing=standing, place=self.places[scorer])
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
         return None if report.decision is Decision.CONTINUE else f"hallutracer: withheld, risk {report.risk:.3f}"
+
+    def standing(self, prompt: Sequence[int]) -> Standing:
+        """Return what is known of a prompt that ends as the chat template ends a question."""
+        messages = self.conversations.read(prompt)
+        if messages is None:
+            return Standing(other_rendering=True)
+        return Standing(shape_of(messages, self.refusals))
 
 
 def unreadable(request: Any) -> str | None:
@@ -275,7 +289,10 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
             probes = [probe for scorer in scorers for probe in scorer.probes]
             lease = engine.lease(probes, first_token=any(scorer.needs_first_token for scorer in scorers))
             places = dict(zip(scorers, accumulate((len(one.probes) for one in scorers), initial=0), strict=False))
-            return Gate(scorers[0], policy, run_on(engine.loop, lease), places, adapters)
+            conversations = ConversationReader.of(engine.render_chat, engine.spell)
+            messages = (named.message for named in options.policies.named.values())
+            refusals = frozenset(message.strip() for message in messages if message)
+            return Gate(scorers[0], policy, run_on(engine.loop, lease), places, adapters, conversations, refusals)
         finally:
             engine.close()
 

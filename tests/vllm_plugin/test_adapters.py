@@ -37,6 +37,7 @@ from vllm.lora.request import LoRARequest  # noqa: E402
 
 from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation, plugin  # noqa: E402
+from service.vllm_plugin.conversation import ConversationReader  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
 from service.vllm_plugin.note import CURRENT, Note  # noqa: E402
 from service.vllm_plugin.options import PluginOptions  # noqa: E402
@@ -117,7 +118,9 @@ def test_the_engines_gate_takes_the_numbers_of_the_adapters_own_probes(made: Mad
     [own] = made.adapters.load(made.engine, made.request()).values()
     read = [made.engine.score([PROMPT], scorer.probes)[0].trajectories for scorer in (made.base, own)]
     lease: Any = SimpleNamespace(result=lambda wire, tokens: PrefillResult((*read[0], *read[1]), None, tokens))
-    gate = Gate(made.base, GATE.at(0.0), lease, {made.base: 0, own: len(made.base.probes)}, made.adapters)
+    reader = ConversationReader(made.base.engine.render_chat, str)
+    places = {made.base: 0, own: len(made.base.probes)}
+    gate = Gate(made.base, GATE.at(0.0), lease, places, made.adapters, reader, frozenset())
 
     def reason(adapter: Any) -> str:
         parameters = SimpleNamespace(prompt_logprob_token_ids=None)

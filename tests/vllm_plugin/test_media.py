@@ -13,9 +13,10 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
-from service.judging.guarantee import MEDIA  # noqa: E402
+from service.judging.guarantee import MEDIA, Standing  # noqa: E402
 from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation  # noqa: E402
+from service.vllm_plugin.conversation import ConversationReader  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
 from service.vllm_plugin.note import Note  # noqa: E402
 
@@ -29,7 +30,7 @@ class Judge(SimpleNamespace):
 
 
 def scorer(judged: list[Policy]) -> Any:
-    def judge(result: Any, policy: Policy, place: int = 0) -> Any:
+    def judge(result: Any, policy: Policy, *, standing: Standing, place: int = 0) -> Any:
         assert result == len(IDS)
         judged.append(policy)
         return SimpleNamespace(decision=Decision.CONTINUE, risk=0.1)
@@ -46,7 +47,8 @@ def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: An
         request_id="a", sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
     )  # fmt: skip
     own, adapters = scorer(judged), Adapters({}, str)
-    gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, adapters)
+    reader = ConversationReader(lambda messages: [], str)
+    gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, adapters, reader, frozenset())
     wire = SimpleNamespace(numpy=lambda: np.zeros(1))
     assert gate.reason(request, wire) is None
     assert [policy.withhold_outside for policy in judged] == [True if features else None]

@@ -78,7 +78,7 @@ class VllmEngine:
         try:
             tokens, config = Tokens(files.tokenizer), async_llm.vllm_config
             self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
-            self.special_tokens = tokens.special_tokens
+            self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
             self._vocabulary = int(text_config(files.config).vocab_size)
             # The token that a closed gate samples, which ends the request.
             self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
