@@ -37,8 +37,8 @@ async def _audit(service: Service, judgement: Judgement) -> None:
     if service.audit is None:
         return
     prompts = [
-        JudgedEvent(one.index, round(one.report.risk, 6), one.report.decision.value, one.report.verdict.flagged)
-        for one in judgement.prompts
+        JudgedEvent(one.index, round(report.risk, 6), report.decision.value, report.verdict.flagged, report.decided_by)
+        for one, report in zip(judgement.prompts, judgement.reports, strict=True)
     ]
     line = decision(
         judgement.who, request_id=judgement.request_id[:MOST_ID], route=judgement.route, model=judgement.model,
