@@ -174,10 +174,11 @@ class Scorer:
         """Yield one prompt's report with each of the engine's updates; the last report has the completion, if any.
 
         ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; so does ``second``, and the
-        stricter of both verdicts counts; ``running``: reports have the risk of the answer so far.  Where the decision is not to continue, one update without text is all; with ``tools``,
-        unless the policy gates their calls, the answer is decoded and held for as long as it may be a call: the last
-        report then has it, or says that it is withheld.  Closing the generator ends the request in the engine.  Raises
-        what ``Engine.answer`` and ``judge`` raise."""
+        stricter of both verdicts counts; ``running``: reports have the risk of the answer so far.  Where the decision
+        is not to continue, one update without text is all; with ``tools``, unless the policy gates their calls, the
+        answer is decoded and held for as long as it may be a call: the last report then has it, or says that it is
+        withheld.  Closing the generator ends the request in the engine.  Raises what ``Engine.answer`` and ``judge``
+        raise."""
         tools = None if policy.tools == "gate" else tools
         readers = [self, *shadows, *(() if second is None else (second,))]
         updates = self.engine.answer(

@@ -49,7 +49,7 @@ async def _audit(service: Service, judgement: Judgement) -> None:
 
 
 async def _store_for_feedback(service: Service, judgement: Judgement) -> None:
-    if service.feedback is not None:
+    if service.feedback is not None and not judgement.of_sample:
         service.feedback.record(judgement)
 
 
@@ -65,7 +65,7 @@ def _count(service: Service, judgement: Judgement, answers: Sequence[AnswerEnd],
 
 
 def _watch_drift(_: Service, judgement: Judgement, __: Sequence[AnswerEnd], ___: RequestRecord | None) -> None:
-    if judgement.monitor is not None:
+    if judgement.monitor is not None and not judgement.of_sample:
         judgement.monitor.observe(judgement.reports, [digest_of(one.token_ids) for one in judgement.prompts])
 
 
