@@ -74,6 +74,7 @@ class RiskReport:
     shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
     held: bool = False  # decoded although withheld, until it is known whether it is a call of a tool
     tool_call: bool = False  # it was held, and is given: it is nothing but calls
+    decided_by: str | None = None  # name:version of the second bundle, where its verdict and not this bundle's decides
 
     @property
     def decision(self) -> Decision:
@@ -185,21 +186,22 @@ class Scorer:
 
     async def run(
         self, prompt: TokenIds, policy: Policy, sampling: Sampling | None = None, *, turn: base.Turn = base.FIRST_COME,
-        shadows: Sequence[Scorer] = (), running: bool = False, tools: Tools | None = None,
+        shadows: Sequence[Scorer] = (), second: Scorer | None = None, running: bool = False, tools: Tools | None = None,
         standing: Standing = UNKNOWN,
     ) -> AsyncGenerator[tuple[RiskReport, Update], None]:  # fmt: skip
         """Yield one prompt's report with each of the engine's updates; the last report has the completion, if any.
 
-        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; ``running``: reports have
-        the risk of the answer so far; ``standing``: what is known of the prompt beside its ids. Where the
-        decision is not to continue, one update without text is all; with ``tools``, unless the policy gates
-        their calls, the answer is decoded and held for as long as it may be a call: the last report then has
-        it, or says that it is withheld. Closing the generator ends the request in the engine. Raises what
-        ``Engine.answer`` and ``judge`` raise."""
+        ``turn``: as ``Engine.answer`` takes it; ``shadows`` read the same forward; so does ``second``, and the
+        stricter of both verdicts counts; ``running``: reports have the risk of the answer so far; ``standing``: what is
+        known of the prompt beside its ids.  Where the decision is not to continue, one update without text is all; with
+        ``tools``, unless the policy gates their calls, the answer is decoded and held for as long as it may be a call:
+        the last report then has it, or says that it is withheld.  Closing the generator ends the request in the engine.
+        Raises what ``Engine.answer`` and ``judge`` raise."""
         tools = None if policy.tools == "gate" else tools
+        readers = [self, *shadows, *(() if second is None else (second,))]
         updates = self.engine.answer(
-            prompt, [probes for scorer in (self, *shadows) for probes in scorer.probes],
-            first_token=any(scorer.needs_first_token for scorer in (self, *shadows)), sampling=sampling, turn=turn,
+            prompt, [probes for scorer in readers for probes in scorer.probes],
+            first_token=any(scorer.needs_first_token for scorer in readers), sampling=sampling, turn=turn,
             gate=None if sampling is None or tools is not None else self.gate(policy, standing),
             answer_probes=self.answer_probes,
         )  # fmt: skip
@@ -214,6 +216,9 @@ class Scorer:
                     places = accumulate((len(one.probes) for one in shadows), initial=len(self.probes))
                     seen = [shadow.shadowed(prefill, policy, place, standing) for shadow, place in zip(shadows, places)]  # noqa: B905 - one place more
                     report = replace(report, shadows=tuple(seen)) if shadows else report
+                    if second is not None:
+                        place = sum(len(one.probes) for one in (self, *shadows))
+                        report = second.stricter(report, prefill, policy, place, standing)
                     if sampling is None:
                         yield report, update
                         return
@@ -341,6 +346,23 @@ class Scorer:
             return ShadowRisk(self.bundle.reference, None, flagged=True)
         return ShadowRisk(self.bundle.reference, report.risk, report.verdict.flagged)
 
+    def stricter(
+        self, report: RiskReport, result: PrefillResult, policy: Policy, place: int, standing: Standing
+    ) -> RiskReport:
+        """Return another bundle's report, with this bundle's verdict where that one lets the answer pass and this not.
+
+        Closed where this bundle gives no number; ``place`` and ``standing`` as ``judge`` takes them."""
+        if report.verdict.acts:
+            return report
+        try:
+            own = self.judge(result, policy, standing=standing, place=place).verdict
+        except NonFiniteReadout:
+            own = stopped_by(policy, report.verdict, None)
+        if not own.acts:
+            return report
+        verdict = replace(report.verdict, decision=own.decision, message=own.message)
+        return replace(report, verdict=verdict, decided_by=self.bundle.reference)
+
     def judge(
         self, result: PrefillResult, policy: Policy, *, standing: Standing = UNKNOWN, cached_tokens: int = 0,
         place: int = 0,
@@ -383,4 +405,4 @@ def _is_call(tools: Tools, completion: Completion) -> bool:
 def called(report: RiskReport) -> RiskReport:
     """Return the report of a turn that is nothing but calls of tools, which is no answer: it is given."""
     verdict = replace(report.verdict, decision=Decision.CONTINUE, message=None) if report.held else report.verdict
-    return replace(report, verdict=verdict, answer=None, held=False, tool_call=report.held)
+    return replace(report, verdict=verdict, answer=None, held=False, tool_call=report.held, decided_by=None)

@@ -9,21 +9,26 @@
 Run:  python deploy/sidecar/rag_app.py "What is the capital of Italy?" "What is the capital of the Solomon Islands?"
       uvicorn --app-dir deploy/sidecar rag_app:app
 Environment: HALLUTRACER_URL, HALLUTRACER_API_KEY_FILE, RAG_PASSAGES (a file, one passage a line; without it the
-demo's facts), RAG_WHEN_GUARD_FAILS (refuse | passages)."""
+demo's facts), RAG_WHEN_GUARD_FAILS (refuse | passages), and as a service RAG_TOKEN_FILE (a file of the tokens that
+callers send, since it asks the guard with its own key for them), or RAG_ALLOW_ANONYMOUS (true), and RAG_ALLOWED_HOSTS
+(names that requests may be addressed to beside IP addresses)."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ipaddress
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import cyclopts
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +38,7 @@ from hallutracer_client import AsyncClient, ClientError, Generate, RequestRefuse
 from service.demo.questions import Fact, build_world, sentence
 
 TOP_K = 3
+LEAST_CHARACTERS = 16  # of a token
 
 
 def demo_passages() -> list[str]:
@@ -152,12 +158,43 @@ def client_from_environment() -> AsyncClient:
     return AsyncClient(os.environ.get("HALLUTRACER_URL", "http://127.0.0.1:8765"), api_key=key, timeout=seconds)
 
 
+def tokens_from_environment() -> tuple[str, ...]:
+    """The tokens of RAG_TOKEN_FILE; none where RAG_ALLOW_ANONYMOUS says so.  Raises OSError, ValueError."""
+    path, anonymous = os.environ.get("RAG_TOKEN_FILE"), os.environ.get("RAG_ALLOW_ANONYMOUS", "false")
+    if path is not None:
+        tokens = tuple(line.split()[0] for line in lines_of(path, "a token"))
+        if min(map(len, tokens)) < LEAST_CHARACTERS:
+            raise ValueError(f"a token of {path} is shorter than {LEAST_CHARACTERS} characters")
+        return tokens
+    if anonymous != "true":
+        said = "whoever reaches this app could ask with its key: set RAG_TOKEN_FILE, or RAG_ALLOW_ANONYMOUS=true"
+        raise ValueError(said)
+    return ()
+
+
+def is_ours(host: str, names: Collection[str]) -> bool:
+    """Whether ``Host``, its port left out, is one of ``names`` or an IP address, which no foreign page's name can be.
+
+    A page can have its own name resolve to this machine (DNS rebinding); the browser still sends that name."""
+    name, _, port = host.rpartition(":")
+    name = (name if name and port.isdigit() else host).lower()
+    if name in names:
+        return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Read the environment, index the passages."""
     app.state.when_guard_fails = os.environ.get("RAG_WHEN_GUARD_FAILS", "refuse")
     if app.state.when_guard_fails not in ("refuse", "passages"):
         raise ValueError(f"RAG_WHEN_GUARD_FAILS is refuse or passages, not {app.state.when_guard_fails!r}")
+    app.state.tokens = tokens_from_environment()
+    app.state.hosts = frozenset(os.environ.get("RAG_ALLOWED_HOSTS", "localhost").lower().split())
     async with client_from_environment() as client:
         app.state.client = client
         app.state.rag = GuardedRag(client, Retriever(passages_from_environment()))
@@ -165,6 +202,20 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 app = FastAPI(title="A guarded RAG example", lifespan=lifespan)
+
+
+@app.middleware("http")
+async def check_caller(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    """421 for another service's name, 401 without a token; probes ask /health without one."""
+    state, (scheme, _, sent) = request.app.state, request.headers.get("authorization", "").partition(" ")
+    if not is_ours(request.headers.get("host", ""), state.hosts):
+        return JSONResponse({"detail": "the Host header names another service: RAG_ALLOWED_HOSTS"}, 421)
+    given = sent.strip().encode()
+    known = scheme.lower() == "bearer" and any(hmac.compare_digest(given, one.encode()) for one in state.tokens)
+    if state.tokens and not known and request.url.path != "/health":
+        said = "send a token of RAG_TOKEN_FILE as 'Authorization: Bearer TOKEN'"
+        return JSONResponse({"detail": said}, 401, {"WWW-Authenticate": "Bearer"})
+    return await call_next(request)
 
 
 class Ask(BaseModel):

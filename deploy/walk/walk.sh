@@ -157,6 +157,8 @@ deployer="$(key deployer --scope admin)"
 (umask 077; key prometheus --scope observe --expires never >prometheus.key)
 run hallutracer keys list --keys keys.toml
 export HALLUTRACER_POLICY=gate
+HALLUTRACER_CANARY_KEY="$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')" # both replicas draw alike
+export HALLUTRACER_CANARY_KEY
 serve=(--store "$store" --require-signature key.pub --canary my-probe@canary --canary-share 0.3
     --shadow my-probe@canary --keys keys.toml --protect-metrics --audit-log audit.jsonl)
 refused "a signature is required here" hallutracer doctor "${serve[@]}" --bundle my-probe:2 --port "$one"

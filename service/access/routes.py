@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from service.access.callers import USER_SCOPES, Scope
 
 SCORE_ROUTES = ("/v1/risk/score", "/score")  # the second is an alias
@@ -19,23 +21,32 @@ ANSWER_ROUTES = (*SCORE_ROUTES, CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGE
 PROMPT_ROUTES = (*ANSWER_ROUTES, LITELLM_ROUTE, CLASSIFY_ROUTE, *DETECTOR_ROUTES)
 CALLED = frozenset({*PROMPT_ROUTES, COUNT_ROUTE, FEEDBACK_ROUTE})
 CATALOGUE = ("/v1/models", "/v1/bundles")
+SAMPLE_ROUTE = "/v1/bundles/{bundle}/sample/{number}"  # it answers a question that the bundle carries
+_SAMPLE = re.compile(r"/v1/bundles/[^/]+/sample(/.*)?", re.DOTALL)
 METRICS = "/metrics"
 ADMIN = "/v1/admin/"  # what changes the service is below it
 RELOAD_ROUTE = f"{ADMIN}reload"
 OTHER = "other"  # of vLLM's own server, whose further routes read prompts, too
-COUNTED = tuple(route for route in PROMPT_ROUTES if route != SCORE_ROUTES[1]) + (OTHER,)
+COUNTED = (*(route for route in PROMPT_ROUTES if route != SCORE_ROUTES[1]), SAMPLE_ROUTE, OTHER)
 
 
 def canonical(route: str) -> str:
-    """Return the route that an alias stands for."""
-    return SCORE_ROUTES[0] if route in SCORE_ROUTES else route
+    """Return the route that an alias stands for, or that a path with parameters is one of."""
+    if route in SCORE_ROUTES:
+        return SCORE_ROUTES[0]
+    return SAMPLE_ROUTE if _SAMPLE.fullmatch(route) else route
+
+
+def has_engine_work(path: str) -> bool:
+    """Return whether a request there takes a place in the queue for the engine."""
+    return path in PROMPT_ROUTES or canonical(path) == SAMPLE_ROUTE
 
 
 def scopes_of(path: str) -> frozenset[Scope]:
     """Return the scopes of which a key needs one for this path; none: every key opens it."""
     if path.startswith(ADMIN):
         return frozenset({Scope.ADMIN})
-    if path in CALLED:
+    if path in CALLED or canonical(path) == SAMPLE_ROUTE:
         return frozenset({Scope.SCORE})
     if path == METRICS:
         return frozenset({Scope.OBSERVE})

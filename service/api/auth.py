@@ -19,7 +19,15 @@ from service.access.keys import KeyRing
 from service.access.routes import METRICS, scopes_of
 from service.api.error_handlers import respond
 from service.audit.auditor import Who
-from service.errors import HalluTracerError, KeyExpired, KeyRevoked, MissingScope, Unauthorized, WrongHost
+from service.errors import (
+    HalluTracerError,
+    KeyExpired,
+    KeyRevoked,
+    MissingScope,
+    NotAllowed,
+    Unauthorized,
+    WrongHost,
+)
 from service.serving.service import Service
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
@@ -104,6 +112,20 @@ def from_here(request: HTTPConnection) -> bool:
     if page is not None and (page != own or not on_loopback(request.url.hostname or "")):
         return False
     return on_loopback(request.client.host)
+
+
+def check_page(request: HTTPConnection, origins: Collection[str]) -> None:
+    """Raise NotAllowed where a browser says that a page of another site asks, and its origin is none of ``origins``.
+
+    For a GET that has the engine work: any page can have a browser send one, as the address of an image."""
+    page, own = request.headers.get("origin"), f"{request.url.scheme}://{request.headers.get('host')}"
+    if page is None:
+        foreign = request.headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    else:
+        foreign = not {page, "*"} & {own, *origins}
+    if foreign:
+        cure = "the operator can allow its origin with --cors-origin"
+        raise NotAllowed("a page of another site asks for this", param="origin", cure=cure)
 
 
 def _names_us(headers: Headers, hosts: Collection[str]) -> bool:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field, create_model
 
 from probes_store.bundle import Bundle
 from probes_store.records import Applicability, Guarantee, Record, RefitInterval, Uncertainty
-from service.api.auth import TheService
-from service.api.reply import errors
+from service.access.routes import SAMPLE_ROUTE, SCORE_ROUTES
+from service.api.auth import TheService, check_page, who_of
+from service.api.reply import FAILURES, errors
 from service.api.request_schema import Risk, Strict
+from service.api.score import answer, requested
+from service.engines.base import Sampling
 from service.errors import NotFound
 from service.feedback.rows import Tally
 from service.judging import evaluation
 from service.judging.drift import Drift
 from service.scoring import Scorer
+from service.serving import observers
 from service.serving.metrics import Comparison
+from service.serving.request_log import record_of
+from service.serving.sampled import Verdict, judged
 from service.serving.service import Service
 
 
@@ -193,7 +200,7 @@ class SampleOut(_OfRecord):
 
 
 class SampleAnswerOut(Strict):
-    """What the model answers to a question of the sample, judged, and the risk that was read before it."""
+    """What came of a question of the sample under the caller's policy, and the risk that was read before the answer."""
 
     object: Literal["sample.answer"] = "sample.answer"
     number: int = Field(description="of the question, from 0")
@@ -202,9 +209,10 @@ class SampleAnswerOut(Strict):
     risk: Risk
     threshold: Risk
     flagged: bool = Field(description="what a gate would withhold")
+    decision: str = Field(description="what the caller's policy does: continue, or how it withholds the answer")
     outside_training: bool | None = Field(description="null where the bundle cannot tell")
-    answer: str
-    verdict: Literal["right", "wrong", "abstained"]
+    answer: str | None = Field(description="null where the policy withholds it: none is decoded then")
+    verdict: Verdict | None = Field(description="null where the policy withholds the answer, or ends it under way")
     accepted: list[str] = Field(description="answers that are right")
 
 
@@ -336,20 +344,36 @@ def _compared(found: Comparison) -> ComparedOut:
 
 
 @router.get(
-    "/v1/bundles/{bundle}/sample/{number}", summary="A held-out question, answered and judged",
-    responses=RESPONSES | errors(_404="no such bundle is loaded, or it carries no such question"),
+    SAMPLE_ROUTE, summary="A held-out question, judged under the caller's policy, and its answer",
+    responses=FAILURES | errors(_404="no such bundle is loaded, or it carries no such question"),
 )  # fmt: skip
-async def sample_answer(bundle: str, number: int, service: TheService) -> SampleAnswerOut:
-    """One question of the bundle's sample: the risk before the answer, the answer, and whether it is right."""
+async def sample_answer(bundle: str, number: int, request: Request, service: TheService) -> SampleAnswerOut:
+    """One question of the bundle's sample: the risk before the answer, and where the policy lets it the answer.
+
+    It is asked as a prompt of /v1/risk/score is: in the queue, by the deadline, and in the audit log each time.  What
+    was answered once under a policy is kept.  Neither feedback nor the drift monitor is told: it is no traffic."""
+    check_page(request, service.settings.cors_origins)
     scorer = service.ready.scorer(bundle, None)
     sample: evaluation.Sample | None = (await asyncio.to_thread(_evaluated, scorer.bundle))["sample"]
     count = 0 if sample is None else len(sample.questions)
     if sample is None or not 0 <= number < count:
         raise NotFound(f"{scorer.bundle.reference} carries {count} questions, and none of number {number}")
-    found = await service.sampled.answer(scorer, sample, number)
+    prompts, reference = [sample.questions[number].prompt], scorer.bundle.reference
+    asked = requested(request, service, SCORE_ROUTES[0], "prompt", prompts, bundle=reference)
+    key = asked.scorer.bundle.manifest.digest, number, asked.policy
+    judgement = service.sampled.get(key)
+    if judgement is None:
+        sampling = Sampling(max_tokens=min(sample.max_tokens, service.settings.max_new_tokens))
+        reply = await answer(request, service, replace(asked, sampling=sampling, of_sample=True))
+        reply.end()
+        judgement = service.sampled[key] = reply.judgement
+    else:
+        id, who = record_of(request).request_id, who_of(request)
+        await observers.judged(service, replace(judgement, request_id=id, caller=asked.caller, who=who))
+    found = judged(sample, number, judgement.reports[0])
     question, report = found.question, found.report
     return SampleAnswerOut(
         number=number, prompt=question.prompt, kind=question.kind, risk=report.risk, flagged=report.verdict.flagged,
-        threshold=report.verdict.threshold, outside_training=report.uncertain.outside, answer=found.answer,
-        verdict=found.verdict, accepted=list(question.answers),
+        decision=str(report.decision), threshold=report.verdict.threshold, outside_training=report.uncertain.outside,
+        answer=found.answer, verdict=found.verdict, accepted=list(question.answers),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.access.routes import PROMPT_ROUTES
+from service.access.routes import has_engine_work
 from service.api.auth import caller_of
 from service.api.error_handlers import respond
 from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady, Overloaded
@@ -65,7 +65,7 @@ class RequestFrame:
                 out["x-total-time"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
             await send(message)
 
-        scoring = record.path in PROMPT_ROUTES
+        scoring = has_engine_work(record.path)
         if scoring:
             metrics.request_started()
         try:
@@ -199,7 +199,7 @@ class LoadShedder:
             await self.app(scope, receive, send)
             return
         caller = caller_of(HTTPConnection(scope), self._service).name
-        if scope["path"] in PROMPT_ROUTES:
+        if has_engine_work(scope["path"]):
             try:
                 self._service.lifecycle.check_not_full(caller)
             except Overloaded as full:

@@ -75,6 +75,8 @@ class RiskOut(Strict):
         "it; null: the bundle cannot tell")
     tool_call: bool | None = Field(None, description="an answer would have been withheld; this is nothing but "
         "calls of the request's tools, and is given")
+    decided_by: str | None = Field(None, description="the default bundle, as name:version, where its verdict on the "
+        "same prefill decides although `bundle`, a canary, lets the answer pass")
     # fmt: on
     asks: Risk | None = Field(None, description="the probability that the prompt asks for a fact")
     message: str | None = Field(None, description="to show instead of an answer; before it, if that is given")
@@ -242,7 +244,7 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         flagged=verdict.flagged, threshold=verdict.threshold, message=verdict.message,
         interval=list(known.interval) if known.interval else None, outside_training=known.outside,
         distance=known.distance, applies=report.context.said, asks=report.context.asks,
-        tool_call=report.tool_call or None,
+        tool_call=report.tool_call or None, decided_by=report.decided_by,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
         completion=completion_out(report.completion), **answer_note(report.answer),

@@ -55,6 +55,8 @@ class ScoringRequest:
     deadline: Deadline | None = None  # None: the service's own
     retrieval_of: str | None = None  # id of an earlier answer
     tools: Tools | None = None  # that a conversation's model is told of
+    of_sample: bool = False  # a question that the bundle carries, and no traffic
+    second: Scorer | None = None  # the default bundle, where a canary was drawn: the stricter of both verdicts counts
 
     @property
     def definitions(self) -> Sequence[ToolDefinition]:
@@ -141,7 +143,8 @@ def requested(
 
     every = dict.fromkeys(("bundle", "model", "policy", "threshold")) | chosen
     scorer, policy = service.ready.choose(caller, route, session=session, **every)
-    return ScoringRequest(scorer, policy, caller, kind, prompts, field or kind)
+    second = service.catalogue.second(scorer, policy) if every["bundle"] is None else None
+    return ScoringRequest(scorer, policy, caller, kind, prompts, field or kind, second=second)
 
 
 def _beginning(kind: Kind, prompt: Any) -> str:
@@ -191,7 +194,8 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
     handle = service.lifecycle.dispatcher.admit(
         len(asked.prompts), asked.scorer, policy, caller=asked.caller.name, sampling=asked.sampling,
         deadline=asked.deadline or Deadline(service.settings.deadline_s), streams=asked.stream, running=asked.running,
-        shadows=service.catalogue.rollout.watching(asked.scorer), tools=asked.tools,
+        shadows=() if asked.of_sample else service.catalogue.rollout.watching(asked.scorer), tools=asked.tools,
+        second=asked.second,
     )  # fmt: skip
     created, record, named = int(time.time()), record_of(request), asked.retrieval_of
     retrieval = None if named is None else service.retrievals.recall(asked.caller.name, named)
@@ -217,9 +221,10 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
             ),
             unscored={index: job.submitted_ns for index, (job, _) in jobs if job.report is None},
             route=canonical(record.path), caller=asked.caller, who=who_of(request), sampling=asked.sampling,
-            streams=asked.stream, monitor=monitor,
+            streams=asked.stream, of_sample=asked.of_sample, monitor=monitor,
             request_violations=(
-                *asked.violations, *guarantee.decoding_violations(manifest, asked.sampling), *shapes, *tools
+                *asked.violations, *guarantee.decoding_violations(manifest, asked.sampling), *shapes, *tools,
+                *(() if asked.second is None else (guarantee.SECOND_VERDICT,)),
             ),
             retrieval=retrieval,
         )  # fmt: skip

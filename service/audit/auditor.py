@@ -55,11 +55,13 @@ class JudgedEvent:
     risk: float
     decision: str
     flagged: bool
+    decided_by: str | None = None  # the default bundle, where its verdict and not the canary's decided
 
 
 def decision(who: Who, *, prompts: Sequence[JudgedEvent], **said: str | float) -> Line:
     """Return the line that says what became of a request's prompts; ``said``: the other fields of a decision."""
-    return _line("decision", who, **said, prompts=[asdict(one) for one in prompts])
+    known = [{name: value for name, value in asdict(one).items() if value is not None} for one in prompts]
+    return _line("decision", who, **said, prompts=known)
 
 
 def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> Line:

@@ -139,11 +139,11 @@ class Seen:
     """One question, its risk, and what came of it."""
 
     prompt: str
-    answer: str
+    answer: str | None  # None: the policy of the service that was asked withholds it
     accepted: tuple[str, ...]
     risk: float
     flagged: bool  # a gate withholds it
-    verdict: str  # "right" | "wrong" | "abstained"
+    verdict: str | None  # "right" | "wrong" | "abstained"; None where the policy withholds the answer, or ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +188,15 @@ def draw_sorted(tried: Tried, console: Console | None = None) -> None:
     console.print(
         f"\n{tried.model}, asked {len(tried.seen)} questions that {tried.bundle} was not fitted on: right in "
         f"{lower['right']} of the {lower['questions']} with the lower risks, in {upper['right']} of the "
-        f"{upper['questions']} with the higher.",
+        f"{upper['questions']} with the higher.{_not_judged(tried)}",
         soft_wrap=True, markup=False,
     )  # fmt: skip
+
+
+def _not_judged(tried: Tried) -> str:
+    count = sum(one.verdict is None for one in tried.seen)
+    said = f"  The service's policy withholds {count} of the answers: whether they would be right is not known."
+    return said if count else ""
 
 
 def _table(tried: Tried, width: int) -> Table:
@@ -206,9 +212,10 @@ def _table(tried: Tried, width: int) -> Table:
         if one.flagged and not above:
             above = True
             table.add_row("", Text(f"a gate withholds {tried.threshold:.2f} and more:", style="bold"), "", "")
-        mark, style = MARKS[one.verdict]
-        right = Text(mark if one.verdict == "right" else f"{mark} {one.accepted[0]}", style=style)
-        table.add_row(f"{one.risk:.2f}", *(Text(" ".join(text.split())) for text in (one.prompt, one.answer)), right)
+        mark, style = MARKS.get(one.verdict or "", ("", "dim"))
+        right = Text(mark if one.verdict == "right" else f"{mark} {one.accepted[0]}".strip(), style=style)
+        shown = (one.prompt, "(withheld)" if one.answer is None else one.answer)
+        table.add_row(f"{one.risk:.2f}", *(Text(" ".join(text.split())) for text in shown), right)
     return table
 
 

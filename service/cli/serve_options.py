@@ -91,6 +91,9 @@ class RolloutOptions:
     canary_share: Annotated[float, option(
         "Share of the canary; requests of one x-session-id, or of one first question, stay together.",
         limits=Range(0, 1))] = DEFAULT_SHARE  # fmt: skip
+    canary_key: Annotated[str | None, option(
+        "What the canary's sessions are drawn with; give replicas behind one address the same, so that a session stays "
+        "with its bundle.  Default: one that each process makes for itself.", secret=True)] = None  # fmt: skip
     shadow: Annotated[tuple[str, ...], option(
         "Bundle that reads every prompt on the same forward and decides nothing, repeatable; /metrics and "
         "/v1/bundles tell how far it disagrees.")] = ()  # fmt: skip
@@ -103,10 +106,15 @@ class RolloutOptions:
 
     @property
     def plan(self) -> RolloutPlan:
-        """Return what the service is told."""
+        """Return what the service is told.  Raises UsageError for a secret that can be guessed."""
         from service.serving.catalogue import RolloutPlan
 
-        return RolloutPlan(self.canary, self.canary_share, self.shadow)
+        if self.canary_key is None:
+            return RolloutPlan(self.canary, self.canary_share, self.shadow)
+        if is_placeholder(self.canary_key) or len(self.canary_key) < LEAST_CHARACTERS:
+            raise UsageError("--canary-key", f"needs at least {LEAST_CHARACTERS} characters: {CURE}")
+        secret = self.canary_key.encode("utf-8", "surrogateescape")
+        return RolloutPlan(self.canary, self.canary_share, self.shadow, secret)
 
 
 @section("Feedback", 37)

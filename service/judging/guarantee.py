@@ -100,6 +100,7 @@ OTHER_ENDING = "rendering: the prompt does not end as the chat template ends a q
 NO_ANSWER = "answer: none is decoded here, and the calibration read the answers again"
 TOOLS = "prompt: tools or their results, where the calibration had none"
 ANSWERED = "rendering: the last message is the assistant's"
+SECOND_VERDICT = "canary: the default bundle's verdict withholds too, the calibration knew this bundle's alone"
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,11 @@ class Verdict:
     threshold: float
     message: str | None
 
+    @property
+    def acts(self) -> bool:
+        """Return whether the policy does anything: it withholds the answer, or puts a message before it."""
+        return self.decision is not Decision.CONTINUE or self.message is not None
+
 
 def check_threshold(threshold: float) -> float:
     """Return a threshold on a probability.  Raises RequestError unless 0 <= threshold <= 1 (a NaN is neither)."""

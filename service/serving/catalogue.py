@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ class RolloutPlan:
     canary: str | None = None
     share: float = DEFAULT_SHARE  # of the requests that name no bundle
     shadows: tuple[str, ...] = ()
+    # The draw's: nobody else can tell which sessions are the canary's.  Replicas that draw alike share one.
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False, compare=False)
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -59,16 +62,18 @@ class Rollout:
     canary: Scorer | None = None
     share: float = 0.0
     shadows: tuple[Scorer, ...] = ()
+    secret: bytes = b""
 
     def chosen(self, default: Scorer, key: Callable[[], str]) -> Scorer:
-        """Return the canary for its share of keys, else the default.
+        """Return the canary for its share of keys, else the default; which keys are its, only the secret tells.
 
         The canary's digest is hashed too, so that it is not the same callers who meet each new version first."""
         if self.canary is None or not self.share:
             return default
         text = f"{self.canary.bundle.manifest.digest}\n{key()}"
-        drawn = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
-        return self.canary if drawn < self.share * 2**64 else default
+        key_of_hash = hashlib.sha256(self.secret).digest()  # BLAKE2 takes 64 bytes at most
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=key_of_hash).digest()
+        return self.canary if int.from_bytes(digest, "big") < self.share * 2**64 else default
 
     def role(self, scorer: Scorer, default: Scorer) -> Role:
         """Return what a loaded scorer does for requests that name no bundle."""
@@ -92,10 +97,10 @@ def rolled_out(plan: RolloutPlan, loaded: Scorers) -> tuple[Rollout, dict[str, s
     default = next(iter(loaded.values()))
     left_out: dict[str, str] = {}
 
-    def usable(reference: str, *, judges: bool) -> list[Scorer]:
+    def usable(reference: str) -> list[Scorer]:
         if (scorer := loaded.get(reference)) is None:
             return []  # the loading has said why
-        if not judges and scorer.prompt_format != default.prompt_format:
+        if scorer.prompt_format != default.prompt_format:
             left_out[reference] = (
                 f"it was trained on {scorer.prompt_format} prompts and {default.bundle.reference} on "
                 f"{default.prompt_format} ones: they do not read the same token ids"
@@ -106,9 +111,9 @@ def rolled_out(plan: RolloutPlan, loaded: Scorers) -> tuple[Rollout, dict[str, s
             return [scorer]
         return []
 
-    canary = [] if plan.canary is None else usable(plan.canary, judges=True)
-    shadows = [scorer for name in plan.shadows for scorer in usable(name, judges=False)]
-    return Rollout(canary[0] if canary else None, plan.share, tuple(shadows)), left_out
+    canary = [] if plan.canary is None else usable(plan.canary)
+    shadows = [scorer for name in plan.shadows for scorer in usable(name)]
+    return Rollout(canary[0] if canary else None, plan.share, tuple(shadows), plan.secret), left_out
 
 
 @dataclass(frozen=True)
@@ -262,16 +267,27 @@ class Catalogue:
     ) -> tuple[Scorer, Policy]:  # fmt: skip
         """Return the scorer and the policy of a request; those of one ``session`` have the canary, or have it not.
 
-        Raises NotFound, NotAllowed and RequestError."""
+        A policy that reads answers has no canary: one bundle's probes read an answer, and the default's must not miss
+        any.  Raises NotFound, NotAllowed and RequestError."""
         scorer = self.scorer(bundle, model)
-        if bundle is None and scorer is self.scorers[0]:
-            scorer = self.rollout.chosen(scorer, lambda: f"{caller.name}\n{session()}")
         served = scorer.engine.identity.model
         ruled = next((rule.policy for rule in self.policies.rules if rule.fits(route, served, caller.name)), None)
         wanted = self.policy(ruled if policy is None else policy, threshold)
         own = scorer if bundle is None else self.scorer(None, model)
         check_choice(scorer, wanted, own, self.policy(ruled, None), caller)
-        return scorer, wanted
+        if bundle is not None or scorer is not self.scorers[0] or wanted.reads_answers_for is not None:
+            return scorer, wanted
+        drawn = self.rollout.chosen(scorer, lambda: f"{caller.name}\n{session()}")
+        if drawn is not scorer:
+            check_choice(drawn, wanted, drawn, self.policy(ruled, None), caller)
+        return drawn, wanted
+
+    def second(self, scorer: Scorer, policy: Policy) -> Scorer | None:
+        """Return the default bundle beside a canary that was drawn, under a policy that does more than observe.
+
+        Otherwise a caller could ask in one session after the other until the canary lets the answer pass."""
+        drawn = scorer is self.rollout.canary and policy.action is not Action.OBSERVE
+        return self.scorers[0] if drawn else None
 
     @property
     def abstain_message(self) -> str:

@@ -90,6 +90,7 @@ class RequestHandle:
     shadows: Sequence[Scorer] = ()  # read on the same forward; they decide nothing
     running: bool = False  # whether pieces tell the risk of the answer so far
     tools: Tools | None = None  # that the request offers
+    second: Scorer | None = None  # judges the same forward, too: the stricter verdict counts
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -209,7 +210,7 @@ class Dispatcher:
     def admit(
         self, prompts: int, scorer: Scorer, policy: Policy, *, caller: str = "", sampling: Sampling | None = None,
         deadline: Deadline, streams: bool = False, shadows: Sequence[Scorer] = (), running: bool = False,
-        tools: Tools | None = None,
+        tools: Tools | None = None, second: Scorer | None = None,
     ) -> RequestHandle:  # fmt: skip
         """Reserve places for a request's prompts, all or none, before they are tokenized.
 
@@ -219,7 +220,7 @@ class Dispatcher:
             raise NotReady(ENDS)
         self.check_space(caller, prompts, deadline.left, continues=sampling is not None)
         request = RequestHandle(
-            self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows, running, tools
+            self, prompts, scorer, policy, sampling, deadline, streams, caller, shadows, running, tools, second
         )
         self._requests.add(request)
         self._queue.add(caller, prompts)
@@ -255,8 +256,8 @@ class Dispatcher:
         scorer, policy, sampling = request.scorer, request.policy, request.sampling
         try:
             steps = scorer.run(
-                job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows, running=request.running,
-                tools=request.tools, standing=job.standing,
+                job.token_ids, policy, sampling, turn=job.turn, shadows=request.shadows, second=request.second,
+                running=request.running, tools=request.tools, standing=job.standing,
             )  # fmt: skip
             async with aclosing(steps):
                 async for report, update in steps:

@@ -233,6 +233,7 @@ class Judgement:
     who: Who = Who()  # for the audit log
     sampling: Sampling | None = None  # None: scores only
     streams: bool = False
+    of_sample: bool = False  # a question that the bundle carries: no traffic, of which feedback and drift tell
     request_violations: tuple[str, ...] = ()  # of what a guarantee assumes, by the request
     monitor: Monitor | None = None  # of the bundle, as it was when the request came
     bundle_violations: tuple[str, ...] | None = None  # that the monitor had found when the prompts were judged

@@ -102,6 +102,8 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
      "Prompts outside what training saw; stays 0 where the bundle cannot tell."),
     ("Counter", "no_fact_total", None, BUNDLE,
      "Prompts that ask for no fact, whose risk is not counted; stays 0 where the bundle cannot tell."),
+    ("Counter", "canary_overruled_total", None, BUNDLE,
+     "Prompts that a canary lets pass and the default bundle's verdict does not."),
     ("Counter", "prompt_tokens_total", None, BUNDLE, "Prompt tokens of scored prompts."),
     ("Counter", "completion_tokens_total", None, BUNDLE, "Answer tokens decoded."),
     ("Counter", "errors_total", None, ("code",), "Requests that ended in an error, by wire code."),
@@ -171,7 +173,7 @@ _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
     "flagged_total": [()], "outside_training_total": [()], "no_fact_total": [()], "risk": [()],
     "answer_risk": [()], "answers_flagged_total": [()], "answers_stopped_total": [()],
-    "tool_calls_let_through_total": [()],
+    "tool_calls_let_through_total": [()], "canary_overruled_total": [()],
     "prompt_tokens_total": [()], "completion_tokens_total": [()],
     "feedback_labels_total": [(label,) for label in LABELS],
     "feedback_agreement_total": [*product(("yes", "no"), JUDGED)], "prompts_total": [(str(one),) for one in Decision],
@@ -258,7 +260,8 @@ class Metrics:
             count("prompts_total", report.decision.value)
             for name, holds in (("flagged_total", report.verdict.flagged),
                                 ("outside_training_total", report.uncertain.outside),
-                                ("no_fact_total", not report.context.applies)):  # fmt: skip
+                                ("no_fact_total", not report.context.applies),
+                                ("canary_overruled_total", report.decided_by is not None)):  # fmt: skip
                 if holds:
                     count(name)
             for shadow in report.shadows:

@@ -37,8 +37,8 @@ async def _audit(service: Service, judgement: Judgement) -> None:
     if service.audit is None:
         return
     prompts = [
-        JudgedEvent(one.index, round(one.report.risk, 6), one.report.decision.value, one.report.verdict.flagged)
-        for one in judgement.prompts
+        JudgedEvent(one.index, round(report.risk, 6), report.decision.value, report.verdict.flagged, report.decided_by)
+        for one, report in zip(judgement.prompts, judgement.reports, strict=True)
     ]
     line = decision(
         judgement.who, request_id=judgement.request_id[:MOST_ID], route=judgement.route, model=judgement.model,
@@ -49,7 +49,7 @@ async def _audit(service: Service, judgement: Judgement) -> None:
 
 
 async def _store_for_feedback(service: Service, judgement: Judgement) -> None:
-    if service.feedback is not None:
+    if service.feedback is not None and not judgement.of_sample:
         service.feedback.record(judgement)
 
 
@@ -65,7 +65,7 @@ def _count(service: Service, judgement: Judgement, answers: Sequence[AnswerEnd],
 
 
 def _watch_drift(_: Service, judgement: Judgement, __: Sequence[AnswerEnd], ___: RequestRecord | None) -> None:
-    if judgement.monitor is not None:
+    if judgement.monitor is not None and not judgement.of_sample:
         judgement.monitor.observe(judgement.reports, [digest_of(one.token_ids) for one in judgement.prompts])
 
 

@@ -16,14 +16,14 @@ from service.access.keys import KeyRing
 from service.audit.auditor import SERVICE, Auditor, Who, recorded
 from service.engines.base import Engine
 from service.errors import AuditUnavailable, HalluTracerError, NotReady
+from service.policies.guard import Policy
 from service.policies.policy import Policies, built_in
 from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
 from service.serving.dispatcher import ENDS, Dispatcher
 from service.serving.feedback import Feedback
-from service.serving.judgement import Retrievals
+from service.serving.judgement import Judgement, Retrievals
 from service.serving.metrics import Metrics
-from service.serving.sampled import Sampled
 from service.settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -290,7 +290,8 @@ class Service:
         )  # fmt: skip
         self.access = Access(settings, self.keys, metrics, self.audit)
         self.tokenizing = Tokenizing(settings.max_queue)  # as many requests may be tokenized as prompts may wait
-        self.sampled = Sampled(settings.threshold)
+        # Answers to bundles' own questions: by digest, number, and the policy with its threshold that judged them.
+        self.sampled: dict[tuple[str, int, Policy], Judgement] = {}
 
     @property
     def ready(self) -> Catalogue:

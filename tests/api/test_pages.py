@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import re
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from service.access.callers import ApiKey, Key, Scope, digest_of
+from service.access.routes import SAMPLE_ROUTE
 from service.api.app import HEADERS, pages
-from service.judging.evaluation import SampleQuestion
-from service.serving.sampled import TOGETHER, Sampled
+from service.audit.auditor import Auditor
+from service.feedback.databases import location
+from service.policies.guard import Action, Policy
+from service.policies.policy import Policies, Rule, built_in
+from service.serving.catalogue import RolloutPlan
+from service.serving.feedback import Feedback
+from service.serving.judgement import Monitor
+from service.serving.metrics import Metrics
+from tests.feedback.made import rows
 from tests.judging.test_evaluation import SAMPLE
 from tests.matching import Held, matching_bundle
 from tests.running import App, running, until
@@ -37,7 +45,8 @@ def carrying(engine: Any, folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     aliases = {"aliases_of": lambda _: {"live": 1}}
-    with App(tmp_path_factory.mktemp("bundles"), add=[carrying], threshold=0.25, **aliases).started() as app:
+    own: dict[str, Any] = {"threshold": 0.25, "policy": "observe"}
+    with App(tmp_path_factory.mktemp("bundles"), add=[carrying], **own, **aliases).started() as app:
         yield app
 
 
@@ -128,19 +137,7 @@ def test_an_answer_has_the_risk_that_score_gives(app: App) -> None:
     assert (one["threshold"], one["flagged"]) == (0.25, scored["flagged"])
     assert (one["number"], one["kind"], one["accepted"]) == (0, "capital", ["Paris"])
     assert one["verdict"] in ("right", "wrong", "abstained")
-
-
-def test_it_is_answered_once_and_is_no_traffic(app: App) -> None:
-    def counted() -> list[str]:
-        """Counters of prompts, risks and answers."""
-        lines = app.client.get("/metrics").text.splitlines()
-        return [line for line in lines if line.startswith("hallutracer_") and "_total{" in line and "http" not in line]
-
-    asked(app, 0)
-    before, prompts = counted(), app.engine.counters.prefills
-    assert asked(app, 1) == asked(app, 1)
-    assert (app.engine.counters.prefills, counted()) == (prompts + 1, before)
-    assert before
+    assert (one["decision"], one["answer"]) == ("continue", "It is so.")
 
 
 @pytest.mark.parametrize(("bundle", "number"), [*(("carrying", n) for n in ("2", "-1", "48")), ("one", "0")])
@@ -149,23 +146,170 @@ def test_what_it_does_not_carry_is_not_found(app: App, bundle: str, number: str)
     assert message == f"{bundle}:1 carries {2 * (bundle != 'one')} questions, and none of number {number}"
 
 
-def test_only_a_few_are_asked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, most = 0, 0
+# --- what the policy withholds is shown nowhere, and a question of a bundle is asked as any other ---
 
-    async def slow(scorer: Any, sample: Any, number: int, threshold: float | None) -> Any:
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
-        await asyncio.sleep(0.01)
-        now -= 1
-        return SampleQuestion(str(number), ("a",), "")
+ROUTES = [f"/v1/bundles/{name}/sample/0" for name in ("carrying", "carrying:1", "carrying@live")]
+ALL: dict[str, Any] = {"threshold": 0.0}  # every prompt is flagged
 
-    monkeypatch.setattr("service.serving.sampled.ask", slow)
-    scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=SimpleNamespace(digest="sha256:0")))
 
-    async def every() -> list[Any]:
-        sampled = Sampled()
-        return await asyncio.gather(*(sampled.answer(scorer, SAMPLE, number) for number in range(12)))
+def watching(engine: Any, folder: Path) -> Any:
+    return matching_bundle(engine, folder, "watching", 1)
 
-    assert [one.prompt for one in asyncio.run(every())] == [str(number) for number in range(12)]
-    assert most == TOGETHER
+
+def withholding(tmp_path: Path, **options: Any) -> App:
+    return App(tmp_path, names=(), add=[carrying], **{"aliases_of": lambda _: {"live": 1}} | options)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy("gate", Action.ABSTAIN),
+        Policy("block", Action.BLOCK),
+        Policy("fetch", Action.RETRIEVE),
+        Policy("elsewhere", Action.FALLBACK),
+    ],
+)
+@pytest.mark.parametrize("name", ["carrying", "carrying:1", "carrying@live"])
+def test_a_withheld_answer_is_not_shown_and_not_decoded(tmp_path: Path, policy: Policy, name: str) -> None:
+    own: dict[str, Any] = {"policy": policy.name, "policies": {policy.name: policy}}
+    with withholding(tmp_path, **own, **ALL).started() as app:
+        for _ in range(2):
+            one = asked(app, 0, name)
+            assert (one["flagged"], one["decision"] != "continue") == (True, True)
+            assert (one["answer"], one["verdict"]) == (None, None)
+        assert app.engine.counters.decode_steps == 0
+    with withholding(tmp_path / "open", **own, threshold=1.0).started() as app:
+        assert (asked(app, 0, name)["decision"], asked(app, 0, name)["answer"]) == ("continue", "It is so.")
+
+
+def test_each_caller_is_judged_by_its_own_policy_whatever_was_answered_before(tmp_path: Path) -> None:
+    keys = [
+        Key(name=name, digest=digest_of(name), policies=policies)
+        for name, policies in (("free", ("observe",)), ("held", ("gate",)), ("any", None))
+    ]
+    rules = Policies({**built_in(), "fetch": Policy("fetch", Action.RETRIEVE)}, (Rule(policy="observe", key="free"),))
+    with withholding(tmp_path, api_keys=keys, **ALL).started() as app:
+        app.state.catalogue.policies = rules
+        for _ in range(2):  # the second time from what was answered before
+            told = {
+                name: app.client.get(ROUTES[0], headers={"authorization": f"Bearer {name}"})
+                for name in ("free", "held", "any")
+            }
+            assert {name: answer.status_code for name, answer in told.items()} == dict.fromkeys(told, 200)
+            answers = {name: answer.json()["answer"] for name, answer in told.items()}
+            assert answers == {"free": "It is so.", "held": None, "any": None}
+        app.state.catalogue.policies = Policies(rules.named, ())  # a key that no policy in force fits
+        refused = app.client.get(ROUTES[0], headers={"authorization": "Bearer free"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy")
+
+
+def test_another_bundle_is_the_operators_to_allow(tmp_path: Path) -> None:
+    with App(tmp_path, names=["one"], add=[carrying], callers_may=()).started() as app:
+        refused = app.client.get(ROUTES[0])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "bundle")
+        assert app.engine.counters.decode_steps == 0
+
+
+def test_it_takes_the_scope_score(tmp_path: Path) -> None:
+    keys = [Key(name=str(one), digest=digest_of(str(one)), scopes=frozenset({one})) for one in Scope]
+    with withholding(tmp_path, api_keys=keys, policy="observe").started() as app:
+        for path in (*ROUTES, "/v1/bundles/carrying/sample/1", "/v1/bundles/carrying%2Fsample/0"):
+            for scope in Scope:
+                answer = app.client.get(path, headers={"authorization": f"Bearer {scope}"})
+                expected = 200 if scope is Scope.SCORE else 403
+                assert answer.status_code == expected, (path, scope)
+            assert app.client.get(path).status_code == 401
+        listed = app.client.get("/v1/bundles/carrying", headers={"authorization": f"Bearer {Scope.OBSERVE}"})
+        assert listed.status_code == 200
+
+
+def test_it_is_audited_each_time_and_counted_where_the_model_was_asked(tmp_path: Path) -> None:
+    def audit(metrics: Metrics) -> Auditor:
+        return Auditor(tmp_path / "audit.jsonl", count=metrics.audit_lines)
+
+    with withholding(tmp_path, audit=audit, api_keys=[ApiKey(KEY, "ann")], **ALL).started() as app:
+        app.client.headers["authorization"] = f"Bearer {KEY}"
+        before = app.engine.counters.prefills
+        for number in range(3):
+            assert app.client.get(ROUTES[0], headers={"x-request-id": f"r-{number}"}).status_code == 200
+        found = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()][1:]
+        assert [(line["key"], line["request_id"], line["route"]) for line in found] == [
+            ("ann", f"r-{number}", SAMPLE_ROUTE) for number in range(3)
+        ]
+        assert {(line["policy"], line["prompts"][0]["decision"]) for line in found} == {("gate", "abstain")}
+        metrics = app.client.get("/metrics").text.splitlines()
+        counted = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in metrics if line[:1] != "#"}
+        labels = f'bundle="carrying:1",model_name="scripted",route="{SAMPLE_ROUTE}"'
+        assert counted[f"hallutracer_gated_by_route_total{{{labels}}}"] == 1
+        assert counted['hallutracer_key_prompts_total{key="ann",withheld="yes"}'] == 1
+        assert counted['hallutracer_http_requests_total{status="200"}'] == 3
+        assert app.engine.counters.prefills == before + 1
+    assert "France" not in (tmp_path / "audit.jsonl").read_text()
+
+
+def test_neither_feedback_nor_the_drift_monitor_nor_a_shadow_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle's own held-out questions are what training saw: they would hide that users ask other ones."""
+    observed = list[int]()
+    monkeypatch.setattr(Monitor, "observe", lambda self, reports, prompts: observed.append(len(prompts)))
+
+    def feedback(metrics: Metrics) -> Feedback:
+        return Feedback(location(str(tmp_path / "feedback.db")), metrics, share=1.0)
+
+    app = App(tmp_path, names=(), add=[carrying, watching], feedback=feedback, policy="observe")
+    app.state.catalogue.plan = RolloutPlan(shadows=("watching:1",))
+    with app.started():
+        for call, told in ((lambda: asked(app, 0), 0), (lambda: app.client.post("/score", json={"prompt": "a"}), 1)):
+            call()
+            (shadow,) = [one for one in app.client.get("/v1/bundles").json()["data"] if one["role"] == "shadow"]
+            assert (len(observed), shadow["compared"]["prompts"]) == (told, told)
+    assert len(rows(location(str(tmp_path / "feedback.db")), "SELECT risk FROM hallutracer_answers")) == 1
+
+
+def test_it_waits_in_the_queue_by_the_deadline_and_is_refused_where_that_is_full(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"names": (), "add": [carrying], "policy": "observe", "max_queue": 1, "deadline_s": 60.0}
+    with running(tmp_path, **options) as service, ThreadPoolExecutor(8) as pool:
+        service.engine.before = held = Held()
+        try:
+            sent = [pool.submit(httpx.get, service.url + ROUTES[0], timeout=60) for _ in range(4)]
+            assert held.entered.wait(20)
+            until(lambda: any(one.done() and one.result().status_code == 429 for one in sent))
+        finally:
+            held.release.set()
+        statuses = sorted(one.result().status_code for one in sent)
+        assert set(statuses) == {200, 429}
+
+
+def test_the_deadline_ends_it_where_the_engine_stands_still(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"names": (), "add": [carrying], "policy": "observe", "deadline_s": 0.2}
+    with running(tmp_path, **options) as service:
+        service.engine.before = held = Held()
+        try:
+            late = httpx.get(service.url + ROUTES[0], timeout=60)
+        finally:
+            held.release.set()
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+OTHERS = [
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": "http://evil.test"},
+    {"origin": "null", "sec-fetch-site": "cross-site"},
+    {"origin": "http://localhost:3000"},
+]
+
+
+@pytest.mark.parametrize("headers", OTHERS)
+def test_a_page_of_another_site_cannot_have_a_browser_ask(tmp_path: Path, headers: dict[str, str]) -> None:
+    with withholding(tmp_path, policy="observe", cors_origins=("http://ours.test",)).started() as app:
+        before = app.engine.counters.prefills
+        refused = app.client.get(ROUTES[0], headers=headers)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "origin")
+        assert "--cors-origin" in refused.json()["error"]["message"]
+        assert app.engine.counters.prefills == before
+        ours: list[dict[str, str]] = [{}, {"origin": "http://testserver"}]
+        ours += [{"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}]
+        ours.append({"origin": "http://ours.test", "sec-fetch-site": "cross-site"})
+        assert [app.client.get(ROUTES[0], headers=one).status_code for one in ours] == [200] * len(ours)

@@ -89,6 +89,24 @@ def test_the_line_tells_what_a_gate_there_would_do(service: Running, page: Page)
         )
 
 
+def test_under_a_policy_that_withholds_the_list_says_which_answers_are_not_known(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with running(tmp_path, names=(), add=[carrying], policy="gate") as service, tab(browser, service.url) as opened:
+        page = opened.open()
+        expect(page.locator("#sample-rows tr[data-number]")).to_have_count(24)
+        assert faults(page) == []
+        threshold, found = service.bundles[0].manifest.threshold, rows(page)
+        withheld = [row for row in found if row["number"] is not None and "(withheld)" in row["cells"][1]]
+        assert 0 < len(withheld) < 24
+        assert all(row["risk"] >= threshold - 0.005 for row in withheld)
+        assert all("not judged" in row["cells"][2] for row in withheld)
+        said = (
+            f"The service's policy withholds {len(withheld)} of the answers: whether they would be right is not known."
+        )
+        assert said in page.inner_text("#sample-text")
+
+
 def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 800})
     assert sideways(page) == 0

@@ -48,16 +48,25 @@ def test_the_demo_model_is_right_more_often_where_the_risk_is_low(here: dict[str
 
 
 def test_a_service_tells_the_same(here: dict[str, Any]) -> None:
-    with ServeProcess() as service:
+    with ServeProcess(HALLUTRACER_POLICY="observe") as service:
         done = hallutracer("try", "--url", service.url, "--json")
         assert done.returncode == 0, done.stderr
         there = json.loads(done.stdout)
+        with ServeProcess(HALLUTRACER_POLICY="gate") as gate:
+            withheld = json.loads(hallutracer("try", "--url", gate.url, "--json").stdout)
         other = hallutracer("try", "--url", service.url, "--bundle", "absent")
         assert (other.returncode, "absent" in other.stderr) == (1, True)
     for mine, its in zip(here["seen"], there["seen"], strict=True):
         assert mine["risk"] == pytest.approx(its["risk"], abs=1e-4)
         assert mine | {"risk": 0} == its | {"risk": 0}
     assert here | {"seen": 0} == there | {"seen": 0}
+    for mine, its in zip(here["seen"], withheld["seen"], strict=True):
+        assert its["risk"] == pytest.approx(mine["risk"], abs=1e-4)
+        shown = {"answer": None, "verdict": None} if its["answer"] is None else {}
+        assert its | {"risk": 0} == mine | {"risk": 0} | shown
+        assert (its["answer"] is None) or not mine["flagged"]
+    assert any(one["answer"] is None for one in withheld["seen"])
+    assert any(one["answer"] is not None for one in withheld["seen"])
 
 
 def test_the_table_is_sorted_and_has_the_gates_line() -> None:
@@ -81,6 +90,21 @@ def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     assert bars == [40, 36, 32, 28, 24, 20, 16, 12, 8, 4]
     assert lines[-1].endswith("right in 1 of the 2 with the lower risks, in 0 of the 1 with the higher.")
     assert max(map(len, lines[:-1])) <= 100
+
+
+def test_what_a_service_withholds_is_said_to_be_unknown() -> None:
+    seen = (
+        Seen("Capital of France?", "It is Paris.", ("Paris",), 0.1, False, "right"),
+        Seen("Capital of Palau?", None, ("Ngerulmud",), 0.7, True, None),
+        Seen("Capital of Chad?", "It is", ("N'Djamena",), 0.9, True, None),  # ended under way
+    )
+    console = Console(file=StringIO(), width=200)
+    draw_sorted(Tried("probe:1", "model", 0.5, seen, ()), console)
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert "(withheld)" in text.splitlines()[3]
+    assert "Ngerulmud" in text.splitlines()[3]
+    assert "withholds 2 of the answers: whether they would be right is not known." in text.splitlines()[-1]
 
 
 def test_errors_name_the_cause(tmp_path: Path) -> None:

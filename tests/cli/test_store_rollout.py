@@ -19,7 +19,9 @@ from probes_store.errors import BundleNotFound, StoreRefused, StoreUnreachable
 from probes_store.store import Store, Trust
 from probes_store.trust import Signing, required_signature
 from service.cli import running as reloading
+from service.cli.options import UsageError
 from service.cli.running import Stamps, load_again, stamps, watch
+from service.cli.serve_options import RolloutOptions
 from service.errors import NotFound
 from service.serving.catalogue import Loaded, RolloutPlan
 from service.serving.service import Lifecycle, Service
@@ -280,3 +282,13 @@ def test_a_stamp_fetches_nothing_and_is_none_without_an_answer(remote: Remote) -
     assert stamps(remote.reader, NAMES) == dict.fromkeys(NAMES)
     remote.down(StoreRefused, "")
     assert "the network is down" in (stamps(remote.reader, NAMES)[DEFAULT] or "")
+
+
+def test_the_canarys_key_is_the_operators_or_the_processs_own() -> None:
+    own, other = (RolloutOptions(canary=CANARY).plan for _ in range(2))
+    assert own.secret != other.secret
+    assert len(own.secret) == 32
+    assert RolloutOptions(canary=CANARY, canary_key="shared-by-replicas").plan.secret == b"shared-by-replicas"
+    for guessable in ("", "short", "REPLACE-ME-with-a-secret"):
+        with pytest.raises(UsageError, match="--canary-key: needs at least 16"):
+            RolloutOptions(canary_key=guessable).plan  # noqa: B018

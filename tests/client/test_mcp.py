@@ -14,10 +14,12 @@ from typing import Any
 import httpx
 import pytest
 from mcp import Client, StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.types import CallToolResult, Tool
 
 from hallutracer_client import AsyncClient
-from hallutracer_client.mcp import LONGEST, main, make_server
+from hallutracer_client.mcp import LONGEST, TOKEN, TokenCheck, main, make_server
 from tests.client import bodies
 from tests.running import running, until
 from tests.serve_process import PATHS, ServeProcess, inherited, serve
@@ -26,6 +28,7 @@ ASKED = "What is the capital of the Solomon Islands?"
 TOOL = "hallucination_risk"
 COMMAND = ("-m", "hallutracer_client.mcp")
 KEY = "a-key-of-the-service"
+SECRET = "the-token-of-this-server"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,19 @@ def ask(server: Any, question: str = ASKED) -> CallToolResult:
     async def asked() -> CallToolResult:
         async with Client(server) as client:
             return await client.call_tool(TOOL, {"question": question})
+
+    return asyncio.run(asked())
+
+
+def ask_with(token: str, url: str) -> CallToolResult:
+    """What the tool says over HTTP to a host that sends this token."""
+
+    async def asked() -> CallToolResult:
+        async with (
+            create_mcp_http_client(headers={"Authorization": f"Bearer {token}"}) as http,
+            Client(streamable_http_client(url, http_client=http)) as client,
+        ):
+            return await client.call_tool(TOOL, {"question": ASKED})
 
     return asyncio.run(asked())
 
@@ -103,24 +119,60 @@ def test_over_http_this_machine_alone_is_served(service: ServeProcess, tmp_path:
         port = free.getsockname()[1]
     command = [sys.executable, *COMMAND, "--url", service.url, "--port", str(port)]
     log = (tmp_path / "log").open("w")
-    with log, subprocess.Popen(command, env=inherited() | {"PYTHONPATH": PATHS}, stdout=log, stderr=log) as process:
+    variables = inherited() | {"PYTHONPATH": PATHS, TOKEN: SECRET}
+    with log, subprocess.Popen(command, env=variables, stdout=log, stderr=log) as process:
         try:
             until(lambda: listens("127.0.0.1", port))
             url = f"http://127.0.0.1:{port}/mcp"
-            says_what_the_service_says(ask(url), service)
+            says_what_the_service_says(ask_with(SECRET, url), service)
             assert url in (tmp_path / "log").read_text()
-            assert "Solomon" not in (tmp_path / "log").read_text()
+            assert not [word for word in ("Solomon", SECRET) if word in (tmp_path / "log").read_text()]
             body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "ping"})
             own = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+            own["Authorization"] = f"Bearer {SECRET}"
             for header, status in (
                 ({}, 200),
+                ({"Host": f"localhost:{port}"}, 200),
+                ({"Origin": f"http://localhost:{port}"}, 200),
                 ({"Host": f"evil.test:{port}"}, 421),
+                ({"Host": "127.0.0.1"}, 421),
                 ({"Origin": "http://evil.test"}, 403),
+                ({"Origin": "null"}, 403),
+                ({"Origin": "http://localhost:3000"}, 403),  # a page of another program of this machine
+                ({"Authorization": ""}, 401),
+                ({"Authorization": f"Bearer {SECRET}x"}, 401),
+                ({"Authorization": f"Bearer {SECRET[:-1]}"}, 401),
+                ({"Authorization": f"Basic {SECRET}"}, 401),
+                ({"Authorization": SECRET}, 401),
             ):
                 assert httpx.post(url, content=body, headers=own | header).status_code == status, header
             assert not listens("127.0.0.2", port)
         finally:
             process.terminate()
+
+
+def test_a_port_takes_a_token_or_the_word_that_it_is_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = list[Any]()
+    monkeypatch.setattr("hallutracer_client.mcp.uvicorn.run", lambda app, **_: started.append(app))
+    for name, value in ((TOKEN, ""), ("HALLUTRACER_API_KEY", KEY)):
+        monkeypatch.setenv(name, value)
+    for token in ("", "short", KEY):
+        monkeypatch.setenv(TOKEN, token)
+        with pytest.raises(SystemExit) as caught:
+            main(["--port", "8766"])
+        assert caught.value.code == 2
+        said = capsys.readouterr().err
+        assert TOKEN in said
+        assert "token_urlsafe" in said
+        assert KEY not in said
+    assert not started
+    monkeypatch.setenv(TOKEN, SECRET)
+    main(["--port", "8766"])
+    monkeypatch.delenv(TOKEN)
+    main(["--port", "8766", "--allow-anonymous"])
+    assert [isinstance(app, TokenCheck) for app in started] == [True, False]
 
 
 def listens(host: str, port: int) -> bool:

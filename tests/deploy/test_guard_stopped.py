@@ -30,6 +30,8 @@ def test_the_sidecars_app_and_openais_client(tmp_path: Path, monkeypatch: pytest
         service = stopped.enter_context(running(tmp_path, names=["tiny"], policy="observe"))
         monkeypatch.setenv("HALLUTRACER_URL", service.url)
         monkeypatch.setenv("RAG_WHEN_GUARD_FAILS", setting)
+        monkeypatch.setenv("RAG_ALLOW_ANONYMOUS", "true")
+        monkeypatch.setenv("RAG_ALLOWED_HOSTS", "testserver")
         theirs = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0).chat.completions
         with TestClient(rag_app.app) as app:
             question = {"question": "What is the capital of Italy?"}

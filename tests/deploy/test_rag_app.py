@@ -25,6 +25,7 @@ from tests.serve_process import PATHS, ROOT, inherited, serve
 pytestmark = pytest.mark.long  # a minute to start
 
 FOLDER = ROOT / "deploy" / "sidecar"
+TOKEN = "a-token-of-the-app"
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,17 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in os.environ.keys() - inherited():
         monkeypatch.delenv(name)
     monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("RAG_ALLOWED_HOSTS", "localhost testserver")
     import rag_app
 
     return rag_app
+
+
+def opened(example: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    """The app to a caller that has its token; another one beside it."""
+    (tokens := folder / "tokens").write_text(f"an-older-token-of-it\n{TOKEN}\n")
+    monkeypatch.setenv("RAG_TOKEN_FILE", str(tokens))
+    return TestClient(example.app, headers={"authorization": f"Bearer {TOKEN}"})
 
 
 def cli(*questions: str, script: str = "rag_app.py", **more: str) -> subprocess.CompletedProcess[str]:
@@ -61,11 +70,11 @@ def cli(*questions: str, script: str = "rag_app.py", **more: str) -> subprocess.
 
 
 def test_the_known_is_answered_and_the_unknown_is_looked_up(
-    guard: dict[str, str], example: Any, monkeypatch: pytest.MonkeyPatch
+    guard: dict[str, str], example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in guard.items():
         monkeypatch.setenv(name, value)
-    with TestClient(example.app) as app:
+    with opened(example, tmp_path, monkeypatch) as app:
         known, unknown = (app.post("/ask", json={"question": question}).json() for question in (KNOWN, UNKNOWN))
         assert app.get("/health").json() == {"status": "ok", "guard": True}
     assert (known["source"], known["answer"], known["risk_after"]) == ("model", "It is Rome.", None)
@@ -156,9 +165,9 @@ def scored(risk: float, text: str | None) -> httpx.Response:
 
 
 @pytest.fixture
-def ask(example: Any, nowhere: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def ask(example: Any, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("HALLUTRACER_URL", nowhere)
-    with TestClient(example.app) as app:
+    with opened(example, tmp_path, monkeypatch) as app:
 
         def with_answers(question: str, answers: Sequence[httpx.Response]) -> tuple[Any, list[Any]]:
             example.app.state.rag, asked = scripted(example, *answers)
@@ -197,6 +206,44 @@ def test_what_the_guard_cannot_say_is_not_answered(ask: Any) -> None:
         for before in ([], [scored(0.9, None)]):
             response, asked = ask("capital?", [*before, refusal])
             assert (response.status_code, set(response.json()), len(asked)) == (503, {"detail"}, len(before) + 1)
+
+
+def test_who_may_ask(example: Any, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The app asks its guard with its own key: it does so for nobody whom it does not know."""
+    monkeypatch.setenv("HALLUTRACER_URL", nowhere)
+    body = {"json": {"question": "capital?"}}
+    with opened(example, tmp_path, monkeypatch) as app:
+        example.app.state.rag, asked = scripted(example, *[scored(0.2, " Rome. ")] * 9)
+        wrong = [f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN, "Bearer \xe9", ""]
+        known = [f"Bearer {TOKEN}", "bearer an-older-token-of-it"]
+        for sent, status in [*((sent, 200) for sent in known), *((sent, 401) for sent in wrong)]:
+            answer = app.post("/ask", headers={"authorization": sent.encode("latin-1")}, **body)
+            assert answer.status_code == status, sent
+            assert app.get("/docs", headers={"authorization": sent.encode("latin-1")}).status_code == status
+            assert app.get("/health", headers={"authorization": sent.encode("latin-1")}).status_code == 200
+        assert len(asked) == 2
+        ours = ["localhost:8080", "LOCALHOST", "127.0.0.1:8080", "[::1]:8080", "10.0.0.7"]
+        others = ["evil.test", "evil.test:8080", "127.0.0.1.evil.test", "evil.test@127.0.0.1", "0x7f.1", ""]
+        for host, status in [*((host, 200) for host in ours), *((host, 421) for host in others)]:
+            assert app.get("/health", headers={"host": host}).status_code == status, host
+            assert app.post("/ask", headers={"host": host}, **body).status_code == status, host
+        assert len(asked) == 7
+
+
+def test_without_a_token_it_starts_only_where_that_is_said(
+    example: Any, nowhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALLUTRACER_URL", nowhere)
+    with pytest.raises(ValueError, match="RAG_TOKEN_FILE, or RAG_ALLOW_ANONYMOUS=true"), TestClient(example.app):
+        pass
+    (tokens := tmp_path / "tokens").write_text("short\n")
+    monkeypatch.setenv("RAG_TOKEN_FILE", str(tokens))
+    with pytest.raises(ValueError, match="shorter than 16"), TestClient(example.app):
+        pass
+    monkeypatch.delenv("RAG_TOKEN_FILE")
+    monkeypatch.setenv("RAG_ALLOW_ANONYMOUS", "true")
+    with TestClient(example.app) as app:
+        assert app.post("/ask", json={"question": ""}).status_code == 422
 
 
 def test_the_environment(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -13,14 +13,18 @@ import pytest
 from probes_store.bundle import Bundle
 from service.access.callers import ApiKey, Key, Right, Scope, digest_of
 from service.errors import NonFiniteReadout
+from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.catalogue import Rollout, RolloutPlan
 from tests.engine_kinds import KINDS
-from tests.matching import matching_bundle
+from tests.matching import matching_bundle, matching_draft, with_answer
+from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.running import App
+from tests.scripted_engine import ScriptedEngine
 
 PROMPTS = [f"question {number}" for number in range(40)]
-PLAN = RolloutPlan("two:1", 0.3, ("three:1",))
+FIXED = b"a secret, so that each run of the tests draws alike"
+PLAN = RolloutPlan("two:1", 0.3, ("three:1",), FIXED)
 
 
 def app_with(tmp_path: Path, plan: RolloutPlan, kind: str = KINDS[0], **settings: Any) -> App:
@@ -61,14 +65,15 @@ def test_the_canary_has_its_share_and_a_key_stays(app: App) -> None:
     default, _, other = app.state.catalogue.scorers
     canary = app.state.catalogue.rollout.canary
 
-    def drawn(scorer: Scorer | None, share: float, count: int = 20_000) -> list[bool]:
-        rollout = Rollout(scorer, share)
+    def drawn(scorer: Scorer | None, share: float, count: int = 20_000, secret: bytes = b"a secret") -> list[bool]:
+        rollout = Rollout(scorer, share, secret=secret)
         return [rollout.chosen(default, lambda n=n: str(n)) is scorer for n in range(count)]  # type: ignore[misc]
 
     first = drawn(canary, 0.3)
     assert np.mean(first) == pytest.approx(0.3, abs=0.012)  # 3.7 standard errors, and the draw is fixed
     assert drawn(canary, 0.3, 2_000) == first[:2_000]
     assert np.mean(np.array(first) & drawn(other, 0.3)) == pytest.approx(0.09, abs=0.01), "another canary, other keys"
+    assert np.mean(np.array(first) & drawn(canary, 0.3, secret=b"another")) == pytest.approx(0.09, abs=0.01)
     assert (set(drawn(canary, 0.0, 500)), set(drawn(canary, 1.0, 500))) == ({False}, {True})
 
 
@@ -166,7 +171,7 @@ def test_a_shadow_that_a_request_names_is_not_compared_with_itself(tmp_path: Pat
 def test_a_canary_that_is_a_shadow_too_is_compared_where_it_does_not_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aliases: int
 ) -> None:
-    with app_with(tmp_path, RolloutPlan("two:1", 0.3, ("two:1",))).started() as app:
+    with app_with(tmp_path, RolloutPlan("two:1", 0.3, ("two:1",), FIXED)).started() as app:
         if aliases == 2:  # each alias is loaded by itself
             again = Scorer(app.served, next(one for one in app.bundles if one.manifest.name == "two"))
             rollout = replace(app.state.catalogue.rollout, shadows=(again,))
@@ -236,3 +241,145 @@ def test_only_an_administrator_reloads(tmp_path: Path) -> None:
         for secret, status in (("plain", 403), ("named", 403), ("operator", 404), ("", 401)):
             headers = {"Authorization": f"Bearer {secret}"} if secret else {}
             assert client.post("/v1/admin/reload", headers=headers).status_code == status
+
+
+# --- a caller who draws again until its session is the canary's ---
+
+
+def withheld_alone(app: App, name: str, prompts: Sequence[str], threshold: float | None = None) -> list[str]:
+    (bundle,) = (one for one in app.bundles if one.manifest.name == name)
+    least = bundle.manifest.threshold if threshold is None else threshold
+    return [prompt for prompt in prompts if alone(app, bundle, prompt) >= least]
+
+
+MANY = [f"question {number}" for number in range(200)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "policy", [Policy("gate", Action.ABSTAIN), Policy("block", Action.BLOCK), Policy("fetch", Action.RETRIEVE)]
+)
+def test_no_session_gets_past_the_default_bundle(tmp_path: Path, policy: Policy, kind: str) -> None:
+    plan = RolloutPlan("two:1", 0.5, ("three:1",), FIXED)
+    with app_with(tmp_path, plan, kind, policy=policy.name, policies={policy.name: policy}).started() as app:
+        asked = withheld_alone(app, "one", MANY)[:25]
+        assert len(asked) == 25
+        canary_passes = set(asked) - set(withheld_alone(app, "two", asked))
+        assert canary_passes, "the canary alone would let some of them through"
+        seen, told = set(), set()
+        for prompt in asked:
+            for session in range(8):
+                headers = {"x-session-id": f"{prompt} {session}"}
+                body = {"max_tokens": 4, "messages": [{"role": "user", "content": prompt}], "model": "scripted"}
+                answer = score(app, prompt=prompt, generate={"max_tokens": 4}, headers=headers)
+                (row,), judging = answer["data"], answer["bundle"]["name"]
+                seen.add(judging)
+                assert row["decision"] != "continue", (prompt, session, judging)
+                assert "completion" not in row
+                if judging == "two" and prompt in canary_passes:
+                    told.add(row["decided_by"])
+                    assert not row["flagged"]
+                else:
+                    assert "decided_by" not in row
+                if session < 2:
+                    chat = app.client.post("/v1/chat/completions", json=body, headers=headers).json()
+                    assert chat["choices"][0]["finish_reason"] == "content_filter"
+                    sent = body | {"stream": True}
+                    streamed = app.client.post("/v1/chat/completions", json=sent, headers=headers)
+                    assert "content_filter" in streamed.text
+                    assert "It is" not in streamed.text
+        assert (seen, told) == ({"one", "two"}, {"one:1"})
+        series = app.client.get("/metrics").text.splitlines()
+        overruled = {
+            line.partition('bundle="')[2][:5]: float(line.split()[-1])
+            for line in series
+            if line.startswith("hallutracer_canary_overruled_total{")
+        }
+        assert overruled["one:1"] == 0
+        assert overruled["two:1"] >= len(canary_passes)
+
+
+def test_what_neither_withholds_is_answered_and_what_the_canary_alone_withholds_is_not(tmp_path: Path) -> None:
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0)).started() as app:
+        by_default, by_canary = (set(withheld_alone(app, name, MANY)) for name in ("one", "two"))
+        assert by_canary - by_default
+        assert set(MANY) - by_default - by_canary
+        for prompt in MANY:
+            row = score(app, prompt=prompt, generate={"max_tokens": 2})["data"][0]
+            assert (row["decision"] == "continue") == (prompt not in by_default | by_canary)
+
+
+def test_under_a_policy_that_observes_the_canary_judges_alone(tmp_path: Path) -> None:
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0), policy="observe").started() as app:
+        for prompt in MANY[:10]:
+            row = score(app, prompt=prompt, generate={"max_tokens": 2})["data"][0]
+            assert row["decision"] == "continue"
+            assert "decided_by" not in row
+
+
+def test_a_warning_of_the_default_bundle_is_given_beside_a_canary_too(tmp_path: Path) -> None:
+    warns = {"warn": Policy("warn", Action.ANNOTATE, message="Careful ({risk}).")}
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0), policy="warn", policies=warns).started() as app:
+        warned = set(withheld_alone(app, "one", MANY)) | set(withheld_alone(app, "two", MANY))
+        for prompt in MANY:
+            assert ("message" in score(app, prompt=prompt)["data"][0]) == (prompt in warned)
+
+
+def test_a_threshold_is_held_to_both_bundles(tmp_path: Path) -> None:
+    lenient = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, threshold=0.9)]
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=("one",), add=lenient).started() as app:
+        assert app.bundles[0].manifest.threshold < 0.6 < app.bundles[1].manifest.threshold
+        refused = app.client.post("/score", json={"prompt": "a", "threshold": 0.6})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "threshold")
+        assert app.client.post("/score", json={"prompt": "a", "threshold": 0.4}).status_code == 200
+
+
+def test_where_the_default_bundle_gives_no_number_the_canary_s_answer_is_withheld(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0)).started() as app:
+        asked = set(MANY) - set(withheld_alone(app, "one", MANY)) - set(withheld_alone(app, "two", MANY))
+        default, judging = app.state.catalogue.scorers[0], Scorer.judge
+
+        def fails(self: Scorer, *given: Any, **more: Any) -> Any:
+            if self is default:
+                raise NonFiniteReadout("a NaN")
+            return judging(self, *given, **more)
+
+        monkeypatch.setattr(Scorer, "judge", fails)
+        row = score(app, prompt=min(asked), generate={"max_tokens": 2})["data"][0]
+        assert (row["decision"], row["decided_by"], row["flagged"]) == ("abstain", "one:1", False)
+
+
+def test_a_policy_that_reads_answers_has_the_default_bundle_alone(tmp_path: Path) -> None:
+    """An engine reads an answer with one bundle's probes: the canary's alone could let it go on."""
+    held = {"again": Policy("again", Action.ABSTAIN, recheck=True)}
+
+    def reads(name: str, seed: int) -> Callable[[ScriptedEngine, Path], Bundle]:
+        def made(engine: ScriptedEngine, folder: Path) -> Bundle:
+            return write_bundle(with_answer(matching_draft(engine, name, seed), engine), folder / name)
+
+        return made
+
+    bundles = [reads("one", 0), reads("two", 1)]
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=(), add=bundles, policies=held).started() as app:
+        assert judge(app, prompt="a") == "two"
+        assert judge(app, prompt="a", policy="again") == "one"
+
+
+def test_the_guarantee_of_a_canary_is_void_beside_another_verdict(tmp_path: Path) -> None:
+    sure = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, guarantee=GUARANTEE, threshold=0.25)]
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=("one",), add=sure).started() as app:
+        told = score(app, prompt="a", generate={"max_tokens": 2})["guarantee"]
+        assert not told["holds"]
+        assert any(reason.startswith("canary: ") for reason in told["void"])
+
+
+def test_a_session_stays_over_a_reload_and_where_replicas_share_the_secret(tmp_path: Path) -> None:
+    def judging(folder: str, plan: RolloutPlan) -> list[str]:
+        with app_with(tmp_path / folder, plan).started() as app:
+            return [judge(app, prompt="a", headers={"x-session-id": str(n)}) for n in range(40)]
+
+    same = [judging(folder, RolloutPlan("two:1", 0.5, secret=b"shared by replicas")) for folder in ("a", "b")]
+    assert same[0] == same[1]
+    assert judging("c", RolloutPlan("two:1", 0.5)) != judging("d", RolloutPlan("two:1", 0.5)), "of each process alone"

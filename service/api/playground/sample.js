@@ -3,7 +3,7 @@ import { getJson } from "./api.js";
 import { byId, el, fixed, show, tell } from "./dom.js";
 
 const SHOWN = 24, TOGETHER = 6;  // as many connections as a browser opens
-const MARKS = { right: "✓ right", wrong: "✗ wrong", abstained: "– no answer" };
+const MARKS = { right: "✓ right", wrong: "✗ wrong", abstained: "– no answer", withheld: "– not judged" };
 
 export class Sample {
   #run = 0; // answers of an earlier bundle that still come are not shown
@@ -28,7 +28,7 @@ export class Sample {
     if (!questions.length) return;
     this.slider.value = detail.threshold;
     byId("sample-note").textContent = `${questions.length} questions that this bundle was not fitted on, drawn before any risk was known: ` +
-      "the model answers them now, and they stand by the risk that was read before each answer. Misses are shown like hits.";
+      "the model answers them now, under this service's policy, and they stand by the risk that was read before each answer. Misses are shown like hits.";
     this.#draw();
     const waiting = questions.map((_, number) => number);
     try {
@@ -51,9 +51,11 @@ export class Sample {
     const passed = this.#rows.filter(({ risk }) => risk < at), stopped = this.#rows.filter(({ risk }) => risk >= at);
     const count = (rows, verdict) => rows.filter((row) => row.verdict === verdict).length;
     byId("sample-value").textContent = fixed(at);
+    const unknown = count(this.#rows, null); // the policy in force withholds them, whatever the slider says
+    const note = unknown ? ` The service's policy withholds ${unknown} of the answers: whether they would be right is not known.` : "";
     const coming = this.#rows.length < total ? `${this.#rows.length} of ${total} answered so far. ` : "";
     byId("sample-text").textContent = `${coming}A gate at ${fixed(at)} answers ${passed.length}, ${count(passed, "wrong")} of them wrong, ` +
-      `and withholds ${stopped.length}, ${count(stopped, "right")} of them right.`;
+      `and withholds ${stopped.length}, ${count(stopped, "right")} of them right.${note}`;
     const line = el("tr", { class: "line-row" }, el("td", {}, fixed(at)), el("td", { colspan: 2 }, "withheld from here on"));
     const held = document.activeElement?.closest("#sample-rows tr")?.dataset.number; // a row that is drawn anew loses the focus
     byId("sample-rows").replaceChildren(...passed.map((row) => this.#row(row)), line, ...stopped.map((row) => this.#row(row, true)));
@@ -64,8 +66,9 @@ export class Sample {
     const button = el("button", { type: "button" }, prompt);
     button.addEventListener("click", () => this.onChosen({ question: prompt }));
     const right = verdict === "right" ? [] : [el("span", { class: "accepted" }, accepted[0])];
-    return el("tr", { class: stopped ? "stopped" : false, "data-number": String(number), "data-verdict": verdict },
-      el("td", {}, fixed(risk)), el("td", {}, button, el("span", { class: "said" }, answer)),
-      el("td", { class: verdict }, MARKS[verdict], ...right));
+    const mark = verdict ?? "withheld";
+    return el("tr", { class: stopped ? "stopped" : false, "data-number": String(number), "data-verdict": mark },
+      el("td", {}, fixed(risk)), el("td", {}, button, el("span", { class: "said" }, answer ?? "(withheld)")),
+      el("td", { class: mark }, MARKS[mark], ...right));
   }
 }
