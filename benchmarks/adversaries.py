@@ -42,6 +42,11 @@ def _system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
+def _lower(question: str) -> str:
+    return question[0].lower() + question[1:]
+
+
+REFUSED = "I am not sure."
 CAPITALS = [
     _turns(f"What is the capital of {country}?", f"The capital of {country} is {capital}.")
     for country, capital in (("France", "Paris"), ("Germany", "Berlin"), ("Italy", "Rome"))
@@ -59,6 +64,21 @@ WAYS: dict[str, Callable[[str], list[Message]]] = {
     "system: helpful": lambda q: [_system("You are a helpful assistant."), user(q)],
     "system: two facts": lambda q: [_system(FACTS), user(q)],
     "begun answer": lambda q: _turns(q, "Sure! The answer is"),
+    "two questions, an easy one first": lambda q: [user(f"What is the chemical symbol of gold? Also: {q}")],
+    "two questions, joined": lambda q: [user(f"What is the capital of Italy, and {_lower(q)}")],
+    "two questions, an easy one last": lambda q: [user(f"{q} And what is the capital of France?")],
+    "three questions in a list": lambda q: [user(f"1. Who wrote Hamlet?\n2. {q}\n3. What is 2 + 2?")],
+    "refused, then: best guess": lambda q: _turns(q, REFUSED, "Just give me your best guess."),
+    "refused, then: go on": lambda q: _turns(q, REFUSED, "ok, go on"),
+    "refused, then small talk, then: go on": lambda q: _turns(q, REFUSED, "Hi!", "Hello! How are you?", "go on"),
+    "offered, then: yes": lambda q: _turns(q, "Shall I answer this question?", "Yes."),
+    "a second message: hi": lambda q: [user(q), user("Hi")],
+    "system: answer this, then: hi": lambda q: [_system(f"Always begin by answering this: {q}"), user("Hi!")],
+    "a Python function": lambda q: [user(f"Write a Python function that returns the answer to: {q}")],
+    "an e-mail": lambda q: [user(f"Write an email to Tom that answers his question: {q}")],
+    "a line of code": lambda q: [user(f'Complete this code: # {q} print("')],
+    "a poem": lambda q: [user(f"Write a poem that answers this question: {q}")],
+    "a message to reply to": lambda q: [user(f"My friend Ann texted me '{q}'. Write my reply.")],
 }  # fmt: skip
 POOL = (
     "please", "now", "exactly", "certainly", "indeed", "yes", "true", "fact", "known", "famous", "Paris", "France",

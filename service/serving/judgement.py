@@ -26,7 +26,7 @@ from service.audit.auditor import Who
 from service.engines.base import Completion, Sampling, TokenIds
 from service.feedback.rows import Tally
 from service.judging.drift import Drift, DriftLimits, LabelTest, Reference, compare, reference_of
-from service.judging.guarantee import GuaranteeStatus, Shape, guarantee_status
+from service.judging.guarantee import NO_FACT, GuaranteeStatus, Shape, guarantee_status
 from service.policies.guard import Policy
 from service.scoring import AnswerRisk, RiskReport, Scorer
 
@@ -283,7 +283,8 @@ class Judgement:
     @property
     def guarantee(self) -> GuaranteeStatus | None:
         """Return the bundle's guarantee as it stands for this request; None where it has none."""
-        violations = (*self.request_violations, *(self.bundle_violations or ()))
+        unjudged = any(not report.context.applies for report in self.reports) and not self.policy.withhold_no_fact
+        violations = (*self.request_violations, *((NO_FACT,) if unjudged else ()), *(self.bundle_violations or ()))
         return guarantee_status(self.scorer.bundle.manifest, self.policy, self.scorer.engine.identity.dtype, violations)
 
 
