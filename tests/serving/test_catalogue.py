@@ -325,13 +325,14 @@ def test_a_warning_of_the_default_bundle_is_given_beside_a_canary_too(tmp_path: 
             assert ("message" in score(app, prompt=prompt)["data"][0]) == (prompt in warned)
 
 
-def test_a_threshold_is_held_to_both_bundles(tmp_path: Path) -> None:
-    lenient = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, threshold=0.9)]
-    with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=("one",), add=lenient).started() as app:
-        assert app.bundles[0].manifest.threshold < 0.6 < app.bundles[1].manifest.threshold
-        refused = app.client.post("/score", json={"prompt": "a", "threshold": 0.6})
+@pytest.mark.parametrize("canary", [0.9, 0.3])
+def test_a_threshold_is_held_to_both_bundles(tmp_path: Path, canary: float) -> None:
+    other = [lambda engine, folder: matching_bundle(engine, folder, "two", 1, threshold=canary)]
+    with app_with(tmp_path, RolloutPlan("two:1", 1.0), names=("one",), add=other).started() as app:
+        stricter = min(canary, app.bundles[0].manifest.threshold)
+        refused = app.client.post("/score", json={"prompt": "a", "threshold": stricter + 0.1})
         assert (refused.status_code, refused.json()["error"]["param"]) == (403, "threshold")
-        assert app.client.post("/score", json={"prompt": "a", "threshold": 0.4}).status_code == 200
+        assert app.client.post("/score", json={"prompt": "a", "threshold": stricter - 0.1}).status_code == 200
 
 
 def test_where_the_default_bundle_gives_no_number_the_canary_s_answer_is_withheld(
