@@ -20,6 +20,7 @@ probe reads by itself.  ``inside``: words that may hold a question beside others
 
 LONGEST_READ, LONGEST_SENTENCE = 4000, 400  # characters of a text, and of a sentence, half of them from its end
 LONG_TURN = 12  # words, above which a turn calls for an earlier answer only where it says so
+SHORT_TURN = 6  # words, up to which "that", "please", "more" refer to an earlier turn
 OWN_REQUEST = 4  # words of a request that is understood without an earlier turn, at least
 CHAT = 8  # words of small talk, at most
 
@@ -124,6 +125,11 @@ _BACK_WORDS = _words(
     "correct right wrong come proceed ahead best attempt anything something any just only ja oui si s\u00ed",
     "weiter bitte",
 )
+_ANAPHORIC_WORDS = _words(
+    "it they them he she him her his its one ones again anyway above previous earlier guess guesses try continue yes",
+    "yeah yep sure answer answers question questions know think say confident certain correct proceed attempt instead",
+)
+_ANAPHORA = re.compile(rf"\b(?:{_ANAPHORIC_WORDS}|go\s+on|go\s+ahead|tell\s+me)\b", re.IGNORECASE)
 _BACK = re.compile(rf"\b(?:{_BACK_WORDS})\b", re.IGNORECASE)
 _REFERRING_WORDS = _words(
     "it that this those these them again anyway guess guesses try continue yes sure certain think above earlier",
@@ -204,9 +210,12 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
         return "earlier"
     held = any(role in ("system", "developer") and _may_ask(text) for role, text in turns)
     begun = any(role == "assistant" for role, _ in turns[last + 1 :])
-    if held or begun or not re.search(r"\w", asked) or (waiting and not own and not closes):
+    if held or begun or not re.search(r"\w", asked):
         return "inside"
-    return "small_talk" if closes or _is_small_talk(asked) else "inside" if _may_hold(asked) else "plain"
+    if closes or _is_small_talk(asked):
+        return "small_talk"
+    calls = bool(waiting) and (len(re.findall(r"\w+", asked)) < OWN_REQUEST - 1 or bool(_CALLS.search(asked)))
+    return "inside" if calls or _may_hold(asked) else "plain"
 
 
 def questions(text: str) -> int:
@@ -270,9 +279,11 @@ def _is_small_talk(text: str) -> bool:
 def _stands_alone(asked: str, count: int) -> bool:
     """Return whether a turn with so many questions is understood without an earlier one."""
     words = len(re.findall(r"\w+", asked))
-    if count or words > LONG_TURN:
-        return not (_REFERS if words <= LONG_TURN else _CALLS).search(asked)
-    return words >= OWN_REQUEST and not _BACK.search(asked)
+    if words > LONG_TURN:
+        return not _CALLS.search(asked)
+    if count:
+        return not _REFERS.search(asked)
+    return words >= OWN_REQUEST and not (_BACK if words <= SHORT_TURN else _ANAPHORA).search(asked)
 
 
 def _closes(asked: str, before: Sequence[tuple[str, str]]) -> bool:

@@ -149,3 +149,12 @@ def test_every_text_is_read_to_its_end() -> None:
             for messages in (turns(text), turns(QUESTION, text, "go on"), turns("hi", system=text)):
                 assert asks_of(messages)
     assert asks_of(turns("word " * 1_000_000))
+
+
+@pytest.mark.parametrize("last", ["Write a Python function that reverses a list.", "Please plan a weekend trip with two kids.",
+                                  "Translate this into French: I will be late for dinner."])  # fmt: skip
+def test_a_task_behind_an_answer_or_a_refusal_is_a_request_of_its_own(last: str) -> None:
+    for reply in ("Paris.", REFUSED):
+        assert asks_of(turns("Hi!", "Hello!", QUESTION, reply, last)) == "plain"
+    for task in ("Put it into a haiku for my little sister.", "Write them down in a list for my daughter."):
+        assert asks_of(turns(QUESTION, REFUSED, task)) == "earlier"
