@@ -151,8 +151,14 @@ def test_every_text_is_read_to_its_end() -> None:
     assert asks_of(turns("word " * 1_000_000))
 
 
-@pytest.mark.parametrize("last", ["Write a Python function that reverses a list.", "Please plan a weekend trip with two kids.",
-                                  "Translate this into French: I will be late for dinner."])  # fmt: skip
+@pytest.mark.parametrize(
+    "last",
+    [
+        "Write a Python function that reverses a list.",
+        "Please plan a weekend trip with two kids.",
+        "Translate this into French: I will be late for dinner.",
+    ],
+)
 def test_a_task_behind_an_answer_or_a_refusal_is_a_request_of_its_own(last: str) -> None:
     for reply in ("Paris.", REFUSED):
         assert asks_of(turns("Hi!", "Hello!", QUESTION, reply, last)) == "plain"
