@@ -18,7 +18,7 @@ from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.auditor import Who
 from service.engines.chat import texts_in
-from service.judging.guarantee import TOOLS, Shape, chat_violations, shape_of
+from service.judging.guarantee import TOOLS, chat_violations
 from service.policies.guard import Decision, Verdict
 from service.scoring import AnswerRisk
 from service.serving.judgement import Judgement
@@ -66,12 +66,11 @@ class Note:
     templated: bool = True  # whether its prompts go through the chat template
     moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
     answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
-    shapes: tuple[Shape, ...] = ()  # of its chats, in the order of its prompts; empty where they are not known
     tools: Tools | None = None  # that an answer may call
     background: bool = False  # whether the answer is fetched later, by another request
     beams: bool = False  # whether it asks for a beam search
     written: tuple[Any, ...] = ()  # what of its body a chat template may write
-    turns: tuple[list[Any], ...] = ()  # of its chats, as the body has them
+    turns: tuple[list[Any], ...] = ()  # of its chats, as the body has them; empty where they are made of more
     rendered: list[Chat] = field(default_factory=list)  # what vLLM's renderer made of its chats
     chats: list[Chat | None] = field(default_factory=list)  # of its prompts; None where none is known
     moved: set[int] = field(default_factory=set)  # the prompts that are not what the template makes of their messages
@@ -96,16 +95,13 @@ class Note:
     def conversation(self, place: int) -> list[dict[str, str]] | None:
         """Return role and text of the messages that this prompt was made of; None where it is not known, or known to
         be made of something else."""
-        chat = self.chats[place] if place < len(self.chats) and place not in self.moved and not self.moves else None
+        known = self.templated and not self.moves and place not in self.moved and place < len(self.chats)
+        chat = self.chats[place] if known else None
         return None if chat is None else conversation(chat.messages)
 
     def texts(self) -> Iterator[str]:
         """Yield every text of its body that a chat template may write."""
         return (text for value in self.written for text in texts_in(value))
-
-    def shape(self, place: int) -> Shape | None:
-        """Return the shape of this prompt's chat; None where it is not known."""
-        return self.shapes[place] if place < len(self.shapes) else None
 
     def withheld(self, place: int) -> Verdict | None:
         """Return the verdict that withheld this prompt's answer; None where none did, or not yet."""
@@ -151,13 +147,11 @@ def read(note: Note, body: bytes) -> None:
     chats = _chats(note.route, content)
     note.templated = chats is not None and not ("prompt" in content and note.route == EITHER)  # which may read either
     note.written = () if chats is None else tuple(content[name] for name in RENDERED if name in content)
-    turns = note.turns = tuple(chat if isinstance(chat, list) else [] for chat in chats or ())
+    turns = tuple(chat if isinstance(chat, list) else [] for chat in chats or ())
     ends = [chat[-1] for chat in turns if chat and isinstance(chat[-1], dict)]
     note.moves = () if chats is None else tuple(_moves(content))
     note.answered = next(filter(None, (chat_violations([end]) for end in ends)), ())
-    # Where its prompts are made of something else than its messages, their shape says nothing.
-    known = note.templated and not note.moves and not any(content.get(name) for name in ELSEWHERE)
-    note.shapes = tuple(map(shape_of, turns)) if known else ()
+    note.turns = () if any(content.get(name) for name in ELSEWHERE) else turns
     note.tools = None if chats is None else offered(content)
     note.violations = (TOOLS,) if chats is not None and used(content, chain.from_iterable(turns)) else ()
     note.background = note.route == RESPONSES_ROUTE and bool(content.get("background"))

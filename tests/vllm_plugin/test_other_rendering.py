@@ -130,9 +130,14 @@ def test_what_the_template_writes_voids_the_guarantee_and_is_outside_training(te
     withheld = ask(telltale, route, UNKNOWN, **fields)
     assert OTHER_RENDERING in void(withheld)
     (row,) = withheld.json()["hallutracer"]["data"]
-    assert row["outside_training"] or row["flagged"], row
+    assert (row["outside_training"], row["decision"]) == (True, "abstain")
+    for asked in (KNOWN, "Hello!"):  # whatever the risk, and whether or not a fact is asked for
+        (row,) = ask(telltale, route, asked, **fields).json()["hallutracer"]["data"]
+        assert (row["outside_training"], row["decision"]) == (True, "abstain")
 
 
 def test_the_bos_that_vllms_responses_add_is_another_rendering(telltale: str) -> None:
     for route in ROUTES:
-        assert (OTHER_RENDERING in void(ask(telltale, route, KNOWN))) is (route == RESPONSES_ROUTE), route
+        response = ask(telltale, route, KNOWN)
+        assert (OTHER_RENDERING in void(response)) is (route == RESPONSES_ROUTE), route
+        assert ("Rome" in response.text) is (route != RESPONSES_ROUTE), route

@@ -32,7 +32,7 @@ from vllm.tokenizers.hf import get_cached_tokenizer  # noqa: E402
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE  # noqa: E402
 from service.demo import MODEL_DIR  # noqa: E402
 from service.engines.checks import Tokens  # noqa: E402
-from service.judging.guarantee import OTHER_RENDERING  # noqa: E402
+from service.judging.guarantee import OTHER_RENDERING, Standing, shape_of  # noqa: E402
 from service.policies.guard import Action, Policy  # noqa: E402
 from service.vllm_plugin.front_end import note_renderings  # noqa: E402
 from service.vllm_plugin.note import CHATS, CURRENT, Note, read  # noqa: E402
@@ -450,9 +450,10 @@ def test_500_chats_are_rendered_as_vllm_renders_them(
 
 
 @pytest.mark.parametrize("guaranteed", [True, False])
+@pytest.mark.parametrize("may", [(), ("rendering",)])
 @pytest.mark.parametrize("policy", [Policy("gate", Action.ABSTAIN), Policy("observe", Action.OBSERVE)])
 def test_a_prompt_is_compared_where_a_guarantee_or_a_gate_depends_on_it_and_off_the_loop(
-    policy: Policy, guaranteed: bool
+    policy: Policy, may: tuple[str, ...], guaranteed: bool
 ) -> None:
     tokens, threads = Tokens(AutoTokenizer.from_pretrained(MODEL_DIR)), list[Any]()
     ids = tokens.encode_chat([turn()])
@@ -464,15 +465,35 @@ def test_a_prompt_is_compared_where_a_guarantee_or_a_gate_depends_on_it_and_off_
     manifest = SimpleNamespace(guarantee=GUARANTEE if guaranteed else None, guarantee_shapes=None)
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
     engine: Any = SimpleNamespace(encode_chat=encode_chat)
-    for compared, rendered, other in ((True, ids, False), (True, ids[:-1], True), (False, ids[:-1], False)):
+    service: Any = SimpleNamespace(
+        settings=SimpleNamespace(callers_may=may), catalogue=SimpleNamespace(refusals=frozenset({"I am not sure."}))
+    )
+    for compared, rendered, moved in ((True, ids, False), (True, ids[:-1], True), (False, ids[:-1], False)):
         threads.clear()
         note = Note(chats=[Chat([turn()], (), rendered)], judgements=[None])
-        one = Turn(None, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=compared)  # type: ignore[arg-type]
+        one = Turn(service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=compared)
         asyncio.run(one._check_rendering())
         matters = compared and (guaranteed or policy.action.withholds)
+        other = matters and moved
         assert bool(threads) is matters
         assert threading.main_thread() not in threads
-        assert note.violations == ((OTHER_RENDERING,) if matters and other else ())
-        assert (note.conversation(0) is None) is (matters and other)
-        withholds = policy.action.withholds and other
-        assert one._policy.withhold_outside is (True if withholds else None)
+        assert note.violations == ((OTHER_RENDERING,) if other else ())
+        assert (note.conversation(0) is None) is other
+        assert one._standing == Standing(None if other else shape_of([turn()]), other_rendering=other and not may)
+        assert one._policy.withhold_outside is (True if other and policy.action.withholds else None)
+
+
+def test_what_the_turns_before_ask_is_known_of_each_prompt() -> None:
+    asked = [turn(), said("I am not sure."), turn("Go on.")]
+    service: Any = SimpleNamespace(
+        settings=SimpleNamespace(callers_may=()), catalogue=SimpleNamespace(refusals=frozenset({"I am not sure."}))
+    )
+    manifest = SimpleNamespace(guarantee=None, guarantee_shapes=None)
+    scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
+    note, policy = Note(chats=[Chat(asked, (), [1])], judgements=[None]), Policy("observe", Action.OBSERVE)
+    engine: Any = None
+    one = Turn(service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=True)
+    asyncio.run(one._check_rendering())
+    assert one._standing.shape is not None
+    assert one._standing.shape.untrained
+    assert "an earlier question that is still open" in note.violations[0]

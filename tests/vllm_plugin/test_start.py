@@ -18,7 +18,7 @@ from probes_store.errors import GoldenMismatch
 from service.demo import MODEL_DIR
 from service.engines.scheduler import Scheduled
 from service.errors import EngineError, ProbeReplaced
-from service.judging.guarantee import OTHER_ENDING
+from service.judging.guarantee import OTHER_RENDERING
 from service.policies.policy import Policies, built_in, load_policies
 from service.settings import ServiceSettings
 from tests.engines.vllm.installed import vllm_or_skip
@@ -238,9 +238,9 @@ def test_a_prompt_that_ends_otherwise_than_the_template_is_noticed(
         (scorer,) = guard.service.catalogue.scorers
         prompt = scorer.engine.render_chat([{"role": "user", "content": "Who?"}])
         policy = server.asks(prompt, note := Note())
-        assert (policy.withhold_outside, OTHER_ENDING in note.violations) == (None, False)
+        assert (policy.withhold_outside, OTHER_RENDERING in note.violations) == (None, False)
         policy = server.asks([*prompt, 10], note := Note())
-        assert (policy.withhold_outside, OTHER_ENDING in note.violations) == (True, True)
+        assert (policy.withhold_outside, OTHER_RENDERING in note.violations) == (True, True)
 
     server.run("gate", then)
 
