@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -147,6 +148,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._encoding = threading.Lock()  # the tokenizer keeps how special tokens are read, for all threads
 
     def tokenize(self, text: str) -> list[int]:
         """Encode plain text, without an appended end token: t* is the prompt's last.  Raises RequestError."""
@@ -160,6 +162,12 @@ class Tokens:
         leaves out tools, calls of tools or their results.
 
         Special tokens that a message spells out are encoded as text: no message can end its turn and begin another."""
+        ids = self.encode_chat(messages, tools)
+        check_shown(self._templated, messages, tools)
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
+        """Encode messages as ``render_chat`` does, whether or not the template shows all of them."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise _refused("this model's tokenizer has no chat template; send `prompt` or `input_ids` instead")
         if not messages:
@@ -177,8 +185,12 @@ class Tokens:
             return self._special.sub(stand_in, text)
 
         text = self._templated([message_with(one, hide) for one in messages], replaced(tools, hide))
-        check_shown(self._templated, messages, tools)
         return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
+
+    def special_token_in(self, texts: Iterable[str]) -> str | None:
+        """Return a special token that one of the texts spells out; None where none does."""
+        found = map(self._spelling.search, texts) if self.special_tokens else ()
+        return next((match[0] for match in found if match is not None), None)
 
     def _templated(self, turns: Sequence[Message], tools: Sequence[ToolDefinition]) -> str:
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
@@ -231,6 +243,10 @@ class Tokens:
         return tuple(sorted(filter(str.strip, spelt), key=len, reverse=True))
 
     @cached_property
+    def _spelling(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.special_tokens)))
+
+    @cached_property
     def _special(self) -> re.Pattern[str]:
         return re.compile("|".join([*map(re.escape, self.special_tokens), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
 
@@ -240,12 +256,13 @@ class Tokens:
         if not self._tokenizer.is_fast:
             raise _spelt_out(next(iter(hidden)))
         split: dict[str, list[int]] = {}
-        for special, mark in hidden.items():
-            ids = self._tokenizer(special, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            if set(ids) & set(self._tokenizer.all_special_ids):
-                raise _spelt_out(special)
-            split[mark] = [int(token) for token in ids]
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        with self._encoding:
+            for special, mark in hidden.items():
+                ids = self._tokenizer(special, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                if set(ids) & set(self._tokenizer.all_special_ids):
+                    raise _spelt_out(special)
+                split[mark] = [int(token) for token in ids]
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens: list[int] = []
         revealed = -1  # the place of the stand-in before: one takes several tokens
         for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -261,7 +278,8 @@ class Tokens:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         _check_unicode(text)
-        encoded = self._tokenizer(text, add_special_tokens=special, truncation=False, padding=False, verbose=False)
+        with self._encoding:
+            encoded = self._tokenizer(text, add_special_tokens=special, truncation=False, padding=False, verbose=False)
         return [int(token) for token in encoded["input_ids"]]
 
 

@@ -96,11 +96,12 @@ def shape_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Shap
 TOKEN_IDS = "rendering: the prompt came as token ids"
 NO_TEMPLATE = "rendering: this route applies no chat template"
 MEDIA = "prompt: an image, audio or video, where training had text"
-OTHER_ENDING = "rendering: the prompt does not end as the chat template ends a question"
+OTHER_RENDERING = "rendering: the prompt is not what the chat template makes of its messages"
 NO_FACT = "prompt: it asks for no fact, as far as the bundle can tell, so no threshold judged it"
 NO_ANSWER = "answer: none is decoded here, and the calibration read the answers again"
 TOOLS = "prompt: tools or their results, where the calibration had none"
 ANSWERED = "rendering: the last message is the assistant's"
+LEAST_TOKENS = 12  # of an answer that is not cut short: no manifest says how many the calibration's might have
 SECOND_VERDICT = "canary: the default bundle's verdict withholds too, the calibration knew this bundle's alone"
 
 
@@ -178,4 +179,12 @@ def decoding_violations(manifest: Manifest, sampling: Sampling | None) -> tuple[
         return (NO_ANSWER,) if manifest.guarantee_reads_answers else ()
     warm = () if sampling.temperature == 0 else (f"decoding: temperature {sampling.temperature:g}, not greedy",)
     held = () if sampling.format is None else ("decoding: held to a format, where the calibration's answers were free",)
-    return (*warm, *(("decoding: ends at texts of the request's own",) if sampling.stop else ()), *held)
+    stops = ("decoding: ends at texts of the request's own",) if sampling.stop else ()
+    return (*warm, *stops, *held, *length_violations(sampling.max_tokens))
+
+
+def length_violations(max_tokens: int | None) -> tuple[str, ...]:
+    """Return whether an answer may be cut before the calibration's answers were; None: it has all of the context."""
+    if max_tokens is None or max_tokens >= LEAST_TOKENS:
+        return ()
+    return (f"decoding: at most {max_tokens} tokens, where the calibration's answers had {LEAST_TOKENS} or more",)

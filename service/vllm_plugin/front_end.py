@@ -107,12 +107,30 @@ def check() -> None:
         return open_and_call
 
     create_gated.gates = True  # type: ignore[attr-defined]
+    note_renderings()
     EngineArgs.create_engine_config, EngineCore.__init__ = create_gated, make_core_gated
     EngineCore.add_request, EngineCoreProc.run_engine_core = opened(EngineCore.add_request), staticmethod(run_core)
     for kind in (EngineCoreProc, DPEngineCoreProc):
         kind.run_busy_loop = opened(kind.run_busy_loop)
     _own[:] = [run]
     Executor.get_class, Executor.__init__ = staticmethod(choose_gated), make_gated
+
+
+def note_renderings() -> None:
+    """Have vLLM's renderer, through which the chats of all its routes go, say what it makes of them."""
+    from vllm.renderers import BaseRenderer
+
+    render = BaseRenderer.render_chat_async
+
+    @functools.wraps(render)
+    async def render_noted(self: Any, conversations: Any, chat_params: Any, *args: Any, **kwargs: Any) -> Any:
+        from service.vllm_plugin.note import rendered  # which an engine's process needs not load
+
+        chats, prompts = await render(self, conversations, chat_params, *args, **kwargs)
+        rendered(chats, prompts, chat_params.chat_template_kwargs.get("tools") or ())
+        return chats, prompts
+
+    BaseRenderer.render_chat_async = render_noted
 
 
 _own: list[Callable[..., None]] = []  # vLLM's main function of a core's process

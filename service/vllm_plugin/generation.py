@@ -19,11 +19,10 @@ from service.api.request_schema import Arguments
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import KEY
 from service.errors import HalluTracerError, NotReady
-from service.judging.guarantee import MEDIA, NO_TEMPLATE, OTHER_ENDING, shape_violations
+from service.judging.guarantee import MEDIA, NO_TEMPLATE, length_violations
 from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.adapters import Adapters
-from service.serving.catalogue import untemplated
 from service.serving.service import Service
 from service.settings import env
 from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, NO_PLACE, OURS, Note
@@ -66,7 +65,7 @@ def judging_generate(
             if xargs or not observes(service, xargs):
                 raise VLLMValidationError(NO_PLACE, parameter="hallutracer_policy")
             return start()
-        place = note.add()
+        place = note.add(prompt)
         try:
             base = service.ready.scorers[0]
             scorer, policy = _resolve(service, xargs, base if adapter is None else adapters.scorer(adapter))
@@ -78,9 +77,9 @@ def judging_generate(
                 raise VLLMValidationError(str(error), parameter="model") from error
             note.unread = str(error)
             return start()
-        withholds = policy.action is not Action.OBSERVE
-        if withholds and note.forges is not None:
-            said = f"a message spells out the special token {note.forges!r}, which could end its turn; remove it"
+        withholds, engine = policy.action is not Action.OBSERVE, engine_of()
+        if withholds and note.written and (spelt := engine.special_token_in(note.texts())) is not None:
+            said = f"a message spells out the special token {spelt!r}, which could end its turn; remove it"
             raise VLLMValidationError(said, parameter="messages")
         if withholds and note.moves and "rendering" not in service.settings.callers_may:
             said = f"{note.moves[0]!r} has the messages rendered otherwise than in training, where no risk is known; "
@@ -96,13 +95,13 @@ def judging_generate(
         if (field := policy.reads_answers_for) and parameters.n != 1:
             said = f"policy {policy.name!r} has {field}, which reads one answer to a prompt: leave 'n' out"
             raise VLLMValidationError(said, parameter="n")
-        if rendering := _rendering(note, scorer, prompt):
-            policy = untemplated(scorer, policy)
         note.choices = parameters.n
-        shapes = shape_violations(scorer.bundle.manifest, [note.shape(place)])
-        note.violations = tuple(dict.fromkeys((*note.violations, *_violations(parameters), *rendering, *shapes)))
-        same = partial(adapters.check, adapter, scorer)
-        turn = Turn(service, engine_of(), scorer, policy, note, place, parameters, request_id, same)
+        note.violations = tuple(dict.fromkeys((*note.violations, *_violations(parameters))))
+        same, rendering = partial(adapters.check, adapter, scorer), _rendering(note, scorer, prompt)
+        compared = scorer.prompt_format == "chat" and rendering in ((), note.answered)
+        turn = Turn(
+            service, engine, scorer, policy, note, place, parameters, request_id, same, rendering, compared=compared
+        )
         return _reported(note, turn.outputs(start))
 
     return wrapped
@@ -161,24 +160,58 @@ def observes(service: Service, xargs: dict[str, Any]) -> bool:
 
 
 def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
-    """Return how the prompt departs from what the chat template makes of a question; nothing without a template."""
+    """Return how the request's own words depart from what the chat template makes of a question."""
     if isinstance(prompt, Mapping) and prompt.get("mm_placeholders"):
         return (MEDIA,)
     if scorer.prompt_format != "chat":
         return ()
     if not note.templated:
         return (NO_TEMPLATE,)
-    if note.moves or note.answered:
-        return (*(f"rendering: the request's own {name!r}" for name in note.moves), *note.answered)
-    ids, ending = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None, scorer.chat_ending
-    return () if ids and tuple(ids[max(0, len(ids) - len(ending)) :]) == ending else (OTHER_ENDING,)
+    return (*(f"rendering: the request's own {name!r}" for name in note.moves), *note.answered)
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+SAME_ANSWER = {
+    "n",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+    "stream_interval",
+    "skip_clone",
+    "output_text_buffer_length",
+    "skip_reading_prefix_cache",
+    "routed_experts_prompt_start",
+}
+"""Fields that say what is told of an answer, and how, not what it is."""
+TRANSFER = "kv_transfer_params"  # of ``extra_args``: how the prompt's cache gets here
 
 
 def _violations(parameters: Any) -> tuple[str, ...]:
-    """Return how the answer departs from a greedy one, on which guarantees are calibrated."""
+    """Return how the answer departs from a greedy one, on which guarantees are calibrated.
+
+    Whatever else vLLM's sampling knows, now or later, departs where it is not as in ``GREEDY``."""
     changed = [f"temperature {parameters.temperature:g}"] if parameters.temperature else []
-    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
-    changed += [name for name, value in neutral.items() if getattr(parameters, name) != value]
-    names = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs")
-    changed += [name for name in (*names, "ignore_eos") if getattr(parameters, name)]
-    return (f"decoding: not plainly greedy ({', '.join(changed)})",) if changed else ()
+    told = SAME_ANSWER | {"temperature", "max_tokens", "extra_args"}
+    names = [name for name in parameters.__struct_fields__ if name not in told and not name.startswith("_")]
+    changed += [name for name in names if not _is_same(getattr(parameters, name), getattr(GREEDY, name))]
+    changed += ["vllm_xargs"] if (parameters.extra_args or {}).keys() - {TRANSFER} else []
+    own = (f"decoding: not plainly greedy ({', '.join(changed)})",) if changed else ()
+    return (*own, *length_violations(parameters.max_tokens))
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Return whether two plain values are the same, or both hold nothing; what is no plain value differs."""
+    if value is neutral or (value is None and neutral in ([], {}, ())):
+        return True
+    if isinstance(value, list | dict | set | str) and not value:
+        return not neutral
+    return isinstance(value, int | float | str | list | dict) and bool(value == neutral)

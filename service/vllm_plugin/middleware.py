@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,13 +16,11 @@ from service.vllm_plugin.writer import ResponseWriter
 class RiskNotes:
     """Gives each request a note and, on ``PATHS``, writes its content into the response."""
 
-    def __init__(self, app: ASGIApp, refuses: Callable[[], bool], special_tokens: Callable[[], Sequence[str]] = tuple,
-                 message_in_content: bool = False) -> None:  # fmt: skip
-        """``refuses`` tells whether an answer without a verdict must not be sent; ``special_tokens`` are the model's.
+    def __init__(self, app: ASGIApp, refuses: Callable[[], bool], message_in_content: bool = False) -> None:
+        """``refuses`` tells whether an answer without a verdict must not be sent.
 
         ``message_in_content`` also puts the policy's message where the answer's text would be."""
         self.app, self._refuses, self._message_in_content = app, refuses, message_in_content
-        self._special_tokens = special_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -31,7 +29,7 @@ class RiskNotes:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         address = scope["client"][0] if scope.get("client") else None
         note = Note(carries=path in PATHS, who=Who(address=address), route=path)
-        token, special = CURRENT.set(note), self._special_tokens()
+        token = CURRENT.set(note)
         parts: list[bytes] = []  # the objects that the app keeps as well, until the body is complete
 
         async def reading() -> Message:
@@ -41,7 +39,7 @@ class RiskNotes:
                 if not message.get("more_body"):
                     body = b"".join(parts)
                     parts.clear()
-                    read(note, body, special)
+                    read(note, body)
             return message
 
         writer, held = ResponseWriter(note, send, self._message_in_content), deque[Message]()

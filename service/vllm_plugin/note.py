@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,12 +18,13 @@ from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.api.reply import risk_headers, risk_note, risk_out
 from service.audit.auditor import Who
 from service.engines.chat import texts_in
-from service.judging.guarantee import TOOLS, Shape, chat_violations, shape_of
+from service.judging.guarantee import TOOLS, chat_violations
 from service.policies.guard import Decision, Verdict
 from service.scoring import AnswerRisk
 from service.serving.judgement import Judgement
 from service.tool_calls import Tools
 from service.vllm_plugin.calls import offered, used
+from service.vllm_plugin.rendering import Chat, conversation
 
 TEXTS, CHATS, EITHER = "/v1/completions", "/v1/chat/completions", "/invocations"
 PATHS = (TEXTS, CHATS, f"{CHATS}/batch", EITHER, RESPONSES_ROUTE, MESSAGES_ROUTE)
@@ -65,11 +66,14 @@ class Note:
     templated: bool = True  # whether its prompts go through the chat template
     moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
     answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
-    shapes: tuple[Shape, ...] = ()  # of its chats, in the order of its prompts; empty where they are not known
     tools: Tools | None = None  # that an answer may call
     background: bool = False  # whether the answer is fetched later, by another request
     beams: bool = False  # whether it asks for a beam search
-    forges: str | None = None  # a special token that a message spells out: vLLM's renderer would take it for one
+    written: tuple[Any, ...] = ()  # what of its body a chat template may write
+    turns: tuple[list[Any], ...] = ()  # of its chats, as the body has them; empty where they are made of more
+    rendered: list[Chat] = field(default_factory=list)  # what vLLM's renderer made of its chats
+    chats: list[Chat | None] = field(default_factory=list)  # of its prompts; None where none is known
+    moved: set[int] = field(default_factory=set)  # the prompts that are not what the template makes of their messages
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
     reads_answers: bool = False  # whether answers' own tokens are read
@@ -78,14 +82,26 @@ class Note:
     error: tuple[int, str] | None = None  # HTTP status and reason, where the request was refused or failed
     who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
 
-    def add(self) -> int:
-        """Add a prompt and return its index."""
+    def add(self, prompt: Any) -> int:
+        """Add a prompt, as vLLM's ``generate`` takes it, and return its index."""
+        place, ids = len(self.judgements), prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        chat = next((chat for chat in self.rendered if ids and chat.token_ids == ids), None)
+        if ids and not self.rendered and place < len(self.turns):  # some models' chats have another renderer
+            chat = Chat(self.turns[place], (), ids)
         self.judgements.append(None)
-        return len(self.judgements) - 1
+        self.chats.append(chat)
+        return place
 
-    def shape(self, place: int) -> Shape | None:
-        """Return the shape of this prompt's chat; None where it is not known."""
-        return self.shapes[place] if place < len(self.shapes) else None
+    def conversation(self, place: int) -> list[dict[str, str]] | None:
+        """Return role and text of the messages that this prompt was made of; None where it is not known, or known to
+        be made of something else."""
+        known = self.templated and not self.moves and place not in self.moved and place < len(self.chats)
+        chat = self.chats[place] if known else None
+        return None if chat is None else conversation(chat.messages)
+
+    def texts(self) -> Iterator[str]:
+        """Yield every text of its body that a chat template may write."""
+        return (text for value in self.written for text in texts_in(value))
 
     def withheld(self, place: int) -> Verdict | None:
         """Return the verdict that withheld this prompt's answer; None where none did, or not yet."""
@@ -117,21 +133,25 @@ class Note:
 CURRENT: ContextVar[Note | None] = ContextVar("hallutracer_note", default=None)
 
 
-def read(note: Note, body: bytes, special_tokens: Sequence[str]) -> None:
-    """Note what vLLM loses, such as arguments of ours outside ``vllm_xargs`` and special tokens that a chat spells."""
+def rendered(chats: Sequence[Any], prompts: Sequence[Any], tools: Sequence[Any]) -> None:
+    """Note what vLLM's renderer made of a request's chats; of what is no request of a server's, nothing."""
+    if (note := CURRENT.get()) is not None:
+        ids = [prompt.get("prompt_token_ids") or () for prompt in prompts]
+        note.rendered += [Chat(messages, tools, of) for messages, of in zip(chats, ids, strict=True)]
+
+
+def read(note: Note, body: bytes) -> None:
+    """Note what vLLM loses, such as arguments of ours outside ``vllm_xargs``, and what a chat template may write."""
     content = parsed(body) or {}
-    texts = [text for name in RENDERED for text in texts_in(content.get(name))]
-    note.forges = next((token for token in special_tokens if any(token in text for text in texts)), None)
     note.misplaced = tuple(name for name in content if OURS.match(name))
     chats = _chats(note.route, content)
     note.templated = chats is not None and not ("prompt" in content and note.route == EITHER)  # which may read either
-    turns = [chat if isinstance(chat, list) else [] for chat in chats or ()]  # of each chat
+    note.written = () if chats is None else tuple(content[name] for name in RENDERED if name in content)
+    turns = tuple(chat if isinstance(chat, list) else [] for chat in chats or ())
     ends = [chat[-1] for chat in turns if chat and isinstance(chat[-1], dict)]
     note.moves = () if chats is None else tuple(_moves(content))
     note.answered = next(filter(None, (chat_violations([end]) for end in ends)), ())
-    # Where its prompts are made of something else than its messages, their shape says nothing.
-    known = note.templated and not note.moves and not any(content.get(name) for name in ELSEWHERE)
-    note.shapes = tuple(map(shape_of, turns)) if known else ()
+    note.turns = () if any(content.get(name) for name in ELSEWHERE) else turns
     note.tools = None if chats is None else offered(content)
     note.violations = (TOOLS,) if chats is not None and used(content, chain.from_iterable(turns)) else ()
     note.background = note.route == RESPONSES_ROUTE and bool(content.get("background"))

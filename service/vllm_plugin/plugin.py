@@ -81,9 +81,8 @@ class HalluTracerPlugin:
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))
         app.add_middleware(
-            RiskNotes, refuses=lambda: not observes(service, {}), message_in_content=settings.message_in_content,
-            special_tokens=lambda: self._engine.special_tokens if service.lifecycle.is_ready else (),
-        )  # fmt: skip
+            RiskNotes, refuses=lambda: not observes(service, {}), message_in_content=settings.message_in_content
+        )
         REGISTRY.register(metrics.collector)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

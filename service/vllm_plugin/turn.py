@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,14 +14,17 @@ from service.access.routes import canonical
 from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
 from service.errors import HalluTracerError
+from service.judging.guarantee import OTHER_RENDERING, UNKNOWN, Standing, shape_of, shape_violations
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer, called
 from service.serving import observers
+from service.serving.catalogue import untemplated
 from service.serving.judgement import AnswerEnd, JudgedPrompt, Judgement, PromptTimings
 from service.serving.service import Service
 from service.vllm_plugin.answers import Answer
 from service.vllm_plugin.calls import MaybeCalls
 from service.vllm_plugin.note import Note
+from service.vllm_plugin.rendering import is_rendering
 
 
 class Turn:
@@ -28,11 +32,15 @@ class Turn:
 
     def __init__(
         self, service: Service, engine: VllmEngine, scorer: Scorer, policy: Policy, note: Note, place: int,
-        parameters: Any, request_id: str, same: Callable[[], None],
+        parameters: Any, request_id: str, same: Callable[[], None], rendering: tuple[str, ...], *, compared: bool,
     ) -> None:  # fmt: skip
-        """``place``: of the prompt in its request.  ``same`` raises where the adapter is another one by now."""
+        """``place``: of the prompt in its request.  ``same`` raises where the adapter is another one by now.
+
+        ``rendering``: how the prompt is known to be rendered otherwise than training's; ``compared``: whether its token
+        ids are to tell, too."""
         self._service, self._engine, self._scorer, self._policy = service, engine, scorer, policy
         self._note, self._place, self._request_id, self._same = note, place, request_id, same
+        self._rendering, self._compared, self._standing = rendering, compared, UNKNOWN
         self._parameters, self._choices = parameters, parameters.n
         # As the caller reads it: what is seen here is cumulative where each token has to be seen.
         self._final = parameters.output_kind is RequestOutputKind.FINAL_ONLY
@@ -69,8 +77,9 @@ class Turn:
 
     async def _prepare(self) -> ProbeLease:
         """Hold the probe in its slot and put the directive into the request."""
+        await self._check_rendering()
         scorer, parameters = self._scorer, self._parameters
-        gate = scorer.gate(self._policy)
+        gate = scorer.gate(self._policy, self._standing)
         # The engine ends an answer by an end token in place of the first.  With these options that does not end it, and
         # what may be a call must not be ended so early: both are ended from here.
         ends = not (parameters.ignore_eos or parameters.min_tokens or parameters.structured_outputs)
@@ -84,6 +93,23 @@ class Turn:
         if self._final and self._choices == 1 and (ends_here or lease.directive.answer is not None):
             parameters.output_kind = RequestOutputKind.CUMULATIVE  # each token has to be seen here
         return lease
+
+    async def _check_rendering(self) -> None:
+        """Note how the prompt departs from training's, where a guarantee or a gate depends on it."""
+        manifest, note = self._scorer.bundle.manifest, self._note
+        matters = self._compared and (manifest.guarantee is not None or self._policy.action.withholds)
+        other = matters and not await asyncio.to_thread(is_rendering, self._engine, note.chats[self._place])
+        if other:
+            note.moved.add(self._place)
+            self._rendering = (*self._rendering, OTHER_RENDERING)
+        if self._rendering:
+            self._policy = untemplated(self._scorer, self._policy)
+        shape, allowed = None, "rendering" in self._service.settings.callers_may
+        if (turns := note.conversation(self._place)) is not None:
+            shape = shape_of(turns, self._service.catalogue.refusals)
+        self._standing = Standing(shape, other_rendering=other and not allowed)
+        shapes = shape_violations(manifest, [shape])
+        note.violations = tuple(dict.fromkeys((*note.violations, *self._rendering, *shapes)))
 
     def _unread(self, error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""
@@ -133,9 +159,10 @@ class Turn:
         self._same()
         token_ids = output.prompt_token_ids or ()
         result, _ = lease.prefill(output, len(token_ids))
-        report = self._scorer.judge(result, self._policy, cached_tokens=int(output.num_cached_tokens or 0))
+        cached = int(output.num_cached_tokens or 0)
+        report = self._scorer.judge(result, self._policy, standing=self._standing, cached_tokens=cached)
         timings = PromptTimings(*times(output))
-        prompt = JudgedPrompt(self._place, report, token_ids, timings, shape=self._note.shape(self._place))
+        prompt = JudgedPrompt(self._place, report, token_ids, timings, shape=self._standing.shape)
         return Judgement(
             scorer=self._scorer, policy=self._policy, prompts=(prompt,), request_id=self._request_id,
             route=canonical(self._note.route), who=self._note.who, request_violations=self._note.violations,

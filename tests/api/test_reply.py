@@ -118,11 +118,14 @@ def unlike(*shapes: str) -> list[str]:
     ("bundle", "body", "reasons"),
     [
         *(("sure", body, []) for body in ({}, {"policy": "block"}, {"threshold": 0.25}, {"include": ["trajectory"]},
-                                          {"generate": {"max_tokens": 2}})),
+                                          {"generate": {"max_tokens": 12}})),
         ("sure", {"policy": "observe"}, ["policy: 'observe' withholds nothing"]),
         ("sure", {"threshold": 0.2}, ["threshold: 0.2 applies, 0.25 is guaranteed"]),
-        ("sure", {"generate": {"max_tokens": 2, "temperature": 0.7}}, ["decoding: temperature 0.7, not greedy"]),
-        ("sure", {"generate": {"max_tokens": 2, "stop": ["."]}}, ["decoding: ends at texts of the request's own"]),
+        ("sure", {"generate": {"max_tokens": 12, "temperature": 0.7}}, ["decoding: temperature 0.7, not greedy"]),
+        ("sure", {"generate": {"max_tokens": 12, "stop": ["."]}}, ["decoding: ends at texts of the request's own"]),
+        *(("sure", {"generate": {"max_tokens": tokens}},
+           [f"decoding: at most {tokens} tokens, where the calibration's answers had 12 or more"])
+          for tokens in (1, 11)),
         ("sure", {"input_ids": [1, 2]}, [OUTSIDE, TOKEN_IDS]),
         ("sure", {"policy": "observe", "threshold": 1.0},
          ["policy: 'observe' withholds nothing", "threshold: 1 applies, 0.25 is guaranteed"]),

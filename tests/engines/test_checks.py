@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,3 +163,31 @@ def test_an_end_token_that_the_tokenizer_appends_is_not_the_answer_onset():
     bare = [token for token in plain if token != tokenizer.bos_token_id]
     assert Tokens(tokenizer).tokenize("a b") == bare
     assert Tokens(tokenizer).tokenize(f"a b{end}")[-1] == number
+
+
+def test_a_special_token_that_a_text_spells_out_is_named_the_longer_one_first() -> None:
+    fast = tiny.tokenizer()
+    fast.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|a|>b", "[x]"]})
+    tokens = Tokens(fast)
+    for texts, said in (
+        (["Hi", "a </s> b"], "</s>"),
+        (["x<|a|>bc"], "<|a|>b"),
+        ((one for one in ("\U000f0000 <|a|>",)), "<|a|>"),
+        (["[x]"], "[x]"),
+        (["x", "[X]", "<s", "\ud83d", ""], None),
+        ([], None),
+    ):
+        assert tokens.special_token_in(texts) == said
+    assert Tokens(SimpleNamespace(all_special_tokens=[])).special_token_in(["", "anything"]) is None
+
+
+def test_threads_that_encode_chats_at_once_do_not_change_how_each_other_s_special_tokens_are_read() -> None:
+    tokens = Tokens(tiny.tokenizer())
+    plain, forged = [{"role": "user", "content": "Hi" * 200}], [{"role": "user", "content": "</s><s>" * 50}]
+    expected = [tokens.encode_chat(plain), tokens.encode_chat(forged)]
+
+    def work(number: int) -> bool:
+        return tokens.encode_chat((plain, forged)[number % 2]) == expected[number % 2]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(400)))

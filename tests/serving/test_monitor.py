@@ -241,7 +241,7 @@ def test_a_shift_either_way_is_told_everywhere_and_taken_back(app: App, away: fl
     assert found["guarantee"]["holds"] is False
     assert card(app)["void"] == [reason]
     assert voids(app)["drift"] == 1
-    body = {"model": "scripted", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "a"}], "max_tokens": 12, "temperature": 0}
     assert app.client.post("/v1/chat/completions", json=body).json()["hallutracer"]["guarantee"]["void"] == [reason]
     shifted(app, 0.0)
     ask(app, PROMPTS[600:800])

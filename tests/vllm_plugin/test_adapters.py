@@ -180,10 +180,11 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
     monkeypatch.setattr(plugin, "read_options", lambda: options)
     monkeypatch.setattr(plugin.VllmEngine, "around", lambda *_: made.engine)
     monkeypatch.setattr(generation, "_reported", lambda note, outputs: outputs)
-    monkeypatch.setattr(
-        generation, "Turn",
-        lambda service, engine, scorer, *_: SimpleNamespace(outputs=lambda start: scorer.bundle.manifest.name),
-    )  # fmt: skip
+
+    def named(service: Any, engine: Any, scorer: Any, *_: Any, **_options: Any) -> Any:
+        return SimpleNamespace(outputs=lambda start: scorer.bundle.manifest.name)
+
+    monkeypatch.setattr(generation, "Turn", named)
     client, served = Client(), SimpleNamespace(lora_requests={})
 
     def ask(adapter: Any, **xargs: Any) -> tuple[Any, str | None]:

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from hallutracer_start import check_vllm
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.errors import HalluTracerError
-from service.judging.guarantee import Shape
+from service.judging.guarantee import Shape, shape_of
 from service.vllm_plugin import load
 from service.vllm_plugin.engine_gate import open_gate
 from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
@@ -230,6 +230,7 @@ def test_a_body_is_kept_once() -> None:
 ASKED = [{"role": "user", "content": "What is the capital of Nauru?"}]
 AGAIN = [{"role": "system", "content": "Be brief."}, *ASKED, {"role": "assistant", "content": None}, *ASKED]
 CHAT, BATCH, EITHER = "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations"
+NOTHING = Shape("0", passage=False, system=False, asks="inside")
 FIRST, SECOND = Shape("0", passage=False, system=False), Shape("1", passage=False, system=True)
 
 
@@ -240,10 +241,10 @@ FIRST, SECOND = Shape("0", passage=False, system=False), Shape("1", passage=Fals
         (CHAT, {"messages": AGAIN}, [SECOND]),
         (CHAT, {"messages": ASKED, "chat_template": "{{ messages }}"}, []),
         (CHAT, {"messages": ASKED, "kv_transfer_params": {"prompt_token_ids": [1]}}, []),
-        (CHAT, {"messages": [3, None]}, [FIRST]),
-        (CHAT, {"messages": []}, [FIRST]),
+        (CHAT, {"messages": [3, None]}, [None]),
+        (CHAT, {"messages": []}, [NOTHING]),
         (CHAT, {"messages": "x"}, []),
-        (BATCH, {"messages": [AGAIN, ASKED, None]}, [SECOND, FIRST, FIRST]),
+        (BATCH, {"messages": [AGAIN, ASKED, None]}, [SECOND, FIRST, NOTHING]),
         (EITHER, {"messages": ASKED}, [FIRST]),
         (EITHER, {"messages": ASKED, "prompt": "x"}, []),
         ("/v1/completions", {"prompt": "x"}, []),
@@ -254,11 +255,14 @@ FIRST, SECOND = Shape("0", passage=False, system=False), Shape("1", passage=Fals
         (RESPONSES_ROUTE, {"input": "What is the capital of Nauru?"}, [FIRST]),
         (RESPONSES_ROUTE, {"input": AGAIN[1:], "instructions": "Be brief."}, [SECOND]),
         (RESPONSES_ROUTE, {"input": ASKED, "previous_response_id": "resp_1"}, []),
-        (RESPONSES_ROUTE, {"input": [3, None]}, [FIRST]),
+        (RESPONSES_ROUTE, {"input": [3, None]}, [None]),
     ],
 )
 def test_a_chats_shape_is_noted_where_its_messages_are_what_is_read(
-    path: str, body: dict[str, Any], shapes: list[Shape]
+    path: str, body: dict[str, Any], shapes: list[Shape | None]
 ) -> None:
+    """Of vLLM's own renderer: test_rendering."""
     part: Message = {"type": "http.request", "body": json.dumps(body).encode()}
-    assert list(noted(path, iter([part])).shapes) == shapes
+    note = noted(path, iter([part]))
+    known = [note.conversation(note.add({"prompt_token_ids": [1]})) for _ in range(len(shapes) + 1)]
+    assert [None if turns is None else shape_of(turns) for turns in known] == [*shapes, None]

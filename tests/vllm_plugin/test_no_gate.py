@@ -95,6 +95,8 @@ def checked(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> Itera
     monkeypatch.setattr(core.EngineCore, "add_request", core.EngineCore.add_request)
     for kind in (core.EngineCoreProc, core.DPEngineCoreProc):
         monkeypatch.setattr(kind, "run_busy_loop", kind.run_busy_loop)
+    renderer = vllm("renderers.BaseRenderer")
+    monkeypatch.setattr(renderer, "render_chat_async", renderer.render_chat_async)
     monkeypatch.setenv(RAY_PREFIXES, "MINE_")
     monkeypatch.setattr(core.EngineCoreProc, "run_engine_core", core.EngineCoreProc.run_engine_core)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

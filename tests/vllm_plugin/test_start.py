@@ -18,7 +18,7 @@ from probes_store.errors import GoldenMismatch
 from service.demo import MODEL_DIR
 from service.engines.scheduler import Scheduled
 from service.errors import EngineError, ProbeReplaced
-from service.judging.guarantee import OTHER_ENDING
+from service.judging.guarantee import OTHER_RENDERING
 from service.policies.policy import Policies, built_in, load_policies
 from service.settings import ServiceSettings
 from tests.engines.vllm.installed import vllm_or_skip
@@ -34,6 +34,7 @@ from service.vllm_plugin import generation, plugin  # noqa: E402
 from service.vllm_plugin.note import CURRENT, Note  # noqa: E402
 from service.vllm_plugin.options import PluginOptions  # noqa: E402
 from service.vllm_plugin.plugin import TRIES, HalluTracerPlugin  # noqa: E402
+from service.vllm_plugin.turn import Turn  # noqa: E402
 
 
 class Client:
@@ -228,19 +229,28 @@ def test_a_healthy_start_says_what_judges(server: Server, caplog: pytest.LogCapt
     )
 
 
-def test_a_prompt_that_ends_otherwise_than_the_template_is_noticed(
+def test_a_prompt_that_the_template_did_not_make_of_its_messages_is_noticed(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Kept(Turn):
+        def outputs(self, start: Any) -> Any:
+            return self
+
     monkeypatch.setattr(generation, "_reported", lambda note, outputs: outputs)
-    monkeypatch.setattr(generation, "Turn", lambda *of_turn: SimpleNamespace(outputs=lambda start: of_turn[3]))
+    monkeypatch.setattr(generation, "Turn", Kept)
+    server.engine.encode_chat = server.engine.render_chat
+    asked = [{"role": "user", "content": "Who?"}]
 
     async def then(guard: HalluTracerPlugin) -> None:
-        (scorer,) = guard.service.catalogue.scorers
-        prompt = scorer.engine.render_chat([{"role": "user", "content": "Who?"}])
-        policy = server.asks(prompt, note := Note())
-        assert (policy.withhold_outside, OTHER_ENDING in note.violations) == (None, False)
-        policy = server.asks([*prompt, 10], note := Note())
-        assert (policy.withhold_outside, OTHER_ENDING in note.violations) == (True, True)
+        prompt = server.engine.render_chat(asked)
+        for ids, other in ((prompt, False), ([*prompt, 10], True), ([10, *prompt], True)):
+            one = server.asks(ids, note := Note(turns=(asked,)))
+            await one._check_rendering()
+            assert (one._standing.other_rendering, OTHER_RENDERING in note.violations) == (other, other)
+            assert one._policy.withhold_outside is (True if other else None)
+        one = server.asks(prompt, Note())  # whose messages nobody knows
+        await one._check_rendering()
+        assert one._standing.other_rendering
 
     server.run("gate", then)
 

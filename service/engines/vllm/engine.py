@@ -79,6 +79,7 @@ class VllmEngine:
             tokens, config = Tokens(files.tokenizer), async_llm.vllm_config
             self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
             self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
+            self.encode_chat, self.special_token_in = tokens.encode_chat, tokens.special_token_in
             self._vocabulary = int(text_config(files.config).vocab_size)
             # The token that a closed gate samples, which ends the request.
             self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)

@@ -182,6 +182,10 @@ POINTS = [
     Point("front_end", "entrypoints/cli/serve.py", "run_multi_api_server"),
     Point("front_end", "entrypoints/cli/serve.py", "run_headless"),
     Point("front_end", "envs.py", says=("VLLM_PLUGINS", "VLLM_USE_RUST_FRONTEND", "VLLM_API_KEY")),
+    Point("front_end", "renderers/base.py", "BaseRenderer.render_chat_async", "conversations chat_params"),
+    Point("front_end", "renderers/params.py", "ChatParams", has="chat_template_kwargs"),
+    Point("front_end", "renderers/online_renderer.py", "OnlineRenderer.preprocess_chat",
+          order=("renderer.render_chat_async(",)),
     Point("front_end", "plugins/__init__.py", says=(
         "vllm.general_plugins", "vllm.io_processor_plugins", "vllm.platform_plugins", "vllm.stat_logger_plugins",
         "vllm.endpoint_plugins")),
@@ -213,6 +217,9 @@ POINTS = [
         "truncate_prompt_tokens kv_transfer_params vllm_xargs use_beam_search")),
     Point("middleware", "entrypoints/openai/completion/protocol.py", "CompletionRequest",
           has="prompt vllm_xargs use_beam_search"),
+    Point("rendering", "renderers/hf.py", "_consolidate_system_messages", "conversation"),
+    Point("note", "inputs/engine.py", "TokensInput", has="prompt_token_ids"),
+    Point("generation", "sampling_params.py", "SamplingParams", has="temperature max_tokens extra_args"),
     Point("generation", "exceptions.py", "VLLMValidationError.__init__", "message * parameter"),
     Point("turn", "logprobs.py", "Logprob", has="logprob rank decoded_token"),
 ]  # fmt: skip

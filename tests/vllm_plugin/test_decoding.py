@@ -1,0 +1,86 @@
+"""What of vLLM's sampling makes another answer than the greedy one that a guarantee was calibrated on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.installed import vllm_or_skip
+
+vllm_or_skip()
+
+from vllm.sampling_params import (  # noqa: E402
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+from service.judging.guarantee import LEAST_TOKENS  # noqa: E402
+from service.vllm_plugin import generation  # noqa: E402
+from service.vllm_plugin.generation import SAME_ANSWER, _violations  # noqa: E402
+
+# Each field that makes another answer -> a value that does.
+OTHER: dict[str, Any] = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "temperature": 0.7,
+    "stop": ["\n"],
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "min_tokens": 3,
+    "max_tokens": 1,
+    "structured_outputs": StructuredOutputsParams(regex="a+"),
+    "logit_bias": {5: 1.0},
+    "allowed_token_ids": [5],
+    "extra_args": {"a_processor": 1},
+    "bad_words": ["a"],
+    "thinking_token_budget": 0,
+    "watermarking": True,
+    "repetition_detection": RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=1, min_count=3),
+    "trace_decode_token_ids": [5],
+}
+WARM = {"top_p": 0.5, "top_k": 5, "min_p": 0.5}  # which say nothing of a greedy answer
+
+
+def of(**fields: Any) -> tuple[str, ...]:
+    return _violations(SamplingParams(**{"temperature": 0.0, "max_tokens": 64} | fields))
+
+
+def test_every_field_that_vllm_has_is_looked_at() -> None:
+    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert fields == {*OTHER, *WARM, *SAME_ANSWER}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_field_that_makes_another_answer_voids_a_guarantee_and_is_named(name: str) -> None:
+    (said,) = of(**{name: OTHER[name]})
+    assert {"max_tokens": "at most 1 tokens", "extra_args": "vllm_xargs"}.get(name, name) in said
+
+
+def test_what_makes_the_same_answer_voids_nothing() -> None:
+    nothing = {"stop": [], "stop_token_ids": [], "bad_words": [], "logit_bias": {}}
+    assert of() == of(max_tokens=None) == of(**WARM) == of(**nothing) == ()
+    told = {"seed": 1, "logprobs": 5, "prompt_logprobs": 1, "output_kind": RequestOutputKind.DELTA, "n": 1}
+    assert of(**told, detokenize=False, skip_special_tokens=False, include_stop_str_in_output=True) == ()
+    assert of(extra_args={"kv_transfer_params": {"do_remote_decode": True}}) == ()
+    assert (of(max_tokens=LEAST_TOKENS), len(of(max_tokens=LEAST_TOKENS - 1))) == ((), 1)
+    assert "decoding" in of(max_tokens=LEAST_TOKENS - 1)[0]
+
+
+@pytest.mark.parametrize("value", [1, "a", [1], {"a": 1}, object(), pytest.param(SimpleNamespace(), id="a class")])
+def test_a_field_that_vllm_may_have_tomorrow_voids_a_guarantee_where_it_is_set(
+    monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    class Tomorrow(SamplingParams):  # type: ignore[misc]  # msgspec's classes are untyped here
+        beam_shape: Any = None
+
+    monkeypatch.setattr(generation, "GREEDY", Tomorrow(temperature=0.0, max_tokens=None))
+    asked = Tomorrow(temperature=0.0, max_tokens=64)
+    asked.beam_shape = value
+    (said,) = _violations(asked)
+    assert "beam_shape" in said
+    assert _violations(Tomorrow(temperature=0.0, max_tokens=64)) == ()
