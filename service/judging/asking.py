@@ -221,23 +221,20 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
 def questions(text: str) -> int:
     """Return how many questions a message asks, 0 where none is told by its words."""
     text = _EXAMPLE.sub("", _ends(text))
-    lines = [_sentences(line) for line in text.splitlines()]
-    passage = has_passage(text)
-    further = 0
+    parts = [part for line in text.splitlines() for part in _sentences(line)]
+    passage, further = has_passage(text), 0
     asking = set[str]()  # without what leads in, so that a question that a passage repeats counts once
-    for line in lines:
-        for part, behind in zip(line, [*line[1:], ""], strict=False):
-            # In a passage, "Who wrote it? Austen." is no question that is asked.
-            told = passage and behind and not _asks(behind) and not _BRIEFLY.match(behind)
-            further += bool(asking and not passage and _FURTHER.match(part) and part[-1] != ".")
-            if _asks(part) and not told:
-                asking.add(re.sub(r"^[\W\d]*(?:question|q)?\W*|\W+$", "", part.lower()))
-    parts = sum(map(len, lines))
+    for part, behind in zip(parts, [*parts[1:], ""], strict=False):
+        # In a passage, "Who wrote it? Austen." is no question that is asked, and nor is the heading of an answer.
+        told = passage and behind and not _asks(behind) and not _BRIEFLY.match(behind)
+        further += bool(asking and not passage and _FURTHER.match(part) and part[-1] != ".")
+        if _asks(part) and not told:
+            asking.add(re.sub(r"^[\W\d]*(?:question|q)?\W*|\W+$", "", part.lower()))
     count = len(asking) + any(map(_is_compound, asking))
-    if not asking and parts == 1:
-        count = 2 * _is_compound(next(part for line in lines for part in line))
-    items = 0 if passage else sum(bool(_ITEM.match(part)) for line in lines for part in line)
-    listed = items > 1 and (count > 0 or items == parts)
+    if not asking and len(parts) == 1:
+        count = 2 * _is_compound(parts[0])
+    items = 0 if passage else sum(bool(_ITEM.match(part)) for part in parts)
+    listed = items > 1 and (count > 0 or items == len(parts))
     return max(count, 2 if listed or (count and further) or (not passage and _SEVERAL.search(text)) else 0)
 
 

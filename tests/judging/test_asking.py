@@ -64,6 +64,8 @@ def test_several_questions_in_one_message(text: str) -> None:
         "Q: Who wrote Emma?\nA: Jane Austen\nQ: Who wrote Faust?\nA:",
         "Context: Who wrote Emma? Jane Austen. Who wrote Faust? Goethe. Bern is the capital of Switzerland.\n\n"
         "Question: Who wrote Faust?",
+        "Use this page:\n\n## How do I reset my password?\nOpen the settings and press reset.\n## Where is my bill?\n"
+        "It is in your mail.\n\nWhere do I find my invoice?",
         "Ni is the symbol of which element? P.S. The Amazon rainforest lies mostly in Brazil.",
     ],
 )
