@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from probes_store.manifest import Classifier, Manifest
 from probes_store.records import Applicability, Context, ContextName, ContextProbe
 from probes_store.tensors import AnswerTensors, Golden
 from service.engines.base import LoadedModel
+from service.judging.guarantee import Shape, Standing
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.trainer.publish import model_record
@@ -127,6 +129,10 @@ def contextual_bundle(
     draft = matching_draft(engine, name, seed)
     draft.manifest = replace(draft.manifest, **manifest)
     return write_bundle(with_context(draft, engine, **options), folder / name)
+
+
+SMALL_TALK = Standing(Shape("0", passage=False, system=False, asks="small_talk"))  # the bundle's own limit counts
+SMALL_TALKS = [" ".join(words) for words in product(("hi", "hello", "hey", "thanks", "ok", "nice"), repeat=3)]
 
 
 class Held:

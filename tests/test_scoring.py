@@ -27,11 +27,9 @@ from service.readout import Probes, Site
 from service.risk import depth_mean, risk, truth_logits
 from service.scoring import RiskReport, Scorer
 from tests.engine_kinds import KINDS, engine_of
-from tests.matching import GOLDEN, INTERCEPT, WEIGHT, contextual_bundle, matching_bundle, matching_draft
+from tests.matching import GOLDEN, INTERCEPT, SMALL_TALK, WEIGHT, contextual_bundle, matching_bundle, matching_draft
 from tests.probes_store.factory import write_bundle
 from tests.scripted_engine import ScriptedEngine
-
-SMALL_TALK = Standing(Shape("0", passage=False, system=False, asks="small_talk"))  # the bundle's own limit counts
 
 Patch = pytest.MonkeyPatch
 

@@ -20,7 +20,7 @@ from service.scoring import Scorer
 from tests.api.test_answer_risk import two_parts
 from tests.api.test_no_token import answered, responses
 from tests.api.test_score import events
-from tests.matching import answers_read, matching_draft, with_answer, with_context
+from tests.matching import SMALL_TALK, answers_read, matching_draft, with_answer, with_context
 from tests.probes_store.factory import ANSWER, GUARANTEE, write_bundle
 from tests.running import App, Running, running, until
 from tests.scripted_engine import ScriptedEngine
@@ -143,11 +143,13 @@ def test_an_answer_to_what_asks_for_no_fact_is_given(tmp_path: Path) -> None:
     draft = with_answer(with_context(matching_draft(engine, "both", 3), engine, applies_from=1 - 1e-9), engine)
     scorer = Scorer(Scheduled(engine), write_bundle(draft, tmp_path / "both"))
     prompts = [scorer.render(word) for word in WORDS]
-    given = scorer.score_or_continue(prompts, Sampling(max_tokens=6), AGAIN)
+    standings = [SMALL_TALK] * len(prompts)
+    given = scorer.score_or_continue(prompts, Sampling(max_tokens=6), AGAIN, standings)
     assert {report.context.applies for report in given} == {False}
     assert all(report.completion is not None for report in given)
     assert any(report.answer is not None and report.answer.flagged for report in given), "else this tells nothing"
-    strict = scorer.score_or_continue(prompts, Sampling(max_tokens=6), replace(AGAIN, withhold_no_fact=True).at(1.0))
+    judging_all = replace(AGAIN, withhold_no_fact=True).at(1.0)
+    strict = scorer.score_or_continue(prompts, Sampling(max_tokens=6), judging_all, standings)
     assert [one.completion is None for one in strict] == [bool(one.answer and one.answer.flagged) for one in given]
 
 

@@ -22,7 +22,7 @@ from service.serving.feedback import Feedback
 from service.serving.judgement import Judgement, Monitor, digest_of
 from service.vllm_plugin.note import Note
 from tests.feedback.made import rows
-from tests.matching import contextual_bundle, matching_draft
+from tests.matching import SMALL_TALKS, contextual_bundle, matching_draft
 from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
@@ -263,8 +263,8 @@ KINDS: list[Kind] = [(high, applies) for high in (True, False) for applies in (T
 def prompts(contextual: App) -> dict[Kind, list[str]]:
     found: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     scorer = contextual.state.catalogue.scorers[0]
-    texts = [f"prompt {number}" for number in range(80)]
-    for text, report in zip(texts, scorer.score([scorer.render(prompt=text) for text in texts]), strict=True):
+    ids, standings = zip(*((scorer.render(prompt=text), scorer.standing(text)) for text in SMALL_TALKS), strict=True)
+    for text, report in zip(SMALL_TALKS, scorer.score(ids, standings=standings), strict=True):
         found[report.risk >= scorer.bundle.manifest.threshold, report.context.applies].append(text)
     assert all(len(found[kind]) >= 3 for kind in KINDS)
     return found

@@ -25,7 +25,7 @@ from tests.api.test_answer_risk import by_hand, two_parts
 from tests.api.test_no_token import responses
 from tests.api.test_recheck import all_flagged, openai_says, said_in
 from tests.api.test_score import events
-from tests.matching import matching_draft, with_answer, with_context
+from tests.matching import SMALL_TALK, matching_draft, with_answer, with_context
 from tests.probes_store.factory import ANSWER, GUARANTEE, write_bundle
 from tests.running import App, Running, running, until
 from tests.scripted_engine import ScriptedEngine
@@ -152,9 +152,11 @@ def test_what_asks_for_no_fact_is_not_ended(tmp_path: Path) -> None:
     scorer = Scorer(Scheduled(engine), write_bundle(draft, tmp_path / "both"))
     prompts = [scorer.render(word) for word in WORDS]
     low = replace(STOPS, stop_at=1e-9)
-    given = scorer.score_or_continue(prompts, Sampling(max_tokens=40), low)
+    standings = [SMALL_TALK] * len(prompts)
+    given = scorer.score_or_continue(prompts, Sampling(max_tokens=40), low, standings)
     assert [one.completion and one.completion.text for one in given] == [SAID] * len(WORDS)
-    strict = scorer.score_or_continue(prompts, Sampling(max_tokens=40), replace(low, withhold_no_fact=True).at(1.0))
+    judging_all = replace(low, withhold_no_fact=True).at(1.0)
+    strict = scorer.score_or_continue(prompts, Sampling(max_tokens=40), judging_all, standings)
     assert [one.completion and one.completion.text for one in strict] == [SAID[:LEAST_READ]] * len(WORDS)
 
 

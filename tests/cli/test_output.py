@@ -21,7 +21,7 @@ from service.library.detector import risk_of
 from service.scoring import Scorer
 from service.serving.judgement import JudgedPrompt
 from tests.command_line import hallutracer
-from tests.matching import contextual_bundle
+from tests.matching import SMALL_TALK, contextual_bundle
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import ServeProcess
 
@@ -140,7 +140,7 @@ def test_the_plot_fits_and_has_the_highest_logit_on_top() -> None:
 def test_a_prompt_that_asks_for_no_fact_is_told(tmp_path: Path, applies_from: float, applies: bool) -> None:
     script = ScriptedEngine()
     bundle = contextual_bundle(script, tmp_path, applies_from=applies_from)
-    [report] = Scorer(Scheduled(script), bundle).score([[256, 65]])
+    [report] = Scorer(Scheduled(script), bundle).score([[256, 65]], standings=[SMALL_TALK])
     console = Console(file=StringIO(), width=100)
     draw_report(bundle, report, console)
     assert isinstance(console.file, StringIO)

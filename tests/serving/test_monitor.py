@@ -251,7 +251,7 @@ def test_a_shift_either_way_is_told_everywhere_and_taken_back(app: App, away: fl
 
 
 def test_prompts_outside_training_are_told(app: App, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(scoring, "uncertain", lambda *_: Uncertain(2.0, None))
+    monkeypatch.setattr(scoring, "uncertain", lambda *_, **__: Uncertain(2.0, None))
     ask(app, PROMPTS[:200])
     found = ask(app, PROMPTS[200:201])
     assert any(reason.startswith("outside: 100.0% of the last 200 prompts") for reason in found["guarantee"]["void"])

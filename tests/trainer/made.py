@@ -80,7 +80,8 @@ def check_answer_kept(before: Bundle, after: Bundle) -> None:
 def served(bundle: Bundle, rows: Rows, engine: Any = None) -> list[RiskReport]:
     """As a service answers; it replays the golden prompts first."""
     scorer = Scorer(engine or PlantedEngine(), bundle)
-    return scorer.score([scorer.render(row["prompt"]) for row in rows])
+    standings = [scorer.standing(row["prompt"]) for row in rows]
+    return scorer.score([scorer.render(row["prompt"]) for row in rows], standings=standings)
 
 
 def section(bundle: Bundle, title: str) -> str:

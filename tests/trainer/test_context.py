@@ -18,6 +18,7 @@ from service.data.forms import FORMS, chosen, families, in_forms
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds
 from service.fitting.nested_cv import CONTEXT_NAMES
+from service.judging.guarantee import SURE
 from service.readout import Site
 from service.scoring import Scorer
 from service.trainer.new_rows import risks_of
@@ -171,8 +172,13 @@ def test_requests_that_ask_for_no_fact_do_not_apply_when_served(trained: Bundle)
     reports = served(trained, rows, ReadingEngine())
     asking = np.array([row.get("applies", True) for row in rows])
     applies = np.array([report.context.applies for report in reports])
-    assert applies[asking].mean() > 0.96
-    assert applies[~asking].mean() < 0.1
+    assert applies[asking].all()
+    context, asks = trained.manifest.context, np.array([report.context.asks for report in reports], np.float64)
+    assert context is not None
+    assert context.applicability is not None
+    assert (asks[asking] >= context.applicability.threshold).mean() > 0.96
+    assert (asks[~asking] < context.applicability.threshold).mean() > 0.9
+    assert np.array_equal(applies[~asking], asks[~asking] >= SURE)  # a poem is no small talk: where the probe is sure
 
 
 def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from service.scoring import RiskReport, Scorer
 from tests.engines import tiny
 from tests.engines.tool_template import FORCED
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.matching import matching_bundle, matching_draft, with_context
+from tests.matching import SMALL_TALK, matching_bundle, matching_draft, with_context
 from tests.probes_store.factory import write_bundle
 from tests.running import until
 
@@ -194,6 +194,7 @@ def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
     prompts = PROMPTS[:5]
     draft = matching_draft(reference, "asking", 0, prompts[:2])
     bundle = write_bundle(with_context(draft, reference, ("asks",), prompts=prompts[:2]), tmp_path / "asking")
+    standings = [SMALL_TALK] * len(prompts)
     expected = Scorer(cast(Any, reference), bundle).score(prompts)
     low, high = sorted(report.context.asks or 0.0 for report in expected)[2:4]
     assert high - low > 1e-4, "choose other prompts: these are too much alike"
@@ -201,14 +202,15 @@ def test_a_bundle_with_context_reads_and_gates_as_the_reference_does(
     assert bundle.manifest.context is not None
     context = replace(bundle.manifest.context, applicability=applicability)
     scorer = Scorer(engine, replace(bundle, manifest=replace(bundle.manifest, context=context)))
-    reports = scorer.score_or_continue(prompts, Sampling(max_tokens=2), GATE.at(0.0))
+    reports = scorer.score_or_continue(prompts, Sampling(max_tokens=2), GATE.at(0.0), standings)
     for ours, theirs in zip(reports, expected, strict=True):
         assert ours.risk == pytest.approx(theirs.risk, abs=1e-4)
         assert ours.context.asks == pytest.approx(theirs.context.asks, abs=1e-4)
         assert (ours.completion is None) is ours.verdict.flagged is ours.context.applies
     assert [report.context.applies for report in reports].count(True) == 2
     before = engine.counters.decode_steps
-    judged = scorer.score_or_continue(prompts, Sampling(), replace(GATE, threshold=0.0, withhold_no_fact=True))
+    judging_all = replace(GATE, threshold=0.0, withhold_no_fact=True)
+    judged = scorer.score_or_continue(prompts, Sampling(), judging_all, standings)
     assert all(report.completion is None for report in judged)
     assert engine.counters.decode_steps == before
 
