@@ -102,11 +102,12 @@ WHEEL = pytest.mark.parametrize("side", ["wheel"], indirect=True)  # where the o
 
 @WHEEL
 def test_what_vllm_loads_leaves_an_app_alone_and_never_fails_open(side: Side) -> None:
-    done = side.run("-c", HOOKS)
+    done = side.run("-c", HOOKS, HALLUTRACER_POLICY="observe")
     general, endpoint, owner = done.stdout.splitlines()
     assert (general, owner) == ("vllm.general_plugins None", "the app"), done.stderr
-    asked = side.run("-c", HOOKS, HALLUTRACER_BUNDLE="demo").stdout.splitlines()
-    for said in (endpoint, *asked[:2]):
+    bundle = side.run("-c", HOOKS, HALLUTRACER_BUNDLE="demo", HALLUTRACER_POLICY="observe").stdout.splitlines()
+    gate = side.run("-c", HOOKS, HALLUTRACER_POLICY="gate").stdout.splitlines()
+    for said in (endpoint, *bundle[:2], *gate[:2]):
         for words in ("ends: hallutracer:", f"leads to {side.app / 'service'}", "environment of its own"):
             assert words in said
 

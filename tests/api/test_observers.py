@@ -78,7 +78,8 @@ def test_one_line_a_request_and_never_a_prompt(tmp_path: Path, log: io.StringIO)
         opened.get("/metrics")
     written = log.getvalue()
     assert not any(secret in written for secret in ("patient", "sesame", "It is"))
-    served = [json.loads(line) for line in written.splitlines()]
+    started, *served = [json.loads(line) for line in written.splitlines()]
+    assert "status" not in started  # what judges: said once, at the start
     assert [(line["status"], line.get("code"), line.get("caller")) for line in served] == [
         (200, None, "key-1"), (200, None, "key-1"), (422, "invalid_request", "key-1"), (401, "unauthorized", None),
         (404, "not_found", "key-1"),
@@ -97,7 +98,7 @@ def test_an_exception_is_one_json_line(tmp_path: Path, log: io.StringIO) -> None
     with client(tmp_path) as opened:
         opened.app.state.service.tokenizing.run = None  # type: ignore[attr-defined]
         assert opened.post("/score", json={"prompt": "a"}).status_code == 500
-    broken, request = (json.loads(line) for line in log.getvalue().splitlines())
+    _, broken, request = (json.loads(line) for line in log.getvalue().splitlines())
     assert ("Traceback" in broken["exception"], request["code"]) == (True, "internal_error")
 
 

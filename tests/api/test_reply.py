@@ -210,7 +210,8 @@ def test_vllms_note_has_it_all(service: App, contextual: App) -> None:
     assert "guarantee" not in body
     assert (body["data"][0]["outside_training"], len(body["data"][0]["interval"])) == (True, 2)
     scorer = contextual.state.catalogue.scorers[0]
-    reports = scorer.score([scorer.render(prompt=f"prompt {number}") for number in range(40)])
+    standings = [scorer.standing(text) for text in SMALL_TALKS]
+    reports = scorer.score([scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings)
     odd = next(report for report in reports if not report.context.applies)
     assert (Note([Judgement.of(scorer, GATE, [odd])]).body() or {})["data"][0]["applies"] is False
 
@@ -345,7 +346,7 @@ def test_the_monitor_does_not_watch_it(contextual: App, prompts: dict[Kind, list
     for kind in KINDS:
         for text in prompts[kind][:3]:
             ids = scorer.render(prompt=text)
-            monitor.observe(scorer.score([ids]), [digest_of(ids)])
+            monitor.observe(scorer.score([ids], standings=[scorer.standing(text)]), [digest_of(ids)])
     assert len(monitor._window) == monitor._seen == 6
 
 

@@ -238,7 +238,7 @@ def test_the_message_as_text_for_clients_that_show_nothing_else(tmp_path: Path) 
         events = streamed(service, vllm_xargs=EVERYTHING)
         assert events[-1]["response"]["output"][0]["content"] == found.to_dict()["output"][0]["content"]
         assert [event["content_index"] for event in events if "content_index" in event] == [0] * 4 + [1] * 4
-        said = [{"role": "user", "content": "Why?"}, *found.output, {"role": "user", "content": "Why?"}]
+        said = [{"role": "user", "content": "Why?"}, *found.output, {"role": "user", "content": "Who wrote Emma?"}]
         assert create(service, input=said).status == "completed"
 
 

@@ -16,7 +16,7 @@ from service.serving import tracing
 from service.serving.tracing import MOST_PROMPTS, Tracing
 from tests.api.test_answer_risk import ANSWERED, two_parts
 from tests.api.test_reply import known
-from tests.matching import contextual_bundle
+from tests.matching import SMALL_TALKS, contextual_bundle
 from tests.otlp import Collector, collector
 from tests.probes_store.factory import ANSWER
 from tests.running import Running, running
@@ -63,7 +63,7 @@ def test_a_risk_and_the_risk_of_its_answer(tmp_path: Path) -> None:
 
 def test_the_labels_of_prompts_and_answers(tmp_path: Path) -> None:
     """Of every kind of row there is one; else this tells nothing."""
-    prompts = ["hi", "hello", "thanks", "good morning"]  # some ask for no fact, as one of the bundles reads them
+    prompts = [*SMALL_TALKS[:8], "one"]  # some ask for no fact, as one of the bundles reads them
     bundles = [two_parts, known, lambda engine, folder: contextual_bundle(engine, folder, applies_from=0.99)]
     with told(tmp_path, add=bundles) as (service, sink):
         answers = [
