@@ -27,6 +27,15 @@ pytestmark = pytest.mark.long
 COUNT, FEW = 1000, 40
 SAME: dict[str, Any] = {"model": str(MODEL_DIR), "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
                         "gpu_memory_utilization": 0.2}  # fmt: skip
+USER = {"role": "user", "content": KNOWN}
+# Conversations that ask in ways that no bundle is trained on, around a question that passes alone; and what passes.
+TURNS = [
+    [{"role": "user", "content": f"{KNOWN} And what is the capital of Spain?"}],
+    [USER, {"role": "assistant", "content": "I am not sure."}, {"role": "user", "content": "go on"}],
+    [USER, {"role": "assistant", "content": "Shall I answer this?"}, {"role": "user", "content": "Yes."}],
+    [USER, {"role": "user", "content": "Hi"}],
+    [USER],
+]
 # Each program answers the questions of questions.json by the model's chat template, a quarter of them with what makes
 # an end token mean nothing, and writes for each its tokens, text and stop reason.
 # This one speculates, and then changes the weights, at last for worse, and back.
@@ -58,6 +67,7 @@ if __name__ == "__main__":
 
     llm = LLM(**{SAME}, speculative_config=DRAFTS, disable_log_stats=False)
     ask("ANSWER", len(asked))
+    say("TURNS", llm.chat({TURNS!r}, plain, use_tqdm=False))
     [accepted] = [one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens"]
     print("ACCEPTED", accepted)
     llm.sleep(1)
@@ -200,6 +210,7 @@ def test_no_token_of_a_withheld_answer(tmp_path: Path, asked: list[str], withhel
     assert " INFO " in line
     assert ") judges by policy gate (abstain) from threshold " in line
     if offline:
+        check(said["TURNS"], [True, True, True, True, False])
         assert said["ACCEPTED"][0] > 0, "no draft token was part of an answer"
         changed = "hallutracer: withheld, since the model's weights have changed"
         for name in ("WOKEN", "LOADED", "MENDED"):

@@ -87,6 +87,31 @@ def test_an_ordinary_chat_of_each_protocol_is_rendered_as_in_training(url: str, 
         assert OTHER_RENDERING not in void(ask(url, route, KNOWN, messages=called))
 
 
+# Conversations that ask in ways that no bundle is trained on, around a question that passes alone.
+UNTRAINED: dict[str, list[dict[str, str]]] = {
+    "two questions": turn(f"{KNOWN} And what is the capital of Spain?"),
+    "two in one": turn("What are the capitals of Italy and Spain?"),
+    "go on": [*turn(KNOWN), {"role": "assistant", "content": "I am not sure."}, *turn("ok, go on")],
+    "yes": [*turn(KNOWN), {"role": "assistant", "content": "Shall I answer this?"}, *turn("Yes.")],
+    "a second turn": [*turn(KNOWN), *turn("Hi")],
+}
+
+
+@pytest.mark.parametrize("how", UNTRAINED)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_conversation_that_asks_as_no_training_did_is_withheld(url: str, route: str, how: str) -> None:
+    alone = ask(url, route, KNOWN)
+    assert "Rome" in alone.text
+    response = ask(url, route, "", messages=UNTRAINED[how])
+    (row,) = next(part for part in documents(response) if "hallutracer" in part)["hallutracer"]["data"]
+    assert (row["outside_training"], row["decision"]) == (True, "abstain")
+    assert any(cause.startswith("conversation: ") for cause in void(response))
+    assert "Rome" not in response.text
+    observed = ask(url, route, "", "observe", messages=UNTRAINED[how])
+    (row,) = next(part for part in documents(observed) if "hallutracer" in part)["hallutracer"]["data"]
+    assert (row["outside_training"], row["decision"]) == (True, "continue")
+
+
 def test_an_answer_that_is_cut_or_ends_otherwise_voids_the_guarantee(url: str) -> None:
     cut = ask(url, CHATS, KNOWN, max_tokens=1)
     assert void(cut) == ["decoding: at most 1 tokens, where the calibration's answers had 12 or more"]
