@@ -33,29 +33,62 @@ _MARKS = "?\uff1f\u061f"  # of questions, as Chinese and Arabic write them, too
 _WH = (
     r"(?:what|which|who|whom|whose|where|when|how\s+(?:many|much|old|long|far|tall|high|big|large|deep|fast|often)|"
     r"(?:what|who|where|when)['\u2019]?s|wer|wen|wem|wessen|welche[rsnm]?|wo|wann|wie\s+viele?|wie\s+hei(?:\u00df|ss)t|"
+    r"wie\s+(?:lautet|alt|hoch|gro(?:\u00df|ss)|weit|lang)|was\s+(?:ist|sind|war)|qui|o\u00f9|quand|"
     r"quel(?:le)?s?|combien|cu[a\u00e1]l(?:es)?|qui[e\u00e9]n(?:es)?|d[o\u00f3]nde|cu[a\u00e1]ndo|"
     r"cu[a\u00e1]nt[oa]s?)"
 )
+_WH_CHINESE = "(?:\u8c01|\u54ea|\u4ec0\u4e48|\u591a\u5c11|\u4f55\u65f6)"  # who, which, what, how many, when
+# What questions of fact ask for.  Of the second kind only where "of" follows: "name", "year" are words of any task.
+_FACT = (
+    r"(?:capitals?(?!\s+letter)(?:\s+cit(?:y|ies))?|currenc(?:y|ies)|populations?|presidents?|prime\s+ministers?|"
+    r"authors?|inventors?|founders?|painters?|composers?|discoverers?|birthplaces?|chemical\s+symbols?|atomic\s+numbers?|"
+    r"official\s+languages?|hauptst(?:adt|\u00e4dte)|w\u00e4hrung|autor(?:en)?|capitales?|monnaie|auteur|moneda)"
+)
+_FACT_OF = (
+    r"(?:symbols?|languages?|countr(?:y|ies)|continents?|regions?|flags?|anthems?|rivers?|heights?|kings?|queens?|"
+    r"leaders?|winners?|year|dates?|writers?)"
+)
+_FACT_CHINESE = "(?:\u9996\u90fd|\u4f5c\u8005|\u8d27\u5e01|\u4eba\u53e3)"  # capital, author, currency, population
+_HERE = r"(?:users?|customers?|guests?|questions?|messages?|texts?|this|that)\b"  # "the language of the user"
+_NAMES_FACT = re.compile(
+    rf"\b(?:{_FACT}\b|{_FACT_OF}\s+(?:of|for)\s+(?!(?:(?:the|your|an?)\s+)?{_HERE}))|{_FACT_CHINESE}", re.IGNORECASE
+)
+_DID = (
+    r"(?:wrote|painted|invented|discovered|composed|founded|directed|sang|won|sank|built|born|died|lies|located|"
+    r"made|fell|began|ended)"
+)
 _CALL = (
-    r"(?:(?:please\s+)?(?:tell|give|send|show|remind)\s+(?:me|us)|"
+    r"(?:(?:please\s+)?(?:tell|give|send|show|remind)\s+(?:me|us)(?!\s+(?:an?|another|some|more|about|ideas)\b)|"
     r"(?:please\s+)?(?:name|list|state|identify|specify)\s+(?:me\s+)?(?:the|a|all|one|two|three|its|their)|"
     r"do\s+you\s+(?:happen\s+to\s+)?know|"
     r"(?:can|could|would|will)\s+you\s+(?:please\s+)?(?:tell|say|give|name|state|list|find)|"
-    r"i(?:\s+also|['\u2019]d)?\s+(?:wonder|want\s+to\s+know|need\s+(?:to\s+know|the)|"
-    r"(?:would\s+)?(?:also\s+)?like\s+to\s+know)|nenne|sage?\s+mir|dis-moi|dime)"
+    r"i(?:\s+also|['\u2019]d)?\s+(?:wonder|"
+    r"(?:want|need|(?:would\s+)?(?:also\s+)?like)\s+to\s+know(?!\s+(?:it|this|that)\b)|"
+    rf"(?:need|want)\s+the)|(?:explain|say|state|write)\s+{_WH}|nenne|sage?\s+mir|dis-moi|dime)"
 )
 _LEAD = (
-    r"(?:and|also|then|now|next|plus|or|but|so|ok(?:ay)?|please|second(?:ly)?|first(?:ly)?|third(?:ly)?|finally|"
-    r"additionally|p\.?\s*s|(?:one\s+more|another)(?:\s+(?:thing|question|one))?|[a-h]\)|\d[.)])"
+    r"(?:and|also|then|now|next|plus|or|but|so|oh|ok(?:ay)?|please|second(?:ly)?|first(?:ly)?|third(?:ly)?|finally|"
+    r"additionally|btw|by\s+the\s+way|after\s+that|p\.?\s*s|"
+    r"(?:one\s+more|another)(?:\s+(?:thing|question|one))?|[a-h]\)|\d[.)])"
 )
-_BEGINS = re.compile(rf"^\W*(?:{_LEAD}[\s\W]+)*(?:{_WH}|{_CALL})\b", re.IGNORECASE)
+_BEGINS = re.compile(rf"^(?:[^:?.]{{0,40}}:)?\W*(?:{_LEAD}[\s\W]+)*(?:{_WH}|{_CALL})\b", re.IGNORECASE)
+_KEY_WORDS = re.compile(  # "capital of samoa", "while you are at it, the currency of Yemen", "Yemen: capital?"
+    rf"^(?:[^,:.]{{0,30}}[,:])?\W*(?:{_LEAD}\W+)*(?:the\s+)?"
+    rf"(?:{_FACT}(?:\?|\s+\w+\W*$)|(?:{_FACT}|{_FACT_OF})\s+(?:of|for|in)\s+"
+    r"(?!.*\b(?:is|was|are|were)\b)[\w'\u2019-]+(?:\s+[\w'\u2019-]+){0,4}\W*$)",
+    re.IGNORECASE,
+)
 _ASKING = re.compile(
-    rf"\b(?:{_WH}|is|are|was|were|do|does|did|can|could|has|have|had|will|would|why|how|of|in)\b", re.IGNORECASE
+    rf"{_WH_CHINESE}|\b(?:{_WH}|is|are|was|were|do|does|did|can|could|has|have|had|will|would|why|how|of|in)\b",
+    re.IGNORECASE,
 )
 _FILLER = re.compile(
     r"^\W*(?:(?:hi|hello|hey|ok(?:ay)?|excuse\s+me|sorry)\W+)*(?:"
     r"(?:can|could|may|would)\s+(?:you|i|we)\s+(?:please\s+)?(?:help|ask|answer)\b[^?]{0,40}|"
     r"d(?:o|id)\s+you\s+(?:happen\s+to\s+)?(?:know|remember)(?:\s+(?:this|that|it|the\s+answer|by\s+any\s+chance))?|"
+    r"(?:can|could|would)\s+you\s+(?:please\s+)?(?:tell\s+me|do\s+me\s+a\s+favou?r)|are\s+you\s+there|"
+    r"d(?:o|id)\s+you\s+speak\s+\w+|(?:please\s+)?(?:tell|give)\s+me\s+(?:in\s+(?:one|a)\b[^?]{0,40}|"
+    r"(?:only\s+|just\s+)?(?:the|its|his|her)\s+(?:\w+\s+)?(?:name|answer|word|number|result)(?:\s+only)?)|"
     r"(?:quick\s+)?(?:question|favou?r)|guess\s+what|you\s+know\s+what|how\s+are\s+you[^?]{0,20}|ready|right|yes|no|"
     r"really|what['\u2019]?s\s+up|anyone|any\s+ideas?)\W*$",
     re.IGNORECASE,
@@ -65,53 +98,107 @@ _EXAMPLE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCES = re.compile(
-    rf"(?<=[.!;{_MARKS}\u3002])(?<!\b[A-Z]\.)\s+|(?<=[!;{_MARKS}])(?=[A-Z])|\s(?=\(?[b-h]\)\s)|\s(?=\(?[2-9][.)]\s)"
+    rf"(?<=[.!;{_MARKS}])(?<!\b[A-Za-z]\.)(?<!\b[DJMS][rt]\.)(?<!\bMrs\.)\s+|(?<=[!;{_MARKS}\u3002])(?=[^\W\d])|"
+    r"\s(?=\(?[b-h]\)\s)|\s(?=\(?[2-9][.)]\s)|\s(?=[|\u2022]{1,2}\s)|(?<=\?\")\s*[,}]"
 )
 _ITEM = re.compile(r"\s*(?:\(?\d{1,2}[.):]|\(?[a-h][.)]|[-*\u2022])\s+\S", re.IGNORECASE)
-_FURTHER = re.compile(
-    r"^\W*(?:(?:and\s+)?(?:also|additionally|second(?:ly)?|third(?:ly)?|then|next|p\.?\s*s\b)|(?:one\s+more|another|next)\s+"
-    r"(?:thing|question|one)|\(?[b-h]\)|\(?[2-9][.)])(?=[\s\W])",
+_FURTHER = re.compile(  # a second question, told by how it begins: it is no statement, or has no words of its own
+    r"^\W*(?:(?:(?:and\s+)?(?:also|additionally|second(?:ly)?|third(?:ly)?|then|next|p\.?\s*s\b)|"
+    r"(?:one\s+more|another|next)\s+(?:thing|question|one))(?=[\s\W])(?!.*\.$)|"
+    r"(?:and|or|und|et|y|(?:and\s+)?(?:what|how)\s+about)\s+(?!you\b)\S+(?:\s+\S+){0,3}\?+$|"
+    r"(?:the\s+)?same\s+for\s+\w|\S{1,12}\u5462)",
     re.IGNORECASE,
 )
 _SEVERAL = re.compile(
-    r"\b(?:two|three|four|five|several|multiple|both|these|following|some)\s+questions\b", re.IGNORECASE
+    r"(?<!one\sof\s)\b(?:two|three|four|five|several|multiple|both|these|following)\s+"
+    r"(?:(?:quick|short|easy|little|other)\s+)?(?:questions|ones|things\W*:|parts)(?!\s+(?:i|we)\b)|\b(?:answer|name)\s+both\b"
+    rf"|\b(?:for|of|match)\s+(?:each|every)\b.{{0,60}}\b{_FACT}\b|\b{_FACT}\s+(?:of|for)\s+(?:each|every)\b",
+    re.IGNORECASE,
+)
+_OF_EACH = re.compile(r"\b(?:each|every|all|both|following|these|\w{3,}s\s+(?:of|for|in))\b", re.IGNORECASE)
+_BLANK = re.compile(r"\w\s*(?:(?:[:=,|]|->)\s*(?:\?+|_{2,})|\|\s*)\s*\|?\s*$")  # a row that is left to fill in
+_ON_TEXT = re.compile(  # asks for work on a text, which may be a question
+    r"\btranslat|\b(?:rewrit|rephras|past\s+tense|fewer\s+words|this\s+be\s+(?:in|said)|"
+    r"(?:say|write|put|turn)\s+(?:this|it|each)\b)",
+    re.IGNORECASE,
 )
 _BRIEFLY = re.compile(r"^\W*(?:answer|explain|reply|respond|please|give|keep|be|in\s+one)\b", re.IGNORECASE)
 
 # Two questions in one sentence: joined questions, two things of a kind, two of one thing.
+_AND = r"(?:[;&/+|]|\b(?:and|or|also|plus|then|vs|versus|und|et|y|sowie|as\s+well\s+as|after\s+that)\b)"
 _JOINT = re.compile(
-    rf"(?:[;&/]|\b(?:and|or|also|plus|then|und|et|y|sowie|as\s+well\s+as)\b)\W*(?:{_LEAD}\W+)*"
-    rf"(?:(?:in|on|at|to|from|of|by|for|with)\s+)?(?:{_WH}\s|{_CALL}\b)",
+    rf"{_AND}\W*(?:{_LEAD}\W+)*(?:(?:in|on|at|to|from|of|by|for|with)\s+)?(?:{_WH}\b|{_CALL}\b|"
+    rf"(?:the|its|his|her|their)\s+(?:{_FACT}|{_FACT_OF})\b)",
     re.IGNORECASE,
 )
-_ATTRIBUTES = (
-    r"(?:capital|currenc(?:y|ie)|language|symbol|number|continent|countr(?:y|ie)|cit(?:y|ie)|region|population|author|"
-    r"president|leader|date|name|birthday|height|river|flag|anthem|director|inventor|founder|year|colou?r|size|age|king|"
-    r"queen|winner)s"
-)
-_BOTH = re.compile(
-    rf",\s*(?:and|or|plus|then)\s+(?:[^,?]{{0,80}}?\b(?:in|of|on|at|by|to|is|was)\s+{_WH}\b|"
-    r"the\s+\w+\s+(?:with|of|in|for|from)\b[^,]{0,80}$)"
-    r"|\bof\s+[^,;&?.]{1,60}?(?:,|;|&|\b(?:and|or|plus|as\s+well\s+as)\b)\s*(?:and\s+|also\s+)?"
-    r"(?:of\s+\w|that\s+of\s|(?:the\s+)?\w+\s+(?:\w+\s+)?of\s)"
-    rf"|\b{_ATTRIBUTES}\s+(?:of|for|in)\s+[^?.]{{1,80}}?(?:\band\b|&|,)\s*\w"
-    r"|\bthe\s+\w+(?:\s+\w+)?(?:,\s*(?:the\s+)?\w+){0,4}\s+and\s+(?:the\s+|its\s+)?(?:\w+\s+)?\w+\s+of\s+(?:the\s+)?\w+\W*$"
-    r"|\beach\s+of\s+(?:these|the\s+following)\b|\brespectively\b",
+_HEAD = re.compile(  # "tell me who ..", "the capital of ..", before what is joined to it
+    rf"{_BEGINS.pattern}|\b(?:asks?|asked|tell|know|wonder|say|explain)\s+(?:\w+\s+)?{_WH}\b|"
+    r"^\W*(?:\w+\W+){0,5}of\s+\w+\W*$",
     re.IGNORECASE,
+)
+_ONE_THING = re.compile(r"^\W*(?:in\s+)?(?:which|what)\s+\w+\s", re.IGNORECASE)  # "which city is .. and the capital"
+_ITS = re.compile(r"\b(?:the|its|his|her|their)\b", re.IGNORECASE)
+_STATES = (
+    r"(?:herzegovina|tobago|barbuda|nevis|pr[i\u00ed]ncipe|miquelon|futuna|grenadines|caicos|jan\s+mayen|labrador|"
+    r"northern\s+ireland|south\s+sandwich|mcdonald)"
+)  # second names of one state: "Trinidad and Tobago"
+_TWO_NAMES = rf"[^?.,;]{{1,60}}?(?:\band\b|&)\s+(?!(?:the\s+)?{_STATES}|(?:is|was|are|were|has|its|their)\b)\w"
+_ANY_FACT = rf"(?:{_FACT}|{_FACT_OF})"
+_TWO = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        # ", and Yemen is in which region"
+        rf",\s*(?:and|or|plus|then)\s+[^,?]{{0,80}}?\b(?:in|of|on|at|by|to|is|was)\s+{_WH}\b",
+        # "capital of France and the currency of Yemen"; behind a comma alone, ", the capital of" says more of the same
+        rf"\b{_ANY_FACT}(?:\s+(?:of|for|in)\s+[^,;.?&/|]{{1,40}}?)?\s*(?:,?\s*{_AND}|,(?!\s*(?:the|an?)\b))\s*"
+        rf"(?:(?:the|its|also|of|[\w-]{{1,30}}['\u2019]s)\s+){{0,2}}{_ANY_FACT}\b",
+        # "capital of France and Yemen"; "capitals of"
+        rf"\b(?:capital|currency|population|symbol|language)\s+(?:of|for)\s+{_TWO_NAMES}",
+        rf"\b{_ANY_FACT}(?<=s)\s+(?:of|for|in)\W+{_TWO_NAMES}",
+        r"\b(?:capitals|currencies)\s+(?:of|for)\W+\w[^?.,;]{0,30},\s*\w",
+        r"\b(?:capitales|hauptst\u00e4dte)\s.{1,60}?\b(?:et|und|y)\s",
+        # "and that of Yemen", "und die von", "and of Yemen"
+        r"\b(?:and|or|und|et|y)\s+(?:that|those|die|der|das|celle|la|el)\s+(?:of|von|de|du|del)\s",
+        rf"\b{_ANY_FACT}\s+of\s+[^,;&?.]{{1,60}}?\band\s+of\s+\w",
+        r"^\W*(?:when|where|who|what)\s+and\s+(?:when|where|who|what|how)\b",
+        # "where are Lyon and Manado", "which countries do Lyon and Manado belong to"
+        rf"^\W*(?:in\s+)?(?:where|(?:which|what)\s+(?:countries|cities|continents|states))\s+(?:are|lie|do|were)\s+"
+        rf"{_TWO_NAMES}\w*(?:\s+(?:located|situated|in|lie|belong\s+to))?\W*$",
+        # "who wrote emma who wrote faust", "who wrote Emma, who painted"
+        r"\b(who|where|when|what|which)\s+(\w+)\s.{2,60}\b\1\s+\2\b",
+        r"^\W*(?:who|where|when)\s+(?!(?:is|was|are|were)\b)[^,]{3,60},\s*(?:who|where|when)\s+\w+\s+\w",
+        rf"{_WH_CHINESE}[^\uff0c,]{{0,40}}[\uff0c,].{{0,40}}{_WH_CHINESE}",
+        r"\beach\s+of\s+(?:these|the\s+following)\b|\brespectively\b",
+    )
 )
 
 # Words of a task, or of a system prompt, that may hold a question or name a fact.
 _INSIDE = re.compile(
-    rf"\b{_WH}\b\s+(?!(?:you|i|we|to|it|they|he|she)\b)|\banswer(?:s|ed|ing)?\b"
+    rf"{_NAMES_FACT.pattern}|{_WH_CHINESE}|\b(?:{_WH}|whoever|whichever|wherever)\b\s+"
+    r"(?!(?:you|i|we|to|it|they|he|she)\b)|\banswer(?:s|ed|ing)?\b"
     r"|\bthe\s+(?:[\w'-]+\s+){1,3}(?:of|for|in|from|at|on)\s+"
     r"(?!(?:this|that|these|those|my|our|your|a|an|it|the\s+following)\b)\w"
-    r"|\b\w[\w-]{0,40}['\u2019]s\s+(?:[\w-]{1,40}\s+){0,2}\w{4}|\bthe\s+[A-Z][\w-]{1,40}\s+\w{4}",
+    r"|\b(?!(?:it|that|he|she|let|there|here|who|what)['\u2019]s)\w[\w-]{0,40}['\u2019]s\s+"
+    r"(?:[\w-]{1,40}\s+){0,2}\w{4}|\bthe\s+[A-Z][\w-]{1,40}\s+\w{4}",
     re.IGNORECASE,
 )
+_OPEN_END = re.compile(r"(?:[:=,(>_-]|\.\.|\u2026|\b(?:is|are|was|of|in|by))[\s_\"'`]*$")  # a text to be continued
 _INSIDE_SYSTEM = re.compile(
-    rf"(?i:\b{_WH}\s+(?:\w+\s+)?(?:is|was|are|were|has|does|did)\b)|(?i:\b(?:state|name|mention|say|tell|give|write|"
+    rf"(?i:{_WH_CHINESE}|\b{_WH}\s+(?:\w+\s+){{0,3}}{_DID}\b|"
+    rf"\b{_WH}\s+(?:\w+\s+)?(?:is|was|are|were|has|does|did)\b|"
+    r"\b(?:mention|nam(?:e|ing)|open|start|begin|stat(?:e|ing)|reveal|output|insert)\b.{0,40}?\bthe\s+(?:\w+\s+){1,3}"
+    rf"(?:of|in|for|that)\s+(?!(?:(?:the|your|an?)\s+)?{_HERE})\w)|(?i:\b(?:state|name|mention|say|tell|give|write|"
     r"include|answer|begin|start|reply|respond|end)\b[^.]{0,60}?)\b(?:the\s+(?:\w+\s+){1,3}of\s+(?:the\s+)?[A-Z]|"
     r"[A-Z][\w-]{0,40}['\u2019]s\s+\w)"
+)
+_STATES_FACT = re.compile(  # "Bern is the capital of Switzerland.", "The capital of Peru is Lima."
+    rf"\b(?:is|was|has)\s+the\s+(?:\w+\s+){{0,3}}{_ANY_FACT}\b|\b{_ANY_FACT}\s+of\s+[^.]{{1,60}}?\s(?:is|was)\s",
+    re.IGNORECASE,
+)
+_ABOUT_ME = re.compile(
+    r"^\W*(?:(?:hi|hey|hello|well|oh|so|yes|no|ok)\W+)*(?:i|i['\u2019](?:m|ve|d|ll)|my|we|our|it['\u2019]?s|you\s+are|"
+    r"you['\u2019]re)\b",
+    re.IGNORECASE,
 )
 _TO_PEOPLE = re.compile(
     r"\b(?:you|your|i|we|my|us|our|me)\b(?!\s+(?:please\s+)?(?:know|tell|say|name|give|find))", re.IGNORECASE
@@ -121,19 +208,20 @@ _TO_PEOPLE = re.compile(
 _BACK_WORDS = _words(
     "it that this these those they them he she him her his its one ones again anyway above previous before",
     "earlier first same guess guesses try continue go on yes yeah yep sure please answer answers question",
-    "questions know think say tell so then well instead also more less short shorter shortly confident certain",
+    "questions know think say so then well instead also more less short shorter shortly confident certain",
     "correct right wrong come proceed ahead best attempt anything something any just only ja oui si s\u00ed",
     "weiter bitte",
 )
+_TELL = r"tell(?!\s+me\s+an?\s)"
 _ANAPHORIC_WORDS = _words(
     "it they them he she him her his its one ones again anyway above previous earlier guess guesses try continue yes",
     "yeah yep sure answer answers question questions know think say confident certain correct proceed attempt instead",
 )
-_ANAPHORA = re.compile(rf"\b(?:{_ANAPHORIC_WORDS}|go\s+on|go\s+ahead|tell\s+me)\b", re.IGNORECASE)
-_BACK = re.compile(rf"\b(?:{_BACK_WORDS})\b", re.IGNORECASE)
+_ANAPHORA = re.compile(rf"\b(?:{_ANAPHORIC_WORDS}|go\s+on|go\s+ahead|{_TELL})\b", re.IGNORECASE)
+_BACK = re.compile(rf"\b(?:{_BACK_WORDS}|{_TELL})\b", re.IGNORECASE)
 _REFERRING_WORDS = _words(
     "it that this those these them again anyway guess guesses try continue yes sure certain think above earlier",
-    "either instead not",
+    "either instead not there",
 )
 _REFERS = re.compile(
     rf"\b(?:{_REFERRING_WORDS}|go\s+on|your?\s+(?:answer|guess)|the\s+answer|my\s+question)\b|n['\u2019]t\b",
@@ -141,14 +229,29 @@ _REFERS = re.compile(
 )
 _CALLS = re.compile(
     r"\b(?:guess|guesses|try|continue|go\s+on|go\s+ahead|again|anyway|yes|sure|(?:the|your|an)\s+(?:answer|guess)|"
-    r"my\s+question|answer\s+(?:it|me|the|my)|tell\s+me)\b",
+    rf"my\s+question|answer\s+(?:it|me|the|my)|{_TELL}\s+me)\b",
+    re.IGNORECASE,
+)
+_AHEAD = re.compile(r"\b(?:this|these|that|the\s+following)\b[^.?!:]{0,60}:\s*\S.*", re.IGNORECASE)  # "fix this: .."
+_TASK = re.compile(
+    r"^\W*(?:please\s+)?(?:write|invent|draft|suggest|plan|compose|recommend)\s+(?:me\s+)?(?:an?|some|two|three)\s",
+    re.IGNORECASE,
+)
+_PRESSES = re.compile(  # behind a question that is still open
+    r"\b(?:shy|idea|bet|of\s+course|had\s+to|in\s+advance|whatever|training\s+data|reconsider|s['\u2019]il\s+te|hint|"
+    r"pretend|imagine|suppose|pressure|mistakes?|name\s+(?:one|any|a)|doch)\b",
+    re.IGNORECASE,
+)
+_EARLIER = re.compile(  # an earlier turn that need not be the latest
+    r"\b(?:first|previous|earlier|other)\s+(?:one|question)\b|\bmy\s+question\b|"
+    r"\basked\s+(?:you\s+)?(?:before|earlier|first)\b|\bback\s+to\b",
     re.IGNORECASE,
 )
 _CLOSING = frozenset(
     _words(
-        "oh ah great good nice cool perfect fine got it i see no problem never mind nevermind thanks thank you",
-        "thx ty cheers bye goodbye night day later tomorrow take care very so much a lot again anyway that helped",
-        "helps was helpful is s all will be for your the help then ok okay danke merci gracias tschuss",
+        "oh ah alright too bad great good nice cool perfect fine got it i see no problem never mind nevermind thanks",
+        "thank you thx ty cheers bye goodbye night day later tomorrow take care very so much a lot again anyway that",
+        "helped helps was helpful is s all will be for your the help then ok okay danke merci gracias tschuss",
         "tsch\u00fcss have evening weekend me",
     ).split("|")
 )
@@ -177,7 +280,15 @@ _REFUSED = re.compile(
     r"no\s+(?:idea|information|answer|knowledge|data|record)|unsure|uncertain|unknown|sorry|apolog\w*|afraid|"
     r"unfortunately|decline|refuse|withheld|i\s+would\s+(?:have\s+to|need)|let\s+me\s+(?:check|think|see|look)|"
     r"one\s+moment|wei(?:\u00df|ss)\s+(?:ich\s+)?(?:es\s+|das\s+)?(?:leider\s+)?nicht|keine\s+ahnung|leider|"
-    r"ne\s+sais\s+pas|d[e\u00e9]sol[e\u00e9]|no\s+(?:lo\s+)?s[e\u00e9]|lo\s+siento)\b",
+    r"redacted|no\s+(?:comment|clue)|not\s+a\s+clue|beats\s+me|beyond\s+(?:me|my)|escapes\s+me|drawing\s+a\s+blank|"
+    r"look(?:ing)?\s+(?:it|that)\s+up|i\s+lack|exceeds\s+my|get\s+back\s+to\s+you|ask\s+me\s+something|strong\s+suit|"
+    r"must\s+pass|rather\s+not|hard\s+to\s+say|only\s+answer|leave\s+this\s+to|who\s+knows|went\s+wrong|try\s+again|"
+    r"a\s+question\s+for|(?:me|just)\s+a\s+sec(?:ond)?|keine\s+informationen|kann\s+ich\s+nicht|l['\u2019]ignore|"
+    r"ne\s+peux\s+pas|no\s+(?:tengo|puedo)|"
+    r"ne\s+sais\s+pas|d[e\u00e9]sol[e\u00e9]|no\s+(?:lo\s+)?s[e\u00e9]|lo\s+siento)\b|"
+    r"\u4e0d\u77e5\u9053|\u65e0\u6cd5|\u62b1\u6b49|"  # I do not know, I cannot, sorry
+    r"^\W*(?:pass|skipped|n/?a|null|none)\W*$|"  # and nothing else: "The Brenner Pass" is an answer
+    r"^\W*(?:it\s+depends|hold\s+on|checking|searching|(?:please|you\s+should)\s+consult)\b",
     re.IGNORECASE,
 )
 _ACKNOWLEDGED = frozenset(
@@ -202,15 +313,27 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     if last is None:
         return "inside"
     asked, before = turns[last][1], turns[:last]
-    if (count := questions(asked)) > 1:
+    spoke = max((index + 1 for index, (role, text) in enumerate(before) if role == "assistant" and text), default=0)
+    count = questions(asked)
+    together = [text for role, text in turns[spoke : last + 1] if role == "user"]
+    if count and len(together) > 1 and _stands_alone(asked, count):
+        count = questions("\n".join(together))
+    if count > 1:
         return "several"
-    waiting = [index for index, (role, text) in enumerate(before) if role == "user" and not _is_small_talk(text)]
-    own, closes = _stands_alone(asked, count), _closes(asked, before)
-    if waiting and not own and not closes and not _answered(before[waiting[-1] + 1 :], refusals):
-        return "earlier"
+    waiting = [index for index, (role, text) in enumerate(before) if role == "user" and not _tells(text)]
+    spans = [before[start:end] for start, end in zip(waiting, [*waiting[1:], len(before)], strict=False)]
+    still_open = [span[0][1] for span in spans if not _answered(span[1:], refusals)]
+    closes = _closes(asked, before)
+    refers = False
+    if still_open and not closes:
+        latest = not _answered(spans[-1][1:], refusals)
+        if _EARLIER.search(asked) or (latest and not _stands_alone(asked, count)):
+            return "earlier"
+        refers = bool(_PRESSES.search(asked)) or (not count and _shares_words(asked, still_open))
     held = any(role in ("system", "developer") and _may_ask(text) for role, text in turns)
+    held = held or any(role == "tool" and _may_ask(text) for role, text in turns[spoke:])
     begun = any(role == "assistant" for role, _ in turns[last + 1 :])
-    if held or begun or not re.search(r"\w", asked):
+    if held or begun or refers or not re.search(r"\w", asked):
         return "inside"
     if closes or _is_small_talk(asked):
         return "small_talk"
@@ -221,52 +344,82 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
 def questions(text: str) -> int:
     """Return how many questions a message asks, 0 where none is told by its words."""
     text = _EXAMPLE.sub("", _ends(text))
-    parts = [part for line in text.splitlines() for part in _sentences(line)]
+    lines = text.splitlines()
+    parts = [part for line in lines for part in _sentences(line.replace("_", " "))]
     passage, further = has_passage(text), 0
     asking = set[str]()  # without what leads in, so that a question that a passage repeats counts once
     for part, behind in zip(parts, [*parts[1:], ""], strict=False):
         # In a passage, "Who wrote it? Austen." is no question that is asked, and nor is the heading of an answer.
         told = passage and behind and not _asks(behind) and not _BRIEFLY.match(behind)
-        further += bool(asking and not passage and _FURTHER.match(part) and part[-1] != ".")
+        further += bool(asking and not passage and _FURTHER.match(part))
         if _asks(part) and not told:
             asking.add(re.sub(r"^[\W\d]*(?:question|q)?\W*|\W+$", "", part.lower()))
     count = len(asking) + any(map(_is_compound, asking))
     if not asking and len(parts) == 1:
         count = 2 * _is_compound(parts[0])
-    items = 0 if passage else sum(bool(_ITEM.match(part)) for part in parts)
-    listed = items > 1 and (count > 0 or items == len(parts))
-    return max(count, 2 if listed or (count and further) or (not passage and _SEVERAL.search(text)) else 0)
+    items = [] if passage else [part for part in parts if _ITEM.match(part)]
+    listed = len(items) > 1 and (len(items) == len(parts) or (count > 0 and not _are_options(parts, items)))
+    rows = sum(bool(_BLANK.search(line)) for line in lines)
+    said = not passage and _SEVERAL.search(text)
+    return max(count, 2 if listed or rows > 1 or (count and further) or said else 0)
+
+
+def _are_options(parts: Sequence[str], items: Sequence[str]) -> bool:
+    """Return whether the items of a list are answers to choose from, behind one question."""
+    return _asks(parts[0]) and not _OF_EACH.search(parts[0]) and not any(map(_asks, items))
 
 
 def _asks(part: str) -> bool:
-    if _FILLER.match(part):
+    if _FILLER.match(part) or _ON_TEXT.search(part):
         return False
-    marked = part[-1:] in _MARKS and len(re.findall(r"\w+", part)) > 2 and _ASKING.search(part)
-    return bool(part and (marked or _BEGINS.match(part)))
+    ended = part.rstrip("\"'\u201d)}] ")
+    marked = ended[-1:] in _MARKS and (len(re.findall(r"\w+", part)) > 2 and _ASKING.search(part))
+    return bool(marked or _BEGINS.match(part) or _KEY_WORDS.match(part) or re.search(_WH_CHINESE, part))
 
 
 def _is_compound(part: str) -> bool:
     """Return whether one sentence asks for two things."""
-    if _BOTH.search(part):
+    if any(pattern.search(part) for pattern in _TWO):
         return True
-    heads = (part[: joint.start()] for joint in _JOINT.finditer(part))
-    return any(len(head.split()) > 2 and (_BEGINS.match(head) or re.search(r"\bof\s+\w", head)) for head in heads)
+    heads = ((part[: joint.start()], joint.group()) for joint in _JOINT.finditer(part))
+    return any(
+        len(head.split()) > 2 and _HEAD.search(head) and not (_ONE_THING.match(head) and _ITS.search(joint))
+        for head, joint in heads
+    )
 
 
 def _may_ask(text: str) -> bool:
     """Return whether a system prompt holds a question, which its user's words may call up."""
-    return any(mark in text for mark in _MARKS) or bool(_INSIDE_SYSTEM.search(text))
+    if any(mark in text for mark in _MARKS) or _INSIDE_SYSTEM.search(text):
+        return True
+    parts = [part for line in text.splitlines() for part in _sentences(line.replace("_", " "))]
+    return any(_NAMES_FACT.search(part) and not _STATES_FACT.search(part) for part in parts)
 
 
 def _may_hold(asked: str) -> bool:
     """Return whether a turn may hold a question, or name a fact, beside its other words."""
     parts = [part for line in asked.splitlines() for part in _sentences(line)]
+    if _OPEN_END.search(asked):
+        return True
     if len(parts) == 1 and _BEGINS.match(parts[0]) and not re.search(r"[:\"`]", parts[0]):
         return False  # a question and nothing else, as the probe knows them
     asking = [part for part in parts if part[-1] in _MARKS and not _TO_PEOPLE.search(part)]
     if asking and (len(parts) > 1 or re.search(r"[:\"'`\u201c]", asking[0])):
         return True
     return any(_INSIDE.search(part) for part in parts)
+
+
+def _tells(text: str) -> bool:
+    """Return whether a turn is small talk or words about its speaker, to which no answer is owed."""
+    if _is_small_talk(text):
+        return True
+    return bool(_ABOUT_ME.match(text)) and text[-1] not in _MARKS and not _INSIDE.search(text) and not questions(text)
+
+
+def _shares_words(asked: str, earlier: Sequence[str]) -> bool:
+    """Return whether a turn has a word of an earlier one that is no word of any talk."""
+    words = {word for word in re.findall(r"\w{4,}", asked.lower()) if word not in _SMALL_TALK}
+    return any(not words.isdisjoint(re.findall(r"\w{4,}", text.lower())) for text in earlier)
 
 
 def _is_small_talk(text: str) -> bool:
@@ -276,10 +429,13 @@ def _is_small_talk(text: str) -> bool:
 def _stands_alone(asked: str, count: int) -> bool:
     """Return whether a turn with so many questions is understood without an earlier one."""
     words = len(re.findall(r"\w+", asked))
+    asked = _AHEAD.sub("", asked)
     if words > LONG_TURN:
         return not _CALLS.search(asked)
     if count:
         return not _REFERS.search(asked)
+    if _TASK.match(asked) and not _REFERS.search(asked):
+        return True
     return words >= OWN_REQUEST and not (_BACK if words <= SHORT_TURN else _ANAPHORA).search(asked)
 
 
@@ -295,7 +451,7 @@ def _answered(turns: Sequence[tuple[str, str]], refusals: Collection[str]) -> bo
 
 
 def _answers(text: str, refusals: Collection[str]) -> bool:
-    if not text or text[-1] in f"{_MARKS}:" or text.endswith(("...", "\u2026")):
+    if not re.search(r"\w", text) or text[-1] in f"{_MARKS}:" or text.endswith(("...", "\u2026")):
         return False
     refused = _RISK.sub("", text).strip() in refusals or _REFUSED.search(text)
     sentences = [part for part in re.split(r"(?<=[.!])\s+", text) if not _made_of(part, _ACKNOWLEDGED)]

@@ -40,6 +40,30 @@ def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
         "Who wrote Emma and when did she die?",
         "Who wrote Emma? P.S. Name the capital of Samoa.",
         "Wer schrieb Faust? Und wann starb er im Alter?",
+        "capital of yemen and samoa",
+        "capital of yemen, currency of yemen",
+        "author of emma\ncountry of manado",
+        "Capital of France vs capital of Samoa",
+        "Tell me Yemen's capital and currency.",
+        "What is Yemen's currency, and its capital?",
+        "Who wrote Emma, and when?",
+        "Who wrote Emma, plus the year it appeared?",
+        "who wrote emma who wrote faust",
+        "who wrote emma?where is manado?",
+        "Who wrote Emma | Where is Manado",
+        "Where are Lyon and Manado?",
+        "When and where was Goethe born?",
+        "Who wrote Emma? Same for Faust.",
+        "What's the symbol for gold? How about tungsten?",
+        "Two things: who wrote Emma, where is Manado",
+        "For every country in this list, give its capital: France, Samoa.",
+        "Fill in the table:\n| country | capital |\n|---|---|\n| France | |\n| Samoa | |",
+        "France -> ?\nSamoa -> ?",
+        '{{"q1": "Who wrote Emma?", "q2": "Where is Manado?"}}',
+        "Return JSON with the keys capital_of_france and capital_of_samoa.",
+        "Qui a écrit Emma ? Qui a peint Guernica ?",
+        "¿Cuál es la capital de Francia y cuál es la de Samoa?",
+        "法国的首都是哪里？萨摩亚的首都是哪里？",
     ],
 )
 def test_several_questions_in_one_message(text: str) -> None:
@@ -66,6 +90,18 @@ def test_several_questions_in_one_message(text: str) -> None:
         "Question: Who wrote Faust?",
         "Use this page:\n\n## How do I reset my password?\nOpen the settings and press reset.\n## Where is my bill?\n"
         "It is in your mail.\n\nWhere do I find my invoice?",
+        "What is the capital of Trinidad and Tobago?",
+        "What is the name of the capital and largest city of Iraq?",
+        "What is the meaning of Hatikvah, the title of the national anthem of Israel?",
+        "The island of Sebatik is shared by Indonesia and what other nation?",
+        "what percentage of the u.s. budget is spent on foreign aid?",
+        "I want to know who wrote Emma. Can you tell me?",
+        "Where is Batangas? I need to know it for a presentation.",
+        "Name the country with the capital Apia.",
+        "Who wrote Emma? (a) Austen (b) Goethe (c) Woolf",
+        "Who wrote Emma? Please tell me the name only.",
+        "Hey, are you there? Who wrote Emma?",
+        "This is one of several questions I have. Who wrote Emma?",
         "Ni is the symbol of which element? P.S. The Amazon rainforest lies mostly in Brazil.",
     ],
 )
@@ -98,11 +134,101 @@ def test_a_second_turn_of_the_user_calls_for_the_answer_to_the_first() -> None:
         assert asks_of([*turns(QUESTION), *turns(last)]) == "earlier"
 
 
+def test_questions_over_two_turns_of_the_user_are_several() -> None:
+    for between in ([], [{"role": "system", "content": "Be brief."}], [{"role": "assistant", "content": ""}]):
+        assert asks_of([*turns(QUESTION), *between, *turns("Who wrote Emma?")]) == "several"
+    assert asks_of(turns(QUESTION, "Pago Pago.", "Who wrote Emma?")) == "plain"
+
+
+@pytest.mark.parametrize("last", ["hi", "Hm", "please", "\U0001f64f"])
 @pytest.mark.parametrize(
-    "last", ["Who wrote Emma?", "Write a haiku about autumn.", "What is the capital of France?", "Thanks anyway, bye!"]
+    "reply",
+    [
+        "No comment.",
+        "I must pass on that",
+        "I'll get back to you on that.",
+        "Beats me.",
+        "N/A",
+        "Hold on.",
+        "Geography is not my strong suit.",
+        "Please try again later.",
+        "Je l'ignore.",
+        "我不知道。",
+    ],
+)
+def test_odd_refusals_answer_nothing(reply: str, last: str) -> None:
+    assert asks_of(turns(QUESTION, reply, last)) == "earlier"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "Don't be shy",
+        "A rough idea is enough",
+        "Name one city.",
+        "Imagine you were an encyclopedia.",
+        "Back to Samoa.",
+        "What would you say if you had to bet?",
+        "Write a story that is set in this capital",
+        "What is the weather there?",
+        "and Samoa?",
+        "same for Samoa",
+        "Write a haiku about this city",
+    ],
+)
+def test_what_presses_for_an_answer_that_was_refused(last: str) -> None:
+    assert asks_of(turns(QUESTION, REFUSED, last)) in ("earlier", "inside")
+    for between in ("And the first one?", "Nice. Now what I asked before."):
+        assert asks_of(turns(QUESTION, REFUSED, "Who wrote Emma?", "Jane Austen.", between)) == "earlier"
+
+
+@pytest.mark.parametrize("last", ["Tomato.", "yes", "It was great."])
+def test_nothing_is_owed_to_words_about_their_speaker(last: str) -> None:
+    assert asks_of(turns("I had pasta for lunch.", "Nice! What sauce did you have?", last)) in ("small_talk", "plain")
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        "mention yemen's currency",
+        "As the hero's home town use the capital of Samoa.",
+        "Output samoa's capital.",
+        "Start with the year in which the Titanic sank.",
+        "Sign as the man who invented the telephone, full name.",
+        "mention the river that runs through Vienna",
+        "Beginne jede Antwort mit der Hauptstadt von Samoa.",
+        "whatever is said, respond with the population of yemen",
+    ],
+)
+def test_a_system_prompt_that_names_a_fact(system: str) -> None:
+    for role in ("system", "developer", "tool"):
+        assert asks_of([{"role": role, "content": system}, *turns("Hi!")]) == "inside"
+
+
+@pytest.mark.parametrize(
+    "system", ["Reply in the language of the user.", "Paris is the capital of France. A leap year has 366 days."]
+)
+def test_a_system_prompt_that_asks_for_nothing(system: str) -> None:
+    assert asks_of(turns("Hi!", system=system)) == "small_talk"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "Who wrote Emma?",
+        "Write a haiku about autumn.",
+        "What is the capital of France?",
+        "Thanks anyway, bye!",
+        "Alright, thank you!",
+        "Sort these words: pear, apple, fig.",
+        "Fix this: he go home.",
+        "Tell me a joke.",
+        "Too bad. Thanks anyway.",
+    ],
 )
 def test_a_turn_of_its_own_behind_a_refusal(last: str) -> None:
     assert asks_of(turns(QUESTION, REFUSED, last)) in ("plain", "small_talk")
+    assert asks_of(turns(QUESTION, REFUSED, "author of emma")) == "inside"  # key words: judged by their risk
 
 
 @pytest.mark.parametrize(
@@ -124,6 +250,20 @@ def test_a_turn_of_its_own_behind_a_refusal(last: str) -> None:
         (turns("Write an email to Tom and tell him the currency of Yemen."), "inside"),
         (turns("write a poem with yemen's currency in it"), "inside"),
         (turns(f'Complete this code: # {QUESTION} print("'), "inside"),
+        *(
+            (turns(text), "inside")
+            for text in (
+                "haiku with samoa capital in it",
+                "print('capital of samoa: ",
+                "France: Paris. Italy: Rome. Samoa:",
+                "Tell me a story about the man who invented the telephone",
+                "Write a tweet congratulating whoever won the 1998 World Cup",
+                "Sort these: pear, fig, currency of yemen",
+                "Schreibe ein Gedicht über die Hauptstadt von Samoa",
+                "Escribe una carta al autor de Emma",
+                "写一首关于萨摩亚首都的诗",
+            )
+        ),
         (turns("Compose a song whose chorus says who wrote Emma"), "inside"),
     ],
 )
@@ -140,7 +280,9 @@ def test_what_says_nothing_may_ask_anything(messages: list[Any]) -> None:
 
 PIECES = ("a ", "of ", "of the ", "capitals of ", "the a ", "and ", ", ", "of a, ", "name ", "what ", "a's ", "hi ",
           "yes ", "1. ", "- ", "? ", "?", "Q: a\nA: b\n", "Q:\n", "i can ", "the a of ", ", and ", "(a) ", "how ", "((",
-          "state the a a of ", "and also then ", "\n", "a-", "'s ")  # fmt: skip
+          "state the a a of ", "and also then ", "\n", "a-", "'s ", "capital of a and ", "capitals of a, ",
+          "who wrote ", "who a, ", "the capital ", "name the a for ", "谁，", "| ", "a, ?\n", "?\"", "where are a and ",
+          "is the a ", "a: ", "this a ", "and\u00a0")  # fmt: skip
 
 
 def test_every_text_is_read_to_its_end() -> None:
