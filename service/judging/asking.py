@@ -98,8 +98,8 @@ _EXAMPLE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCES = re.compile(
-    rf"(?<=[.!;{_MARKS}])(?<!\b[A-Za-z]\.)(?<!\b[DJMS][rt]\.)(?<!\bMrs\.)\s+|(?<=[!;{_MARKS}\u3002])(?=[^\W\d])|"
-    r"\s(?=\(?[b-h]\)\s)|\s(?=\(?[2-9][.)]\s)|\s(?=[|\u2022]{1,2}\s)|(?<=\?\")\s*[,}]"
+    rf"(?<=[.!;{_MARKS}])(?<!\b[A-Za-z1-9]\.)(?<!\b[DJMS][rt]\.)(?<!\bMrs\.)\s+|(?<=[!;{_MARKS}\u3002])(?=[^\W\d])|"
+    r"\s(?=\(?[b-h]\)\s)|\s(?=\(?[1-9][.)]\s)|\s(?=[|\u2022]{1,2}\s)|(?<=\?\")\s*[,}]"
 )
 _ITEM = re.compile(r"\s*(?:\(?\d{1,2}[.):]|\(?[a-h][.)]|[-*\u2022])\s+\S", re.IGNORECASE)
 _FURTHER = re.compile(  # a second question, told by how it begins: it is no statement, or has no words of its own
