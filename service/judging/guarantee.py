@@ -68,9 +68,9 @@ class Standing:
 
 
 UNKNOWN = Standing()
-SURE = 3e-4
+SURE = 1e-4
 """The P(asks) below which a prompt counts as one that asks for no fact where its words alone do not tell: of held-out
-key words, and of tasks around a question, at most 0.5 % lie below it (docs/threat-model.md)."""
+key words ("capital of x") at most 0.6 % lie below it on two real models (benchmarks/LOG.md)."""
 
 
 SHAPES = tuple(Shape(*one) for one in product(get_args(Turns), (False, True), (False, True)))
