@@ -98,7 +98,8 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     if report is None:
         return sent({"action": "NONE"} | found, reply.headers())
     verdict = report.verdict
-    reason = verdict.message or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}"
+    why = ", outside training" if report.uncertain.outside and not verdict.flagged else ""
+    reason = verdict.message or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}{why}"
     return sent({"action": "BLOCKED", "blocked_reason": reason} | found, reply.headers())
 
 

@@ -74,7 +74,10 @@ class Gate:
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
-        return None if report.decision is Decision.CONTINUE else f"hallutracer: withheld, risk {report.risk:.3f}"
+        if report.decision is Decision.CONTINUE:
+            return None
+        why = ", outside training" if report.uncertain.outside and not report.verdict.flagged else ""
+        return f"hallutracer: withheld, risk {report.risk:.3f}{why}"
 
     def standing(self, prompt: Sequence[int]) -> Standing:
         """Return what is known of a prompt that ends as the chat template ends a question."""

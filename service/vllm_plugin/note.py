@@ -120,8 +120,9 @@ class Note:
         judged = [judgement for judgement in self.judgements if judgement is not None]
         if not judged:
             return None
-        risks = [risk_out(one.index, one.report) for judgement in judged for one in judgement.prompts]
-        return risk_note(replace(judged[-1], request_violations=self.violations), risks)
+        prompts = tuple(prompt for judgement in judged for prompt in judgement.prompts)
+        whole = replace(judged[-1], prompts=prompts, request_violations=self.violations)
+        return risk_note(whole, [risk_out(one.index, one.report) for one in prompts])
 
     def headers(self) -> dict[str, str]:
         """Return those of ``/v1/risk/score``, where there is one prompt."""
