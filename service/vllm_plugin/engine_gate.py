@@ -25,6 +25,7 @@ from service.engines.vllm.client import ProbeLease
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import CHANGES
 from service.errors import HalluTracerError
+from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.policies.guard import Decision, Policy
 from service.scoring import Scorer
@@ -32,7 +33,6 @@ from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
 from service.serving.service import in_own_thread
 from service.settings import env
-from service.vllm_plugin.conversation import ConversationReader
 from service.vllm_plugin.options import PluginOptions
 
 log = logging.getLogger("hallutracer")

@@ -97,9 +97,9 @@ class Turn:
     async def _check_rendering(self) -> None:
         """Note how the prompt departs from training's, where a guarantee or a gate depends on it."""
         manifest, note = self._scorer.bundle.manifest, self._note
-        matters = self._compared and (manifest.guarantee is not None or self._policy.action.withholds)
+        matters = manifest.guarantee is not None or self._policy.action.withholds
         # A long chat takes its time, which the other requests of this event loop should not wait for.
-        other, shape = await asyncio.to_thread(self._read_chat, compare=matters)
+        other, shape = await asyncio.to_thread(self._read_chat, matters=matters)
         if other:
             self._rendering = (*self._rendering, OTHER_RENDERING)
         if self._rendering:
@@ -110,14 +110,17 @@ class Turn:
         shapes = shape_violations(manifest, [shape])
         note.violations = tuple(dict.fromkeys((*note.violations, *self._rendering, *shapes)))
 
-    def _read_chat(self, *, compare: bool) -> tuple[bool, Shape | None]:
+    def _read_chat(self, *, matters: bool) -> tuple[bool, Shape | None]:
         """Return whether the prompt is another than the template makes of its messages, and the messages' shape.
 
         Of messages that are rendered otherwise than training's, or hold more than text, a shape is only known where it
         is one that no training had: nothing of theirs passes as small talk."""
         note, place, refusals = self._note, self._place, self._service.catalogue.refusals
+        if matters and not note.templated:  # the caller's text or ids may be a chat as the template writes it
+            standing = self._scorer.standing_of_ids(note.prompts[place], refusals)
+            return standing.other_rendering, standing.shape
         chat = note.chats[place]
-        other = compare and not is_rendering(self._engine, chat)
+        other = matters and self._compared and not is_rendering(self._engine, chat)
         if other:
             note.moved.add(place)
         if (turns := note.conversation(place)) is not None:

@@ -13,10 +13,10 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
+from service.judging.conversation import ConversationReader  # noqa: E402
 from service.judging.guarantee import MEDIA, Standing  # noqa: E402
 from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation  # noqa: E402
-from service.vllm_plugin.conversation import ConversationReader  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
 from service.vllm_plugin.note import Note  # noqa: E402
 

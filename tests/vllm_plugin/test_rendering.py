@@ -33,8 +33,9 @@ from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE  # noqa: E402
 from service.demo import MODEL_DIR  # noqa: E402
 from service.engines.checks import Tokens  # noqa: E402
 from service.errors import RequestError  # noqa: E402
-from service.judging.guarantee import MEDIA, OTHER_RENDERING, Standing, shape_of  # noqa: E402
+from service.judging.guarantee import MEDIA, NO_TEMPLATE, OTHER_RENDERING, Standing, shape_of  # noqa: E402
 from service.policies.guard import Action, Policy  # noqa: E402
+from service.scoring import Scorer  # noqa: E402
 from service.vllm_plugin import turn as turns  # noqa: E402
 from service.vllm_plugin.front_end import note_renderings  # noqa: E402
 from service.vllm_plugin.note import CHATS, CURRENT, Note, read  # noqa: E402
@@ -542,6 +543,39 @@ def test_several_questions_are_known_of_a_chat_that_is_rendered_otherwise_or_hol
             asyncio.run(one._check_rendering())
             assert one._standing.untrained is several, (content, asked)
             assert one._standing.no_fact_below(0.5) == 0.0, "as small talk nothing of it passes"
+            assert any("several questions" in violation for violation in note.violations) is several
+
+
+def test_a_chat_that_the_caller_has_rendered_is_known_from_its_token_ids() -> None:
+    """As a text or as ids of /v1/completions."""
+    tokens = Tokens(AutoTokenizer.from_pretrained(MODEL_DIR))
+    both = tokens.encode_chat([turn(f"{turn()['content']} Also: what is the capital of Samoa?")])
+    alone = tokens.encode_chat([turn()])
+    scorer = Scorer.__new__(Scorer)
+    scorer.prompt_format, scorer.bundle = (
+        "chat",
+        SimpleNamespace(  # type: ignore[assignment]
+            manifest=SimpleNamespace(guarantee=None, guarantee_shapes=None)
+        ),
+    )
+    engine: Any = tokens
+    scorer.engine = engine
+    for may in ((), ("rendering",)):
+        service: Any = SimpleNamespace(
+            settings=SimpleNamespace(callers_may=may), catalogue=SimpleNamespace(refusals=frozenset())
+        )
+        other = [alone[0], *tokens.tokenize("Think.")[1:], *alone[1:]]
+        for ids, several, another in ((both, True, False), (alone, False, False), (other, False, True)):
+            note = Note(templated=False)
+            place = note.add({"prompt_token_ids": ids})
+            one = Turn(
+                service, engine, scorer, Policy("gate", Action.ABSTAIN), note, place, SamplingParams(), "a",
+                lambda: None, (NO_TEMPLATE,), compared=False,
+            )  # fmt: skip
+            asyncio.run(one._check_rendering())
+            assert one._standing.untrained is (several or (another and not may))
+            assert one._standing.no_fact_below(0.5) == 0.0
+            assert note.violations[0] == NO_TEMPLATE
             assert any("several questions" in violation for violation in note.violations) is several
 
 

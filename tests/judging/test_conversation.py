@@ -8,7 +8,7 @@ import pytest
 
 from service.engines.checks import Tokens
 from service.judging.asking import asks_of
-from service.vllm_plugin.conversation import ConversationReader
+from service.judging.conversation import ConversationReader
 from tests.engines import tiny
 from tests.engines.tool_template import TOOL_TEMPLATE
 

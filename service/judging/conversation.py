@@ -1,4 +1,4 @@
-"""The conversation that token ids hold, where a front end sends nothing else: the chat template, backwards."""
+"""The conversation that token ids hold, where nobody says what they were made of: the chat template, backwards."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ class ConversationReader:
             for before, joints in following.items()
         }
         turns, start = list[dict[str, str]](), 0
-        while role in ends and (joint := ends[role].search(text, start)) is not None:
-            turns.append({"role": role, "content": text[start : joint.start()]})
-            role, start = following[role][joint[0]], joint.end()
+        while role in ends and (match := ends[role].search(text, start)) is not None:
+            turns.append({"role": role, "content": text[start : match.start()]})
+            role, start = following[role][match[0]], match.end()
         return [*turns, {"role": role, "content": text[start:]}]
 
     def _renders(self, turns: Sequence[Message], token_ids: TokenIds) -> bool:
