@@ -54,6 +54,8 @@ def _asking() -> str | None:
     """Return a variable that asks for the guard: ``service.vllm_plugin.options`` cannot be had to read them."""
     observes = os.environ.get("HALLUTRACER_POLICY") == "observe"
     names = ["BUNDLE"] if observes else ["BUNDLE", "POLICY", "POLICIES", "THRESHOLD"]
+    if os.environ.get("HALLUTRACER_AUDIT_REQUIRED", "").lower() in ("yes", "y", "1", "true", "t"):
+        names.append("AUDIT_REQUIRED")
     return next((name for name in (f"HALLUTRACER_{one}" for one in names) if os.environ.get(name)), None)
 
 

@@ -24,6 +24,7 @@ from service.engines.bridge import gather_all, wait_for
 from service.engines.chat import Message, ToolDefinition
 from service.engines.checks import check_sampling
 from service.errors import NonFiniteReadout
+from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.judging.uncertainty import Uncertain, uncertain
 from service.policies.guard import GATE, Decision, Policy, Verdict, judge, stopped_by
@@ -146,6 +147,23 @@ class Scorer:
             return UNKNOWN
         turns = [{"role": "user", "content": prompt}] if messages is None else messages
         return Standing(shape_of(turns, refusals))
+
+    def standing_of_ids(self, token_ids: TokenIds, refusals: Collection[str] = ()) -> Standing:
+        """Return what is known of token ids that somebody else rendered, read back; ``refusals`` as ``standing`` has.
+
+        It takes as long as rendering them: not for an event loop's thread.  Nothing of theirs passes as small talk."""
+        ending = self.chat_ending if self.prompt_format == "chat" else ()
+        if not ending or tuple(token_ids[-len(ending) :]) != ending:
+            return UNKNOWN
+        messages = self._conversations.read(token_ids)
+        if messages is None:
+            return Standing(other_rendering=True)
+        shape = shape_of(messages, refusals)
+        return Standing(shape) if shape.untrained else UNKNOWN
+
+    @cached_property
+    def _conversations(self) -> ConversationReader:
+        return ConversationReader.of(self.engine.render_chat, self.engine.spell)
 
     @cached_property
     def chat_ending(self) -> tuple[int, ...]:

@@ -86,6 +86,11 @@ class ScriptedEngine:
         """Bytes to text, special ids left out."""
         return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
 
+    def spell(self, token_ids: TokenIds) -> str:
+        """Bytes to text, special ids by their numbers."""
+        pieces = [bytes([token]) if token < 256 else f"<|{token}|>".encode() for token in token_ids]
+        return b"".join(pieces).decode("utf-8", "replace")
+
     def activations(self, prompt: TokenIds, site: Site) -> NDArray[np.float32]:
         """A prompt's activations [m, width], so that a test can compute the expected numbers."""
         seed = hashlib.sha256(repr((str(site), [int(token) for token in prompt])).encode()).digest()

@@ -366,6 +366,9 @@ async def sample_answer(bundle: str, number: int, request: Request, service: The
         sampling = Sampling(max_tokens=min(sample.max_tokens, service.settings.max_new_tokens))
         reply = await answer(request, service, replace(asked, sampling=sampling, of_sample=True))
         reply.end()
+        served = {one.bundle.manifest.digest for one in service.catalogue.scorers}
+        for other in [other for other in service.sampled if other[0] not in served]:
+            del service.sampled[other]  # of bundles that were served before
         judgement = service.sampled[key] = reply.judgement
     else:
         id, who = record_of(request).request_id, who_of(request)

@@ -98,7 +98,8 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     if report is None:
         return sent({"action": "NONE"} | found, reply.headers())
     verdict = report.verdict
-    reason = verdict.message or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}"
+    why = ", outside training" if report.uncertain.outside and not verdict.flagged else ""
+    reason = verdict.message or f"withheld: risk {report.risk:.2f}, threshold {verdict.threshold:.2f}{why}"
     return sent({"action": "BLOCKED", "blocked_reason": reason} | found, reply.headers())
 
 
@@ -111,10 +112,10 @@ async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, s
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     reply = await answer(request, service, requested(request, service, CLASSIFY_ROUTE, "prompt", texts, "inputs"))
     reply.end()
-    found = [
-        [{"label": "hallucinated", "score": report.risk}, {"label": "factual", "score": 1.0 - report.risk}]
-        for report in reply.judgement.reports
-    ]
+    # What is withheld for no risk must not pass a router's own threshold.
+    risks = [report.risk if report.verdict.flagged or not report.verdict.acts else 1.0
+             for report in reply.judgement.reports]  # fmt: skip
+    found = [[{"label": "hallucinated", "score": risk}, {"label": "factual", "score": 1.0 - risk}] for risk in risks]
     return sent(found[0] if isinstance(body.inputs, str) else found, reply.headers())
 
 

@@ -174,6 +174,8 @@ def _read(asked: ScoringRequest, service: Service) -> list[_ReadPrompt]:
             standing = asked.scorer.standing(messages=prompt, refusals=refusals)
         elif kind == "prompt":
             standing = asked.scorer.standing(prompt, refusals=refusals)
+        else:
+            standing = asked.scorer.standing_of_ids(ids, refusals)
         stored = None if service.feedback is None else service.feedback.stored(asked.content(kind, prompt))
         found.append(_ReadPrompt(ids, standing, stored))
     return found

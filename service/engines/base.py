@@ -298,6 +298,9 @@ class LoadedModel(Protocol):
     def detokenize(self, token_ids: TokenIds) -> str:
         """Decode ids, special tokens left out."""
 
+    def spell(self, token_ids: TokenIds) -> str:
+        """Decode ids, special tokens as they are spelt."""
+
     def prepared(self, found: Format) -> Format:
         """Return a format as ``Sampling`` takes it.  Slow, and on any thread but an event loop's.
 

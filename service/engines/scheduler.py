@@ -157,7 +157,7 @@ class Scheduled:
         self.max_batch_tokens: int = batch.max_batch_tokens
         self.reads_answers = batch.reads_answers
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
-        self.check, self.prepared = batch.check, batch.prepared
+        self.spell, self.check, self.prepared = batch.spell, batch.check, batch.prepared
         # While prompts are being served, these run between turns.
         self.score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
         self.generate, self.sample = self._between_turns(batch.generate), self._between_turns(batch.sample)

@@ -237,6 +237,11 @@ _TASK = re.compile(
     r"^\W*(?:please\s+)?(?:write|invent|draft|suggest|plan|compose|recommend)\s+(?:me\s+)?(?:an?|some|two|three)\s",
     re.IGNORECASE,
 )
+_CAN_TELL = re.compile(  # of the assistant, who offers to tell something
+    r"\b(?:(?:i|we)\s+(?:can|could|may|will|shall|might)|(?:shall|should|may|can|could)\s+(?:i|we)|i['\u2019]ll|let\s+me|"
+    r"(?:do|would)\s+you\s+(?:want|like|wish)|want\s+me\s+to)\b",
+    re.IGNORECASE,
+)
 _PRESSES = re.compile(  # behind a question that is still open
     r"\b(?:shy|idea|bet|of\s+course|had\s+to|in\s+advance|whatever|training\s+data|reconsider|s['\u2019]il\s+te|hint|"
     r"pretend|imagine|suppose|pressure|mistakes?|name\s+(?:one|any|a)|doch)\b",
@@ -324,6 +329,14 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     spans = [before[start:end] for start, end in zip(waiting, [*waiting[1:], len(before)], strict=False)]
     still_open = [span[0][1] for span in spans if not _answered(span[1:], refusals)]
     closes = _closes(asked, before)
+    if (
+        before
+        and before[-1][0] == "assistant"
+        and _offers(before[-1][1])
+        and not closes
+        and not _stands_alone(asked, count)
+    ):
+        return "earlier"
     refers = False
     if still_open and not closes:
         latest = not _answered(spans[-1][1:], refusals)
@@ -333,7 +346,8 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     held = any(role in ("system", "developer") and _may_ask(text) for role, text in turns)
     held = held or any(role == "tool" and _may_ask(text) for role, text in turns[spoke:])
     begun = any(role == "assistant" for role, _ in turns[last + 1 :])
-    if held or begun or refers or not re.search(r"\w", asked):
+    cut = len(text_of(known[last].get("content"))) > LONGEST_READ  # what stands in its middle was not read
+    if held or begun or refers or cut or not re.search(r"\w", asked):
         return "inside"
     if closes or _is_small_talk(asked):
         return "small_talk"
@@ -441,7 +455,15 @@ def _stands_alone(asked: str, count: int) -> bool:
 
 def _closes(asked: str, before: Sequence[tuple[str, str]]) -> bool:
     """Return whether a turn thanks or takes leave, behind a turn of the assistant."""
-    return bool(before) and before[-1][0] == "assistant" and _made_of(asked, _CLOSING) and bool(_THANKS.search(asked))
+    short = len(asked.split()) <= 2 * CHAT
+    behind = bool(before) and before[-1][0] == "assistant"
+    return short and behind and _made_of(asked, _CLOSING) and bool(_THANKS.search(asked))
+
+
+def _offers(text: str) -> bool:
+    """Return whether a turn of the assistant ends by asking whether to tell, or by saying that it can tell, a fact."""
+    sentences = [part for line in text.splitlines() for part in _sentences(line)][-1:]
+    return any(_CAN_TELL.search(part) and (_NAMES_FACT.search(part) or _INSIDE.search(part)) for part in sentences)
 
 
 def _answered(turns: Sequence[tuple[str, str]], refusals: Collection[str]) -> bool:

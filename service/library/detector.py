@@ -40,15 +40,15 @@ class Risk:
 
     prompt: str | tuple[Message, ...]  # as it was given
     risk: float  # 0 to 1: the probability that the answer is a hallucination, at the bundle's base rate
-    flagged: bool  # risk >= threshold
+    flagged: bool  # the risk applies and reached the threshold
     threshold: float
-    decision: str  # "continue", or "abstain" where it is flagged
+    decision: str  # "continue", or "abstain" where it is flagged or lies outside training
     depth_mean: float  # of the trajectory; the larger, the more factual
     trajectory: NDArray[np.float64] = field(repr=False)  # [m] truth logit of each layer, read-only
     interval: tuple[float, float] | None  # would hold 95 % of what other training rows would say; None: not recorded
     outside_training: bool | None  # unlike everything in training; None: the bundle does not know
     applies: bool | None  # False: it asks for no fact, so the risk says nothing; None: the bundle does not know
-    answer: str | None  # None where none was asked for, or the prompt is flagged
+    answer: str | None  # None where none was asked for, or it is withheld
     prompt_tokens: int
     answer_risk: float | None = None  # that the answer is wrong, by its own tokens; None where nothing reads answers
 

@@ -25,6 +25,7 @@ from service.engines.vllm.client import ProbeLease
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.wire import CHANGES
 from service.errors import HalluTracerError
+from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.policies.guard import Decision, Policy
 from service.scoring import Scorer
@@ -32,7 +33,6 @@ from service.serving.adapters import Adapters
 from service.serving.catalogue import untemplated
 from service.serving.service import in_own_thread
 from service.settings import env
-from service.vllm_plugin.conversation import ConversationReader
 from service.vllm_plugin.options import PluginOptions
 
 log = logging.getLogger("hallutracer")
@@ -74,7 +74,10 @@ class Gate:
         except HalluTracerError as error:
             log.warning("request %s has no risk: %s", request.request_id, error)
             return f"hallutracer: withheld, since {error}" if policy.action.withholds else None
-        return None if report.decision is Decision.CONTINUE else f"hallutracer: withheld, risk {report.risk:.3f}"
+        if report.decision is Decision.CONTINUE:
+            return None
+        why = ", outside training" if report.uncertain.outside and not report.verdict.flagged else ""
+        return f"hallutracer: withheld, risk {report.risk:.3f}{why}"
 
     def standing(self, prompt: Sequence[int]) -> Standing:
         """Return what is known of a prompt that ends as the chat template ends a question."""

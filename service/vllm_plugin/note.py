@@ -73,6 +73,7 @@ class Note:
     turns: tuple[list[Any], ...] = ()  # of its chats, as the body has them; empty where they are made of more
     rendered: list[Chat] = field(default_factory=list)  # what vLLM's renderer made of its chats
     chats: list[Chat | None] = field(default_factory=list)  # of its prompts; None where none is known
+    prompts: list[Sequence[int]] = field(default_factory=list)  # their token ids; empty where none are known
     moved: set[int] = field(default_factory=set)  # the prompts that are not what the template makes of their messages
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
@@ -90,6 +91,7 @@ class Note:
             chat = Chat(self.turns[place], (), ids)
         self.judgements.append(None)
         self.chats.append(chat)
+        self.prompts.append(ids or ())
         return place
 
     def conversation(self, place: int) -> list[dict[str, str]] | None:
@@ -120,8 +122,9 @@ class Note:
         judged = [judgement for judgement in self.judgements if judgement is not None]
         if not judged:
             return None
-        risks = [risk_out(one.index, one.report) for judgement in judged for one in judgement.prompts]
-        return risk_note(replace(judged[-1], request_violations=self.violations), risks)
+        prompts = tuple(prompt for judgement in judged for prompt in judgement.prompts)
+        whole = replace(judged[-1], prompts=prompts, request_violations=self.violations)
+        return risk_note(whole, [risk_out(one.index, one.report) for one in prompts])
 
     def headers(self) -> dict[str, str]:
         """Return those of ``/v1/risk/score``, where there is one prompt."""

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from service.engines.chat import Message, ToolDefinition
 from service.errors import RequestError
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # vLLM takes any text, and templates write it
+
 
 class EncodesChats(Protocol):
     """What an engine's tokenizer does with a chat."""
@@ -60,7 +62,7 @@ def _turns(messages: Sequence[Any]) -> list[dict[str, Any]] | None:
     turns = []
     for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
-        text = _text(message.get("content")) if isinstance(role, str) else None
+        text = _text(message.get("content")) if role in ROLES else None
         if text is None:
             return None
         turn: dict[str, Any] = {"role": role, "content": text}

@@ -14,7 +14,7 @@ from service.access.routes import canonical
 from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
 from service.errors import HalluTracerError
-from service.judging.guarantee import OTHER_RENDERING, UNKNOWN, Standing, shape_of, shape_violations
+from service.judging.guarantee import OTHER_RENDERING, UNKNOWN, Shape, Standing, shape_of, shape_violations
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer, called
 from service.serving import observers
@@ -97,19 +97,36 @@ class Turn:
     async def _check_rendering(self) -> None:
         """Note how the prompt departs from training's, where a guarantee or a gate depends on it."""
         manifest, note = self._scorer.bundle.manifest, self._note
-        matters = self._compared and (manifest.guarantee is not None or self._policy.action.withholds)
-        other = matters and not await asyncio.to_thread(is_rendering, self._engine, note.chats[self._place])
+        matters = manifest.guarantee is not None or self._policy.action.withholds
+        # A long chat takes its time, which the other requests of this event loop should not wait for.
+        other, shape = await asyncio.to_thread(self._read_chat, matters=matters)
         if other:
-            note.moved.add(self._place)
             self._rendering = (*self._rendering, OTHER_RENDERING)
         if self._rendering:
             self._policy = untemplated(self._scorer, self._policy)
-        shape, allowed = None, "rendering" in self._service.settings.callers_may
-        if (turns := note.conversation(self._place)) is not None:
-            shape = shape_of(turns, self._service.catalogue.refusals)
-        self._standing = Standing(shape, other_rendering=other and not allowed)
+        self._standing = Standing(
+            shape, other_rendering=other and "rendering" not in self._service.settings.callers_may
+        )
         shapes = shape_violations(manifest, [shape])
         note.violations = tuple(dict.fromkeys((*note.violations, *self._rendering, *shapes)))
+
+    def _read_chat(self, *, matters: bool) -> tuple[bool, Shape | None]:
+        """Return whether the prompt is another than the template makes of its messages, and the messages' shape.
+
+        Of messages that are rendered otherwise than training's, or hold more than text, a shape is only known where it
+        is one that no training had: nothing of theirs passes as small talk."""
+        note, place, refusals = self._note, self._place, self._service.catalogue.refusals
+        if matters and not note.templated:  # the caller's text or ids may be a chat as the template writes it
+            standing = self._scorer.standing_of_ids(note.prompts[place], refusals)
+            return standing.other_rendering, standing.shape
+        chat = note.chats[place]
+        other = matters and self._compared and not is_rendering(self._engine, chat)
+        if other:
+            note.moved.add(place)
+        if (turns := note.conversation(place)) is not None:
+            return other, shape_of(turns, refusals)
+        shape = None if chat is None else shape_of(chat.messages, refusals)
+        return other, shape if shape is not None and shape.untrained else None
 
     def _unread(self, error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""

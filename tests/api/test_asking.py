@@ -54,6 +54,19 @@ def decided(service: App, messages: list[dict[str, str]], policy: str) -> list[d
 
 
 @pytest.mark.parametrize("how", UNTRAINED)
+def test_nor_does_one_whose_caller_has_rendered_the_conversation(service: App, how: str) -> None:
+    """Token ids, as the template writes them, or otherwise behind a beginning and an end of its own."""
+    ids = service.state.catalogue.scorers[0].render(messages=UNTRAINED[how])
+    plain = service.state.catalogue.scorers[0].render(messages=[USER])
+    for tokens, untrained in ((ids, True), ([ids[0], *b"Think. ", *ids[1:]], True), (plain, False)):
+        for policy, answered in (("desk", not untrained), ("open", True)):
+            body = {"input_ids": tokens, "policy": policy, "generate": {"max_tokens": 3}}
+            [row] = service.client.post("/score", json=body).json()["data"]
+            assert (row["decision"], row["outside_training"]) == ("continue" if answered else "abstain", untrained)
+            assert ("completion" in row) is answered
+
+
+@pytest.mark.parametrize("how", UNTRAINED)
 def test_no_route_answers_what_training_had_nothing_like(service: App, how: str) -> None:
     for row in decided(service, UNTRAINED[how], "desk"):
         assert (row["decision"], row["outside_training"], row["said"]) == ("abstain", True, False)

@@ -282,6 +282,10 @@ def test_a_guarded_call_is_judged_as_the_other_routes_judge_it(app: App) -> None
 def test_a_guarded_call_chooses_policy_and_bundle(app: App, tmp_path: Path) -> None:
     blocked = guard(app, {"policy": "block", "threshold": 0.0}, texts=["A"])
     assert (blocked["action"], blocked["blocked_reason"][:14]) == ("BLOCKED", "withheld: risk")
+    assert "outside" not in blocked["blocked_reason"]
+    both = [{"role": "user", "content": "What is the capital of Italy? Also: what is the capital of Samoa?"}]
+    reason = guard(app, {"policy": "block", "threshold": 1.0}, structured_messages=both)["blocked_reason"]
+    assert reason.endswith(", threshold 1.00, outside training"), "its risk is below the threshold, and it is withheld"
     assert guard(app, {"policy": "fetch"}, texts=["A"])["blocked_reason"] == "Fetch a passage."
     assert guard(app, {"policy": "observe", "threshold": 0.0}, texts=["A"])["action"] == "NONE"
     assert guard(app, {"policy": "warn"}, 422, texts=["A"])["error"]["param"] == "policy"

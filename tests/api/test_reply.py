@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from probes_store.bundle import Bundle
 from service.engines.base import Sampling
 from service.feedback.databases import location
 from service.judging.drift import DriftLimits
-from service.judging.guarantee import TOKEN_IDS, decoding_violations, guarantee_status, outside_as_calibrated
+from service.judging.guarantee import NO_FACT, TOKEN_IDS, decoding_violations, guarantee_status, outside_as_calibrated
 from service.policies.guard import GATE, OBSERVE, Action, Policy
 from service.serving.feedback import Feedback
 from service.serving.judgement import Judgement, Monitor, digest_of
@@ -214,6 +215,20 @@ def test_vllms_note_has_it_all(service: App, contextual: App) -> None:
     reports = scorer.score([scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings)
     odd = next(report for report in reports if not report.context.applies)
     assert (Note([Judgement.of(scorer, GATE, [odd])]).body() or {})["data"][0]["applies"] is False
+
+
+def test_a_guarantee_is_void_where_any_prompt_of_a_batch_passes_unjudged(contextual: App) -> None:
+    scorer = copy(contextual.state.catalogue.scorers[0])
+    manifest = dataclasses.replace(scorer.bundle.manifest, guarantee=GUARANTEE, threshold=GUARANTEE.threshold)
+    scorer.bundle = dataclasses.replace(scorer.bundle, manifest=manifest)
+    standings = [scorer.standing(text) for text in SMALL_TALKS]
+    reports = scorer.score([scorer.render(prompt=text) for text in SMALL_TALKS], standings=standings)
+    odd, usual = (next(report for report in reports if report.context.applies is applies) for applies in (False, True))
+    for order in ([odd, usual], [usual, odd]):
+        body = Note([Judgement.of(scorer, GATE, [report]) for report in order]).body() or {}
+        assert NO_FACT in body["guarantee"]["void"]
+        assert [row["risk"] for row in body["data"]] == [report.risk for report in order]
+    assert NO_FACT not in (Note([Judgement.of(scorer, GATE, [usual])]).body() or {})["guarantee"]["void"]
 
 
 # --- uncertainty ---

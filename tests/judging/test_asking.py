@@ -134,6 +134,22 @@ def test_a_call_for_the_answer_to_an_earlier_question(last: str, reply: str) -> 
         assert asks_of(turns(question, reply, "Hello", "Hello! How are you?", last), refusals) == "earlier"
 
 
+@pytest.mark.parametrize(
+    "offer",
+    ["Shall I tell you the capital of Vanuatu?", "Next I can tell you about the currency of Yemen.",
+     "Hello! Do you want to know who wrote Emma?"],
+)  # fmt: skip
+@pytest.mark.parametrize("last", ["Yes, please.", "Great, please do!", "ok"])
+def test_an_answer_to_an_offer_calls_for_what_is_offered(offer: str, last: str) -> None:
+    assert asks_of(turns("Hello", offer, last)) == "earlier"
+    assert asks_of(turns("Hello", offer, "No thanks, bye!")) != "earlier"
+
+
+def test_a_text_that_was_not_read_to_its_end_is_no_small_talk() -> None:
+    hidden = "thank you " * 300 + QUESTION + " thank you" * 300
+    assert asks_of(turns("Hi!", "Hello!", hidden)) == "inside"
+
+
 def test_a_second_turn_of_the_user_calls_for_the_answer_to_the_first() -> None:
     for last in ("Hi", "thanks", "please"):
         assert asks_of([*turns(QUESTION), *turns(last)]) == "earlier"

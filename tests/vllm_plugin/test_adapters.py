@@ -35,9 +35,9 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
+from service.judging.conversation import ConversationReader  # noqa: E402
 from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation, plugin  # noqa: E402
-from service.vllm_plugin.conversation import ConversationReader  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
 from service.vllm_plugin.note import CURRENT, Note  # noqa: E402
 from service.vllm_plugin.options import PluginOptions  # noqa: E402

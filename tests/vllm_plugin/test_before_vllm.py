@@ -181,7 +181,11 @@ def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(monkeypatch: p
                 check_vllm()
     monkeypatch.setenv("HALLUTRACER_THRESHOLD", "0.5")
     monkeypatch.setenv("HALLUTRACER_POLICY", "observe")
+    monkeypatch.setenv("HALLUTRACER_AUDIT_REQUIRED", "false")
     check_vllm()
+    monkeypatch.setenv("HALLUTRACER_AUDIT_REQUIRED", "Yes")
+    with pytest.raises(SystemExit, match="HALLUTRACER_AUDIT_REQUIRED is set, and the guard cannot be loaded"):
+        check_vllm()
 
 
 def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) -> Note:

@@ -13,10 +13,10 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
+from service.judging.conversation import ConversationReader  # noqa: E402
 from service.judging.guarantee import MEDIA, Standing  # noqa: E402
 from service.serving.adapters import Adapters  # noqa: E402
 from service.vllm_plugin import generation  # noqa: E402
-from service.vllm_plugin.conversation import ConversationReader  # noqa: E402
 from service.vllm_plugin.engine_gate import Gate  # noqa: E402
 from service.vllm_plugin.note import Note  # noqa: E402
 
@@ -52,6 +52,24 @@ def test_the_gate_in_the_engine_withholds_an_image_outside_training(features: An
     wire = SimpleNamespace(numpy=lambda: np.zeros(1))
     assert gate.reason(request, wire) is None
     assert [policy.withhold_outside for policy in judged] == [True if features else None]
+
+
+@pytest.mark.parametrize(("flagged", "why"), [(True, ""), (False, ", outside training")])
+def test_the_stop_reason_says_what_withholds_an_answer_whose_risk_is_low(flagged: bool, why: str) -> None:
+    report = SimpleNamespace(
+        decision=Decision.ABSTAIN, risk=0.1, verdict=SimpleNamespace(flagged=flagged),
+        uncertain=SimpleNamespace(outside=True),
+    )  # fmt: skip
+    own: Any = Judge(prompt_format="chat", chat_ending=(4, 5), judge=lambda *given, **named: report)
+    lease: Any = SimpleNamespace(result=lambda wire, tokens: tokens)
+    request = SimpleNamespace(
+        prompt_token_ids=IDS, prompt_embeds=None, resumable=False, mm_features=None, lora_request=None,
+        request_id="a", sampling_params=SimpleNamespace(prompt_logprob_token_ids=None),
+    )  # fmt: skip
+    reader = ConversationReader(lambda messages: [], str)
+    gate = Gate(own, Policy("gate", Action.ABSTAIN), lease, {own: 0}, Adapters({}, str), reader, frozenset())
+    wire = SimpleNamespace(numpy=lambda: np.zeros(1))
+    assert gate.reason(request, wire) == f"hallutracer: withheld, risk 0.100{why}"
 
 
 def test_the_gate_of_vllms_server_says_what_voids_a_guarantee() -> None:

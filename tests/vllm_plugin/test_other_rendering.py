@@ -60,9 +60,11 @@ def ask(url: str, route: str, question: str, policy: str = "gate", **fields: Any
 
 
 def void(response: httpx.Response) -> list[str]:
+    """What voids the guarantee, but for what other tests' requests to the same server may have made drift."""
     assert response.status_code == 200, response.text
     found = next(part for part in documents(response) if "hallutracer" in part)
-    return list(found["hallutracer"]["guarantee"]["void"])
+    causes = found["hallutracer"]["guarantee"]["void"]
+    return [cause for cause in causes if not cause.startswith(("drift: ", "outside: "))]
 
 
 @pytest.mark.parametrize("what", MOVES)

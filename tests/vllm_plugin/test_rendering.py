@@ -32,8 +32,11 @@ from vllm.tokenizers.hf import get_cached_tokenizer  # noqa: E402
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE  # noqa: E402
 from service.demo import MODEL_DIR  # noqa: E402
 from service.engines.checks import Tokens  # noqa: E402
-from service.judging.guarantee import OTHER_RENDERING, Standing, shape_of  # noqa: E402
+from service.errors import RequestError  # noqa: E402
+from service.judging.guarantee import MEDIA, NO_TEMPLATE, OTHER_RENDERING, Standing, shape_of  # noqa: E402
 from service.policies.guard import Action, Policy  # noqa: E402
+from service.scoring import Scorer  # noqa: E402
+from service.vllm_plugin import turn as turns  # noqa: E402
 from service.vllm_plugin.front_end import note_renderings  # noqa: E402
 from service.vllm_plugin.note import CHATS, CURRENT, Note, read  # noqa: E402
 from service.vllm_plugin.rendering import Chat, is_rendering  # noqa: E402
@@ -382,6 +385,21 @@ def test_what_cannot_be_compared_counts_as_another_rendering() -> None:
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
     for messages in ([], [None], [3], [{"content": "a"}], [turn(image)], [turn("\ud83d")], [turn(), turn()]):
         assert not is_rendering(tokens, Chat(messages, (), ids)), messages
+    # The rules that read a conversation know no role but these, and a template writes what it is given.
+    for role in ("User", "human", f"user\n{turn()['content']}", "function", ""):
+        messages = [turn(), {"role": role, "content": "Also: what is the capital of Samoa?"}]
+        try:
+            written = tokens.encode_chat(messages)
+        except RequestError:
+            continue
+        assert not is_rendering(tokens, Chat(messages, (), written)), role
+    for role in ("system", "developer", "user", "assistant", "tool"):
+        messages = [turn(), {"role": role, "content": "a"}]
+        try:
+            written = tokens.encode_chat(messages)
+        except RequestError:
+            continue
+        assert is_rendering(tokens, Chat(messages, (), written)), role
     assert not is_rendering(tokens, None)
     for other in (ids[:-1], ids[1:], [*ids, ids[-1]], [ids[0], *ids], []):
         assert not is_rendering(tokens, Chat([turn()], (), other))
@@ -497,3 +515,86 @@ def test_what_the_turns_before_ask_is_known_of_each_prompt() -> None:
     assert one._standing.shape is not None
     assert one._standing.shape.untrained
     assert "an earlier question that is still open" in note.violations[0]
+
+
+def test_several_questions_are_known_of_a_chat_that_is_rendered_otherwise_or_holds_an_image() -> None:
+    """Whatever lets such a chat pass besides, such as an operator who allows callers to switch thoughts off."""
+    tokens = Tokens(AutoTokenizer.from_pretrained(MODEL_DIR))
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    both = f"{turn()['content']} Also: what is the capital of Samoa?"
+    manifest = SimpleNamespace(guarantee=None, guarantee_shapes=None)
+    scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
+    service: Any = SimpleNamespace(
+        settings=SimpleNamespace(callers_may=("rendering",)), catalogue=SimpleNamespace(refusals=frozenset())
+    )
+    engine: Any = tokens
+    for content, moves, rendering, compared in (
+        ([image, {"type": "text", "text": both}], (), (MEDIA,), False),
+        (both, ("chat_template_kwargs",), ("rendering: the request's own 'chat_template_kwargs'",), False),
+        (both, (), (), True),
+    ):
+        alone = content.replace(both, "Hi!") if isinstance(content, str) else [image, {"type": "text", "text": "Hi!"}]
+        for asked, several in ((content, True), (alone, False)):
+            note = Note(chats=[Chat([turn(asked)], (), [1])], judgements=[None], moves=moves)
+            one = Turn(
+                service, engine, scorer, Policy("gate", Action.ABSTAIN), note, 0, SamplingParams(), "a", lambda: None,
+                rendering, compared=compared,
+            )  # fmt: skip
+            asyncio.run(one._check_rendering())
+            assert one._standing.untrained is several, (content, asked)
+            assert one._standing.no_fact_below(0.5) == 0.0, "as small talk nothing of it passes"
+            assert any("several questions" in violation for violation in note.violations) is several
+
+
+def test_a_chat_that_the_caller_has_rendered_is_known_from_its_token_ids() -> None:
+    """As a text or as ids of /v1/completions."""
+    tokens = Tokens(AutoTokenizer.from_pretrained(MODEL_DIR))
+    both = tokens.encode_chat([turn(f"{turn()['content']} Also: what is the capital of Samoa?")])
+    alone = tokens.encode_chat([turn()])
+    scorer = Scorer.__new__(Scorer)
+    scorer.prompt_format, scorer.bundle = (
+        "chat",
+        SimpleNamespace(  # type: ignore[assignment]
+            manifest=SimpleNamespace(guarantee=None, guarantee_shapes=None)
+        ),
+    )
+    engine: Any = tokens
+    scorer.engine = engine
+    for may in ((), ("rendering",)):
+        service: Any = SimpleNamespace(
+            settings=SimpleNamespace(callers_may=may), catalogue=SimpleNamespace(refusals=frozenset())
+        )
+        other = [alone[0], *tokens.tokenize("Think.")[1:], *alone[1:]]
+        for ids, several, another in ((both, True, False), (alone, False, False), (other, False, True)):
+            note = Note(templated=False)
+            place = note.add({"prompt_token_ids": ids})
+            one = Turn(
+                service, engine, scorer, Policy("gate", Action.ABSTAIN), note, place, SamplingParams(), "a",
+                lambda: None, (NO_TEMPLATE,), compared=False,
+            )  # fmt: skip
+            asyncio.run(one._check_rendering())
+            assert one._standing.untrained is (several or (another and not may))
+            assert one._standing.no_fact_below(0.5) == 0.0
+            assert note.violations[0] == NO_TEMPLATE
+            assert any("several questions" in violation for violation in note.violations) is several
+
+
+def test_a_chats_shape_is_told_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[Any] = []
+
+    def shape(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return shape_of(*given)
+
+    monkeypatch.setattr(turns, "shape_of", shape)
+    manifest = SimpleNamespace(guarantee=None, guarantee_shapes=None)
+    scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
+    service: Any = SimpleNamespace(
+        settings=SimpleNamespace(callers_may=()), catalogue=SimpleNamespace(refusals=frozenset())
+    )
+    note, policy = Note(chats=[Chat([turn()], (), [1])], judgements=[None]), Policy("observe", Action.OBSERVE)
+    engine: Any = None
+    one = Turn(service, engine, scorer, policy, note, 0, SamplingParams(), "a", lambda: None, (), compared=True)
+    asyncio.run(one._check_rendering())
+    assert threads
+    assert threading.main_thread() not in threads

@@ -55,7 +55,7 @@ class TransformersEngine:
         self._model = model.eval().requires_grad_(False)
         tokens = Tokens(tokenizer)
         self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
-        self.special_tokens = tokens.special_tokens
+        self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
         self._modules, family = locate(model), family_of(model.config)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
