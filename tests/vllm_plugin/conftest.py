@@ -26,7 +26,8 @@ STARTING_S = 240.0
 MODEL = "demo"
 SURE = "sure"  # the demo's bundle, with a guarantee
 KNOWN, UNKNOWN = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
-QUIET = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# An engine of ours that this process had before has set another level for the processes that it starts.
+QUIET = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 @contextmanager
