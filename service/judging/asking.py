@@ -149,6 +149,8 @@ _TWO = tuple(
     for pattern in (
         # ", and Yemen is in which region"
         rf",\s*(?:and|or|plus|then)\s+[^,?]{{0,80}}?\b(?:in|of|on|at|by|to|is|was)\s+{_WH}\b",
+        # ", and name the capital of Yemen"
+        r",\s*(?:and|plus|then)\s+(?:please\s+)?(?:name|tell|give|say|state)\s+(?:me\s+)?(?:the|its|an?|who|what|which)\b",
         # "capital of France and the currency of Yemen"; behind a comma alone, ", the capital of" says more of the same
         rf"\b{_ANY_FACT}(?:\s+(?:of|for|in)\s+[^,;.?&/|]{{1,40}}?)?\s*(?:,?\s*{_AND}|,(?!\s*(?:the|an?)\b))\s*"
         rf"(?:(?:the|its|also|of|[\w-]{{1,30}}['\u2019]s)\s+){{0,2}}{_ANY_FACT}\b",

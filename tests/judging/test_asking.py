@@ -33,6 +33,7 @@ def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
         "I have two questions. The capital of Italy, and {q}",
         "What is the capital of Italy, and do you know that of American Samoa?",
         "What are the capitals of France and American Samoa?",
+        "What is the capital of Italy, and name the part of the world of the city of Manado.",
         "What is the capital of France and of American Samoa?",
         "Give me the capital and the currency of Yemen",
         "Who wrote Hamlet; who painted Guernica?",
