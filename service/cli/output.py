@@ -185,12 +185,15 @@ def draw_sorted(tried: Tried, console: Console | None = None) -> None:
             lines.append(Text.assemble(f"{one.low:.2f} to {one.high:.2f}  ", bar, f" {one.right:.0%}"))
         console.print("", *lines, sep="\n")
     lower, upper = tried.halves
-    console.print(
-        f"\n{tried.model}, asked {len(tried.seen)} questions that {tried.bundle} was not fitted on: right in "
+    judged = [one.verdict for one in tried.seen if one.verdict is not None]
+    right = (
         f"{lower['right']} of the {lower['questions']} with the lower risks, in {upper['right']} of the "
-        f"{upper['questions']} with the higher.{_not_judged(tried)}",
-        soft_wrap=True, markup=False,
-    )  # fmt: skip
+        f"{upper['questions']} with the higher."
+    )
+    if len(judged) < len(tried.seen):  # what is withheld says nothing of a half
+        right = f"{judged.count('right')} of the {len(judged)} that were answered.{_not_judged(tried)}"
+    asked = f"asked {len(tried.seen)} questions that {tried.bundle} was not fitted on"
+    console.print(f"\n{tried.model}, {asked}: right in {right}", soft_wrap=True, markup=False)
 
 
 def _not_judged(tried: Tried) -> str:
