@@ -217,7 +217,7 @@ def test_no_token_of_a_withheld_answer(tmp_path: Path, asked: list[str], withhel
             check(said[name], withheld[:FEW])
         check([*said["LONG"], *said["LATE"]], [False, True], changed)
         check(said["WORSE"], [True] * FEW, changed)
-        assert "golden prompt" in ran.stderr
+        assert "golden prompt" in ran.stdout + ran.stderr  # wherever vLLM logs to
 
 
 def test_an_engine_whose_bundle_reads_another_model_does_not_start(tmp_path: Path) -> None:
