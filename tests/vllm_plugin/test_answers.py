@@ -138,7 +138,9 @@ def test_an_answer_ends_where_its_running_risk_is_too_high(url: str, get: Any, t
             assert cut["answer_risk"] >= STOP
             assert given["text"].startswith(cut["text"])
             assert len(cut["text"]) < len(given["text"]) or cut["counted"] < given["counted"]
-            assert LEAST_READ <= cut["counted"] <= cut["answer_tokens"], "nothing behind what was read"
+            assert cut["counted"] <= cut["answer_tokens"], "nothing behind what was read"
+            # Where vLLM merges outputs that wait, several tokens are read at once, and fewer than these were shown.
+            assert cut["answer_tokens"] >= LEAST_READ
             ended += 1
         else:
             assert (cut["text"], cut["why"], cut["counted"]) == (given["text"], given["why"], given["counted"])
