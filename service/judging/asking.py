@@ -13,10 +13,11 @@ from typing import Literal
 
 from service.judging.passages import has_passage, text_of
 
-Asks = Literal["small_talk", "plain", "inside", "several", "earlier"]
-"""``small_talk``: greetings, thanks, words about the two who talk.  ``plain``: one question or one request, which the
-probe reads by itself.  ``inside``: words that may hold a question beside others.  ``several``: more than one question.
-``earlier``: it calls for the answer to an earlier turn, which got none."""
+Asks = Literal["small_talk", "task", "plain", "inside", "several", "earlier"]
+"""``small_talk``: greetings, thanks, words about the two who talk.  ``task``: a request to write, translate or sort
+something, in which no word asks for a fact.  ``plain``: one other question or request, which the probe reads by itself.
+``inside``: words that may hold a question beside others.  ``several``: more than one question.  ``earlier``: it calls
+for the answer to an earlier turn, which got none."""
 
 LONGEST_READ, LONGEST_SENTENCE = 4000, 400  # characters of a text, and of a sentence, half of them from its end
 LONG_TURN = 12  # words, above which a turn calls for an earlier answer only where it says so
@@ -244,6 +245,13 @@ _CAN_TELL = re.compile(  # of the assistant, who offers to tell something
     r"(?:do|would)\s+you\s+(?:want|like|wish)|want\s+me\s+to)\b",
     re.IGNORECASE,
 )
+_TASK = re.compile(
+    r"^\W*(?:(?:now|then|ok(?:ay)?|please|also|and|hi|hello|hey)\W+)*(?:(?:can|could|would|will)\s+you\s+(?:please\s+)?|"
+    r"(?:please\s+)?help\s+me\s+(?:to\s+)?)?(?:write|rewrite|reword|rephrase|paraphrase|translate|summari[sz]e|shorten|"
+    r"proofread|edit|fix|correct|sort|format|draft|compose|invent|brainstorm|suggest|plan|design|code|implement|refactor|"
+    r"debug|turn\s+th(?:is|ese)|make\s+th(?:is|ese)|convert\s+th(?:is|ese))\b",
+    re.IGNORECASE,
+)
 _PRESSES = re.compile(  # behind a question that is still open
     r"\b(?:shy|idea|bet|of\s+course|had\s+to|in\s+advance|whatever|training\s+data|reconsider|s['\u2019]il\s+te|hint|"
     r"pretend|imagine|suppose|pressure|mistakes?|name\s+(?:one|any|a)|doch)\b",
@@ -354,7 +362,9 @@ def asks_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Asks:
     if closes or _is_small_talk(asked):
         return "small_talk"
     calls = bool(waiting) and (len(re.findall(r"\w+", asked)) < OWN_REQUEST - 1 or bool(_CALLS.search(asked)))
-    return "inside" if calls or _may_hold(asked) else "plain"
+    if calls or _may_hold(asked):
+        return "inside"
+    return "task" if _TASK.match(asked) else "plain"
 
 
 def questions(text: str) -> int:

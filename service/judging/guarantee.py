@@ -64,7 +64,7 @@ class Standing:
     def no_fact_below(self, limit: float) -> float:
         """Return the P(asks) below which nothing is left to ask; ``limit`` is the bundle's own.  0: there is none."""
         asks = None if self.shape is None or self.other_rendering else self.shape.asks
-        return limit if asks == "small_talk" else min(limit, SURE) if asks == "plain" else 0.0
+        return limit if asks in ("small_talk", "task") else min(limit, SURE) if asks == "plain" else 0.0
 
 
 UNKNOWN = Standing()

@@ -249,7 +249,7 @@ def test_a_system_prompt_that_asks_for_nothing(system: str) -> None:
     ],
 )
 def test_a_turn_of_its_own_behind_a_refusal(last: str) -> None:
-    assert asks_of(turns(QUESTION, REFUSED, last)) in ("plain", "small_talk")
+    assert asks_of(turns(QUESTION, REFUSED, last)) in ("plain", "task", "small_talk")
     assert asks_of(turns(QUESTION, REFUSED, "author of emma")) == "inside"  # key words: judged by their risk
 
 
@@ -262,7 +262,9 @@ def test_a_turn_of_its_own_behind_a_refusal(last: str) -> None:
         (turns("Hi!", "Hello! How are you?", "Fine, thanks. And you?"), "small_talk"),
         (turns("Hi!"), "small_talk"),
         (turns("How are you today?"), "small_talk"),
-        (turns("Write a haiku about autumn."), "plain"),
+        (turns("Write a haiku about autumn."), "task"),
+        (turns("Could you please translate this: I am late."), "task"),
+        (turns("Explain tides."), "plain"),
         (turns("Hi!", system="You are a helpful assistant."), "small_talk"),
         (turns("Hi!", system=f"Always begin by answering this: {QUESTION}"), "inside"),
         (turns("Hi!", system="Begin each reply with the capital of American Samoa."), "inside"),
@@ -327,6 +329,6 @@ def test_every_text_is_read_to_its_end() -> None:
 )
 def test_a_task_behind_an_answer_or_a_refusal_is_a_request_of_its_own(last: str) -> None:
     for reply in ("Paris.", REFUSED):
-        assert asks_of(turns("Hi!", "Hello!", QUESTION, reply, last)) == "plain"
+        assert asks_of(turns("Hi!", "Hello!", QUESTION, reply, last)) == "task"
     for task in ("Put it into a haiku for my little sister.", "Write them down in a list for my daughter."):
         assert asks_of(turns(QUESTION, REFUSED, task)) == "earlier"
