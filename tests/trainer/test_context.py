@@ -18,7 +18,6 @@ from service.data.forms import FORMS, chosen, families, in_forms
 from service.data.training_rows import read_dataset
 from service.engines.base import Completion, Sampling, TokenIds
 from service.fitting.nested_cv import CONTEXT_NAMES
-from service.judging.guarantee import SURE
 from service.readout import Site
 from service.scoring import Scorer
 from service.trainer.new_rows import risks_of
@@ -178,7 +177,7 @@ def test_requests_that_ask_for_no_fact_do_not_apply_when_served(trained: Bundle)
     assert context.applicability is not None
     assert (asks[asking] >= context.applicability.threshold).mean() > 0.96
     assert (asks[~asking] < context.applicability.threshold).mean() > 0.9
-    assert np.array_equal(applies[~asking], asks[~asking] >= SURE)  # a poem is no small talk: where the probe is sure
+    assert np.array_equal(applies[~asking], asks[~asking] >= context.applicability.threshold)  # poems to write: tasks
 
 
 def test_without_such_rows_a_bundle_has_none_and_its_former_version(tmp_path: Path) -> None:
