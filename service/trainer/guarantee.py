@@ -55,8 +55,9 @@ class GuaranteePlan:
             return None
         standings = (new_rows.standing_of(row, "chat") for row in self.rows.dataset.rows)
         # No gate answers where no bundle is trained, whatever the calibration had.
-        shapes = {standing.shape for standing in standings if not standing.untrained}
-        return tuple(sorted(map(str, shapes)))
+        named = [(standing.untrained, str(standing.shape)) for standing in standings]
+        trained = {name for untrained, name in named if not untrained}
+        return tuple(sorted(trained or {name for _, name in named}))
 
     @property
     def each_delta(self) -> float:

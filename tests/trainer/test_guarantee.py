@@ -60,6 +60,21 @@ def published(folder: Path, store: Store, rows: Rows | None = None, **changes: A
     return bundle, bundle.manifest.guarantee, bundle.evaluation()["calibrations"][-1]
 
 
+def test_each_shape_is_named_once_whatever_its_rows_ask(tmp_path: Path, store: Store) -> None:
+    def shapes(*forms: str) -> tuple[str, ...] | None:
+        rows = planted_rows(400, seed=5)
+        data = tmp_path / f"{len(forms)}.jsonl"
+        write_rows(
+            data, [row | {"prompt": forms[at % len(forms)].format(row["prompt"])} for at, row in enumerate(rows)]
+        )
+        options = GuaranteeOptions(data=(str(data),), run_dir=tmp_path / f"run{len(forms)}", alpha="0.2")
+        return plan(store.load("planted"), options, store).shapes
+
+    alone, several = "0 earlier turns, no passage, no system prompt", "Who wrote Emma? And what is {}?"
+    assert shapes("{}", "Write a note that answers: {}", several) == (alone,)
+    assert shapes(several) == (f"{alone}, several questions",)
+
+
 def test_the_guarantee_is_published_and_served(tmp_path: Path, store: Store, trained: Bundle) -> None:
     assert trained.manifest.guarantee is None
     bundle, found, record = published(tmp_path, store)
