@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, check_answers, check_golden
 from probes_store.manifest import SIGNALS, check_identity
-from probes_store.records import least_reaching
+from probes_store.records import Context, least_reaching
 from service.engines import base
 from service.engines.base import Completion, Engine, EngineGate, PrefillResult, Sampling, TokenIds, Update
 from service.engines.bridge import gather_all, wait_for
@@ -339,6 +339,14 @@ class Scorer:
         untrained = known.untrained and policy.action.withholds and policy.withhold_outside is not False
         return untrained or (known.outside and self.withholds_outside(policy))
 
+    def _context(self, standing: Standing) -> Context | None:
+        """Return the bundle's context record with the P(asks) below which this prompt asks for no fact, if any is."""
+        context = self.bundle.manifest.context
+        if context is None or (limit := context.applicability) is None:
+            return context
+        below = standing.no_fact_below(limit.threshold)
+        return replace(context, applicability=replace(limit, threshold=below) if below else None)
+
     def gate(self, policy: Policy, standing: Standing = UNKNOWN) -> EngineGate | None:
         """Return when an engine that decodes by itself must not begin; None where ``policy`` ends no answer.
 
@@ -350,10 +358,8 @@ class Scorer:
         if not policy.action.withholds or threshold >= 1.0:
             return None
         given: dict[str, float] = dict(zip(manifest.signals, manifest.classifier.weight, strict=True))
-        weight, context = tuple(given.get(name, 0.0) for name in SIGNALS), manifest.context
-        if context is not None and (limit := context.applicability) is not None:
-            below = 0.0 if policy.withhold_no_fact else standing.no_fact_below(limit.threshold)
-            context = replace(context, applicability=replace(limit, threshold=below) if below else None)
+        weight = tuple(given.get(name, 0.0) for name in SIGNALS)
+        context = self._context(UNKNOWN if policy.withhold_no_fact else standing)
         return EngineGate(weight, manifest.classifier.intercept, threshold, context)
 
     def shadowed(self, result: PrefillResult, policy: Policy, place: int, standing: Standing) -> ShadowRisk:
@@ -393,10 +399,7 @@ class Scorer:
         started, manifest = time.perf_counter(), self.bundle.manifest
         trajectory, *others = result.trajectories[place : place + len(self.probes)]
         mean, means = float(depth_mean(trajectory)), [float(depth_mean(one)) for one in others]
-        context = base.prompt_context(manifest.context, means, result.prompt_tokens)
-        if manifest.context is not None and (limit := manifest.context.applicability) is not None:
-            below = standing.no_fact_below(limit.threshold)
-            context = replace(context, applies=context.asks is None or not context.asks < below)  # a NaN applies
+        context = base.prompt_context(self._context(standing), means, result.prompt_tokens)
         signals = {name: getattr(context, name) for name in ("passage", "stated", "stated_length")}
         signals["depth_mean"] = mean
         if (first := result.first_token) is not None:

@@ -49,6 +49,7 @@ _FACT_OF = (
     r"(?:symbols?|languages?|countr(?:y|ies)|continents?|regions?|flags?|anthems?|rivers?|heights?|kings?|queens?|"
     r"leaders?|winners?|year|dates?|writers?)"
 )
+_ANY_FACT = rf"(?:{_FACT}|{_FACT_OF})"
 _FACT_CHINESE = "(?:\u9996\u90fd|\u4f5c\u8005|\u8d27\u5e01|\u4eba\u53e3)"  # capital, author, currency, population
 _HERE = r"(?:users?|customers?|guests?|questions?|messages?|texts?|this|that)\b"  # "the language of the user"
 _NAMES_FACT = re.compile(
@@ -75,7 +76,7 @@ _LEAD = (
 _BEGINS = re.compile(rf"^(?:[^:?.]{{0,40}}:)?\W*(?:{_LEAD}[\s\W]+)*(?:{_WH}|{_CALL})\b", re.IGNORECASE)
 _KEY_WORDS = re.compile(  # "capital of samoa", "while you are at it, the currency of Yemen", "Yemen: capital?"
     rf"^(?:[^,:.]{{0,30}}[,:])?\W*(?:{_LEAD}\W+)*(?:the\s+)?"
-    rf"(?:{_FACT}(?:\?|\s+\w+\W*$)|(?:{_FACT}|{_FACT_OF})\s+(?:of|for|in)\s+"
+    rf"(?:{_FACT}(?:\?|\s+\w+\W*$)|{_ANY_FACT}\s+(?:of|for|in)\s+"
     r"(?!.*\b(?:is|was|are|were)\b)[\w'\u2019-]+(?:\s+[\w'\u2019-]+){0,4}\W*$)",
     re.IGNORECASE,
 )
@@ -129,7 +130,7 @@ _BRIEFLY = re.compile(r"^\W*(?:answer|explain|reply|respond|please|give|keep|be|
 _AND = r"(?:[;&/+|]|\b(?:and|or|also|plus|then|vs|versus|und|et|y|sowie|as\s+well\s+as|after\s+that)\b)"
 _JOINT = re.compile(
     rf"{_AND}\W*(?:{_LEAD}\W+)*(?:(?:in|on|at|to|from|of|by|for|with)\s+)?(?:{_WH}\b|{_CALL}\b|"
-    rf"(?:the|its|his|her|their)\s+(?:{_FACT}|{_FACT_OF})\b)",
+    rf"(?:the|its|his|her|their)\s+{_ANY_FACT}\b)",
     re.IGNORECASE,
 )
 _HEAD = re.compile(  # "tell me who ..", "the capital of ..", before what is joined to it
@@ -144,7 +145,6 @@ _STATES = (
     r"northern\s+ireland|south\s+sandwich|mcdonald)"
 )  # second names of one state: "Trinidad and Tobago"
 _TWO_NAMES = rf"[^?.,;]{{1,60}}?(?:\band\b|&)\s+(?!(?:the\s+)?{_STATES}|(?:is|was|are|were|has|its|their)\b)\w"
-_ANY_FACT = rf"(?:{_FACT}|{_FACT_OF})"
 _TWO = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -236,10 +236,6 @@ _CALLS = re.compile(
     re.IGNORECASE,
 )
 _AHEAD = re.compile(r"\b(?:this|these|that|the\s+following)\b[^.?!:]{0,60}:\s*\S.*", re.IGNORECASE)  # "fix this: .."
-_TASK = re.compile(
-    r"^\W*(?:please\s+)?(?:write|invent|draft|suggest|plan|compose|recommend)\s+(?:me\s+)?(?:an?|some|two|three)\s",
-    re.IGNORECASE,
-)
 _CAN_TELL = re.compile(  # of the assistant, who offers to tell something
     r"\b(?:(?:i|we)\s+(?:can|could|may|will|shall|might)|(?:shall|should|may|can|could)\s+(?:i|we)|i['\u2019]ll|let\s+me|"
     r"(?:do|would)\s+you\s+(?:want|like|wish)|want\s+me\s+to)\b",
