@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[tuple[Site, ...], int]] = {  # sites that are read, slots
     "ours": ((Site.ATTENTION_HEAD,), 1), "both": (tuple(Site), 4), "reads": ((Site.ATTENTION_HEAD,), 1),
 }  # fmt: skip
 ANSWERS = {"reads"}  # may read answers' own tokens
+NO_POLICY = {"HALLUTRACER_POLICY": ""}  # with a policy and without a bundle, the plugin ends a vLLM of its own
 
 
 class Interval(NamedTuple):
@@ -74,7 +75,7 @@ class Group:
         self._log = log
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *command], cwd=ROOT, env=inherited() | (environment or {}),
+                [sys.executable, "-m", *command], cwd=ROOT, env=inherited() | NO_POLICY | (environment or {}),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, bufsize=1,
                 start_new_session=True,
             )  # fmt: skip

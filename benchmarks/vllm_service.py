@@ -48,6 +48,7 @@ DECODED = 17
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SHORT_S = 0.4  # a measure shorter than this is repeated within a turn
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+GATE = {"HALLUTRACER_POLICY": "gate"}
 
 
 async def exchange(pool: harness.Pool, request: bytes) -> float:
@@ -98,7 +99,7 @@ class VllmBench(Bench):
         with ExitStack() as stack:
             if not {"rate", "latency"} & set(parts):
                 return
-            ours = stack.enter_context(Listener(self._serve(), logs / f"ours-{name}.log", "/health/ready", {}))
+            ours = stack.enter_context(Listener(self._serve(), logs / f"ours-{name}.log", "/health/ready", GATE))
             if "rate" in parts:
                 bare = ["--model", self.prepared.folder, "--kind=bare", "--arguments", json.dumps(self._same())]
                 with Talker(["benchmarks.vllm_contestant", *bare], logs / f"llm-{name}.log") as direct:
