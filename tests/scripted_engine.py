@@ -143,6 +143,20 @@ class ScriptedEngine:
         self._forward("begin", prompts)
         return [ScriptedContinuation(self, self._read(prompt, probes, True), prompt) for prompt in prompts]
 
+    def in_chunks(
+        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+    ) -> Iterator[PrefillResult | ScriptedContinuation | None]:
+        """As many passes as the prompt takes; ``before`` hears ``chunk`` of each but the last."""
+        self.check([prompt])
+        passes = -(-len(prompt) // self.max_batch_tokens)
+        for _ in range(passes - 1):
+            self._forward("chunk", ())
+            self.counters.forward_tokens += self.max_batch_tokens
+            yield None
+        [result] = self.begin([prompt], probes) if kept else self.score([prompt], probes, first_token=first_token)
+        self.counters.forward_tokens -= (passes - 1) * self.max_batch_tokens
+        yield result
+
     def step_together(self, continuations: Sequence[ScriptedContinuation]) -> None:
         """Each runs by itself."""
 

@@ -344,6 +344,14 @@ class BatchEngine(LoadedModel, Protocol):
     def begin(self, prompts: Prompts, probes: Sequence[Probes]) -> Sequence[Continuation]:
         """Prefill and keep the KV caches, so that any of the prompts can be decoded."""
 
+    def in_chunks(
+        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+    ) -> Iterator[PrefillResult | Continuation | None]:
+        """Prefill one prompt by passes of at most ``max_batch_tokens``, one for each item; other calls run between.
+
+        None stands for each pass but the last, which gives what ``score`` does, or with ``kept`` what ``begin`` does,
+        and raises as they do.  A model whose cache cannot be continued takes one pass.  Closing it frees the cache."""
+
     def step_together(self, continuations: Sequence[Any]) -> None:
         """Run the next token of all its continuations at about the cost of one; ``decode`` goes on from there."""
 

@@ -9,7 +9,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from service.engines import adapters, base, loading
+from service.engines import adapters, base, families, loading
 from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
 from service.engines.families import ModelModules, check_sites, family_of, locate
@@ -70,6 +70,8 @@ class TransformersEngine:
         if not family.projection:  # not one of those whose every number is compared in tests
             hooks.check_decoder(model, self._modules, family.name, self._device)
         self._alone = family.alone
+        recurrent = family.notes == families.UNKNOWN and hooks.is_recurrent(model.config)
+        self._longest_in_chunks = hooks.longest_in_chunks(model.config, whole=family.whole or recurrent)
         self._equal_lengths = self._alone or hooks.depends_on_longest(model.config)
         windows = hooks.has_windows(model.config)
         shares = self._options.padding_side == "right" and not self._equal_lengths and not windows
@@ -137,6 +139,32 @@ class TransformersEngine:
                 kept |= {index: (caches[row], logits[row].clone()) for row, index in enumerate(batch.index)}
             results = hooks.prefill_results(stack, done)
             return [KvContinuation(self, result, *kept[index]) for index, result in enumerate(results)]
+
+    def in_chunks(
+        self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+    ) -> Iterator[PrefillResult | base.Continuation | None]:
+        """Prefill as ``base.BatchEngine.in_chunks``."""
+        with self._running([prompt]):
+            stack = self._stack(probes)
+            [batch] = self._batches([prompt], kept=kept)
+            whole = len(prompt) > self._longest_in_chunks
+            *before, last = [batch] if whole else hooks.chunks(batch, self.max_batch_tokens)
+            cache = self._new_cache(batch) if before or kept or batch.prefix else None
+        for chunk in before:
+            with self._running(()), hooks.ended_after(self._modules.blocks[-1]):
+                self.counters.forward_tokens += sum(chunk.lengths)
+                with suppress(hooks.LastReadout):
+                    self._model(**hooks.inputs_of(chunk, cache))
+            yield None
+        with self._running(()):
+            sink = TruthLogits(stack, 1, self._device)
+            logits = self._prefill(last, sink, full=kept or first_token or not probes, cache=cache)
+            summary = None if logits is None or not (kept or first_token) else summarise(logits)
+            [result] = hooks.prefill_results(stack, [(last, sink, summary)])
+            if kept:
+                assert logits is not None
+                continuation = KvContinuation(self, result, cache, logits[0].clone())
+        yield continuation if kept else result
 
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
@@ -346,14 +374,9 @@ class TransformersEngine:
         onset = hooks.over_last(batch.onsets, last) if last else hooks.at_onsets(batch.onsets, self._device)
         if batch.prefix and cache is None:
             cache = self._new_cache(batch)
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
-        if cache is not None:
-            inputs["past_key_values"] = cache
-        if batch.attention_mask is not None:
-            inputs |= {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
         with hooks.reading(self._modules, self._head, sink, onset, stop=not full):
             try:
-                logits = self._model(**inputs).logits
+                logits = self._model(**hooks.inputs_of(batch, cache)).logits
             except hooks.LastReadout:
                 return None
         if logits.shape[1] != 1:
