@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,7 +145,7 @@ class ScriptedEngine:
 
     def in_chunks(
         self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
-    ) -> Iterator[PrefillResult | ScriptedContinuation | None]:
+    ) -> Generator[PrefillResult | ScriptedContinuation | None, None, None]:
         """As many passes as the prompt takes; ``before`` hears ``chunk`` of each but the last."""
         self.check([prompt])
         passes = -(-len(prompt) // self.max_batch_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -142,7 +142,7 @@ class TransformersEngine:
 
     def in_chunks(
         self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
-    ) -> Iterator[PrefillResult | base.Continuation | None]:
+    ) -> Generator[PrefillResult | base.Continuation | None, None, None]:
         """Prefill as ``base.BatchEngine.in_chunks``."""
         with self._running([prompt]):
             stack = self._stack(probes)
