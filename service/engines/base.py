@@ -353,7 +353,9 @@ class BatchEngine(LoadedModel, Protocol):
         and raises as they do.  A model whose cache cannot be continued takes one pass.  Closing it frees the cache."""
 
     def step_together(self, continuations: Sequence[Any]) -> None:
-        """Run the next token of all its continuations at about the cost of one; ``decode`` goes on from there."""
+        """Run the next token of all its continuations at about the cost of one; ``decode`` goes on from there.
+
+        Where it raises, each can be run again, with others or alone: one that is not as it was before raises again."""
 
 
 class Engine(LoadedModel, Protocol):

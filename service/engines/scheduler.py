@@ -439,14 +439,10 @@ class Scheduled:
     def _step(self, answers: Sequence[EngineRequest]) -> None:
         """Decode one token of each answer, and remove those that have ended."""
         running = [request for request in answers if not request.cancelled]
-        failure: Exception | None = None
-        try:
-            self.batch.step_together([request.continuation for request in running])
-        except Exception as error:  # their caches may hold half a step
-            failure = error
+        failed = self._go_on(running)
         for request in running:
             try:
-                if failure is not None:
+                if (failure := failed.get(request)) is not None:
                     raise failure
                 piece = next(request.pieces, None)
             except Exception as error:
@@ -464,6 +460,18 @@ class Scheduled:
                 request.finish()
             if request.finished:
                 self._queue.answering.remove(request)
+
+    def _go_on(self, requests: Sequence[EngineRequest]) -> dict[EngineRequest, Exception]:
+        """Run the next step; return those that failed.  A step that fails is run again by halves: one may fail all."""
+        try:
+            self.batch.step_together([request.continuation for request in requests])
+        except Exception as error:
+            if len(requests) <= 1:
+                return dict.fromkeys(requests, error)
+            log.warning("a step of %d answers failed (%s); it is run again by halves", len(requests), error)
+            half = len(requests) // 2
+            return self._go_on(requests[:half]) | self._go_on(requests[half:])
+        return {}
 
     def _abandon(self, batch: Sequence[EngineRequest]) -> None:
         error = EngineError("the engine was closed" if self._closed else "the engine's thread failed")

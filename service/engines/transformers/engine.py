@@ -73,8 +73,8 @@ class TransformersEngine:
         recurrent = family.notes == families.UNKNOWN and hooks.is_recurrent(model.config)
         self._longest_in_chunks = hooks.longest_in_chunks(model.config, whole=family.whole or recurrent)
         self._equal_lengths = self._alone or hooks.depends_on_longest(model.config)
-        windows = hooks.has_windows(model.config)
-        shares = self._options.padding_side == "right" and not self._equal_lengths and not windows
+        self._windows = hooks.has_windows(model.config)
+        shares = self._options.padding_side == "right" and not self._equal_lengths and not self._windows
         self._prefix = hooks.Prefix(hooks.chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
@@ -313,7 +313,15 @@ class TransformersEngine:
     def _step(self, continuations: Sequence[KvContinuation]) -> None:
         waiting = [continuation for continuation in continuations if continuation.waits]
         for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
-            logits, read = self._decode_step(group)
+            windows = [decoding.windows_of(one.cache) if self._windows else () for one in group]
+            if (failure := next((one.failure for one in group if one.failure is not None), None)) is not None:
+                raise failure
+            try:
+                logits, read = self._decode_step(group)
+            except Exception as error:
+                for one, before in zip(group, windows, strict=True):
+                    one.restore(before, error)
+                raise
             self.counters.forward_tokens += len(group)
             self.counters.decode_steps += len(group)
             for continuation, row, own in zip(group, logits, read, strict=True):
