@@ -25,8 +25,17 @@ from itertools import count, islice
 from typing import ParamSpec, TypeVar
 
 from service.engines import base
-from service.engines.base import FIRST_COME, BatchEngine, EngineGate, PrefillResult, Sampling, TokenIds, Turn, Update
-from service.engines.bridge import Outbox, Outboxes, receive
+from service.engines.base import (
+    FIRST_COME,
+    BatchEngine,
+    EngineGate,
+    PrefillResult,
+    Sampling,
+    TokenIds,
+    Turn,
+    Update,
+)
+from service.engines.bridge import Outbox, Outboxes, gather_all, receive, wait_for
 from service.engines.checks import check_sampling
 from service.engines.shares import Kind, Shares
 from service.errors import EngineError
@@ -218,7 +227,7 @@ class Scheduled:
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
         self.spell, self.check, self.prepared = batch.spell, batch.check, batch.prepared
         # While prompts are being served, these run between turns.
-        self.score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
+        self._score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
         self.generate, self.sample = self._between_turns(batch.generate), self._between_turns(batch.sample)
         self.next_token = self._between_turns(batch.next_token)
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
@@ -277,6 +286,30 @@ class Scheduled:
             if not request.finished:
                 request.cancelled = True
 
+    def score(
+        self, prompts: base.Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
+    ) -> list[PrefillResult]:
+        """As ``base.LoadedModel.score``; while prompts are being served, each has its turn among those of callers."""
+        with self._changed:
+            serving = self._serving
+        if not serving:
+            return self._score(prompts, probes, first_token=first_token, last=last)
+        if last:
+            pairs = zip(prompts, last, strict=True)
+            return [self._score([prompt], probes, last=[tokens])[0] for prompt, tokens in pairs]
+
+        async def scored(prompt: TokenIds) -> PrefillResult:
+            async with aclosing(self.answer(prompt, probes, first_token=first_token)) as updates:
+                async for update in updates:
+                    return base.prefill_of(update)
+            raise base.unfinished()
+
+        return wait_for(gather_all([scored(prompt) for prompt in prompts]))
+
+    @property
+    def _serving(self) -> bool:
+        return self._thread is not None and self.alive
+
     def close(self) -> None:
         """Finish the current forward pass, end the thread and free the model."""
         with self._changed:
@@ -299,7 +332,7 @@ class Scheduled:
                     done.set_exception(error)
 
             with self._changed:
-                serving = self._thread is not None and self.alive
+                serving = self._serving
                 if serving:
                     self._calls.append(call)
                     self._changed.notify()

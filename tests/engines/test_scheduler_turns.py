@@ -16,6 +16,7 @@ from service.engines.shares import Account, Kind, Shares
 from service.errors import EngineError
 from tests.engines.test_scheduler import Bench, holds, logits, request
 from tests.matching import Held
+from tests.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 STEP_S = 1 / 64  # of decoding: a quantum has four; a pass takes a second
@@ -96,6 +97,35 @@ async def test_short_prompts_run_between_the_passes_of_a_long_one(
         assert first.prefill_s == 7, "from its first pass to its last"
     assert timed.log == [*["chunk", "score"] * 3, last]
     assert timed.batches == [1] * 7
+
+
+@pytest.mark.parametrize("answers", [False, True])
+async def test_callers_have_their_turns_between_synchronous_scores(timed: Timed, answers: bool) -> None:
+    """As a reload's golden prompts are scored while prompts are being served, and its golden answers are read."""
+    golden = [timed.script.tokenize(f"golden{n}") for n in range(3)]
+    score, order = timed.script.score, list[str]()
+
+    def recorded(prompts: Any, *arguments: Any, **options: Any) -> Any:
+        order.extend(timed.script.detokenize(prompt)[:-1] for prompt in prompts)
+        return score(prompts, *arguments, **options)
+
+    timed.script.score = recorded  # type: ignore[method-assign]
+    timed.held_at[0] = Held()
+    options: dict[str, Any] = {"last": [1, 2, 3]} if answers else {"first_token": True}
+    expected = ScriptedEngine(answer=timed.script.answer).score(golden, [timed.probe], **options)
+    async with timed.open():
+        caller = [timed.start(f"caller{n}", turn=Turn("caller")) for n in range(4)]
+        queue = timed.engine._queue
+        async with timed.held_in(0, meanwhile=3 if answers else 6):
+            work = asyncio.to_thread(timed.engine.score, golden, [timed.probe], **options)
+            scoring = asyncio.create_task(work)
+            await until(lambda: bool(timed.engine._calls) if answers else len(queue.waiting) == 6)
+        for found, result in zip(await scoring, expected, strict=True):
+            assert found.trajectories[0].tolist() == result.trajectories[0].tolist()
+            assert found.first_token == result.first_token
+        await asyncio.wait(caller)
+    assert order[:5] == ["caller", "golden", "caller", "golden", "caller"]
+    assert sorted(order) == ["caller"] * 4 + ["golden"] * 3
 
 
 async def test_long_prompts_of_two_callers_take_turns_and_those_of_one_follow_each_other(timed: Timed) -> None:
