@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -102,6 +103,12 @@ class Scorer:
             self.answer_probes = Probes.of(self.probes[0].site, answer)
         self.replayed(self.score(bundle.golden.prompts()))
         self._replay_answers()
+
+    def again(self, bundle: Bundle) -> Scorer:
+        """Return one for the same bundle, loaded again: its golden prompts need not be replayed."""
+        other = copy(self)
+        other.bundle = bundle
+        return other
 
     def replayed(self, reports: Sequence[RiskReport]) -> None:
         """Keep in ``golden`` how far the golden prompts' reports are from the record.  Raises GoldenMismatch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,6 +142,20 @@ class ScriptedEngine:
         """As ``score``, with continuations that yield ``answer``."""
         self._forward("begin", prompts)
         return [ScriptedContinuation(self, self._read(prompt, probes, True), prompt) for prompt in prompts]
+
+    def in_chunks(
+        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+    ) -> Generator[PrefillResult | ScriptedContinuation | None, None, None]:
+        """As many passes as the prompt takes; ``before`` hears ``chunk`` of each but the last."""
+        self.check([prompt])
+        passes = -(-len(prompt) // self.max_batch_tokens)
+        for _ in range(passes - 1):
+            self._forward("chunk", ())
+            self.counters.forward_tokens += self.max_batch_tokens
+            yield None
+        [result] = self.begin([prompt], probes) if kept else self.score([prompt], probes, first_token=first_token)
+        self.counters.forward_tokens -= (passes - 1) * self.max_batch_tokens
+        yield result
 
     def step_together(self, continuations: Sequence[ScriptedContinuation]) -> None:
         """Each runs by itself."""

@@ -86,13 +86,21 @@ def load_bundles(store: Store, names: Sequence[str], leave_out: LeaveOut | None 
 
 
 def load_scorers(
-    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, leave_out: LeaveOut | None = None
-) -> dict[str, Scorer]:
-    """Match each bundle with the model and replay its golden prompts."""
+    engine: Engine, bundles: Mapping[str, Bundle], report: Report = note, leave_out: LeaveOut | None = None,
+    loaded: Sequence[Scorer] = (),
+) -> dict[str, Scorer]:  # fmt: skip
+    """Match each bundle with the model and replay its golden prompts, unless it is one of those ``loaded``."""
     from service.scoring import Scorer
 
+    known = {(one.bundle.reference, one.bundle.manifest.digest): one for one in loaded if one.engine is engine}
+
+    def scorer_of(name: str) -> Scorer:
+        bundle = bundles[name]
+        before = known.get((bundle.reference, bundle.manifest.digest))
+        return Scorer(engine, bundle) if before is None else before.again(bundle)
+
     with progress("replaying the bundles' golden prompts", report):
-        return _usable(tuple(bundles), lambda name: Scorer(engine, bundles[name]), leave_out)
+        return _usable(tuple(bundles), scorer_of, leave_out)
 
 
 def _usable(names: Sequence[str], load: Callable[[str], T], leave_out: LeaveOut | None) -> dict[str, T]:

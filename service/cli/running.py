@@ -215,11 +215,14 @@ def replay(service: Service, seconds: float) -> None:
 
 
 def load_again(
-    left_out: dict[str, str], engine: Engine, store: Store, names: Sequence[str], may: Collection[str]
-) -> dict[str, Scorer]:
-    """Return what the references mean now; ``may`` be left out where the store answers, and ``left_out`` says why."""
+    left_out: dict[str, str], engine: Engine, store: Store, names: Sequence[str], may: Collection[str],
+    loaded: Sequence[Scorer] = (),
+) -> dict[str, Scorer]:  # fmt: skip
+    """Return what the references mean now; ``may`` be left out where the store answers, and ``left_out`` says why.
+
+    The golden prompts of bundles that are ``loaded`` are not replayed."""
     again = LeaveOut(may, must_answer=True)
-    scorers = load_scorers(engine, load_bundles(store.answering(), names, again), log.info, again)
+    scorers = load_scorers(engine, load_bundles(store.answering(), names, again), log.info, again, loaded)
     left_out.clear()
     left_out.update(again.reasons)
     return scorers

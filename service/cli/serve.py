@@ -83,7 +83,9 @@ def serve(
                            share=feedback.feedback_share)  # fmt: skip
     service = Service(
         load,
-        load_again=lambda on: running.load_again(left_out, on, store, names, set(plan.references) - set(own)),
+        load_again=lambda on: running.load_again(
+            left_out, on, store, names, set(plan.references) - set(own), service.catalogue.matching
+        ),
         left_out=left_out, aliases_of=store.aliases, settings=settings, policies=policies, plan=plan, keys=keys,
         metrics=metrics, feedback=answers, audit=audit, tracing=tracing, on_broken=broken,
     )  # fmt: skip

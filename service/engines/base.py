@@ -6,7 +6,7 @@ runner is a ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine;
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -344,8 +344,18 @@ class BatchEngine(LoadedModel, Protocol):
     def begin(self, prompts: Prompts, probes: Sequence[Probes]) -> Sequence[Continuation]:
         """Prefill and keep the KV caches, so that any of the prompts can be decoded."""
 
+    def in_chunks(
+        self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+    ) -> Generator[PrefillResult | Continuation | None, None, None]:
+        """Prefill one prompt by passes of at most ``max_batch_tokens``, one for each item; other calls run between.
+
+        None stands for each pass but the last, which gives what ``score`` does, or with ``kept`` what ``begin`` does,
+        and raises as they do.  A model whose cache cannot be continued takes one pass.  Closing it frees the cache."""
+
     def step_together(self, continuations: Sequence[Any]) -> None:
-        """Run the next token of all its continuations at about the cost of one; ``decode`` goes on from there."""
+        """Run the next token of all its continuations at about the cost of one; ``decode`` goes on from there.
+
+        Where it raises, each can be run again, with others or alone: one that is not as it was before raises again."""
 
 
 class Engine(LoadedModel, Protocol):
@@ -361,6 +371,10 @@ class Engine(LoadedModel, Protocol):
     @property
     def scores_overtake_answers(self) -> bool:
         """Whether prompts without ``sampling`` overtake those that wait for space in the KV cache."""
+
+    @property
+    def prefill_speed(self) -> float | None:
+        """Prompt tokens a second of large forward passes, the fastest of late; None where none was measured."""
 
     def answer(
         self, prompt: TokenIds, probes: Sequence[Probes], *, first_token: bool = False,

@@ -24,13 +24,15 @@ class Family:
     """Model types, and the path from a block to the module whose INPUT is all its heads; "" if not every block has one.
 
     ``alone``: prompts share no padding and no step of decoding, as their caches are more than keys and values that each
-    later token sees."""
+    later token sees.  ``whole``: a prompt takes one forward pass, however long it is, because transformers starts the
+    recurrent state anew where more than one token follows a cache."""
 
     name: str
     model_types: tuple[str, ...]  # config.model_type
     projection: str = ""
     notes: str = ""
     alone: bool = False
+    whole: bool = False
     in_vllm: str = ""  # ``projection`` in vLLM's block, where it is called otherwise
     summed: bool | None = None  # whether two tensors of vLLM's block are summed, by comparison; None: it must be seen
 
@@ -93,9 +95,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("Qwen3.5", ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), notes=SOME, alone=True),
     Family("Kimi Linear", ("kimi_linear",), notes=SOME, alone=True),
     Family("Granite 4", ("granitemoehybrid",), notes=SOME, alone=True),
-    Family("Bamba", ("bamba",), notes=SOME, alone=True),
+    Family("Bamba", ("bamba",), notes=SOME, alone=True, whole=True),
     Family("Zamba2", ("zamba2",), notes=SOME, alone=True),
-    Family("Jamba", ("jamba",), notes=SOME, alone=True),
+    Family("Jamba", ("jamba",), notes=SOME, alone=True, whole=True),
     Family("Nemotron-H", ("nemotron_h",), notes=SOME, alone=True),
     Family("LFM2", ("lfm2",), notes=SOME, alone=True),
 )

@@ -1,8 +1,9 @@
 """An ``Engine`` on any batch engine: one thread that runs batches of similar lengths and decodes callers in turn.
 
-Each turn runs one forward pass for a batch and all of its bundles, ends requests whose gate closes, and decodes for as
-long as that took.  A batch starts with the first prompt in the order of turns (``serving/fair_share``); those of
-similar length join it.  A step of decoding takes one answer of each caller, then a second of each.
+Each turn is one forward pass for a batch and all of its bundles, one of the passes of a long prompt, or steps of
+decoding for about ``QUANTUM_S``.  Whoever was given the fewest seconds of the engine goes first (``shares``), then by
+place; prompts of similar length join a batch.  A step of decoding takes one answer of each caller, then a second of
+each.
 
 The thread starts with the first ``answer``.  Until then, as in training, synchronous calls run on the caller's thread:
 when two threads have run torch, OpenMP stops spinning, which makes small forward passes 2.5 times slower."""
@@ -15,7 +16,7 @@ import threading
 import time
 from bisect import insort_right
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -24,9 +25,19 @@ from itertools import count, islice
 from typing import ParamSpec, TypeVar
 
 from service.engines import base
-from service.engines.base import FIRST_COME, BatchEngine, EngineGate, PrefillResult, Sampling, TokenIds, Turn, Update
-from service.engines.bridge import Outbox, Outboxes, receive
+from service.engines.base import (
+    FIRST_COME,
+    BatchEngine,
+    EngineGate,
+    PrefillResult,
+    Sampling,
+    TokenIds,
+    Turn,
+    Update,
+)
+from service.engines.bridge import Outbox, Outboxes, gather_all, receive, wait_for
 from service.engines.checks import check_sampling
+from service.engines.shares import Kind, Shares
 from service.errors import EngineError
 from service.readout import Probes
 from service.settings import KV_TOKENS
@@ -39,6 +50,9 @@ FREE_PADDING = 128  # padded tokens up to which the share of padding does not ma
 MAX_CANDIDATES = 256  # waiting prompts among which a batch is chosen
 KV_RESERVE = 8  # one of this many parts of the cache is for callers that hold nothing of it
 MAX_TOGETHER = 32  # answers in a step of decoding
+SPEED_LASTS_S = 60.0  # after that a speed is of a machine as it was, and nobody is refused by it
+SPEEDS = 8  # of the newest passes
+QUANTUM_S = 0.05  # how long decoding holds the engine, one step at least, before prompts may have their turn
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +74,11 @@ class EngineRequest:
     continuation: base.Continuation | None = None  # while it is being decoded
     pieces: Iterator[str] = iter(())
     served: int = 0  # number of its latest step, over all answers
+    long: bool = False  # it takes several forward passes
+    passes: Generator[PrefillResult | base.Continuation | None, None, None] | None = (
+        None  # of a long one, once it has begun
+    )
+    begun: float = 0.0  # when
 
     @property
     def kv_tokens(self) -> int:
@@ -73,35 +92,59 @@ class EngineRequest:
     def finish(self, error: BaseException | None = None) -> None:
         """Free the cache; put the end of the updates, or the error that ended them, into the outbox."""
         self.finished = True
+        if self.passes is not None:
+            self.passes.close()
         if self.continuation is not None:
             self.continuation.close()
         self.outbox.put(self.inbox, error)
 
 
 class RequestQueue:
-    """Waiting requests by place, then arrival, under the owner's lock; and the answers being decoded, on its thread."""
+    """Waiting requests by place, then arrival, under the owner's lock; what has begun, on its thread."""
 
     def __init__(self, max_batch_tokens: int, max_kv_tokens: int) -> None:
         self._max_batch_tokens, self._max_kv_tokens = max_batch_tokens, max_kv_tokens
         self._steps = count(1)
+        self._shares = Shares()
         self.waiting: list[EngineRequest] = []
+        self.reading: list[EngineRequest] = []  # long prompts, between two of their passes
         self.answering: list[EngineRequest] = []  # least recently served first
 
     def add(self, request: EngineRequest) -> None:
         """Add a request that waits."""
+        request.long = len(request.prompt) > self._max_batch_tokens
         insort_right(self.waiting, request, key=lambda waiting: waiting.turn.place)
 
     def next_batch(self) -> list[EngineRequest]:
-        """Remove and return the next batch; empty if no request can start.  Who has left is removed.
+        """Remove and return the next batch; empty if no request can start, or if it is an answer's turn.
 
-        Requests that may be decoded form batches of their own; one larger than the whole cache runs alone."""
+        Requests that may be decoded form batches of their own, a long one runs alone and stays in ``reading``.  Who has
+        left is removed."""
+        for request in self.reading:
+            if request.cancelled:
+                request.finish()
+        self.reading = [request for request in self.reading if not request.finished]
         self.waiting = [request for request in self.waiting if not request.cancelled]
         candidates = list(islice(self._startable(), MAX_CANDIDATES))
-        if not candidates:
+        first = min([*self.reading, *candidates], key=self._order, default=None)
+        if first is None:
             return []
-        first, batch = candidates[0], candidates[:1]
+        answer = min(self.answering, key=self._order, default=None)
+        if answer is not None and self._order(answer)[0] < self._order(first)[0]:
+            return []
+        self._shares.begin(first.turn.caller, _kind(first))
+        if first.long:
+            if first not in self.reading:
+                self.waiting.remove(first)
+                self.reading.append(first)
+            return [first]
+        batch = [first]
         longest = total = len(first.prompt)
-        similar = [other for other in candidates[1:] if (other.sampling is None) == (first.sampling is None)]
+        similar = [
+            other
+            for other in candidates
+            if other is not first and not other.long and (other.sampling is None) == (first.sampling is None)
+        ]
         similar.sort(key=lambda request: abs(len(request.prompt) - len(first.prompt)))  # stable
         for request in similar:
             longest, total = max(longest, len(request.prompt)), total + len(request.prompt)
@@ -115,23 +158,41 @@ class RequestQueue:
 
     def _startable(self) -> Iterator[EngineRequest]:
         blocked, held = False, Counter[str]()
-        for answer in self.answering:
-            held[answer.turn.caller] += answer.kv_tokens
+        for begun in (*self.answering, *self.reading):
+            held[begun.turn.caller] += self._kv_tokens(begun)
         total = held.total()
-        for request in self.waiting:
-            if request.sampling is not None:
+        for request in sorted(self.waiting, key=self._order):
+            if tokens := self._kv_tokens(request):
                 caller = request.turn.caller
                 limit = self._max_kv_tokens - (self._max_kv_tokens // KV_RESERVE if held[caller] else 0)
                 # None overtakes a request that waits for space: a large one would starve.
-                blocked = blocked or (total > 0 and total + request.kv_tokens > limit)
+                blocked = blocked or (total > 0 and total + tokens > limit)
                 if blocked:
                     continue
-                held[caller] += request.kv_tokens
-                total += request.kv_tokens
+                held[caller] += tokens
+                total += tokens
             yield request
+
+    def _kv_tokens(self, request: EngineRequest) -> int:
+        """Return what it holds of the cache, scores from their first to their last pass; they leave half of it."""
+        if request.sampling is None and request.long:
+            return min(len(request.prompt), self._max_kv_tokens // 2)
+        return request.kv_tokens
+
+    def _order(self, request: EngineRequest) -> tuple[tuple[float, float], int]:
+        return self._shares.given(request.turn.caller, _kind(request)), request.turn.place
+
+    def give(self, requests: Sequence[EngineRequest], seconds: float) -> None:
+        """Note that the engine worked so long for these, for prompts by their lengths."""
+        sizes = [1 if request.continuation is not None else len(request.prompt) for request in requests]
+        for request, size in zip(requests, sizes, strict=True):
+            self._shares.give(request.turn.caller, _kind(request), seconds * size / sum(sizes))
 
     def next_step(self) -> list[EngineRequest]:
         """Return the answers whose turn it is, one of each caller, then a second of each; they go to the end."""
+        if self.answering:
+            first = min(self.answering, key=self._order)
+            self._shares.begin(first.turn.caller, _kind(first))
         latest = {answer.turn.caller: answer.served for answer in self.answering}
         before = Counter[str]()
         order: dict[EngineRequest, tuple[int, int]] = {}
@@ -145,21 +206,28 @@ class RequestQueue:
         return chosen
 
 
+def _kind(request: EngineRequest) -> Kind:
+    return Kind.ANSWER if request.continuation is not None else Kind.LONG if request.long else Kind.PROMPT
+
+
 class Scheduled:
     """Implements ``base.Engine`` on a batch engine, which it owns and closes."""
 
     scores_overtake_answers = True
 
-    def __init__(self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0) -> None:
+    def __init__(
+        self, batch: BatchEngine, *, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Own ``batch``; ``max_kv_tokens``: of all answers; ``max_wait_s``: for a batch as large as the last."""
-        self.batch = batch
+        self.batch, self._clock = batch, clock
         self.identity, self.counters, self.special_tokens = batch.identity, batch.counters, batch.special_tokens
         self.max_batch_tokens: int = batch.max_batch_tokens
         self.reads_answers = batch.reads_answers
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
         self.spell, self.check, self.prepared = batch.spell, batch.check, batch.prepared
         # While prompts are being served, these run between turns.
-        self.score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
+        self._score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
         self.generate, self.sample = self._between_turns(batch.generate), self._between_turns(batch.sample)
         self.next_token = self._between_turns(batch.next_token)
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
@@ -172,11 +240,18 @@ class Scheduled:
         self._calls: list[Callable[[], None]] = []  # synchronous calls, run between turns
         self._closed = self._broken = False
         self._last_batch = 0
+        self._speeds: tuple[tuple[float, float], ...] = ()  # when a pass ended, tokens a second
 
     @property
     def torch_model(self) -> base.TorchModel | None:
         """The model's modules."""
         return self.batch.torch_model
+
+    @property
+    def prefill_speed(self) -> float | None:
+        """Prompt tokens a second of forward passes at least half full, the fastest of late; None: none was."""
+        now = self._clock()
+        return max((speed for at, speed in self._speeds if now - at <= SPEED_LASTS_S), default=None)
 
     @property
     def alive(self) -> bool:
@@ -192,7 +267,9 @@ class Scheduled:
         if sampling is not None:
             check_sampling(sampling)
         outbox = self._outboxes.of(asyncio.get_running_loop())
-        request = EngineRequest(prompt, probes, first_token, sampling, gate, outbox, turn, answer_probes)
+        request = EngineRequest(
+            prompt, probes, first_token, sampling, gate, outbox, turn, answer_probes, queued=self._clock()
+        )
         with self._changed:
             if not self.alive:
                 raise EngineError("the engine is closed or has failed; restart the service")
@@ -208,6 +285,30 @@ class Scheduled:
         finally:
             if not request.finished:
                 request.cancelled = True
+
+    def score(
+        self, prompts: base.Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
+    ) -> list[PrefillResult]:
+        """As ``base.LoadedModel.score``; while prompts are being served, each has its turn among those of callers."""
+        with self._changed:
+            serving = self._serving
+        if not serving:
+            return self._score(prompts, probes, first_token=first_token, last=last)
+        if last:
+            pairs = zip(prompts, last, strict=True)
+            return [self._score([prompt], probes, last=[tokens])[0] for prompt, tokens in pairs]
+
+        async def scored(prompt: TokenIds) -> PrefillResult:
+            async with aclosing(self.answer(prompt, probes, first_token=first_token)) as updates:
+                async for update in updates:
+                    return base.prefill_of(update)
+            raise base.unfinished()
+
+        return wait_for(gather_all([scored(prompt) for prompt in prompts]))
+
+    @property
+    def _serving(self) -> bool:
+        return self._thread is not None and self.alive
 
     def close(self) -> None:
         """Finish the current forward pass, end the thread and free the model."""
@@ -231,7 +332,7 @@ class Scheduled:
                     done.set_exception(error)
 
             with self._changed:
-                serving = self._thread is not None and self.alive
+                serving = self._serving
                 if serving:
                     self._calls.append(call)
                     self._changed.notify()
@@ -252,16 +353,11 @@ class Scheduled:
                 with self._running:
                     for call in calls:
                         call()
-                    started = time.monotonic()
                     if batch:
                         self._prefill(batch)
-                        self._outboxes.flush()
-                    until = 2 * time.monotonic() - started
-                    while answers := self._queue.next_step():
-                        self._step(answers)
-                        self._outboxes.flush()
-                        if time.monotonic() >= until:
-                            break
+                    else:
+                        self._decode()
+                    self._outboxes.flush()
         except BaseException:
             self._broken = True
             log.critical("the engine's thread failed; nothing more can be scored: restart the service", exc_info=True)
@@ -269,19 +365,60 @@ class Scheduled:
             self._abandon(batch)
 
     def _next_turn(self) -> tuple[list[Callable[[], None]], list[EngineRequest]]:
-        """Return the calls to run and the prompts to prefill now; neither if there are only answers, or on close."""
+        """Return the calls to run and the prompts to prefill now; no prompts if it is an answer's turn, or on close."""
         queue = self._queue
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._calls or queue.answering or queue.waiting)
-            if not queue.answering and self._last_batch > 1:  # the batching delay; a single client never waits
+            self._changed.wait_for(
+                lambda: self._closed or self._calls or queue.answering or queue.reading or queue.waiting
+            )
+            if (
+                not queue.answering and not queue.reading and self._last_batch > 1
+            ):  # the batching delay; a single client never waits
                 self._changed.wait_for(
                     lambda: self._closed or self._calls or len(queue.waiting) >= self._last_batch, self._max_wait_s
                 )
             calls, self._calls = self._calls, []
             return calls, [] if self._closed else queue.next_batch()
 
+    def _decode(self) -> None:
+        until = self._clock() + QUANTUM_S
+        while answers := self._queue.next_step():
+            started = self._clock()
+            self._step(answers)
+            self._queue.give(answers, self._clock() - started)
+            self._outboxes.flush()
+            if self._clock() >= until:
+                break
+
+    def _read_on(self, request: EngineRequest) -> None:
+        """Run the next pass of a long prompt."""
+        started, tokens = self._clock(), self.counters.forward_tokens
+        if request.passes is None:
+            kept, request.begun = request.sampling is not None, started
+            request.passes = self.batch.in_chunks(
+                request.prompt, request.probes, first_token=request.first_token, kept=kept
+            )
+        try:
+            result = next(request.passes)
+        except Exception as error:
+            self._queue.reading.remove(request)
+            request.finish(error)
+            return
+        finally:
+            self._queue.give([request], self._clock() - started)
+        self._note_pass(1, self.counters.forward_tokens - tokens, started)
+        if result is None:
+            return
+        self._queue.reading.remove(request)
+        continuation = None if isinstance(result, PrefillResult) else result
+        prefill = result if isinstance(result, PrefillResult) else result.prefill
+        self._prefilled(request, prefill, continuation, request.begun)
+
     def _prefill(self, batch: Sequence[EngineRequest]) -> None:
-        started = time.monotonic()
+        if batch[0].long:
+            self._read_on(batch[0])
+            return
+        started = self._clock()
         # In a fixed order, because an engine caches what it prepares for a list of probes.
         distinct = {id(probe): probe for request in batch for probe in request.probes}
         columns = {key: column for column, key in enumerate(sorted(distinct))}
@@ -297,6 +434,7 @@ class Scheduled:
                 continuations = begun = self.batch.begin(prompts, probes)
                 results = [continuation.prefill for continuation in begun]
         except Exception as error:
+            self._queue.give(batch, self._clock() - started)
             if len(batch) == 1:
                 batch[0].finish(error)
             else:
@@ -304,33 +442,40 @@ class Scheduled:
                     if not request.cancelled:
                         self._prefill([request])
             return
-        prefill_s = time.monotonic() - started
-        self.on_prefill(len(batch), sum(len(prompt) for prompt in prompts))
+        self._queue.give(batch, self._clock() - started)
+        self._note_pass(len(batch), sum(len(prompt) for prompt in prompts), started)
         self._last_batch = len(batch)
         for request, result, continuation in zip(batch, results, continuations, strict=True):
-            request.continuation = continuation
             trajectories = tuple(result.trajectories[columns[id(probe)]] for probe in request.probes)
             own = PrefillResult(trajectories, result.first_token, result.prompt_tokens)
-            request.send(Update(own, queue_s=started - request.queued, prefill_s=prefill_s))
-            closed = request.gate is not None and request.gate.closes(own)
-            if continuation is None or request.sampling is None or request.cancelled or closed:
-                request.finish()
-            else:
-                continuation.answer_probes = request.answer_probes
-                request.pieces = continuation.decode(request.sampling, partial(getattr, request, "cancelled"))
-                self._queue.answering.insert(0, request)
+            self._prefilled(request, own, continuation, started)
+
+    def _note_pass(self, prompts: int, tokens: int, started: float) -> None:
+        now = self._clock()
+        if 2 * tokens >= self.max_batch_tokens and now > started:
+            self._speeds = (*self._speeds[1 - SPEEDS :], (now, tokens / (now - started)))
+        self.on_prefill(prompts, tokens)
+
+    def _prefilled(
+        self, request: EngineRequest, result: PrefillResult, continuation: base.Continuation | None, started: float
+    ) -> None:
+        request.continuation = continuation
+        request.send(Update(result, queue_s=started - request.queued, prefill_s=self._clock() - started))
+        closed = request.gate is not None and request.gate.closes(result)
+        if continuation is None or request.sampling is None or request.cancelled or closed:
+            request.finish()
+        else:
+            continuation.answer_probes = request.answer_probes
+            request.pieces = continuation.decode(request.sampling, partial(getattr, request, "cancelled"))
+            self._queue.answering.insert(0, request)
 
     def _step(self, answers: Sequence[EngineRequest]) -> None:
         """Decode one token of each answer, and remove those that have ended."""
         running = [request for request in answers if not request.cancelled]
-        failure: Exception | None = None
-        try:
-            self.batch.step_together([request.continuation for request in running])
-        except Exception as error:  # their caches may hold half a step
-            failure = error
+        failed = self._go_on(running)
         for request in running:
             try:
-                if failure is not None:
+                if (failure := failed.get(request)) is not None:
                     raise failure
                 piece = next(request.pieces, None)
             except Exception as error:
@@ -349,11 +494,23 @@ class Scheduled:
             if request.finished:
                 self._queue.answering.remove(request)
 
+    def _go_on(self, requests: Sequence[EngineRequest]) -> dict[EngineRequest, Exception]:
+        """Run the next step; return those that failed.  A step that fails is run again by halves: one may fail all."""
+        try:
+            self.batch.step_together([request.continuation for request in requests])
+        except Exception as error:
+            if len(requests) <= 1:
+                return dict.fromkeys(requests, error)
+            log.warning("a step of %d answers failed (%s); it is run again by halves", len(requests), error)
+            half = len(requests) // 2
+            return self._go_on(requests[:half]) | self._go_on(requests[half:])
+        return {}
+
     def _abandon(self, batch: Sequence[EngineRequest]) -> None:
         error = EngineError("the engine was closed" if self._closed else "the engine's thread failed")
         with self._changed:
-            left = [*batch, *self._queue.waiting, *self._queue.answering]
-            self._queue.waiting, self._queue.answering = [], []
+            left = [*batch, *self._queue.waiting, *self._queue.reading, *self._queue.answering]
+            self._queue.waiting, self._queue.reading, self._queue.answering = [], [], []
             calls, self._calls = self._calls, []
         for request in left:
             if not request.finished:

@@ -169,6 +169,21 @@ def check_space(
         raise Overloaded(f"{why}; try again in {retry} s", retry_after_s=retry)
 
 
+def check_time_to_read(tokens: int, deadline: Deadline, tokens_per_second: float | None) -> None:
+    """Raise Overloaded where so many tokens cannot be read before the deadline, even if nothing else ran.
+
+    ``tokens_per_second``: the engine's speed in large forward passes, None where it has not been measured."""
+    left = deadline.left
+    if tokens_per_second and tokens > tokens_per_second * left:
+        seconds = tokens / tokens_per_second
+        raise Overloaded(
+            f"reading {tokens} tokens takes about {seconds:.0f} s at the {tokens_per_second:.0f} tokens/s that were "
+            f"measured lately, and {left:.1f} s are left of the deadline of {deadline.seconds:g} s; shorten the "
+            "prompt, or give it more time with 'deadline_ms'",
+            retry_after_s=MAX_RETRY_S,
+        )
+
+
 class Speed:
     """Prompt tokens a second under load, from one call of ``note`` to another: decoding's time is included."""
 

@@ -230,6 +230,11 @@ class Catalogue:
             except (GoldenMismatch, NonFiniteReadout, WeightsChanged) as error:
                 monitor.golden(str(error))
 
+    @property
+    def matching(self) -> list[Scorer]:
+        """Return the scorers whose golden prompts gave the recorded risks when they were replayed last."""
+        return [one for one in self.scorers if "golden" not in self.monitors[one.bundle.reference].violations]
+
     def in_force(self) -> list[dict[str, str]]:
         """Return the bundles and what each does, for the audit log."""
         roles = [(one.bundle, self.rollout.role(one, self.scorers[0])) for one in self.scorers]

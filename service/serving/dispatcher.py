@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from service.errors import (
     EngineError,
     NonFiniteReadout,
     NotReady,
+    Overloaded,
     ProbeReplaced,
     RequestError,
     WeightsChanged,
@@ -26,7 +27,7 @@ from service.errors import (
 from service.judging.guarantee import UNKNOWN, Standing
 from service.policies.guard import OBSERVE, Decision, Policy
 from service.scoring import AnswerRisk, RiskReport, Scorer
-from service.serving.admission import Deadline, FairShare, Speed, check_space
+from service.serving.admission import Deadline, FairShare, Speed, check_space, check_time_to_read
 from service.serving.judgement import AnswerEnd, PromptTimings
 from service.serving.metrics import Metrics
 from service.tool_calls import Tools
@@ -105,6 +106,11 @@ class RequestHandle:
         ``standings``: what is known of each beside its ids; none: nothing is."""
         assert len(prompts) == self.prompts
         if not self.done.is_set():
+            try:
+                self.dispatcher.check_time_to_read(prompts, self.deadline)
+            except Overloaded as refused:
+                self.cancel(refused)
+                return
             known = standings or [UNKNOWN] * len(prompts)
             self.jobs = [Job(token_ids, standing) for token_ids, standing in zip(prompts, known, strict=True)]
             self.dispatcher._start(self)
@@ -190,7 +196,7 @@ class Dispatcher:
         self._scorer: Scorer | None = None  # of the newest request
         self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
         self.stalled = False
-        engine.on_prefill = metrics.batch
+        engine.on_prefill = self._note_pass
         self._watch = self._loop.create_task(self._watch_engine())
 
     @property
@@ -206,6 +212,12 @@ class Dispatcher:
             ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
             tokens_per_second=self._speed.value,
         )  # fmt: skip
+
+    def check_time_to_read(self, prompts: Sequence[TokenIds], deadline: Deadline) -> None:
+        """Raise Overloaded where prompts of several forward passes cannot be read before the deadline at all."""
+        lengths = [len(prompt) for prompt in prompts]
+        long = sum(length for length in lengths if length > self._engine.max_batch_tokens)
+        check_time_to_read(long, deadline, self._engine.prefill_speed)
 
     def admit(
         self, prompts: int, scorer: Scorer, policy: Policy, *, caller: str = "", sampling: Sampling | None = None,
@@ -244,7 +256,7 @@ class Dispatcher:
             self._progress_at = self._clock()
         answers = request.sampling.max_tokens if request.sampling is not None else 0
         for job in request.jobs:
-            self._queue.add_tokens(request.caller, len(job.token_ids), answers=request.sampling is not None)
+            self._queue.add_tokens(request.caller, self._ahead(job), answers=request.sampling is not None)
             job.turn = Turn(request.caller, self._queue.place(request.caller, len(job.token_ids) + answers))
             job.task = task = self._loop.create_task(self._run(request, job))
             self._tasks.add(task)
@@ -324,11 +336,15 @@ class Dispatcher:
                 job.task.cancel()
         self._report_queue()
 
+    def _ahead(self, job: Job) -> int:
+        """Return for how many tokens another prompt waits for this one: for one forward pass at most."""
+        return min(len(job.token_ids), self._engine.max_batch_tokens)
+
     def _leave(self, request: RequestHandle, job: Job) -> None:
         """Count ``job`` neither as waiting nor as decoding any more.  Safe to call twice."""
         if job.state == "waiting":
             self._queue.add(request.caller, -1)
-            self._queue.add_tokens(request.caller, -len(job.token_ids), answers=request.sampling is not None)
+            self._queue.add_tokens(request.caller, -self._ahead(job), answers=request.sampling is not None)
         elif job.state == "decoding":
             self._decoding -= 1
         job.state = "over"
@@ -354,6 +370,12 @@ class Dispatcher:
             log.warning("the stalled engine failed: %s", error)
         finally:
             self._trial = None
+
+    def _note_pass(self, prompts: int, tokens: int) -> None:
+        """Count a forward pass, which is a sign of life, too.  On any thread."""
+        self._metrics.batch(prompts, tokens)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._note_progress)
 
     def _note_progress(self) -> None:
         self._progress_at = self._clock()

@@ -83,7 +83,9 @@ def app(tmp_path: Path, remote: Remote) -> Iterator[App]:
     left_out: Any = app.state.lifecycle.left_out
     app.state.catalogue.plan = RolloutPlan(CANARY, 0.5, (SHADOW,))
     app.state.lifecycle.load = lambda: load_again(left_out, app.served, remote.reader, NAMES, NAMES[1:])
-    app.state.lifecycle.load_again = lambda engine: load_again(left_out, engine, remote.reader, NAMES, NAMES[1:])
+    app.state.lifecycle.load_again = lambda engine: load_again(
+        left_out, engine, remote.reader, NAMES, NAMES[1:], app.state.catalogue.matching
+    )
     with app.started():
         yield app
 
@@ -122,6 +124,31 @@ def test_whoever_moves_an_alias_without_the_key_serves_nothing(app: App, remote:
     remote.sign("mine:2")
     reload(app).raise_for_status()
     assert roles(app) == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
+
+
+def test_a_bundle_that_is_loaded_is_not_replayed_unless_its_golden_prompts_were_off(app: App, remote: Remote) -> None:
+    counters, catalogue = app.engine.counters, app.state.catalogue
+
+    def replayed() -> int:
+        before = counters.prefills
+        reload(app).raise_for_status()
+        return counters.prefills - before
+
+    assert replayed() == 0
+    remote.sign("mine:2")
+    for alias in ("canary", "shadow"):
+        remote.publisher.set_alias("mine", alias, 2)
+    assert replayed() == 4, "the golden prompts of mine:2, for each of its references"
+    assert roles(app) == ["mine:1 default", "mine:2 canary", "mine:2 shadow"]
+    assert (replayed(), roles(app)) == (0, ["mine:1 default", "mine:2 canary", "mine:2 shadow"])
+    catalogue.monitors["mine:1"].golden("off")
+    assert app.client.get("/health/ready").status_code == 503
+    assert replayed() == 2
+    assert app.client.get("/health/ready").status_code == 200
+    remote.publisher.set_alias("mine", "production", 2)
+    assert replayed() == 0
+    assert roles(app)[0] == "mine:2 default"
+    assert app.client.post("/score", json={"prompt": "a"}).json()["bundle"]["version"] == 2
 
 
 def test_without_an_answer_what_is_loaded_stays_and_it_is_said_since_when(app: App, remote: Remote) -> None:

@@ -224,6 +224,33 @@ async def test_a_batch_that_fails_is_tried_one_by_one(
         assert bench.engine.alive
 
 
+@pytest.mark.parametrize("failures", ["once", "poison"])
+async def test_a_step_that_fails_loses_at_most_the_answer_that_fails_alone(
+    bench: Bench, failures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.script.answer = "x" * 9
+    once: list[bool] = []
+
+    def step_together(continuations: Sequence[Any]) -> None:
+        poisoned = any(one._prompt == bench.script.tokenize("7") for one in continuations)
+        failing = len(continuations) == 32 and not once
+        if poisoned if failures == "poison" else failing:
+            once.append(True)
+            raise RuntimeError("no memory")
+
+    async with bench.open():
+        held = await bench.held()
+        tasks = [bench.start(str(n), sampling=Sampling()) for n in range(32)]
+        monkeypatch.setattr(bench.script, "step_together", step_together)
+        await bench.release(held)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert bench.engine.alive
+    lost = [n for n, updates in enumerate(ended) if isinstance(updates, BaseException)]
+    assert lost == ([7] if failures == "poison" else [])
+    texts = {"".join(update.piece for update in updates) for updates in ended if not isinstance(updates, BaseException)}
+    assert texts == {"x" * 9}
+
+
 async def test_updates_are_the_prefill_the_pieces_and_the_completion(bench: Bench) -> None:
     bench.script.answer = "Zürich"
     async with bench.open():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from service.engines.base import EngineGate, PrefillResult, Sampling, TokenIds, Update
+from service.engines.scheduler import Scheduled
 from service.errors import DeadlineExceeded, EngineError, NonFiniteReadout, NotReady, Overloaded, RequestError
 from service.policies.guard import BLOCK, GATE, OBSERVE, Decision, Policy
 from service.scoring import RiskReport, Scorer
@@ -473,3 +475,72 @@ async def test_random_clients_leave_nothing_behind(bench: Bench) -> None:
     bench.script.sleep_s = 0.0002
     assert set(await asyncio.gather(*(visit(n) for n in range(80)))) == {"left", "stayed"}
     assert bench.last == (0, 0)
+
+
+class Gate:
+    """A script's ``before`` that lets so many forward passes begin as were allowed, and counts those that wanted to."""
+
+    def __init__(self) -> None:
+        self.allowed, self.begun = threading.Semaphore(0), 0
+
+    def __call__(self, _: str) -> None:
+        self.begun += 1
+        assert self.allowed.acquire(timeout=30)
+
+
+@opened(stall_s=20, watch_s=0.001, max_batch_tokens=8)
+async def test_each_pass_of_a_long_prompt_is_a_sign_of_life(bench: Bench) -> None:
+    bench.script.before = gate = Gate()
+    handle = bench.request("x" * 31)
+    for passes in range(1, 5):
+        await until(lambda: gate.begun == passes)  # noqa: B023
+        await asyncio.sleep(0.03)  # what the engine's thread has sent is there
+        bench.now += 19
+        await asyncio.sleep(0.03)
+        assert not bench.dispatcher.stalled
+        gate.allowed.release()
+    await handle.answers()
+    assert sum(bench.batches) == 4
+
+
+@opened(max_batch_tokens=8)
+async def test_a_deadline_that_passes_between_two_passes_ends_the_prompt(bench: Bench) -> None:
+    bench.script.before = gate = Gate()
+    handle = bench.request("x" * 31, seconds=0.1)
+    with pytest.raises(DeadlineExceeded):
+        await handle.answers()
+    await until(lambda: bench.engine._queue.reading[0].cancelled)  # on its own loop the engine learns of it later
+    gate.allowed.release(2)
+    await bench.request("next").answers()
+    assert gate.begun == 2
+    assert bench.engine._queue.reading == []
+
+
+@opened(max_batch_tokens=8)
+async def test_a_prompt_that_cannot_be_read_in_its_time_is_refused_at_once(bench: Bench, monkeypatch: Patch) -> None:
+    prefills = bench.script.counters.prefills
+    for speed, seconds, refused in ((None, 1, False), (8.0, 1, True), (8.0, 5, False), (64.0, 1, False)):
+        monkeypatch.setattr(Scheduled, "prefill_speed", speed)
+        handle = bench.request("x" * 31, seconds=seconds)
+        if not refused:
+            await handle.answers()
+            continue
+        with pytest.raises(Overloaded, match=r"32 tokens takes about 4 s at the 8 tokens/s.*deadline of 1 s") as late:
+            await handle.answers()
+        assert late.value.retry_after_s == 60
+        assert bench.last == (0, 0)
+    assert bench.script.counters.prefills == prefills + 3
+    monkeypatch.setattr(Scheduled, "prefill_speed", 1.0)
+    await bench.request(*["short"] * 9, seconds=5).answers()  # of one pass each: nothing is known of what they share
+
+
+@opened(max_queue=1000, max_batch_tokens=100)
+async def test_others_wait_for_one_pass_of_a_long_prompt(bench: Bench) -> None:
+    await bench.hold()
+    bench.request("a", caller="busy")
+    ahead = [bench.dispatcher._queue.tokens_ahead("busy", answers=True)]
+    for length in (399, 50):
+        bench.request("x" * (length - 1), caller="busy")
+        ahead.append(bench.dispatcher._queue.tokens_ahead("busy", answers=True))
+    held = len(bench.script.tokenize("the one that is held"))  # another caller's, of which it counts what it asks for
+    assert [ahead[1] - held - 2, ahead[2] - ahead[1]] == [100, 50]

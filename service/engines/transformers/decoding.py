@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from transformers import AttentionInterface, DynamicCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from service.engines.base import AnswerReading, BatchEngine, Completion, PrefillResult, Sampling, TracedAnswer
 from service.engines.checks import check_sampling
@@ -28,6 +28,9 @@ from service.readout import Probes, Site
 Tensor = torch.Tensor
 GREEDY_BELOW = 1e-6  # smaller temperatures overflow float32; their limit is the greedy token
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes the bytes of an incomplete character to
+
+
+Window = tuple[Any, Tensor, Tensor, int]  # a layer, its keys, values and the tokens that it has seen
 
 
 def generator_for(sampling: Sampling, device: torch.device) -> torch.Generator | None:
@@ -139,6 +142,7 @@ class KvContinuation:
         self._log_prob: list[float] = []
         self._stream: TextStream | None = None
         self._ids: list[int] = []
+        self.failure: Exception | None = None  # of a step that has left the cache half changed
         self._finish = ""  # why the answer has ended; "" while it goes on
         decoder.counters.open_continuations += 1
 
@@ -234,6 +238,20 @@ class KvContinuation:
             self._read, self._tokens = read, self._tokens + 1
             self._sum = read if self._sum is None else self._sum + read
 
+    def restore(self, windows: Sequence[Window], error: Exception) -> None:
+        """Put the cache back as it was before a step that failed with ``error``; ``windows`` as they were then.
+
+        A recurrent state cannot be put back: such an answer's next step raises ``error``, too."""
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.cache.layers):
+            self.failure = error
+            return
+        for layer, keys, values, seen in windows:
+            layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+        _, length = self.last
+        for layer in self.cache.layers:
+            if not layer.is_sliding:
+                layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+
     def close(self) -> None:
         """Free the KV cache.  Safe to call twice."""
         if self.cache is not None:
@@ -253,6 +271,12 @@ def split_cache(cache: Any, batch: Batch, config: Any) -> list[Any]:
             own.update(full.keys[span], full.values[span], layer)  # update concatenates, which copies
         rows.append(own)
     return rows
+
+
+def windows_of(cache: Any) -> list[Window]:
+    """Return what a step drops from the layers that see a window only; the tensors are not copied."""
+    layers = (layer for layer in cache.layers if getattr(layer, "is_sliding", False))
+    return [(layer, layer.keys, layer.values, layer.cumulative_length) for layer in layers]
 
 
 # transformers has a place for both parts of a step: a cache whose ``update`` hands on what it likes, and registered

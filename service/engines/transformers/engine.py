@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from service.engines import adapters, base, loading
+from service.engines import adapters, base, families, loading
 from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
 from service.engines.families import ModelModules, check_sites, family_of, locate
@@ -70,9 +70,11 @@ class TransformersEngine:
         if not family.projection:  # not one of those whose every number is compared in tests
             hooks.check_decoder(model, self._modules, family.name, self._device)
         self._alone = family.alone
+        recurrent = family.notes == families.UNKNOWN and hooks.is_recurrent(model.config)
+        self._longest_in_chunks = hooks.longest_in_chunks(model.config, whole=family.whole or recurrent)
         self._equal_lengths = self._alone or hooks.depends_on_longest(model.config)
-        windows = hooks.has_windows(model.config)
-        shares = self._options.padding_side == "right" and not self._equal_lengths and not windows
+        self._windows = hooks.has_windows(model.config)
+        shares = self._options.padding_side == "right" and not self._equal_lengths and not self._windows
         self._prefix = hooks.Prefix(hooks.chat_prefix(self.render_chat) if shares else ())
         self._busy = threading.Lock()
         self._stacks: OrderedDict[tuple[int, ...], ProbeStack] = OrderedDict()
@@ -137,6 +139,32 @@ class TransformersEngine:
                 kept |= {index: (caches[row], logits[row].clone()) for row, index in enumerate(batch.index)}
             results = hooks.prefill_results(stack, done)
             return [KvContinuation(self, result, *kept[index]) for index, result in enumerate(results)]
+
+    def in_chunks(
+        self, prompt: base.TokenIds, probes: Sequence[Probes], *, first_token: bool = False, kept: bool = False
+    ) -> Generator[PrefillResult | base.Continuation | None, None, None]:
+        """Prefill as ``base.BatchEngine.in_chunks``."""
+        with self._running([prompt]):
+            stack = self._stack(probes)
+            [batch] = self._batches([prompt], kept=kept)
+            whole = len(prompt) > self._longest_in_chunks
+            *before, last = [batch] if whole else hooks.chunks(batch, self.max_batch_tokens)
+            cache = self._new_cache(batch) if before or kept or batch.prefix else None
+        for chunk in before:
+            with self._running(()), hooks.ended_after(self._modules.blocks[-1]):
+                self.counters.forward_tokens += sum(chunk.lengths)
+                with suppress(hooks.LastReadout):
+                    self._model(**hooks.inputs_of(chunk, cache))
+            yield None
+        with self._running(()):
+            sink = TruthLogits(stack, 1, self._device)
+            logits = self._prefill(last, sink, full=kept or first_token or not probes, cache=cache)
+            summary = None if logits is None or not (kept or first_token) else summarise(logits)
+            [result] = hooks.prefill_results(stack, [(last, sink, summary)])
+            if kept:
+                assert logits is not None
+                continuation = KvContinuation(self, result, cache, logits[0].clone())
+        yield continuation if kept else result
 
     def extract(
         self, prompts: Prompts, sites: base.Sites, poolings: Sequence[Pooling] = (), sampling: Sampling | None = None,
@@ -285,7 +313,15 @@ class TransformersEngine:
     def _step(self, continuations: Sequence[KvContinuation]) -> None:
         waiting = [continuation for continuation in continuations if continuation.waits]
         for group in [[one] for one in waiting] if self._equal_lengths else [waiting] if waiting else []:
-            logits, read = self._decode_step(group)
+            windows = [decoding.windows_of(one.cache) if self._windows else () for one in group]
+            if (failure := next((one.failure for one in group if one.failure is not None), None)) is not None:
+                raise failure
+            try:
+                logits, read = self._decode_step(group)
+            except Exception as error:
+                for one, before in zip(group, windows, strict=True):
+                    one.restore(before, error)
+                raise
             self.counters.forward_tokens += len(group)
             self.counters.decode_steps += len(group)
             for continuation, row, own in zip(group, logits, read, strict=True):
@@ -346,14 +382,9 @@ class TransformersEngine:
         onset = hooks.over_last(batch.onsets, last) if last else hooks.at_onsets(batch.onsets, self._device)
         if batch.prefix and cache is None:
             cache = self._new_cache(batch)
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": cache is not None}
-        if cache is not None:
-            inputs["past_key_values"] = cache
-        if batch.attention_mask is not None:
-            inputs |= {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
         with hooks.reading(self._modules, self._head, sink, onset, stop=not full):
             try:
-                logits = self._model(**inputs).logits
+                logits = self._model(**hooks.inputs_of(batch, cache)).logits
             except hooks.LastReadout:
                 return None
         if logits.shape[1] != 1:

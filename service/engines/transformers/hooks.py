@@ -5,9 +5,11 @@ A *sink* takes the activations at t* [batch, width], views in the model's dtype 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from service.engines.base import PrefillResult, TokenIds
 from service.engines.chat import Message
@@ -86,6 +89,31 @@ def pad(
     return Batch(tuple(index), tuple(lengths), tuple(starts), input_ids, mask, positions, prefix)
 
 
+def inputs_of(batch: Batch, cache: Any) -> dict[str, Any]:
+    """Return what the model is called with, ``cache`` None: without one."""
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    return given | {"use_cache": cache is not None} | ({} if cache is None else {"past_key_values": cache})
+
+
+def chunks(batch: Batch, most: int) -> list[Batch]:
+    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each other in one cache."""
+    columns = batch.input_ids.shape[1]
+    count = -(-columns // most)
+    ends = [columns * done // count for done in range(count + 1)]  # alike: the last one is no single token
+    positions = torch.arange(batch.prefix, batch.prefix + columns, device=batch.input_ids.device)[None]
+    return [
+        replace(
+            batch,
+            lengths=(end - start,),
+            input_ids=batch.input_ids[:, start:end],
+            position_ids=positions[:, start:end],
+            prefix=batch.prefix + start,
+        )
+        for start, end in pairwise(ends)
+    ]
+
+
 def chat_prefix(render_chat: Callable[[Sequence[Message]], list[int]]) -> tuple[int, ...]:
     """Return the tokens with which every chat of one user message begins; () without a template, or where few."""
     try:
@@ -125,11 +153,33 @@ def has_windows(config: Any) -> bool:
     return any(getattr(layer, "is_sliding", True) for layer in cache.layers)  # without the attribute: recurrent
 
 
+def is_recurrent(config: Any) -> bool:
+    """Return whether some layer keeps a state that is not made of tokens."""
+    cache: Any = DynamicCache(config=config)
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+
+
 def depends_on_longest(config: Any) -> bool:
     """Return whether the encoding of positions depends on the batch's longest prompt (Phi-3's longrope)."""
     parameters = getattr(text_config(config), "rope_parameters", None) or {}
     per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
     return any(entry.get("rope_type") in LENGTH_DEPENDENT_ROPE for entry in (parameters, *per_layer_type))
+
+
+def longest_in_chunks(config: Any, *, whole: bool) -> float:
+    """Return how many tokens a prompt may have that is read in several passes, one behind the other's cache.
+
+    ``whole``: as its family has it.  Where the encoding ``depends_on_longest``, one pass encodes all positions by the
+    longest of them, and several would not beyond the length from which on it is another."""
+    if whole:
+        return 0
+    if not depends_on_longest(config):
+        return math.inf
+    own = text_config(config)
+    parameters = getattr(own, "rope_parameters", None) or {}
+    entries = [vars(own), parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    return min(int(entry[name]) for entry in entries for name in names if entry.get(name) is not None)
 
 
 def tokens_worth_the_weights(model: Any) -> int:
@@ -246,6 +296,20 @@ class ActivationBuffer:
 
 
 Sink = TruthLogits | ActivationBuffer
+
+
+@contextmanager
+def ended_after(block: torch.nn.Module) -> Iterator[None]:
+    """End a forward pass with LastReadout behind ``block``: what comes then is for the answer only."""
+
+    def hook(_module: torch.nn.Module, *_: Any) -> None:
+        raise LastReadout
+
+    handle = block.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class VllmEngine:
     """One model on a started ``AsyncLLM``, all of whose coroutines run on ``loop``.  Implements ``base.Engine``."""
 
     scores_overtake_answers = False
+    prefill_speed: float | None = None  # it schedules by itself
     torch_model = None  # the modules are in vLLM's processes
     _request_numbers = count()  # of all engines, several of which may be around one ``AsyncLLM``
 

@@ -438,3 +438,70 @@ def test_next_token_is_the_softmax_of_the_logits() -> None:
         np.testing.assert_allclose(own, torch.log_softmax(logits, -1)[[7, 100, 7]].numpy(), atol=1e-4)
     with pytest.raises(RequestError, match="264"):
         engine.next_token(prompts, [tiny.VOCABULARY])
+
+
+@pytest.mark.parametrize("name", [*KINDS, "falcon"])  # which runs its rows one by one
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_step_that_failed_behind_some_layer_leaves_all_answers_as_they_were(name: str, place: int) -> None:
+    """Each step of several fails once and is run again by halves; in and beyond the windows."""
+    engine: Any = tiny.engine(name)
+    prompts, sampling = tiny.prompts(LENGTHS), Sampling(max_tokens=14)
+    probe, fails = tiny.probes(engine.identity.geometry), False
+
+    def fail(*_: Any) -> None:
+        if fails:
+            raise RuntimeError("no memory")
+
+    tiny.modules(engine).blocks[place].register_forward_hook(fail)
+    ended: list[list[Any]] = []
+    for failing in (False, True):
+        continuations = engine.begin(prompts, [])
+        for one in continuations:
+            one.answer_probes = probe
+        running = [(one, one.decode(sampling)) for one in continuations]
+        failed = 0
+        while running:
+            running = [(one, pieces) for one, pieces in running if next(pieces, None) is not None]
+            rows = [one for one, _ in running]
+            if failing and sum(one.waits for one in rows) > 1:
+                fails = True
+                with pytest.raises(RuntimeError):
+                    engine.step_together(rows)
+                fails, failed = False, failed + 1
+            engine.step_together(rows[: len(rows) // 2])
+            engine.step_together(rows[len(rows) // 2 :])
+        assert failed == (13 if failing else 0)
+        ended.append(continuations)
+    for one, other in zip(*ended, strict=True):
+        assert one.completion == other.completion
+        if one.reading is None:  # of the first token alone nothing is read
+            assert other.reading is None
+            continue
+        assert one.reading.tokens == other.reading.tokens
+        np.testing.assert_allclose(one.reading.trajectory, other.reading.trajectory, rtol=0, atol=1e-5)
+
+
+def test_an_answer_whose_recurrent_state_is_half_changed_is_not_gone_on_with() -> None:
+    engine: Any = tiny.engine("qwen3_5_text")
+    prompts, sampling, fails = tiny.prompts(LENGTHS[:3]), Sampling(max_tokens=5), 0
+
+    def fail(*_: Any) -> None:
+        nonlocal fails
+        fails -= 1
+        if fails == 0:
+            raise RuntimeError("no memory")
+
+    answers = [one.token_ids for one in engine.generate(prompts, sampling)]
+    tiny.modules(engine).blocks[1].register_forward_hook(fail)
+    continuations = engine.begin(prompts, [])
+    streams = [one.decode(sampling) for one in continuations]
+    for stream in streams:
+        next(stream)
+    fails = 2  # the second one's pass
+    for group in (continuations, continuations[1:2], continuations[1:]):
+        with pytest.raises(RuntimeError, match="no memory"):
+            engine.step_together(group)
+    continuations[1].close()
+    for place in (0, 2):
+        list(streams[place])
+        assert continuations[place].completion.token_ids == answers[place]

@@ -1,0 +1,261 @@
+"""Whose turn it is on the engine, by a clock that only passes of prompts and steps of decoding move on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from service.engines import shares
+from service.engines.base import Sampling, Turn
+from service.engines.scheduler import RequestQueue
+from service.engines.shares import Account, Kind, Shares
+from service.errors import EngineError
+from tests.engines.test_scheduler import Bench, holds, logits, request
+from tests.matching import Held
+from tests.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+STEP_S = 1 / 64  # of decoding: a quantum has four; a pass takes a second
+LONG = "x" * 31  # four passes of 8 tokens
+
+
+class Timed(Bench):
+    """A bench with such a clock; ``log`` has each pass and step as it begins, and ``held_at`` where to stand still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.log, self.held_at = 0.0, list[str](), dict[int, Held]()
+        self._passing = False
+        self.script.max_batch_tokens, self.script.answer = 8, "x" * 300
+        self.script.before, self.script.wait = self.before, self.wait  # type: ignore[method-assign]
+
+    def before(self, method: str) -> None:
+        self._begin(method, 1.0)
+        self._passing = True
+
+    def wait(self) -> None:
+        if not self._passing:
+            self._begin("step", STEP_S)
+        self._passing = False
+
+    def _begin(self, name: str, seconds: float) -> None:
+        self.log.append(name)
+        if (held := self.held_at.get(len(self.log) - 1)) is not None:
+            held(name)
+        self.now += seconds
+
+    @asynccontextmanager
+    async def open(self, **options: Any) -> AsyncIterator[Timed]:
+        try:
+            async with super().open(clock=lambda: self.now, **options):
+                yield self
+        finally:
+            for held in self.held_at.values():
+                held.release.set()
+
+    @asynccontextmanager
+    async def held_in(self, number: int, meanwhile: int = 0) -> AsyncIterator[None]:
+        """Inside, the engine stands still in this pass or step; it goes on once so many prompts wait."""
+        held = self.held_at[number]
+        assert await asyncio.to_thread(held.entered.wait, 20)
+        yield
+        await until(lambda: len(self.engine._queue.waiting) >= meanwhile)
+        held.release.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("the condition never became true")
+
+
+@pytest.fixture
+def timed() -> Timed:
+    return Timed()
+
+
+@pytest.mark.parametrize("caller", ["long", "other"])
+@pytest.mark.parametrize(("options", "last"), [({}, "score"), ({"sampling": Sampling(max_tokens=1)}, "begin")])
+async def test_short_prompts_run_between_the_passes_of_a_long_one(
+    timed: Timed, caller: str, options: dict[str, Any], last: str
+) -> None:
+    timed.held_at[0] = Held()
+    async with timed.open():
+        long = timed.start(LONG, turn=Turn("long"), **options)
+        async with timed.held_in(0, meanwhile=3):
+            texts = [str(n) * 7 for n in range(3)]
+            shorts = [timed.start(text, turn=Turn(caller, 32 + place)) for place, text in enumerate(texts)]
+        assert [logits(await short) for short in shorts] == [timed.logits(text) for text in texts]
+        first, *_ = await long
+        assert logits([first]) == timed.logits(LONG)
+        assert first.prefill_s == 7, "from its first pass to its last"
+    assert timed.log == [*["chunk", "score"] * 3, last]
+    assert timed.batches == [1] * 7
+
+
+@pytest.mark.parametrize("answers", [False, True])
+async def test_callers_have_their_turns_between_synchronous_scores(timed: Timed, answers: bool) -> None:
+    """As a reload's golden prompts are scored while prompts are being served, and its golden answers are read."""
+    golden = [timed.script.tokenize(f"golden{n}") for n in range(3)]
+    score, order = timed.script.score, list[str]()
+
+    def recorded(prompts: Any, *arguments: Any, **options: Any) -> Any:
+        order.extend(timed.script.detokenize(prompt)[:-1] for prompt in prompts)
+        return score(prompts, *arguments, **options)
+
+    timed.script.score = recorded  # type: ignore[method-assign]
+    timed.held_at[0] = Held()
+    options: dict[str, Any] = {"last": [1, 2, 3]} if answers else {"first_token": True}
+    expected = ScriptedEngine(answer=timed.script.answer).score(golden, [timed.probe], **options)
+    async with timed.open():
+        caller = [timed.start(f"caller{n}", turn=Turn("caller")) for n in range(4)]
+        queue = timed.engine._queue
+        async with timed.held_in(0, meanwhile=3 if answers else 6):
+            work = asyncio.to_thread(timed.engine.score, golden, [timed.probe], **options)
+            scoring = asyncio.create_task(work)
+            await until(lambda: bool(timed.engine._calls) if answers else len(queue.waiting) == 6)
+        for found, result in zip(await scoring, expected, strict=True):
+            assert found.trajectories[0].tolist() == result.trajectories[0].tolist()
+            assert found.first_token == result.first_token
+        await asyncio.wait(caller)
+    assert order[:5] == ["caller", "golden", "caller", "golden", "caller"]
+    assert sorted(order) == ["caller"] * 4 + ["golden"] * 3
+
+
+async def test_long_prompts_of_two_callers_take_turns_and_those_of_one_follow_each_other(timed: Timed) -> None:
+    timed.held_at[0] = Held()
+    ended: list[str] = []
+    async with timed.open():
+        tasks = {"a1": timed.start(LONG, turn=Turn("a"))}
+        async with timed.held_in(0, meanwhile=2):
+            tasks |= {"a2": timed.start(LONG, turn=Turn("a", 32)), "b": timed.start(LONG, turn=Turn("b"))}
+        for name, task in tasks.items():
+            task.add_done_callback(lambda _, name=name: ended.append(name))  # type: ignore[misc]
+        await asyncio.wait(tasks.values())
+        await asyncio.sleep(0)
+    assert ended == ["a1", "b", "a2"]
+
+
+async def test_a_prompt_that_is_left_ends_between_two_passes(timed: Timed) -> None:
+    timed.held_at[1] = Held()
+    async with timed.open():
+        long = timed.start(LONG, sampling=Sampling())
+        async with timed.held_in(1):
+            long.cancel()
+            await asyncio.wait([long])
+        await timed.answer("next")
+        assert timed.engine._queue.reading == []
+    assert timed.log == ["chunk", "chunk", "score"]
+
+
+async def test_a_pass_that_fails_ends_its_prompt_alone(timed: Timed) -> None:
+    timed.held_at[1] = Held()
+    async with timed.open():
+        long = timed.start(LONG)
+        async with timed.held_in(1, meanwhile=1):
+            timed.script.fail = RuntimeError("no memory")
+            short = timed.start("a")
+        with pytest.raises(RuntimeError, match="no memory"):
+            await long
+        await asyncio.wait([short])
+        timed.script.fail = None
+        assert logits(await timed.answer(LONG)) == timed.logits(LONG)
+        assert timed.engine._queue.reading == []
+
+
+async def test_closing_ends_a_prompt_between_two_passes(timed: Timed) -> None:
+    timed.held_at[1] = Held()
+    async with timed.open():
+        long = timed.start(LONG, sampling=Sampling())
+        async with timed.held_in(1):
+            closing = asyncio.create_task(asyncio.to_thread(timed.engine.close))
+            await until(lambda: not timed.engine.alive)
+        await closing
+        with pytest.raises(EngineError):
+            await long
+
+
+async def test_decoding_holds_the_engine_for_a_quantum_beside_a_waiting_prompt(timed: Timed) -> None:
+    """However long the pass before took: what is owed for that, its own caller pays before the next one."""
+    timed.held_at = {10: Held(), 34: Held()}
+    async with timed.open():
+        answer = timed.start("a", sampling=Sampling(max_tokens=300), turn=Turn("busy"))
+        async with timed.held_in(10, meanwhile=1):
+            long = timed.start(LONG, turn=Turn("busy", 9))
+        async with timed.held_in(34, meanwhile=1):
+            assert timed.log.count("chunk") == 1
+            other = timed.start("b", turn=Turn("other"))
+        for task in (other, long, answer):
+            await task
+    assert "score" in timed.log[35:40], "the other caller's, four steps later at most"
+    passes = [place for place, name in enumerate(timed.log) if name in ("chunk", "score")]
+    chunks = [place for place in passes if timed.log[place] == "chunk"]
+    for one, next_ in zip(chunks, chunks[1:], strict=False):
+        steps = timed.log[one:next_].count("step")
+        assert 60 <= steps <= 68, "of 64 in a second: half and half"
+
+
+async def test_the_speed_is_of_passes_at_least_half_full_and_of_late(timed: Timed) -> None:
+    async with timed.open():
+        await timed.answer("a")
+        assert timed.engine.prefill_speed is None
+        await timed.answer(LONG)
+        assert timed.engine.prefill_speed == 8
+        await timed.answer("xyz")
+        assert timed.engine.prefill_speed == 8, "the fastest"
+        timed.now += 61
+        assert timed.engine.prefill_speed is None
+
+
+def test_long_scores_hold_at_most_half_of_the_cache() -> None:
+    waiting = RequestQueue(100, 1000)
+    score, later, short, answer = request(300), request(900), request(50), request(50, 50)
+    for entry in (score, later, answer, short):
+        waiting.add(entry)
+    holds(waiting, another=600)
+    assert waiting.next_batch() == [score]
+    assert waiting.reading == [score]
+    holds(waiting, another=200)
+    waiting.reading = [later]
+    waiting.waiting.remove(later)
+    assert waiting._kv_tokens(later) == 500
+    assert [list(waiting._startable())] == [[answer, short]]
+
+
+def test_whoever_was_given_least_goes_first_and_newcomers_start_where_the_others_are() -> None:
+    account = Account[str]()
+    for name, seconds in (("a", 5.0), ("b", 2.0), ("b", 2.0)):
+        account.begin(name)
+        account.give(name, seconds)
+    assert (account.given("a"), account.given("b")) == (5.0, 4.0)
+    account.begin("b")
+    account.give("b", 3.0)
+    assert (account.given("b"), account.given("new")) == (7.0, 4.0)
+    assert account.forget() == []
+    account.begin("a")
+    assert account.given("new") == 5.0
+    assert account.forget() == ["a"]
+    assert account.given("a") == 5.0
+
+
+def test_callers_share_the_engine_and_their_work_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "MAX_REMEMBERED", 4)
+    had = Shares()
+    work = [("a", Kind.ANSWER), ("a", Kind.PROMPT), ("b", Kind.PROMPT)]
+    seconds = dict.fromkeys(work, 0.0)
+    for _ in range(400):
+        turn = min(work, key=lambda one: had.given(*one))
+        had.begin(*turn)
+        had.give(*turn, 0.25)
+        seconds[turn] += 0.25
+    assert list(seconds.values()) == [25.0, 25.0, 50.0]
+    for n in range(100):
+        had.begin(str(n), Kind.PROMPT)
+        had.give(str(n), Kind.PROMPT, 0.0)
+    assert len(had._kinds) <= 7

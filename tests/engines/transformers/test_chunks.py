@@ -1,0 +1,130 @@
+"""Prompts read by several passes on one cache: what is read and answered is as of one pass, in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.engines.base import FirstToken, PrefillResult, Sampling
+from service.engines.families import FAMILIES, family_of
+from service.engines.transformers import hooks
+from service.engines.transformers.decoding import KvContinuation
+from service.engines.transformers.engine import TransformersEngine
+from service.errors import NonFiniteReadout, PromptTooLong
+from tests.engines import tiny
+from tests.engines.test_families import MORE, UNKNOWN
+from tests.engines.transformers.test_decoding import decoded
+
+MOST, LENGTHS = 20, (83, 61)  # tokens of a pass, and of the prompts: windows are shorter, and passes are not alike
+WHOLE = {"bamba", "jamba"}
+
+
+def result_of(passes: Iterator[Any], count: int) -> Any:
+    """What so many passes give, all but the last of which give nothing."""
+    *before, result = passes
+    assert before == [None] * (count - 1)
+    return result
+
+
+def check_same(found: PrefillResult, expected: PrefillResult, *, tokens: bool) -> None:
+    assert found.prompt_tokens == expected.prompt_tokens
+    for trajectory, whole in zip(found.trajectories, expected.trajectories, strict=True):
+        np.testing.assert_allclose(trajectory, whole, rtol=1e-5, atol=1e-5)
+    assert (found.first_token is not None) == tokens
+    if tokens:
+        check_first(found.first_token, expected.first_token)
+
+
+def check_first(found: FirstToken | None, expected: FirstToken | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert found.token == expected.token
+    assert found.log_max_prob == pytest.approx(expected.log_max_prob, abs=1e-5)
+    assert found.entropy == pytest.approx(expected.entropy, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [*tiny.ALL, *MORE, UNKNOWN])
+def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
+    """Two prompts in turn, with the probes of a bundle and of its context, at every site that the family has."""
+    engine = tiny.shared_engine(name, "right", MOST)
+    shape, sites = engine.identity.geometry, family_of(tiny.modules(engine).model.config).sites
+    probes = [tiny.probes(shape, site, seed, scaled=True) for site in sites for seed in (1, 2)]
+    prompts = tiny.prompts([*LENGTHS])
+    expected = engine.score(prompts, probes, first_token=True)
+    count = [1, 1] if name in WHOLE else [5, 4]
+    for options in ({}, {"first_token": True}, {"kept": True}):
+        both = [engine.in_chunks(prompt, probes, **options) for prompt in prompts]
+        items: list[list[Any]] = [[], []]
+        for _ in range(max(count)):
+            for own, passes in zip(items, both, strict=True):
+                own += [item for item in (next(passes, "over"),) if item != "over"]
+        for prompt, own, whole, many in zip(prompts, items, expected, count, strict=True):
+            result = result_of(iter(own), many)
+            if not options.get("kept"):
+                check_same(result, whole, tokens=bool(options))
+                continue
+            check_same(result.prefill, whole, tokens=True)
+            sampling = Sampling(max_tokens=6)
+            [answer] = engine.generate([prompt], sampling)
+            assert decoded(result, sampling).token_ids == answer.token_ids
+    assert engine.counters.open_continuations == 0
+
+
+def test_the_families_that_take_one_pass_are_those_whose_caches_do_not_go_on() -> None:
+    assert {name for family in FAMILIES if family.whole for name in family.model_types} == WHOLE
+
+
+def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
+    engine = tiny.engine(max_batch_tokens=MOST)
+    chat = engine.render_chat([{"role": "user", "content": "x" * 60}])
+    probes = [tiny.probes(engine.identity.geometry)]
+    [whole] = engine.score([chat], probes)
+    shared, before = len(engine._prefix.tokens), engine.counters.forward_tokens
+    assert 0 < shared < MOST
+    result = result_of(engine.in_chunks(chat, probes), -(-(len(chat) - shared) // MOST))
+    check_same(result, whole, tokens=False)
+    assert engine.counters.forward_tokens - before == len(chat) - shared
+    assert engine.counters.prefills == 2
+
+
+def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:
+    engine: Any = tiny.longrope_engine()
+    engine.max_batch_tokens = 6
+    probes = [tiny.probes(engine.identity.geometry)]
+    for length, count in ((16, 3), (17, 1), (40, 1)):  # encoded otherwise beyond 16
+        [prompt] = tiny.prompts([length])
+        [whole] = engine.score([prompt], probes)
+        check_same(result_of(engine.in_chunks(prompt, probes), count), whole, tokens=False)
+
+
+def test_passes_raise_what_one_pass_raises() -> None:
+    engine: TransformersEngine = tiny.engine(max_batch_tokens=MOST)
+    probes = [tiny.probes(engine.identity.geometry)]
+    with pytest.raises(PromptTooLong):
+        next(engine.in_chunks([1] * (tiny.CONTEXT + 1), probes))
+    tiny.modules(engine).model.model.norm.weight.data[:] = np.nan
+    for block in tiny.modules(engine).blocks:
+        block.mlp.down_proj.weight.data[:] = np.nan
+    passes = engine.in_chunks(tiny.prompts([30])[0], probes, kept=True)
+    assert next(passes) is None
+    with pytest.raises(NonFiniteReadout):
+        next(passes)
+    assert engine.counters.open_continuations == 0
+
+
+def test_a_pass_that_is_not_the_last_ends_with_the_blocks() -> None:
+    engine = tiny.engine(max_batch_tokens=MOST)
+    called: list[str] = []
+    engine._head.register_forward_hook(lambda *_: called.append("head"))
+    passes = engine.in_chunks(tiny.prompts([30])[0], [], kept=True)
+    assert next(passes) is None
+    assert called == []
+    last = next(passes)
+    assert isinstance(last, KvContinuation)
+    assert called == ["head"]
+    last.close()
+    assert not tiny.modules(engine).blocks[-1]._forward_hooks
