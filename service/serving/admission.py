@@ -35,7 +35,7 @@ class Deadline:
 
     @property
     def nearly(self) -> float:
-        """Return when an answer without a length of its own has to end, so as to be sent in time; monotonic clock."""
+        """Return when an answer has to end, finished or not, so as to be sent in time; on the monotonic clock."""
         return self._at - min(max(SPARE * self.seconds, SPARE_S), self.seconds / 2)
 
     @property

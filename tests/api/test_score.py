@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import socket
 import threading
@@ -358,9 +359,11 @@ def test_an_error_before_the_risk_is_plain_and_one_after_it_an_event(
     assert service.metric("hallutracer_errors_total") == 2
 
 
-def test_a_deadline_under_way_is_an_event(service: Running) -> None:
-    service.engine.answer, service.engine.sleep_s = "x" * 400, 0.01
+def test_a_deadline_under_way_is_an_event(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, late = itertools.count(), threading.Event()
+    monkeypatch.setattr(service.engine, "wait", lambda: next(steps) < 4 or late.wait(20))  # a step that hangs
     response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500)
+    late.set()
     assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
     until(lambda: idle(service))
 
