@@ -16,16 +16,18 @@ from typing import Literal, NamedTuple
 from service.engines.base import FIRST_COME, Engine, Sampling, TokenIds, Turn, Update, unfinished
 from service.errors import (
     DeadlineExceeded,
+    EngineBusy,
     EngineError,
     NonFiniteReadout,
     NotReady,
+    Overloaded,
     ProbeReplaced,
     RequestError,
     WeightsChanged,
 )
 from service.judging.guarantee import UNKNOWN, Standing
 from service.policies.guard import OBSERVE, Decision, Policy
-from service.scoring import AnswerRisk, RiskReport, Scorer
+from service.scoring import ENGINE_FAILED, AnswerRisk, RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space
 from service.serving.judgement import AnswerEnd, PromptTimings
 from service.serving.metrics import Metrics
@@ -33,11 +35,13 @@ from service.tool_calls import Tools
 
 log = logging.getLogger("hallutracer")
 MAX_PIECES = 64  # pieces of text handed on together
-MAX_FAILURES = 32  # prompts in a row that fail through no fault of theirs, before the engine is given up
+MAX_FAILURES = 32  # passes in a row that fail through no fault of their prompts, before the engine is given up
 SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement spans several
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
 ENDS = "the service is shutting down"
+# The engine did not fail: the request is at fault, or what it meets now, or it can be sent again.
+NO_FAILURE = (RequestError, NonFiniteReadout, ProbeReplaced, WeightsChanged, Overloaded, EngineBusy)
 
 
 class Piece(NamedTuple):
@@ -185,7 +189,8 @@ class Dispatcher:
         self._queue = FairShare(max_queue)  # prompts that are still being tokenized wait, too
         self._tasks: set[asyncio.Task[None]] = set()
         self._speed = Speed(SPEED_SPAN_S)
-        self._decoding = self._failures = 0  # failures in a row
+        self._decoding = self._failures = 0  # passes in a row that failed
+        self._failed_step: BaseException | None = None  # what ended the answers of the newest step that failed
         self._progress_at = clock()  # of the engine's newest sign of life, or of the first prompt since
         self._scorer: Scorer | None = None  # of the newest request
         self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
@@ -248,7 +253,7 @@ class Dispatcher:
             job.turn = Turn(request.caller, self._queue.place(request.caller, len(job.token_ids) + answers))
             job.task = task = self._loop.create_task(self._run(request, job))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._ended)
 
     async def _run(self, request: RequestHandle, job: Job) -> None:
         """See one prompt through."""
@@ -262,6 +267,7 @@ class Dispatcher:
             async with aclosing(steps):
                 async for report, update in steps:
                     self._note_progress()
+                    self._failures, self._failed_step = 0, None
                     if job.report is None:
                         scored_at = self._clock()
                         self._note_scored(request, job, report, update)
@@ -274,7 +280,7 @@ class Dispatcher:
                 self._fail(request, unfinished())
             raise
         except Exception as error:
-            self._fail(request, error)
+            self._fail(request, error, decoding=job.report is not None)
             return
         if request.done.is_set():
             return
@@ -289,7 +295,6 @@ class Dispatcher:
             self._requests.discard(request)
 
     def _note_scored(self, request: RequestHandle, job: Job, report: RiskReport, update: Update) -> None:
-        self._failures = 0
         job.timings = PromptTimings(update.queue_s, update.prefill_s, report.judge_s)
         # Where capacity is left, a new prompt waits at most for the step that is running.
         self._speed.note(len(job.token_ids), self._clock(), crowded=update.queue_s > update.prefill_s)
@@ -304,14 +309,27 @@ class Dispatcher:
         if not request.unscored:
             request.scored.set()
 
-    def _fail(self, request: RequestHandle, error: Exception) -> None:
+    def _fail(self, request: RequestHandle, error: Exception, *, decoding: bool = False) -> None:
+        """End a request by what failed; ``decoding``: in a step of decoding, which may have been of many answers."""
+        cause = error.__cause__ or error
+        why = cause if str(error) == ENGINE_FAILED else error
         if not self._engine.alive:
-            self._break(EngineError(f"the engine is gone: {error}"))
+            self._break(EngineError(f"the engine is gone: {why}"))
         request.cancel(error)
-        # A device in an error state (CUDA keeps one until the process ends) fails every prompt from then on.
-        self._failures += not isinstance(error, RequestError | NonFiniteReadout | ProbeReplaced | WeightsChanged)
+        if isinstance(error, NO_FAILURE):
+            return
+        # A device in an error state (CUDA keeps one until the process ends) fails every pass from then on.  A prompt
+        # whose prefill failed was alone in it; all answers of a step that failed are ended by the same exception.
+        if not decoding or cause is not self._failed_step:
+            self._failures += 1
+        self._failed_step = cause if decoding else None
         if self._failures >= MAX_FAILURES:
-            self._break(EngineError(f"{self._failures} prompts in a row failed; the last: {error}"))
+            self._break(EngineError(f"{self._failures} forward passes in a row failed; the last: {why}"))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._failed_step = None  # its traceback holds what the step had in hand
 
     def _cancelled(self, request: RequestHandle) -> None:
         """End the tasks of a request that has ended early, and with them its prompts in the engine."""

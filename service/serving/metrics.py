@@ -59,8 +59,9 @@ def _subclasses(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]
         yield from _subclasses(child)
 
 
-# Wire code -> HTTP status; a test compares the last line with service/api/error_handlers.py.
-STATUS_OF: dict[str, int] = {error.code: error.status for error in _subclasses(HalluTracerError)} | {
+# Wire code -> HTTP status, of a code with several that of its first class; a test compares the last line with
+# service/api/error_handlers.py.
+STATUS_OF: dict[str, int] = {error.code: error.status for error in reversed([*_subclasses(HalluTracerError)])} | {
     "invalid_json": 400,
     "method_not_allowed": 405,
 }

@@ -333,7 +333,7 @@ def test_engine_failures_are_500_without_details(tmp_path: Path) -> None:
     with App(tmp_path).started() as app:
         app.engine.fail = RuntimeError("secret detail")
         response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
-        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_error")
         assert ("secret" in response.text, response.headers["x-request-id"]) == (False, "abc")
         app.engine.fail, app.engine.nan_layer = None, 0
         assert score(app, 500, prompt="a")["error"]["code"] == "non_finite_readout"
@@ -355,7 +355,7 @@ def test_an_error_before_the_risk_is_plain_and_one_after_it_an_event(
 
     monkeypatch.setattr(service.engine, "wait", wait)
     response = service.post(prompt="a", generate={}, threshold=1, stream=True)
-    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "internal_error")
+    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "engine_error")
     assert service.metric("hallutracer_errors_total") == 2
 
 

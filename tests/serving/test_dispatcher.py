@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +219,9 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
     handles = [bench.request("a"), bench.request("b", "poison"), bench.request("c")]
     bench.holding.release.set()
     await held.answers()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(EngineError) as failed:
         await handles[1].answers()
+    assert repr(failed.value.__cause__) == "RuntimeError('poison')"
     for handle, text in ((handles[0], "a"), (handles[2], "c")):
         assert (await handle.answers())[0].risk == bench.report(text).risk
     assert bench.dispatcher.alive
@@ -229,8 +230,9 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
 async def test_a_failure_while_decoding_ends_that_answer_only(bench: Bench, monkeypatch: Patch) -> None:
     turns = iter(range(10_000))
     monkeypatch.setattr(bench.script, "wait", lambda: 1 // (next(turns) - 4))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(EngineError) as failed:
         await text_of(bench.request("a", streams=True, **ANSWER))
+    assert isinstance(failed.value.__cause__, ZeroDivisionError)
     (report,) = await bench.request("b", **ANSWER).answers()
     assert report.completion is not None
 
@@ -371,18 +373,72 @@ async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monk
     for failure, times in innocent:
         bench.script.fail = failure
         for n in range(times):
-            with pytest.raises(type(failure)):
+            with pytest.raises(EngineError if isinstance(failure, RuntimeError) else type(failure)):
                 await bench.request(f"prompt {n}", **ANSWER).answers()
     bench.script.fail = None
     await bench.request("a").answers()
     assert bench.dispatcher.alive
     bench.script.fail = RuntimeError("device-side assert")
     for n in range(4):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(EngineError):
             await bench.request(f"prompt {n}").answers()
         assert bench.dispatcher.alive == (n < 3)
     (broke,) = bench.broke
-    assert "4 prompts in a row failed" in str(broke)
+    assert str(broke) == "4 forward passes in a row failed; the last: device-side assert"
+
+
+class FailingSteps:
+    """``Engine.answer`` whose answers fail after their risks, once ``now`` is set, with what ``error`` gives."""
+
+    def __init__(self, answer: Any, error: Callable[[], Exception]) -> None:
+        self._answer, self._error, self.now = answer, error, asyncio.Event()
+
+    async def __call__(self, *prompt: Any, **options: Any) -> AsyncGenerator[Update, None]:
+        async with aclosing(self._answer(*prompt, **options)) as updates:
+            yield await anext(updates)
+            await self.now.wait()
+            raise self._error()
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_what_is_counted_are_failing_passes_and_not_the_answers_in_them(
+    bench: Bench, together: bool, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 8)
+    step = RuntimeError("out of memory")
+    failing = FailingSteps(bench.engine.answer, lambda: step if together else RuntimeError("out of memory"))
+    monkeypatch.setattr(bench.engine, "answer", failing)
+    handles = [bench.request(f"prompt {n}", **LONG) for n in range(12)]
+    for handle in handles:
+        await handle.risks()
+    failing.now.set()
+    ends = await asyncio.gather(*(handle.answers() for handle in handles), return_exceptions=True)
+    if together:  # one step of twelve answers
+        assert {type(end) for end in ends} == {EngineError}
+        assert (bench.dispatcher.alive, bench.dispatcher._failures) == (True, 1)
+        assert bench.dispatcher._failed_step is None  # nothing is kept of it
+    else:
+        assert [type(end) for end in ends].count(EngineError) == 8
+        assert not bench.dispatcher.alive
+
+
+async def test_a_step_that_succeeds_between_failing_passes_begins_the_count_anew(
+    bench: Bench, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 4)
+    bench.script.answer, bench.script.sleep_s = "x" * 400, 0.02
+    going_on = bench.request("long", streams=True, **LONG)
+    pieces = going_on.pieces()
+    for n in range(6):
+        await anext(pieces)  # a step of the answer that goes on
+        bench.script.fail = RuntimeError("no memory")  # of prefills
+        with pytest.raises(EngineError):
+            await bench.request(f"prompt {n}").answers()
+        bench.script.fail = None
+        decoded = going_on.jobs[0].tokens
+        await until(lambda decoded=decoded: going_on.jobs[0].tokens > decoded)  # type: ignore[misc]
+    assert bench.dispatcher.alive
+    going_on.cancel()
 
 
 async def test_an_engine_whose_thread_fails_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
