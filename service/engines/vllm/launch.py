@@ -114,6 +114,9 @@ def start(
 
     from service.engines.loading import choose_device, choose_dtype
 
+    if logging.getLogger().handlers:  # a service's: they wait for no reader of the log, which vLLM's own do
+        (own := logging.getLogger("vllm")).handlers.clear()
+        own.propagate = True
     device, arguments = choose_device(options.device), engine_arguments(options)
     if options.adapter is not None:
         rank = next((one for one in RANKS if one >= config_of(options.adapter)["r"]), RANKS[-1])
