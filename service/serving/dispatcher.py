@@ -188,7 +188,8 @@ class Dispatcher:
         self._requests: set[RequestHandle] = set()  # admitted and not ended
         self._queue = FairShare(max_queue)  # prompts that are still being tokenized wait, too
         self._tasks: set[asyncio.Task[None]] = set()
-        self._speed = Speed(SPEED_SPAN_S)
+        # By whether the prompts may be decoded: those wait for space in the cache, too, that is for other answers.
+        self._speeds = {answers: Speed(SPEED_SPAN_S) for answers in (True, False)}
         self._decoding = self._failures = 0  # passes in a row that failed
         self._failed_step: BaseException | None = None  # what ended the answers of the newest step that failed
         self._progress_at = clock()  # of the engine's newest sign of life, or of the first prompt since
@@ -205,11 +206,11 @@ class Dispatcher:
 
     def check_space(self, caller: str, prompts: int = 1, seconds: float = math.inf, *, continues: bool = True) -> None:
         """Raise Overloaded where so many more prompts may not wait; one: cheap enough to call before a body is read."""
-        answers = continues or not self._engine.scores_overtake_answers
+        answers = continues or not self._engine.scores_overtake_answers  # as ``_behind_answers`` of the request
         check_space(
             prompts, waiting=self._queue.waiting, max_waiting=self._queue.most_waiting(caller),
             ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
-            tokens_per_second=self._speed.value,
+            tokens_per_second=self._speeds[answers].value,
         )  # fmt: skip
 
     def admit(
@@ -297,7 +298,10 @@ class Dispatcher:
     def _note_scored(self, request: RequestHandle, job: Job, report: RiskReport, update: Update) -> None:
         job.timings = PromptTimings(update.queue_s, update.prefill_s, report.judge_s)
         # Where capacity is left, a new prompt waits at most for the step that is running.
-        self._speed.note(len(job.token_ids), self._clock(), crowded=update.queue_s > update.prefill_s)
+        answers, tokens = self._behind_answers(request), len(job.token_ids)
+        self._speeds[answers].note(tokens, self._clock(), crowded=update.queue_s > update.prefill_s)
+        if not answers:  # which no answer waits for, and the engine all the same
+            self._speeds[True].add(tokens)
         self._leave(request, job)
         self._queue.served(job.turn.place)
         if request.sampling is not None and (report.decision is Decision.CONTINUE or report.held):
@@ -347,9 +351,22 @@ class Dispatcher:
         if job.state == "waiting":
             self._queue.add(request.caller, -1)
             self._queue.add_tokens(request.caller, -len(job.token_ids), answers=request.sampling is not None)
+            self._pause_speeds()
         elif job.state == "decoding":
             self._decoding -= 1
         job.state = "over"
+
+    def _behind_answers(self, request: RequestHandle) -> bool:
+        """Return whether a request's prompts wait behind those that may be decoded."""
+        return request.sampling is not None or not self._engine.scores_overtake_answers
+
+    def _pause_speeds(self) -> None:
+        """End the measurements of what nothing waits for any more."""
+        scores, answers = self._queue.waits(answers=False), self._queue.waits(answers=True)
+        if not scores:
+            self._speeds[False].pause()
+        if not (answers or (scores and not self._engine.scores_overtake_answers)):
+            self._speeds[True].pause()
 
     async def _watch_engine(self) -> None:
         """Notice an engine that ends while no request runs, and one that stands still while some do."""

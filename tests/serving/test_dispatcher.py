@@ -346,13 +346,13 @@ async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) 
     bench.admit(1, 0.5).cancel()  # nothing is known yet
     for handle in handles[100:500]:  # the speed is known once enough of them have waited
         await handle.answers()
-        if bench.dispatcher._speed.value is not None:
+        if bench.dispatcher._speeds[False].value is not None:
             break
     bench.admit(1, 30).cancel()
     with pytest.raises(Overloaded, match="s of work is waiting") as refused:
         bench.request("y", seconds=0.1)
     assert refused.value.retry_after_s
-    speed = bench.dispatcher._speed.value
+    speed = bench.dispatcher._speeds[False].value
     assert speed is not None
     assert speed < 15_000  # it is never more than 10,000; what is left is for the clock
     for handle in handles:
@@ -364,7 +364,55 @@ async def test_a_single_client_gives_no_measurement_of_speed(bench: Bench) -> No
     bench.script.sleep_s = 0.03
     for n in range(12):
         await bench.request(f"prompt {n}").answers()
-    assert bench.dispatcher._speed.value is None
+    assert [speed.value for speed in bench.dispatcher._speeds.values()] == [None, None]
+
+
+def kept_busy(handles: list[RequestHandle]) -> Callable[[], bool]:
+    """Whether all of them have been scored."""
+    return lambda: all(handle.scored.is_set() for handle in handles)
+
+
+@opened(max_queue=1000, max_batch_tokens=100)
+async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(bench: Bench, monkeypatch: Patch) -> None:
+    now = 0.0
+    monkeypatch.setattr(bench.dispatcher, "_clock", lambda: now)
+    scores, answers = bench.dispatcher._speeds[False], bench.dispatcher._speeds[True]
+
+    async def crowd(seconds: float, number: int, **options: Any) -> None:
+        """So many prompts of 100 tokens that waited together and are read one after the other, ``seconds`` each."""
+        nonlocal now
+        held = await bench.hold()
+        handles = [bench.request("x" * 99, **options) for _ in range(number)]
+        real = bench.dispatcher._note_scored
+
+        def noted(request: RequestHandle, job: Any, report: Any, update: Update) -> None:
+            nonlocal now
+            now += seconds
+            real(request, job, report, Update(update.prefill, queue_s=1.0, prefill_s=0.5))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.dispatcher, "_note_scored", noted)
+            bench.holding.release.set()
+            await held.answers()
+            await until(kept_busy(handles))
+        for handle in handles:
+            await handle.answers()
+        bench.script.before = None
+        bench.holding.release.clear()
+        bench.holding.entered.clear()
+
+    await crowd(1.0, 8)
+    assert scores.value == pytest.approx(100)
+    assert answers.value is None
+    now += 1000.0  # nothing waits
+    await crowd(1.0, 8)
+    assert scores.value == pytest.approx(100)
+    await crowd(50.0, 12, **ANSWER)  # decoding, too
+    assert scores.value == pytest.approx(100)
+    assert answers.value == pytest.approx(2)
+    now += 1000.0
+    await crowd(1.0, 8)
+    assert scores.value == pytest.approx(100)
 
 
 async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
