@@ -104,6 +104,10 @@ class EngineError(HalluTracerError, status=500, code="engine_error"):
     """The engine failed."""
 
 
+EngineFailed = _kind(EngineError, 500, "engine_error", "The engine raised no error of ours: the cause, for no caller.",
+                     name="EngineFailed")  # fmt: skip
+
+
 class ModelLoadError(EngineError, status=500, code="model_load_error"):
     """The model could not be loaded."""
 

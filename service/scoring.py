@@ -23,7 +23,7 @@ from service.engines.base import Completion, Engine, EngineGate, PrefillResult, 
 from service.engines.bridge import gather_all, wait_for
 from service.engines.chat import Message, ToolDefinition
 from service.engines.checks import check_sampling
-from service.errors import EngineError, HalluTracerError, NonFiniteReadout
+from service.errors import EngineFailed, HalluTracerError, NonFiniteReadout
 from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.judging.uncertainty import Uncertain, uncertain
@@ -87,11 +87,8 @@ class RiskReport:
         return self if self.decision is not Decision.CONTINUE else replace(self, completion=None, answer=None)
 
 
-ENGINE_FAILED = "the engine failed on this request; the service's log has the cause under the request's id"
-
-
 async def _engine_updates(updates: AsyncGenerator[Update, None]) -> AsyncGenerator[Update, None]:
-    """Yield an engine's updates.  Raises EngineError from an error that is not ours: its text is for the log alone."""
+    """Yield an engine's updates.  Raises EngineFailed from an error that is not ours."""
     try:
         async with aclosing(updates):
             async for update in updates:
@@ -99,7 +96,7 @@ async def _engine_updates(updates: AsyncGenerator[Update, None]) -> AsyncGenerat
     except HalluTracerError:
         raise
     except Exception as error:
-        raise EngineError(ENGINE_FAILED) from error
+        raise EngineFailed(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
 class Scorer:
@@ -229,7 +226,7 @@ class Scorer:
         known of the prompt beside its ids.  Where the decision is not to continue, one update without text is all; with
         ``tools``, unless the policy gates their calls, the answer is decoded and held for as long as it may be a call:
         the last report then has it, or says that it is withheld.  Closing the generator ends the request in the engine.
-        Raises what ``judge`` raises, and of the engine's errors those that are ours; EngineError from any other."""
+        Raises what ``judge`` raises, and of the engine's errors those that are ours; EngineFailed from any other."""
         tools = None if policy.tools == "gate" else tools
         readers = [self, *shadows, *(() if second is None else (second,))]
         updates = self.engine.answer(

@@ -18,6 +18,7 @@ from service.errors import (
     DeadlineExceeded,
     EngineBusy,
     EngineError,
+    EngineFailed,
     NonFiniteReadout,
     NotReady,
     Overloaded,
@@ -27,7 +28,7 @@ from service.errors import (
 )
 from service.judging.guarantee import UNKNOWN, Standing
 from service.policies.guard import OBSERVE, Decision, Policy
-from service.scoring import ENGINE_FAILED, AnswerRisk, RiskReport, Scorer
+from service.scoring import AnswerRisk, RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space
 from service.serving.judgement import AnswerEnd, PromptTimings
 from service.serving.metrics import Metrics
@@ -40,6 +41,7 @@ SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement s
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
 ENDS = "the service is shutting down"
+ENGINE_FAILED = "the engine failed on this request; the service's log has the cause under the request's id"
 # The engine did not fail: the request is at fault, or what it meets now, or it can be sent again.
 NO_FAILURE = (RequestError, NonFiniteReadout, ProbeReplaced, WeightsChanged, Overloaded, EngineBusy)
 
@@ -316,7 +318,10 @@ class Dispatcher:
     def _fail(self, request: RequestHandle, error: Exception, *, decoding: bool = False) -> None:
         """End a request by what failed; ``decoding``: in a step of decoding, which may have been of many answers."""
         cause = error.__cause__ or error
-        why = cause if str(error) == ENGINE_FAILED else error
+        why: BaseException = error
+        if isinstance(error, EngineFailed):
+            why, error = cause, EngineError(ENGINE_FAILED)
+            error.__cause__ = cause
         if not self._engine.alive:
             self._break(EngineError(f"the engine is gone: {why}"))
         request.cancel(error)
