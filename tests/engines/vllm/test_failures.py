@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from itertools import count
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from vllm import exceptions  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
 from service.engines.vllm.engine import VllmEngine  # noqa: E402
+from service.engines.vllm.launch import log_where_the_program_does  # noqa: E402
 
 
 def wrapped(cause: Exception) -> Exception:
@@ -68,3 +70,14 @@ def test_the_status_is_the_one_that_vllm_means(
     assert (type(error), error.status, error.retry_after_s) == (kind, status, retry_after_s)
     assert str(raised.__cause__ or raised) in str(error) or isinstance(raised, EngineDeadError)
     assert error.code == {429: "overloaded", 422: "invalid_request"}.get(status, "engine_error")
+
+
+@pytest.mark.parametrize("set_up", [True, False])
+def test_vllms_messages_go_where_the_program_s_own_go(monkeypatch: pytest.MonkeyPatch, set_up: bool) -> None:
+    """The handlers of ``hallutracer serve`` wait for no reader of the log; vLLM's own would."""
+    own, theirs = logging.getLogger("vllm"), logging.NullHandler()
+    monkeypatch.setattr(own, "handlers", [theirs])
+    monkeypatch.setattr(own, "propagate", False)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()] if set_up else [])
+    log_where_the_program_does()
+    assert (own.handlers, own.propagate) == (([], True) if set_up else ([theirs], False))
