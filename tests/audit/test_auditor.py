@@ -202,12 +202,13 @@ async def test_a_log_that_was_mended_is_found_without_a_request(
     monkeypatch.setattr(log.auditor._file, "append", full)
     with pytest.raises(AuditUnavailable):
         await log.decide(1)
-    while appended < module.MOST_REFUSED + 1:  # it goes on trying
-        await asyncio.sleep(0.01)
-    assert "No space left" in (log.auditor.refusing or "")
-    monkeypatch.setattr(log.auditor._file, "append", append)
-    while log.auditor.refusing is not None:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while appended < module.MOST_REFUSED + 1:  # it goes on trying
+            await asyncio.sleep(0.01)
+        assert "No space left" in (log.auditor.refusing or "")
+        monkeypatch.setattr(log.auditor._file, "append", append)
+        while log.auditor.refusing is not None:
+            await asyncio.sleep(0.01)
     log.auditor.close()
     found = verify([log.path])
     assert (found.events, found.problems) == ({"service.start": 1, "audit.resume": 1, "service.stop": 1}, [])
