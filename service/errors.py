@@ -104,10 +104,17 @@ class EngineError(HalluTracerError, status=500, code="engine_error"):
     """The engine failed."""
 
 
+EngineFailed = _kind(EngineError, 500, "engine_error", "The engine raised no error of ours: the cause, for no caller.",
+                     name="EngineFailed")  # fmt: skip
+
+
 class ModelLoadError(EngineError, status=500, code="model_load_error"):
     """The model could not be loaded."""
 
 
+# It failed on this request and not on others: the next replica, or a moment later the same one, can answer it.
+EngineBusy = _kind(EngineError, 503, "engine_error", "The engine gave up this request, which can be sent again.",
+                   name="EngineBusy", retry_after_s=1)  # fmt: skip
 UnknownFamily = _kind(HalluTracerError, 500, "unknown_family", "A model of the type is not read at that site.")
 NonFiniteReadout = _kind(EngineError, 500, "non_finite_readout", "A NaN or infinity came out of the forward pass.")
 # The next request writes it again.

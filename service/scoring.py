@@ -24,7 +24,7 @@ from service.engines.base import Completion, Engine, EngineGate, PrefillResult, 
 from service.engines.bridge import gather_all, wait_for
 from service.engines.chat import Message, ToolDefinition
 from service.engines.checks import check_sampling
-from service.errors import NonFiniteReadout
+from service.errors import EngineFailed, HalluTracerError, NonFiniteReadout
 from service.judging.conversation import ConversationReader
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.judging.uncertainty import Uncertain, uncertain
@@ -86,6 +86,18 @@ class RiskReport:
     def before_answer(self) -> RiskReport:
         """Return what is sent before an answer, which may be complete.  What was withheld has none to come."""
         return self if self.decision is not Decision.CONTINUE else replace(self, completion=None, answer=None)
+
+
+async def _engine_updates(updates: AsyncGenerator[Update, None]) -> AsyncGenerator[Update, None]:
+    """Yield an engine's updates.  Raises EngineFailed from an error that is not ours."""
+    try:
+        async with aclosing(updates):
+            async for update in updates:
+                yield update
+    except HalluTracerError:
+        raise
+    except Exception as error:
+        raise EngineFailed(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
 class Scorer:
@@ -221,7 +233,7 @@ class Scorer:
         known of the prompt beside its ids.  Where the decision is not to continue, one update without text is all; with
         ``tools``, unless the policy gates their calls, the answer is decoded and held for as long as it may be a call:
         the last report then has it, or says that it is withheld.  Closing the generator ends the request in the engine.
-        Raises what ``Engine.answer`` and ``judge`` raise."""
+        Raises what ``judge`` raises, and of the engine's errors those that are ours; EngineFailed from any other."""
         tools = None if policy.tools == "gate" else tools
         readers = [self, *shadows, *(() if second is None else (second,))]
         updates = self.engine.answer(
@@ -233,8 +245,8 @@ class Scorer:
         report: RiskReport | None = None
         said, tokens = list[str](), 0
         begun, may_be_call = "", tools is not None  # the answer, for as long as it may be nothing but calls
-        async with aclosing(updates):
-            async for update in updates:
+        async with aclosing(_engine_updates(updates)) as own:
+            async for update in own:
                 if report is None:
                     prefill = base.prefill_of(update)
                     report = self.judge(prefill, policy, standing=standing, cached_tokens=update.cached_tokens)

@@ -35,15 +35,18 @@ class ServeProcess:
 
     def __init__(
         self, *arguments: str, on_listening: Callable[[int], None] = lambda pid: None,
-        program: Sequence[str | Path] = (sys.executable, "-m", "service.cli"), folder: Path = ROOT, **variables: str,
+        program: Sequence[str | Path] = (sys.executable, "-m", "service.cli"), folder: Path = ROOT,
+        stderr: int | None = None, **variables: str,
     ) -> None:  # fmt: skip
-        """``on_listening`` is called with the process id while the model loads; ``folder`` is where it is started."""
+        """``on_listening`` is called with the process id while the model loads; ``folder`` is where it is started.
+
+        ``stderr``: a descriptor, instead of the file that ``log`` reads."""
         self._on_listening = on_listening
         port = () if "--port" in arguments else ("--port", "0")
         self._stderr = tempfile.NamedTemporaryFile("w")  # noqa: SIM115  (closed on exit)
         self.process = subprocess.Popen(
             [*program, "serve", *port, *arguments], cwd=folder, text=True,
-            stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=self._stderr if stderr is None else stderr, start_new_session=True,
             env=inherited() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": PATHS} | variables,
         )  # fmt: skip
         self.url = self.said = ""  # its address; what it printed until it was ready

@@ -97,8 +97,9 @@ def test_what_is_gated_impossible_or_nothing_costs_no_work(scorer: Scorer, scrip
 
 def test_one_failure_ends_them_all(scorer: Scorer, script: ScriptedEngine, monkeypatch: Patch) -> None:
     monkeypatch.setattr(script, "wait", lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(EngineError, match="ZeroDivisionError: integer division") as failed:
         scorer.score_or_continue([[256, 65]] * 3, Sampling(), GATE.at(1.0))
+    assert isinstance(failed.value.__cause__, ZeroDivisionError)
 
 
 def test_an_answer_that_the_engine_alone_gated_is_an_error(scorer: Scorer, monkeypatch: Patch) -> None:

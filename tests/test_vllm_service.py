@@ -74,6 +74,7 @@ def test_the_readmes_request(service: str) -> None:
 
 
 def test_its_start_was_told_step_by_step(started: Service) -> None:
+    until(lambda: "hallutracer ready: " in started.served.log())
     log = started.served.log()
     places = [
         log.find(f"with vllm: {step}") for step in ("starting its", "loading the weights", "compiling", "testing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,8 +60,7 @@ async def answered(request: Request, service: Service, body: AnswerRequest, want
         raise RequestError(f"at most {limit} answer tokens here, not {wanted.most}", param=wanted.most_field)
     sampling = Sampling(
         wanted.most, TEMPERATURE if body.temperature is None else body.temperature,
-        1.0 if body.top_p is None else body.top_p, body.seed, body.stops(),
-        math.inf if body.length else deadline.nearly, wanted.format,
+        1.0 if body.top_p is None else body.top_p, body.seed, body.stops(), format=wanted.format,
     )  # fmt: skip
     return await answer(request, service, replace(
         asked, sampling=sampling, deadline=deadline, stream=bool(body.stream),

@@ -19,7 +19,7 @@ from service.api.openai_schema import ChatRequest, TextRequest
 from service.api.request_schema import Arguments, Generate, RequestModel, ScoreRequest
 from service.api.responses_schema import ResponsesRequest
 from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
-from service.serving.request_log import record_of
+from service.serving.request_log import log_failure, record_of
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
 CODES = {
@@ -60,6 +60,8 @@ def _answer(
 
 async def _service_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HalluTracerError)
+    record = record_of(request)
+    log_failure(record.request_id, record.path, error)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     headers |= {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     return _answer(request, error.status, error.message, error.code, error.param, **headers)

@@ -52,7 +52,7 @@ async def live(service: TheService, request: Request) -> Status:
 async def ready(service: TheService, request: Request) -> Status:
     """200 once scores can be served, until then 503 with the reason."""
     with _reasons_for(service, request):
-        service.lifecycle.check_ready()
+        service.lifecycle.check_serves()
     if not knows_caller(request, service):
         return Status(status="ready")
     scorers = service.catalogue.scorers

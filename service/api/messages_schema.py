@@ -195,11 +195,6 @@ class MessagesRequest(AnswerRequest, Conversation):
     stop_sequences: Stop | None = None
     temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description="default 1; 0 is greedy")
 
-    @property
-    def length(self) -> int | None:
-        """Return None: ``max_tokens``, which every request has to name, is only a bound."""
-        return None
-
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
         return tuple(self.stop_sequences or ())

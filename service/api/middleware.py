@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import random
 import re
 import time
@@ -27,10 +26,9 @@ from service.access.routes import has_engine_work
 from service.api.auth import caller_of
 from service.api.error_handlers import respond
 from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, ClientGone, HalluTracerError, NotReady, Overloaded
-from service.serving.request_log import RequestRecord
+from service.serving.request_log import RequestRecord, log_failure
 from service.serving.service import Service
 
-log = logging.getLogger("hallutracer")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -81,7 +79,7 @@ class RequestFrame:
                 await respond(NotReady("the service is shutting down"), scope, receive, framed)
             raise
         except Exception as error:
-            log.error("request %s: unhandled error on %s", record.request_id, record.path, exc_info=error)
+            log_failure(record.request_id, record.path, error)
             record.code = HalluTracerError.code
             if record.status is not None:
                 raise

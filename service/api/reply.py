@@ -23,7 +23,7 @@ from service.scoring import AnswerRisk, RiskReport, Scorer
 from service.serving import observers
 from service.serving.dispatcher import Piece, RequestHandle
 from service.serving.judgement import Judgement
-from service.serving.request_log import RequestRecord
+from service.serving.request_log import RequestRecord, log_failure
 from service.serving.service import Service
 
 
@@ -354,7 +354,8 @@ Failed = Callable[[HalluTracerError], bytes]
 
 
 def failure(reply: Reply, error: Exception, failed: Failed = _openai_failure) -> bytes:
-    """Return an error after the status line has been sent; one that is not ours keeps its details to itself."""
+    """Log an error after the status line has been sent, and return it; of one that is not ours no details are told."""
+    log_failure(reply.record.request_id, reply.record.path, error)
     known = error if isinstance(error, HalluTracerError) else HalluTracerError("an internal error under way")
     reply.record.code = known.code
     return failed(known)

@@ -181,11 +181,6 @@ class AnswerRequest(ForeignModel):
         None, description="hallutracer_policy, hallutracer_threshold, hallutracer_bundle"
     )
 
-    @property
-    def length(self) -> int | None:
-        """Return how many tokens an answer has to be allowed; None where the request does not say."""
-        raise NotImplementedError
-
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
         return ()

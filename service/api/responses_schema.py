@@ -174,11 +174,6 @@ class ResponsesRequest(AnswerRequest):
     prompt_cache_options: CacheOptions | None = None
     stream_options: ResponsesStreamOptions | None = None
 
-    @property
-    def length(self) -> int | None:
-        """Return how many tokens an answer has to be allowed; None where the request does not say."""
-        return self.max_output_tokens
-
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ResponsesRequest:
         items = () if isinstance(self.input, str) else self.input

@@ -192,10 +192,13 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
         policy = replace(policy, action=Action.ABSTAIN, message=service.catalogue.abstain_message)
     if asked.violations:
         policy = untemplated(asked.scorer, policy)
+    deadline, sampling = asked.deadline or Deadline(service.settings.deadline_s), asked.sampling
+    if sampling is not None and not asked.of_sample:  # an answer of the bundle's own is judged, so it has to be whole
+        sampling = replace(sampling, until=deadline.nearly)
     # Before any work is spent on what would be refused.
     handle = service.lifecycle.dispatcher.admit(
-        len(asked.prompts), asked.scorer, policy, caller=asked.caller.name, sampling=asked.sampling,
-        deadline=asked.deadline or Deadline(service.settings.deadline_s), streams=asked.stream, running=asked.running,
+        len(asked.prompts), asked.scorer, policy, caller=asked.caller.name, sampling=sampling,
+        deadline=deadline, streams=asked.stream, running=asked.running,
         shadows=() if asked.of_sample else service.catalogue.rollout.watching(asked.scorer), tools=asked.tools,
         second=asked.second,
     )  # fmt: skip

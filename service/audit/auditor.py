@@ -2,7 +2,8 @@
 
 Changes are on disk before they begin, decisions are written in batches.  Nobody is told of a decision before its line
 is written.  Where that fails, the decision goes on and is counted as missed; ``required`` refuses it instead.  A change
-is always refused.
+is always refused.  After refusals in a row ``refusing`` says why, until a line was written: where no other one comes,
+the thread itself tries, every second, to write that lines are written again.
 
 No line has a prompt, an answer or a key's secret, nor a prompt's digest, by which a guess could be confirmed.  Whatever
 happened: ``event``, ``time``, and who it was: ``key`` (its name), ``address``, ``by``.  A decision (``event``
@@ -30,6 +31,8 @@ MOST_WAITING = 10_000  # lines, those that are being written among them
 BATCH = 256
 WAIT_S = 1.0  # that a decision waits for its line, at most, unless it is required
 CLOSING_S = 5.0
+RETRY_S = 1.0  # until the thread tries by itself whether lines that are required can be written again
+MOST_REFUSED = 3  # lines and tries in a row, before the log counts as refusing
 Fate = Literal["written", "missed", "broken"]
 Outcome = Literal["begun", "done", "failed"]
 Waiting = list[Queued[tuple[Line, bool]]]  # a line, and whether it must be on disk
@@ -69,6 +72,11 @@ def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> L
     return _line(event, who, outcome=outcome, what=dict(what))
 
 
+def _resumed(refused: int) -> Line:
+    """Return the line that says that lines are written again, and how many were refused before it."""
+    return change(SERVICE, "audit.resume", "done", {"refused": refused})
+
+
 def _line(event: str, who: Who, **fields: Any) -> Line:
     time = datetime.now(UTC).isoformat(timespec="milliseconds")
     return {"time": time, "event": event, **asdict(who), **fields}
@@ -86,6 +94,8 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._file = AuditFile(path, on_break=lambda: count("broken", 1))
         self._required, self._count = required, count
         self._stuck, self._failing, self._missed = False, False, 0
+        self._refused = self._tries = 0  # required lines, and own tries, that failed since the last line was written
+        self._why = ""  # the newest of them failed
         self._file.append([change(SERVICE, "service.start", "done", {})], sync=True)
         super().__init__("audit", most=MOST_WAITING, batch=BATCH, closing_s=CLOSING_S)
 
@@ -100,9 +110,25 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
             self._stuck = not heard
             written.add_done_callback(lambda future: future.cancelled() or future.exception())  # a failure is counted
 
+    @property
+    def refusing(self) -> str | None:
+        """Return why decisions are refused for want of a line; None where they are not, or not yet several in a row."""
+        return self._why if self._refused + self._tries >= MOST_REFUSED else None
+
+    def wake_s(self) -> float | None:
+        """Return when the thread tries whether required lines can be written again; None: nothing is refused."""
+        return RETRY_S if self._refused else None
+
+    def _refuse(self, lines: int, tries: int, why: str) -> None:
+        if self._required:
+            with self.changed:
+                self._refused, self._tries, self._why = self._refused + lines, self._tries + tries, why
+
     async def _on_disk(self, line: Line) -> None:
         if not self.put((line, True), done=(done := Future[None]())):
-            raise AuditUnavailable("too much waits for the audit log, or the service is shutting down")
+            why = "too much waits for the audit log, or the service is shutting down"
+            self._refuse(1, 0, why)
+            raise AuditUnavailable(why)
         await asyncio.wrap_future(done)
 
     def close(self) -> None:
@@ -116,23 +142,28 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._file.close()
 
     def write(self, batch: Waiting) -> Waiting:
-        """Append the lines; those that could not be written are not tried again."""
+        """Append the lines; those that could not be written are not tried again.  None: try whether one can be."""
         error: AuditUnavailable | None = None
         with self.changed:
             missed, self._missed = self._missed, 0
         try:
-            lines, syncs = zip(*(one.item for one in batch), strict=True)
+            items = [one.item for one in batch]
+            lines, syncs = zip(*(items or [(_resumed(self._refused), True)]), strict=True)
             written = self._file.append(lines, sync=any(syncs), missed=missed)
-            if written < len(batch):
+            if written < len(lines):
                 error = AuditUnavailable("the disk of the audit log is full")
         except Exception as failed:  # whatever it is, the thread goes on
             error = failed if isinstance(failed, AuditUnavailable) else AuditUnavailable(f"the audit log: {failed}")
             written = 0
         if written:
             self._count("written", written)
+            with self.changed:
+                self._refused = self._tries = 0
         else:
             with self.changed:
                 self._missed += missed
+        if error is not None:
+            self._refuse(len(batch) - written, not batch, str(error))
         if error is not None and not self._failing:
             log.error("%s; decisions are %s", error, "refused" if self._required else "not audited")
         elif error is None and self._failing:

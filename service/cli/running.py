@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
 import json
 import logging
@@ -11,8 +12,10 @@ import re
 import shlex
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from service.access.callers import address_in, on_loopback
@@ -30,10 +33,12 @@ if TYPE_CHECKING:
     from probes_store.store import Store
     from service.engines.base import Engine
     from service.scoring import Scorer
+    from service.serving.log_queue import Fate
     from service.serving.service import Service
 
 log = logging.getLogger("hallutracer")
 Stamps = Mapping[str, str | None]
+Say = Callable[[str], None]  # prints a line for people
 HOST_NAME = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)  # as it stands in ``Host``
 SELDOM_S = 300.0
 FALLBACK = ("What is the capital of France?",)  # of a bundle without a sample
@@ -41,18 +46,11 @@ _tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps none aliv
 
 
 def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None]) -> uvicorn.Server:
-    """Return uvicorn around the app, with every log line as JSON on stderr; ``leave``: refuse work, it will stop."""
+    """Return uvicorn around the app; ``leave``: refuse work, it will stop."""
     import uvicorn
 
     from service.api.connections import LeavingServer, connections
-    from service.serving.request_log import JsonLines
 
-    lines = logging.StreamHandler()
-    lines.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[lines])
-    logging.captureWarnings(True)
-    for library in ("httpx", "uvicorn"):
-        logging.getLogger(library).setLevel(logging.WARNING)
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         host=settings.host, port=settings.port, http=connections(settings.max_connections), ws="none",
@@ -61,6 +59,31 @@ def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None
         timeout_graceful_shutdown=math.ceil(settings.drain_s),
     )  # fmt: skip
     return LeavingServer(config, leave)
+
+
+@contextmanager
+def standard_streams(count: Callable[[Fate, int], None]) -> Iterator[Say]:
+    """Have every log line as JSON on standard error; yield what prints a line on standard output.
+
+    Nobody but two threads of their own waits for whoever reads them.  ``count``: is told of the log's lines."""
+    from service.serving.log_queue import LineQueue, QueuedLog, descriptor_of
+
+    lines, out = QueuedLog(count), LineQueue(descriptor_of(sys.stdout, 1))
+    logging.basicConfig(level=logging.INFO, handlers=[lines])
+    logging.captureWarnings(True)
+    for library in ("httpx", "uvicorn"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+    def at_exit() -> None:
+        lines.close()
+        lines.lines.silence()  # libraries print as the interpreter ends: no JSON, and it may wait for the reader
+
+    atexit.register(at_exit)
+    try:
+        yield out.send
+    finally:
+        out.close()
+        lines.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -115,25 +138,25 @@ def first_line(service: Service) -> str | None:
     return owned if service.access.owned else None
 
 
-async def greet(service: Service, address: str) -> None:
+async def greet(service: Service, address: str, say: Say = print_line) -> None:
     """Print that it is ready, a request of the bundle's own held-out questions (``example``), and where to go on."""
     scorer = service.catalogue.scorers[0]
     identity = scorer.engine.identity
     references = ", ".join(one.bundle.reference for one in service.catalogue.scorers)
-    print_line(f"ready: {identity.model} ({identity.dtype}) read by {references}")
+    say(f"ready: {identity.model} ({identity.dtype}) read by {references}")
     body = {"prompt": await example(scorer), "generate": {"max_tokens": 16}}
     if service.catalogue.policy(None, None).action is Action.OBSERVE:
         body["policy"] = "gate"
     key = ' -H "Authorization: Bearer $KEY"' if service.access.keys.closed else ""
     text = shlex.quote(json.dumps(body, ensure_ascii=False))
-    print_line(
+    say(
         "\nTry it, on the held-out questions of the lowest and of the highest risk:\n\n"
         f"  curl -s {address}/score{key} -H 'Content-Type: application/json' -d {text}\n\n"
         f"  hallutracer try --url {address}     # all of them, sorted by risk\n"
     )
     if service.settings.playground:
-        print_line(f"Playground: {address}/")
-    print_line(f"API reference: {address}/docs    Stop: Ctrl-C")
+        say(f"Playground: {address}/")
+    say(f"API reference: {address}/docs    Stop: Ctrl-C")
 
 
 async def example(scorer: Scorer) -> list[str]:
@@ -155,14 +178,14 @@ async def example(scorer: Scorer) -> list[str]:
     return [by_risk[0][1], by_risk[-1][1]]
 
 
-def on_hangup(service: Service) -> Callable[[], None]:
+def on_hangup(service: Service, say: Say = print_line) -> Callable[[], None]:
     """Reload on SIGHUP, keys too, and when the returned function is called.  Call on the service's event loop."""
     from service.audit.auditor import Who
 
     loop = asyncio.get_running_loop()
 
     async def hangup() -> None:
-        _report(service, (await service.reload(Who(by="signal")))[1])  # which logs what is wrong with the keys
+        _report(service, (await service.reload(Who(by="signal")))[1], say)  # which logs what is wrong with the keys
 
     def begin() -> None:
         in_background(hangup())
@@ -171,7 +194,7 @@ def on_hangup(service: Service) -> Callable[[], None]:
     return begin
 
 
-def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds: float) -> None:
+def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds: float, say: Say = print_line) -> None:
     """Reload where ``look``, called every so many seconds, gives something else.  Call on the event loop.
 
     ``before``: what it gave before the loaded bundles were read.  Where the store gives no answer, or a reload failed,
@@ -193,7 +216,7 @@ def watch(service: Service, look: Callable[[], Stamps], before: Stamps, seconds:
                 seen, said = now, service.lifecycle.reload_error
                 error = await service.lifecycle.reload_bundles(Who(by="alias"))
                 if error is None or str(error) != said:  # what was said of the last one is not said again
-                    _report(service, error)
+                    _report(service, error, say)
                 wait = seconds if moved else min(2 * wait, max(seconds, SELDOM_S))
                 again_at = time.monotonic() + wait
 
@@ -251,11 +274,11 @@ def in_background(work: Coroutine[Any, Any, None]) -> None:
     task.add_done_callback(_tasks.discard)
 
 
-def _report(service: Service, error: Exception | None) -> None:
+def _report(service: Service, error: Exception | None, say: Say) -> None:
     if error is not None:
         log.error("the bundles were not swapped, those that are loaded stay: %s", error)
         return
     rollout, scorers = service.catalogue.rollout, service.catalogue.scorers
     roles = ((scorer.bundle.reference, rollout.role(scorer, scorers[0])) for scorer in scorers)
     told = [name if role in ("default", "none") else f"{name} ({role})" for name, role in roles]
-    print_line(f"read by {', '.join(told)} from now on")
+    say(f"read by {', '.join(told)} from now on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 
 from service.cli import running
@@ -96,15 +97,17 @@ def serve(
             return
         gc.collect()
         gc.freeze()  # the model and its libraries stay: collections need not walk them again
-        running.in_background(running.greet(service, address))
-        reload = running.on_hangup(service)
+        running.in_background(running.greet(service, address, say))
+        reload = running.on_hangup(service, say)
         if hangups:  # while it loaded
             reload()
         if rollout.watch_s:
-            running.watch(service, lambda: running.stamps(store, names), seen, rollout.watch_s)
+            running.watch(service, lambda: running.stamps(store, names), seen, rollout.watch_s, say)
         if rollout.replay_s:
             running.replay(service, rollout.replay_s)
 
+    streams = ExitStack()
+    say = streams.enter_context(running.standard_streams(metrics.log_lines))
     server = running.make_server(create_app(service, loaded), settings, service.lifecycle.leave)
     for warning in common.warnings:
         log.warning(warning)
@@ -118,6 +121,7 @@ def serve(
     if hint := running.first_line(service):
         print_line(hint)
     print_line(f"listening on {address}, loading {loading.model} ...")
-    server.run(sockets=[listener])
+    with streams:
+        server.run(sockets=[listener])
     if service.lifecycle.error is not None:
         raise service.lifecycle.error

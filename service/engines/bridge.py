@@ -166,7 +166,8 @@ async def gather_all(work: Sequence[Coroutine[Any, Any, T]], at_once: int | None
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(bounded(item)) for item in work]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     finally:
         for item in work:
             item.close()  # those that were not started

@@ -35,7 +35,7 @@ class Deadline:
 
     @property
     def nearly(self) -> float:
-        """Return when an answer without a length of its own has to end, so as to be sent in time; monotonic clock."""
+        """Return when an answer has to end, finished or not, so as to be sent in time; on the monotonic clock."""
         return self._at - min(max(SPARE * self.seconds, SPARE_S), self.seconds / 2)
 
     @property
@@ -124,6 +124,10 @@ class FairShare:
         own = waiting[caller]
         return sum(min(tokens, own) for tokens in waiting.values())
 
+    def waits(self, *, answers: bool) -> bool:
+        """Return whether a prompt of that kind waits for the engine."""
+        return bool(self._tokens[answers])
+
     def add(self, caller: str, prompts: int) -> None:
         """Count ``prompts`` more that wait; a negative number has left."""
         _add(self._prompts, caller, prompts)
@@ -185,7 +189,7 @@ def check_time_to_read(tokens: int, deadline: Deadline, tokens_per_second: float
 
 
 class Speed:
-    """Prompt tokens a second under load, from one call of ``note`` to another: decoding's time is included."""
+    """Prompt tokens a second while prompts wait, from one call of ``note`` to another; ``pause`` where none does."""
 
     def __init__(self, min_span_s: float = 0.0) -> None:
         """A measurement spans at least ``min_span_s`` seconds, because prompts leave an engine in bursts."""
@@ -211,3 +215,11 @@ class Speed:
             self._since = None
         elif self._since is None:
             self._since, self._tokens = at, 0
+
+    def add(self, tokens: int) -> None:
+        """Count prompts of another kind that were read in the meantime."""
+        self._tokens += tokens
+
+    def pause(self) -> None:
+        """Note that no prompt waits: until the next one does, time that passes is no time that reading takes."""
+        self._since = None

@@ -16,7 +16,9 @@ from typing import Literal, NamedTuple
 from service.engines.base import FIRST_COME, Engine, Sampling, TokenIds, Turn, Update, unfinished
 from service.errors import (
     DeadlineExceeded,
+    EngineBusy,
     EngineError,
+    EngineFailed,
     NonFiniteReadout,
     NotReady,
     Overloaded,
@@ -34,11 +36,14 @@ from service.tool_calls import Tools
 
 log = logging.getLogger("hallutracer")
 MAX_PIECES = 64  # pieces of text handed on together
-MAX_FAILURES = 32  # prompts in a row that fail through no fault of theirs, before the engine is given up
+MAX_FAILURES = 32  # passes in a row that fail through no fault of their prompts, before the engine is given up
 SPEED_SPAN_S = 0.25  # prompts come out of the engine in bursts: a measurement spans several
 WATCH_S = 1.0  # how often an idle dispatcher checks that its engine is alive
 CLOSING_S = 10.0  # how long closing waits for an engine to let go of its requests
 ENDS = "the service is shutting down"
+ENGINE_FAILED = "the engine failed on this request; the service's log has the cause under the request's id"
+# The engine did not fail: the request is at fault, or what it meets now, or it can be sent again.
+NO_FAILURE = (RequestError, NonFiniteReadout, ProbeReplaced, WeightsChanged, Overloaded, EngineBusy)
 
 
 class Piece(NamedTuple):
@@ -190,8 +195,10 @@ class Dispatcher:
         self._requests: set[RequestHandle] = set()  # admitted and not ended
         self._queue = FairShare(max_queue)  # prompts that are still being tokenized wait, too
         self._tasks: set[asyncio.Task[None]] = set()
-        self._speed = Speed(SPEED_SPAN_S)
-        self._decoding = self._failures = 0  # failures in a row
+        # By whether the prompts may be decoded: those wait for space in the cache, too, that is for other answers.
+        self._speeds = {answers: Speed(SPEED_SPAN_S) for answers in (True, False)}
+        self._decoding = self._failures = 0  # passes in a row that failed
+        self._failed_step: BaseException | None = None  # what ended the answers of the newest step that failed
         self._progress_at = clock()  # of the engine's newest sign of life, or of the first prompt since
         self._scorer: Scorer | None = None  # of the newest request
         self._trial: asyncio.Task[None] | None = None  # tries a stalled engine
@@ -206,11 +213,11 @@ class Dispatcher:
 
     def check_space(self, caller: str, prompts: int = 1, seconds: float = math.inf, *, continues: bool = True) -> None:
         """Raise Overloaded where so many more prompts may not wait; one: cheap enough to call before a body is read."""
-        answers = continues or not self._engine.scores_overtake_answers
+        answers = continues or not self._engine.scores_overtake_answers  # as ``_behind_answers`` of the request
         check_space(
             prompts, waiting=self._queue.waiting, max_waiting=self._queue.most_waiting(caller),
             ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
-            tokens_per_second=self._speed.value,
+            tokens_per_second=self._speeds[answers].value,
         )  # fmt: skip
 
     def check_time_to_read(self, prompts: Sequence[TokenIds], deadline: Deadline) -> None:
@@ -260,7 +267,7 @@ class Dispatcher:
             job.turn = Turn(request.caller, self._queue.place(request.caller, len(job.token_ids) + answers))
             job.task = task = self._loop.create_task(self._run(request, job))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._ended)
 
     async def _run(self, request: RequestHandle, job: Job) -> None:
         """See one prompt through."""
@@ -274,6 +281,7 @@ class Dispatcher:
             async with aclosing(steps):
                 async for report, update in steps:
                     self._note_progress()
+                    self._failures, self._failed_step = 0, None
                     if job.report is None:
                         scored_at = self._clock()
                         self._note_scored(request, job, report, update)
@@ -286,7 +294,7 @@ class Dispatcher:
                 self._fail(request, unfinished())
             raise
         except Exception as error:
-            self._fail(request, error)
+            self._fail(request, error, decoding=job.report is not None)
             return
         if request.done.is_set():
             return
@@ -301,10 +309,12 @@ class Dispatcher:
             self._requests.discard(request)
 
     def _note_scored(self, request: RequestHandle, job: Job, report: RiskReport, update: Update) -> None:
-        self._failures = 0
         job.timings = PromptTimings(update.queue_s, update.prefill_s, report.judge_s)
         # Where capacity is left, a new prompt waits at most for the step that is running.
-        self._speed.note(len(job.token_ids), self._clock(), crowded=update.queue_s > update.prefill_s)
+        answers, tokens = self._behind_answers(request), len(job.token_ids)
+        self._speeds[answers].note(tokens, self._clock(), crowded=update.queue_s > update.prefill_s)
+        if not answers:  # which no answer waits for, and the engine all the same
+            self._speeds[True].add(tokens)
         self._leave(request, job)
         self._queue.served(job.turn.place)
         if request.sampling is not None and (report.decision is Decision.CONTINUE or report.held):
@@ -316,14 +326,30 @@ class Dispatcher:
         if not request.unscored:
             request.scored.set()
 
-    def _fail(self, request: RequestHandle, error: Exception) -> None:
+    def _fail(self, request: RequestHandle, error: Exception, *, decoding: bool = False) -> None:
+        """End a request by what failed; ``decoding``: in a step of decoding, which may have been of many answers."""
+        cause = error.__cause__ or error
+        why: BaseException = error
+        if isinstance(error, EngineFailed):
+            why, error = cause, EngineError(ENGINE_FAILED)
+            error.__cause__ = cause
         if not self._engine.alive:
-            self._break(EngineError(f"the engine is gone: {error}"))
+            self._break(EngineError(f"the engine is gone: {why}"))
         request.cancel(error)
-        # A device in an error state (CUDA keeps one until the process ends) fails every prompt from then on.
-        self._failures += not isinstance(error, RequestError | NonFiniteReadout | ProbeReplaced | WeightsChanged)
+        if isinstance(error, NO_FAILURE):
+            return
+        # A device in an error state (CUDA keeps one until the process ends) fails every pass from then on.  A prompt
+        # whose prefill failed was alone in it; all answers of a step that failed are ended by the same exception.
+        if not decoding or cause is not self._failed_step:
+            self._failures += 1
+        self._failed_step = cause if decoding else None
         if self._failures >= MAX_FAILURES:
-            self._break(EngineError(f"{self._failures} prompts in a row failed; the last: {error}"))
+            self._break(EngineError(f"{self._failures} forward passes in a row failed; the last: {why}"))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._failed_step = None  # its traceback holds what the step had in hand
 
     def _cancelled(self, request: RequestHandle) -> None:
         """End the tasks of a request that has ended early, and with them its prompts in the engine."""
@@ -345,9 +371,22 @@ class Dispatcher:
         if job.state == "waiting":
             self._queue.add(request.caller, -1)
             self._queue.add_tokens(request.caller, -self._ahead(job), answers=request.sampling is not None)
+            self._pause_speeds()
         elif job.state == "decoding":
             self._decoding -= 1
         job.state = "over"
+
+    def _behind_answers(self, request: RequestHandle) -> bool:
+        """Return whether a request's prompts wait behind those that may be decoded."""
+        return request.sampling is not None or not self._engine.scores_overtake_answers
+
+    def _pause_speeds(self) -> None:
+        """End the measurements of what nothing waits for any more."""
+        scores, answers = self._queue.waits(answers=False), self._queue.waits(answers=True)
+        if not scores:
+            self._speeds[False].pause()
+        if not (answers or (scores and not self._engine.scores_overtake_answers)):
+            self._speeds[True].pause()
 
     async def _watch_engine(self) -> None:
         """Notice an engine that ends while no request runs, and one that stands still while some do."""

@@ -37,6 +37,7 @@ from service.judging.guarantee import SHAPES, Shape
 from service.policies.guard import Decision
 from service.scoring import RiskReport, ShadowRisk
 from service.serving.judgement import CAUSES, AnswerEnd, Cause, Judgement
+from service.serving.log_queue import Fate as LogFate
 
 Outcome = Literal["answered", "failed", "given_up"]  # of a prompt that was sent to an upstream
 ShadowVerdict = Literal["agrees", "stricter", "looser", "failed"]
@@ -59,8 +60,9 @@ def _subclasses(root: type[HalluTracerError]) -> Iterator[type[HalluTracerError]
         yield from _subclasses(child)
 
 
-# Wire code -> HTTP status; a test compares the last line with service/api/error_handlers.py.
-STATUS_OF: dict[str, int] = {error.code: error.status for error in _subclasses(HalluTracerError)} | {
+# Wire code -> HTTP status, of a code with several that of its first class; a test compares the last line with
+# service/api/error_handlers.py.
+STATUS_OF: dict[str, int] = {error.code: error.status for error in reversed([*_subclasses(HalluTracerError)])} | {
     "invalid_json": 400,
     "method_not_allowed": 405,
 }
@@ -118,6 +120,8 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
      "Scored prompts kept for feedback: stored, or dropped because the database did not keep up."),
     ("Counter", "audit_lines_total", None, ("fate",),
      "Lines of the audit log: written, or missed; broken: written after lines that somebody had changed."),
+    ("Counter", "log_lines_total", None, ("fate",),
+     "Lines of the log: written, or dropped because nobody read them or they could not be written."),
     ("Histogram", "risk", TENTHS, BUNDLE, "Risk of each scored prompt."),
     ("Histogram", "answer_risk", TENTHS, BUNDLE, "Risk of each finished answer, by its own tokens."),
     ("Counter", "answers_flagged_total", None, BUNDLE,
@@ -167,7 +171,7 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
 _FIRST: dict[str, Iterable[str]] = {
     "errors_total": STATUS_OF, "http_requests_total": [str(status) for status in {200, *STATUS_OF.values()}],
     "upstream_requests_total": get_args(Outcome), "feedback_answers_total": get_args(Fate),
-    "audit_lines_total": get_args(AuditFate), "reloads_total": ("done", "failed"),
+    "audit_lines_total": get_args(AuditFate), "log_lines_total": get_args(LogFate), "reloads_total": ("done", "failed"),
 }  # fmt: skip
 _SHAPES = [_labels(shape) for shape in (*SHAPES, None)]
 _OF_BUNDLE: dict[str, Sequence[tuple[str, ...]]] = {
@@ -321,6 +325,10 @@ class Metrics:
         """Count one more reload of the bundles."""
         self.count("reloads_total", "done" if done else "failed")
         self.gauge("last_reload_successful", int(done))
+
+    def log_lines(self, fate: LogFate, count: int) -> None:
+        """Count lines of the log."""
+        self.count("log_lines_total", fate, by=count)
 
     def audit_lines(self, fate: AuditFate, count: int) -> None:
         """Count so many lines of the audit log that were written, or were not."""

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from service.errors import EngineError, HalluTracerError
 from service.serving.judgement import AnswerEnd, Judgement
 
 if TYPE_CHECKING:
     from service.serving.tracing import RequestTrace
 
-access = logging.getLogger("hallutracer.request")
+log, access = logging.getLogger("hallutracer"), logging.getLogger("hallutracer.request")
 
 
 @dataclass(slots=True)
@@ -76,6 +77,14 @@ def record_of(request: Request) -> RequestRecord:
     record = request.state.record
     assert isinstance(record, RequestRecord)
     return record
+
+
+def log_failure(request_id: str, path: str, error: Exception) -> None:
+    """Log with its cause an error that is the engine's or of no known kind; callers are told of no cause."""
+    if isinstance(error, EngineError):
+        log.error("request %s: the engine failed on %s", request_id, path, exc_info=error)
+    elif not isinstance(error, HalluTracerError):
+        log.error("request %s: unhandled error on %s", request_id, path, exc_info=error)
 
 
 class JsonLines(logging.Formatter):

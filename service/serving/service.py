@@ -209,7 +209,7 @@ class Lifecycle:
     def is_ready(self) -> bool:
         """Return whether scores can be served."""
         try:
-            self.check_ready()
+            self.check_serves()
         except NotReady:
             return False
         return True
@@ -228,6 +228,14 @@ class Lifecycle:
         if dispatcher.stalled:
             raise NotReady(f"prompts wait, and the engine has given nothing for {self.settings.stall_s:g} s")
         return dispatcher
+
+    def check_serves(self) -> None:
+        """Raise NotReady with the reason where nothing can be scored, or no score could be told.
+
+        Requests are taken all the same where only the audit log refuses, since one of them may find it mended."""
+        self.check_ready()
+        if self.audit is not None and (why := self.audit.refusing) is not None:
+            raise NotReady(f"{why}; no decision is told without its line (--audit-required)")
 
     def _check_loaded(self) -> Dispatcher:
         if self.stopping:

@@ -136,7 +136,7 @@ def test_a_stream_that_breaks_off_raises(service: Running, monkeypatch: pytest.M
         raise ZeroDivisionError
 
     monkeypatch.setattr(service.engine, "wait", wait)
-    with pytest.raises(anthropic.APIStatusError, match="internal error") as error:
+    with pytest.raises(anthropic.APIStatusError, match="the engine failed") as error:
         list(create(service, stream=True))
     assert ErrorResponse.model_validate(error.value.body).error.type == "api_error"
 

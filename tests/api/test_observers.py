@@ -285,7 +285,13 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
                 assert (refused.status_code, said) == (503, in_words.get(path, "audit_unavailable")), path
                 assert refused.headers["retry-after"]
                 assert "risk" not in refused.json()
+            assert app.client.get("/health/live").status_code == 200
+            not_ready = app.client.get("/health/ready")
+            assert (not_ready.status_code, not_ready.json()["error"]["code"]) == (503, "not_ready")
+            assert "cannot write the audit log" in not_ready.json()["error"]["message"]
+            assert "hallutracer_ready 0.0" in app.client.get("/metrics").text
         assert app.client.post("/score", json={"prompt": "a"}).status_code == 200
+        assert app.client.get("/health/ready").status_code == 200
         text = app.client.get("/metrics").text
         assert f'hallutracer_errors_total{{code="audit_unavailable"}} {len(ASKED) + 1}.0' in text
     assert len(lines(tmp_path, "decision")) == 2

@@ -377,14 +377,13 @@ def test_an_answer_that_may_be_long_ends_before_the_deadline(
     monkeypatch.setattr(admission, "SPARE_S", 2.5)  # as long as a busy machine may stand still
     with running(tmp_path, deadline_s=5.0) as service:
         service.engine.answer, service.engine.sleep_s = "x" * 800, 0.02
-        body = body_of(route, ASKED, NOTHING, 700)
-        body.pop("max_output_tokens", None)  # Anthropic's protocol has every request name a bound
-        answer = post(service, route, body).json()
-        assert answer.get("stop_reason", answer.get("incomplete_details")) in (
-            "max_tokens", {"reason": "max_output_tokens"},
-        )  # fmt: skip
-        if route == RESPONSES_ROUTE:
-            assert post(service, route, body | {"max_output_tokens": 700}).status_code == 504
+        named = body_of(route, ASKED, NOTHING, 700)
+        unnamed = {name: value for name, value in named.items() if name != "max_output_tokens"}
+        for body in (named, unnamed)[: 1 + (route == RESPONSES_ROUTE)]:  # in Anthropic's protocol each names a length
+            answer = post(service, route, body).json()
+            assert answer.get("stop_reason", answer.get("incomplete_details")) in (
+                "max_tokens", {"reason": "max_output_tokens"},
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -150,9 +150,9 @@ def test_a_stream_that_breaks_off_raises(service: Running, monkeypatch: pytest.M
         raise ZeroDivisionError
 
     monkeypatch.setattr(service.engine, "wait", wait)
-    with pytest.raises(openai.APIError, match="internal error") as error:
+    with pytest.raises(openai.APIError, match="the engine failed") as error:
         list(create(service, stream=True))
-    assert error.value.code == "internal_error"
+    assert error.value.code == "engine_error"
 
 
 def test_inputs_are_read_as_the_conversation_that_they_are(service: Running) -> None:

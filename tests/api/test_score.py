@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import socket
 import threading
@@ -332,7 +333,7 @@ def test_engine_failures_are_500_without_details(tmp_path: Path) -> None:
     with App(tmp_path).started() as app:
         app.engine.fail = RuntimeError("secret detail")
         response = app.client.post("/score", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
-        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_error")
         assert ("secret" in response.text, response.headers["x-request-id"]) == (False, "abc")
         app.engine.fail, app.engine.nan_layer = None, 0
         assert score(app, 500, prompt="a")["error"]["code"] == "non_finite_readout"
@@ -354,13 +355,15 @@ def test_an_error_before_the_risk_is_plain_and_one_after_it_an_event(
 
     monkeypatch.setattr(service.engine, "wait", wait)
     response = service.post(prompt="a", generate={}, threshold=1, stream=True)
-    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "internal_error")
+    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "engine_error")
     assert service.metric("hallutracer_errors_total") == 2
 
 
-def test_a_deadline_under_way_is_an_event(service: Running) -> None:
-    service.engine.answer, service.engine.sleep_s = "x" * 400, 0.01
+def test_a_deadline_under_way_is_an_event(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, late = itertools.count(), threading.Event()
+    monkeypatch.setattr(service.engine, "wait", lambda: next(steps) < 4 or late.wait(20))  # a step that hangs
     response = service.post(prompt="a", generate={"max_tokens": 400}, threshold=1, stream=True, deadline_ms=1500)
+    late.set()
     assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
     until(lambda: idle(service))
 

@@ -165,3 +165,60 @@ async def test_a_change_is_on_disk_before_it_begins_and_told_how_it_ended(tmp_pa
     log.auditor.close()
     async with recorded(None, WHO, "bundles.reload", {}):
         pass
+
+
+async def test_refusals_in_a_row_are_told_of_until_a_line_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 3600)  # nothing tries by itself
+    log = Watched(tmp_path, required=True)
+    log.break_it()
+    for number in range(module.MOST_REFUSED):
+        assert log.auditor.refusing is None
+        with pytest.raises(AuditUnavailable):
+            await log.decide(number)
+    why = log.auditor.refusing
+    assert why is not None
+    assert f"cannot write the audit log {log.path}" in why
+    log.mend()
+    await log.decide(9)
+    assert log.auditor.refusing is None
+    log.auditor.close()
+    assert verify([log.path]).events == {"service.start": 1, "decision": 1, "service.stop": 1}
+
+
+async def test_a_log_that_was_mended_is_found_without_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    log = Watched(tmp_path, required=True)
+    appended, append = 0, log.auditor._file.append
+
+    def full(*_: Any, **__: Any) -> int:
+        nonlocal appended
+        appended += 1
+        raise AuditUnavailable("cannot write the audit log: No space left on device")
+
+    monkeypatch.setattr(log.auditor._file, "append", full)
+    with pytest.raises(AuditUnavailable):
+        await log.decide(1)
+    async with asyncio.timeout(60):
+        while appended < module.MOST_REFUSED + 1:  # it goes on trying
+            await asyncio.sleep(0.01)
+        assert "No space left" in (log.auditor.refusing or "")
+        monkeypatch.setattr(log.auditor._file, "append", append)
+        while log.auditor.refusing is not None:
+            await asyncio.sleep(0.01)
+    log.auditor.close()
+    found = verify([log.path])
+    assert (found.events, found.problems) == ({"service.start": 1, "audit.resume": 1, "service.stop": 1}, [])
+    assert log.lines()[1]["what"] == {"refused": 1}
+
+
+async def test_a_log_that_is_not_required_refuses_nothing_and_tries_nothing(tmp_path: Path) -> None:
+    log = Watched(tmp_path)
+    log.break_it()
+    await log.decide(*range(module.MOST_REFUSED + 1))
+    assert (log.auditor.refusing, log.auditor.wake_s()) == (None, None)
+    log.mend()
+    log.auditor.close()

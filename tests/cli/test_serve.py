@@ -29,7 +29,7 @@ from service.engines.bridge import wait_for
 from service.errors import HalluTracerError, NonFiniteReadout
 from service.judging.evaluation import sample_of
 from tests.command_line import hallutracer, one_line_says
-from tests.running import App
+from tests.running import App, until
 from tests.serve_process import ROOT, ServeProcess, serve
 
 # keys
@@ -235,6 +235,7 @@ def test_it_observes_and_says_first_how_to_gate(observing: ServeProcess) -> None
 
 
 def test_the_log_says_what_judges(observing: ServeProcess) -> None:
+    until(lambda: "hallutracer ready: " in observing.log())  # a thread writes it
     (line,) = [json.loads(line) for line in observing.log().splitlines() if "hallutracer ready: " in line]
     assert line["level"] == "info"
     for part in ("bundle demo:1 (sha256:", "judges by policy observe (observe) from threshold ", "attention_head"):

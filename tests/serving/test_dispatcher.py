@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +221,9 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
     handles = [bench.request("a"), bench.request("b", "poison"), bench.request("c")]
     bench.holding.release.set()
     await held.answers()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(EngineError) as failed:
         await handles[1].answers()
+    assert repr(failed.value.__cause__) == "RuntimeError('poison')"
     for handle, text in ((handles[0], "a"), (handles[2], "c")):
         assert (await handle.answers())[0].risk == bench.report(text).risk
     assert bench.dispatcher.alive
@@ -231,8 +232,9 @@ async def test_one_prompts_fault_does_not_fail_the_others(bench: Bench, monkeypa
 async def test_a_failure_while_decoding_ends_that_answer_only(bench: Bench, monkeypatch: Patch) -> None:
     turns = iter(range(10_000))
     monkeypatch.setattr(bench.script, "wait", lambda: 1 // (next(turns) - 4))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(EngineError) as failed:
         await text_of(bench.request("a", streams=True, **ANSWER))
+    assert isinstance(failed.value.__cause__, ZeroDivisionError)
     (report,) = await bench.request("b", **ANSWER).answers()
     assert report.completion is not None
 
@@ -346,13 +348,13 @@ async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) 
     bench.admit(1, 0.5).cancel()  # nothing is known yet
     for handle in handles[100:500]:  # the speed is known once enough of them have waited
         await handle.answers()
-        if bench.dispatcher._speed.value is not None:
+        if bench.dispatcher._speeds[False].value is not None:
             break
     bench.admit(1, 30).cancel()
     with pytest.raises(Overloaded, match="s of work is waiting") as refused:
         bench.request("y", seconds=0.1)
     assert refused.value.retry_after_s
-    speed = bench.dispatcher._speed.value
+    speed = bench.dispatcher._speeds[False].value
     assert speed is not None
     assert speed < 15_000  # it is never more than 10,000; what is left is for the clock
     for handle in handles:
@@ -364,7 +366,55 @@ async def test_a_single_client_gives_no_measurement_of_speed(bench: Bench) -> No
     bench.script.sleep_s = 0.03
     for n in range(12):
         await bench.request(f"prompt {n}").answers()
-    assert bench.dispatcher._speed.value is None
+    assert [speed.value for speed in bench.dispatcher._speeds.values()] == [None, None]
+
+
+def kept_busy(handles: list[RequestHandle]) -> Callable[[], bool]:
+    """Whether all of them have been scored."""
+    return lambda: all(handle.scored.is_set() for handle in handles)
+
+
+@opened(max_queue=1000, max_batch_tokens=100)
+async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(bench: Bench, monkeypatch: Patch) -> None:
+    now = 0.0
+    monkeypatch.setattr(bench.dispatcher, "_clock", lambda: now)
+    scores, answers = bench.dispatcher._speeds[False], bench.dispatcher._speeds[True]
+
+    async def crowd(seconds: float, number: int, **options: Any) -> None:
+        """So many prompts of 100 tokens that waited together and are read one after the other, ``seconds`` each."""
+        nonlocal now
+        held = await bench.hold()
+        handles = [bench.request("x" * 99, **options) for _ in range(number)]
+        real = bench.dispatcher._note_scored
+
+        def noted(request: RequestHandle, job: Any, report: Any, update: Update) -> None:
+            nonlocal now
+            now += seconds
+            real(request, job, report, Update(update.prefill, queue_s=1.0, prefill_s=0.5))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.dispatcher, "_note_scored", noted)
+            bench.holding.release.set()
+            await held.answers()
+            await until(kept_busy(handles))
+        for handle in handles:
+            await handle.answers()
+        bench.script.before = None
+        bench.holding.release.clear()
+        bench.holding.entered.clear()
+
+    await crowd(1.0, 8)
+    assert scores.value == pytest.approx(100)
+    assert answers.value is None
+    now += 1000.0  # nothing waits
+    await crowd(1.0, 8)
+    assert scores.value == pytest.approx(100)
+    await crowd(50.0, 12, **ANSWER)  # decoding, too
+    assert scores.value == pytest.approx(100)
+    assert answers.value == pytest.approx(2)
+    now += 1000.0
+    await crowd(1.0, 8)
+    assert scores.value == pytest.approx(100)
 
 
 async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
@@ -373,18 +423,72 @@ async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monk
     for failure, times in innocent:
         bench.script.fail = failure
         for n in range(times):
-            with pytest.raises(type(failure)):
+            with pytest.raises(EngineError if isinstance(failure, RuntimeError) else type(failure)):
                 await bench.request(f"prompt {n}", **ANSWER).answers()
     bench.script.fail = None
     await bench.request("a").answers()
     assert bench.dispatcher.alive
     bench.script.fail = RuntimeError("device-side assert")
     for n in range(4):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(EngineError):
             await bench.request(f"prompt {n}").answers()
         assert bench.dispatcher.alive == (n < 3)
     (broke,) = bench.broke
-    assert "4 prompts in a row failed" in str(broke)
+    assert str(broke) == "4 forward passes in a row failed; the last: device-side assert"
+
+
+class FailingSteps:
+    """``Engine.answer`` whose answers fail after their risks, once ``now`` is set, with what ``error`` gives."""
+
+    def __init__(self, answer: Any, error: Callable[[], Exception]) -> None:
+        self._answer, self._error, self.now = answer, error, asyncio.Event()
+
+    async def __call__(self, *prompt: Any, **options: Any) -> AsyncGenerator[Update, None]:
+        async with aclosing(self._answer(*prompt, **options)) as updates:
+            yield await anext(updates)
+            await self.now.wait()
+            raise self._error()
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_what_is_counted_are_failing_passes_and_not_the_answers_in_them(
+    bench: Bench, together: bool, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 8)
+    step = RuntimeError("out of memory")
+    failing = FailingSteps(bench.engine.answer, lambda: step if together else RuntimeError("out of memory"))
+    monkeypatch.setattr(bench.engine, "answer", failing)
+    handles = [bench.request(f"prompt {n}", **LONG) for n in range(12)]
+    for handle in handles:
+        await handle.risks()
+    failing.now.set()
+    ends = await asyncio.gather(*(handle.answers() for handle in handles), return_exceptions=True)
+    if together:  # one step of twelve answers
+        assert {type(end) for end in ends} == {EngineError}
+        assert (bench.dispatcher.alive, bench.dispatcher._failures) == (True, 1)
+        assert bench.dispatcher._failed_step is None  # nothing is kept of it
+    else:
+        assert [type(end) for end in ends].count(EngineError) == 8
+        assert not bench.dispatcher.alive
+
+
+async def test_a_step_that_succeeds_between_failing_passes_begins_the_count_anew(
+    bench: Bench, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 4)
+    bench.script.answer, bench.script.sleep_s = "x" * 400, 0.02
+    going_on = bench.request("long", streams=True, **LONG)
+    pieces = going_on.pieces()
+    for n in range(6):
+        await anext(pieces)  # a step of the answer that goes on
+        bench.script.fail = RuntimeError("no memory")  # of prefills
+        with pytest.raises(EngineError):
+            await bench.request(f"prompt {n}").answers()
+        bench.script.fail = None
+        decoded = going_on.jobs[0].tokens
+        await until(lambda decoded=decoded: going_on.jobs[0].tokens > decoded)  # type: ignore[misc]
+    assert bench.dispatcher.alive
+    going_on.cancel()
 
 
 async def test_an_engine_whose_thread_fails_is_given_up(bench: Bench, monkeypatch: Patch) -> None:

@@ -37,7 +37,7 @@ from service.engines.vllm import launch
 from service.engines.vllm.client import ProbeLease, Slots, keep_merged, parameters_for, payload_of, times
 from service.engines.vllm.self_test import self_test
 from service.engines.vllm.wire import CONTEXT_NAMES, Directive, Payload, Plan, context_terms, probe_digest
-from service.errors import EngineError, ModelLoadError, RequestError
+from service.errors import EngineBusy, EngineError, HalluTracerError, ModelLoadError, Overloaded, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 
 T = TypeVar("T")
@@ -347,7 +347,9 @@ class VllmEngine:
         self._async_llm = self._generate = None
 
     async def _outputs(self, prompt: base.TokenIds, parameters: Any, priority: int = 0) -> AsyncGenerator[Any, None]:
-        """Yield ``RequestOutput``s; closing cancels the request.  Raises EngineError if vLLM failed, RequestError."""
+        """Yield ``RequestOutput``s; closing cancels the request.
+
+        Raises EngineError if vLLM failed (EngineBusy: on this request alone), Overloaded, RequestError."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -369,10 +371,12 @@ class VllmEngine:
                 yield output
         except EngineDeadError as error:
             raise EngineError(f"vLLM has ended ({error}); its own messages say why.  Restart the service") from error
-        except EngineGenerateError as error:
-            raise EngineError(f"vLLM failed on this prompt: {error.__cause__ or error}") from error
         except VLLMClientError as error:
             raise RequestError(f"vLLM refuses this request: {error}") from error
+        except EngineGenerateError as error:  # without a text of its own
+            raise _failure(error.__cause__ or error) from error
+        except Exception as error:
+            raise _failure(error) from error
         finally:
             self.counters.open_continuations -= 1
             await stream.aclose()
@@ -415,6 +419,15 @@ class VllmEngine:
 
     def _run_all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return run_on(self.loop, gather_all(work, at_once=MAX_IN_FLIGHT))
+
+
+def _failure(cause: BaseException) -> HalluTracerError:
+    """Return our error for what failed in vLLM on a request: its own exceptions may name an HTTP status."""
+    if getattr(cause, "http_status", None) in (429, 503):  # ``GracefulHTTPError``: its admission control
+        return Overloaded(f"vLLM takes no more requests now ({cause}); try again in {Overloaded.retry_after_s} s")
+    if getattr(cause, "status_code", None) == 503:  # ``RetryableRequestError``
+        return EngineBusy(f"vLLM gave this request up ({cause}); try again in {EngineBusy.retry_after_s} s")
+    return EngineError(f"vLLM failed on this prompt: {cause}")
 
 
 class _Answer:

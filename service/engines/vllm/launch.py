@@ -101,6 +101,15 @@ def check_installed() -> str:
     return "of no distribution"
 
 
+def log_where_the_program_does() -> None:
+    """Have vLLM's messages go to the program's own handlers, if it has any: a service's wait for no reader of the log.
+
+    vLLM's own write at once, on whichever thread or event loop it is."""
+    if logging.getLogger().handlers:
+        (own := logging.getLogger("vllm")).handlers.clear()
+        own.propagate = True
+
+
 def start(
     options: EngineOptions, files: ModelFiles, sites: Sequence[Site], slots: int, *, rows: bool, threads: int | None,
     answers: bool = False,
@@ -114,6 +123,7 @@ def start(
 
     from service.engines.loading import choose_device, choose_dtype
 
+    log_where_the_program_does()
     device, arguments = choose_device(options.device), engine_arguments(options)
     if options.adapter is not None:
         rank = next((one for one in RANKS if one >= config_of(options.adapter)["r"]), RANKS[-1])

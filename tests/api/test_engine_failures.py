@@ -1,0 +1,122 @@
+"""What the engine raises is ``engine_error`` on every route, and in the log once, with cause and request id."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from service.access.routes import (
+    CHAT_ROUTE,
+    CLASSIFY_ROUTE,
+    CONTENTS_DETECTOR,
+    LITELLM_ROUTE,
+    MESSAGES_DETECTOR,
+    MESSAGES_ROUTE,
+    RESPONSES_ROUTE,
+    SCORE_ROUTES,
+    TEXT_ROUTE,
+)
+from service.errors import EngineBusy
+from service.serving import observers
+from tests.api.test_deadline import body_on
+from tests.engine_kinds import KINDS
+from tests.running import App
+
+SECRET = "a detail that no caller is told"
+ANSWERING = [CHAT_ROUTE, TEXT_ROUTE, *SCORE_ROUTES, RESPONSES_ROUTE, MESSAGES_ROUTE]
+DETECTOR = {"detector-id": "hallutracer"}
+BODIES: dict[str, dict[str, Any]] = {
+    **{route: body_on(route, False) for route in ANSWERING},
+    CLASSIFY_ROUTE: {"inputs": "a"},
+    LITELLM_ROUTE: {"input_type": "request", "request_data": {}, "litellm_version": "1", "texts": ["a"]},
+    CONTENTS_DETECTOR: {"contents": ["a"], "detector_params": {}},
+    MESSAGES_DETECTOR: {"messages": [{"role": "user", "content": "a"}], "detector_params": {}},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def app(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[App]:
+    with App(tmp_path_factory.mktemp("service"), request.param).started() as app:
+        app.engine.answer = "x" * 400
+        yield app
+
+
+def counted(app: App) -> dict[str, float]:
+    lines = [line for line in app.client.get("/metrics").text.splitlines() if line.startswith("hallutracer_errors_to")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+def tracebacks(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """Each line with a traceback, and that."""
+    found = [record for record in caplog.records if record.exc_info]
+    return [(record.getMessage(), logging.Formatter().formatException(record.exc_info)) for record in found]  # type: ignore[arg-type]
+
+
+def check_logged(caplog: pytest.LogCaptureFixture, request_id: str) -> None:
+    ((message, traceback),) = tracebacks(caplog)
+    assert request_id in message
+    assert f"RuntimeError: {SECRET}" in traceback
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_a_prefill_that_fails(app: App, route: str, caplog: pytest.LogCaptureFixture) -> None:
+    before = counted(app)
+    app.engine.fail = RuntimeError(SECRET)
+    headers = DETECTOR | {"x-request-id": "mine-1"}
+    response = app.client.post(route, json=BODIES[route], headers=headers)
+    app.engine.fail = None
+    assert (response.status_code, SECRET in response.text) == (500, False), response.text
+    assert counted(app) == before | {"engine_error": before["engine_error"] + 1}
+    check_logged(caplog, "mine-1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ANSWERING)
+def test_a_step_of_an_answer_that_fails(
+    app: App, route: str, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, steps, begun = counted(app), itertools.count(), threading.Event()
+    judged = observers.judged
+
+    async def told(*given: Any) -> None:
+        await judged(*given)
+        begun.set()
+
+    def wait() -> None:
+        if next(steps) >= 3:  # as often as it is tried
+            assert not stream or begun.wait(20)  # the risk has been sent
+            raise RuntimeError(SECRET)
+
+    monkeypatch.setattr(observers, "judged", told)
+    monkeypatch.setattr(app.engine, "wait", wait)
+    response = app.client.post(route, json=body_on(route, stream), headers={"x-request-id": "mine-2"})
+    assert (response.status_code, SECRET in response.text) == (200 if stream else 500, False)
+    assert counted(app) == before | {"engine_error": before["engine_error"] + 1}
+    check_logged(caplog, "mine-2")
+    if stream:
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        error = json.loads(events[-1])["error"]
+        wanted = {"type": "api_error"} if route == MESSAGES_ROUTE else {"type": "server_error", "code": "engine_error"}
+        assert wanted.items() <= error.items()
+
+
+def test_an_engine_that_gives_up_one_request_is_503_and_says_when_to_come_back(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    app.engine.fail = EngineBusy("vLLM gave this request up; send it again")
+    response = app.client.post("/score", json={"prompt": "a"})
+    app.engine.fail = None
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert response.json()["error"]["code"] == "engine_error"
+    assert len(tracebacks(caplog)) == 1
+
+
+def test_what_the_request_did_wrong_has_no_traceback(app: App, caplog: pytest.LogCaptureFixture) -> None:
+    assert app.client.post("/score", json={"prompt": "a" * 5000}).status_code == 413
+    assert not tracebacks(caplog)
