@@ -302,10 +302,11 @@ class LoadedModel(Protocol):
     def spell(self, token_ids: TokenIds) -> str:
         """Decode ids, special tokens as they are spelt."""
 
-    def prepared(self, found: Format) -> Format:
+    def prepared(self, asked: Format, caller: str = "", seconds: float = math.inf) -> Format:
         """Return a format as ``Sampling`` takes it.  Slow, and on any thread but an event loop's.
 
-        Raises RequestError, with the request's field and the reason, for a schema that cannot be compiled."""
+        Raises RequestError, with the request's field and the reason, for a schema that cannot be compiled; TimeoutError
+        where that has not ended after so many seconds; Overloaded where too many formats are in use; EngineError."""
 
     def check(self, prompts: Prompts) -> None:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""

@@ -168,6 +168,7 @@ class KvContinuation:
         self, stream: TextStream, sampling: Sampling, generator: torch.Generator | None, cancelled: Callable[[], bool]
     ) -> Iterator[str]:
         limit = min(sampling.max_tokens, self._decoder.max_tokens - self.prefill.prompt_tokens)
+        held: Held | None = None
         try:
             held = None if sampling.format is None else Held(sampling.format)
             while not self._finish:
@@ -200,6 +201,8 @@ class KvContinuation:
             if rest:
                 yield rest
         finally:
+            if held is not None:
+                held.close()
             self.close()
 
     @property
