@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
@@ -27,7 +28,8 @@ from service.engines.base import (
 )  # fmt: skip
 from service.engines.chat import Message, ToolDefinition, check_shown
 from service.engines.checks import check_onset_only, check_prompts, refuse_tracing
-from service.engines.formats import Format, grammar_of
+from service.engines.formats import LIMITS, Format, refused
+from service.engines.grammar_process import failure_of
 from service.errors import EngineError, RequestError
 from service.readout import Geometry, Pooling, Probes, Site
 from service.risk import truth_logits
@@ -113,12 +115,13 @@ class ScriptedEngine:
         """Raise EmptyPrompt, PromptTooLong or RequestError for the first invalid prompt."""
         check_prompts(prompts, vocabulary=VOCABULARY, max_tokens=self.identity.max_tokens)
 
-    def prepared(self, found: Format) -> Format:
+    def prepared(self, asked: Format, caller: str = "", seconds: float = math.inf) -> Format:
         """The format, if it can be compiled; ``answer`` is not held to it."""
         if self.before is not None:
             self.before("prepared")
-        grammar_of(found)
-        return found
+        if failure := failure_of(asked.schema, LIMITS):
+            raise refused(asked, failure)
+        return asked
 
     def score(
         self, prompts: Sequence[TokenIds], probes: Sequence[Probes], *, first_token: bool = False,

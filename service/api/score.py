@@ -240,8 +240,9 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
             async with handle.deadline.enforced():
                 prompts = await service.tokenizing.run(asked.size, lambda: _read(asked, service))
                 if (sampling := handle.sampling) is not None and (found := sampling.format) is not None:
-                    made = await service.tokenizing.compile(lambda: asked.scorer.engine.prepared(found))
-                    handle.sampling = replace(sampling, format=made)
+                    prepared, caller, deadline = asked.scorer.engine.prepared, asked.caller.name, handle.deadline
+                    compiled = await service.tokenizing.compile(caller, lambda: prepared(found, caller, deadline.left))
+                    handle.sampling = replace(sampling, format=compiled)
             handle.start([one.token_ids for one in prompts], [one.standing for one in prompts])
             # What is read again is held to its end, so that the first event of a stream has the decision.
             await (handle.risks() if asked.stream and not policy.recheck else handle.answers())

@@ -1,17 +1,29 @@
 """What an answer has to be: JSON of a schema, which decoding is held to token by token.
 
-llguidance makes the grammar, for both engines; it builds automata as they are needed, and counts what it spends.
-A schema comes from a request, so its size is bounded here, too, where the library's limits do not reach."""
+llguidance makes the grammar, for both engines; it builds automata as they are needed, and counts a part of the cost.  A
+schema comes from a request, and may cost gigabytes and minutes all the same: its size is bounded here, and it is
+compiled and followed in a process of its own (``grammar_process``), which has limits of memory and of CPU time."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary, finalize
 
-from service.errors import RequestError
+from service.engines import grammar_process
+from service.engines.grammar_process import BEGIN, COMMAND, COMPLETE, END, FAILED, MASK, REPLY
+from service.errors import EngineError, Overloaded, RequestError
 from service.tool_calls import deeper_than
 
 MOST_CHARACTERS = 32_768  # of a schema's JSON
@@ -26,6 +38,14 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 20_000,
     "max_grammar_size": 50_000, "precompute_large_lexemes": False, "verbose_errors": False,
 }  # fmt: skip
+CPU_S = 2.0  # of a format's process, for its grammar, and again for each token
+MEMORY = 64 << 20  # bytes of a format's process, besides what it has when it begins
+MASKS = 64  # of two answers, before an engine gets a schema whose masks it computes itself
+# That a caller's answers may have the engine wait for their masks: at once, and besides for each token and second.
+WAIT_S, WAIT_PER_TOKEN_S, WAIT_SHARE = 0.5, 0.02, 0.05
+MAX_REMEMBERED = 4096  # callers whose waiting is
+START_S = 120.0  # for the tokenizer's table
+MAX_LIVE, MAX_LIVE_OF_CALLER = 64, 16  # formats that are in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +54,7 @@ class Format:
 
     schema: str
     param: str
-    matcher: Any = field(default=None, compare=False, repr=False)  # ``Grammars.prepared``'s, of one engine
+    compiled: Compiled | None = field(default=None, compare=False, repr=False)  # ``Grammars.prepared``'s, of one engine
 
 
 def check_schema(schema: Mapping[str, Any]) -> str:
@@ -122,81 +142,266 @@ class _Patterns:
         return target
 
 
-def grammar_of(found: Format) -> str:
-    """Return the schema's grammar.  Raises RequestError, with the reason, for one that cannot be compiled."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(found.schema)
-        failure = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**LIMITS))
-    except ValueError as error:
-        failure = str(error)
-    if failure:
-        raise refused(found, failure)
-    return grammar
-
-
-def refused(found: Format, failure: str) -> RequestError:
+def refused(asked: Format, failure: str) -> RequestError:
     """Return the error for a schema that cannot be used."""
     reason = " ".join(failure.split())[:300]
-    return RequestError(f"{found.param}: the schema cannot be compiled: {reason}", param=found.param)
+    return RequestError(f"{asked.param}: the schema cannot be compiled: {reason}", param=asked.param)
+
+
+class Waiting:
+    """How long the engine still waits for the masks of a caller's answers.  On the engine's thread."""
+
+    def __init__(self) -> None:
+        self._left, self._at = WAIT_S, time.monotonic()
+
+    def left(self, more: float = 0.0) -> float:
+        """Return the seconds; ``more``: of a token that was taken."""
+        now = time.monotonic()
+        self._left = min(self._left + WAIT_SHARE * (now - self._at) + more, WAIT_S)
+        self._at = now
+        return self._left
+
+    def spend(self, seconds: float) -> None:
+        """Count what the engine has waited."""
+        self._left = max(self._left - seconds, 0.0)
+
+
+class Compiled:
+    """A schema that is compiled, in a process that ends where this is closed.  Answers: on the engine's thread."""
+
+    def __init__(self, channel: socket.socket, waiting: Waiting) -> None:
+        self.waiting = waiting
+        self._channel, self.closed = channel, False
+        self._numbers = count()
+        self._replies: dict[int, list[tuple[int, bytes]]] = {}  # by answer, what came while another was waited for
+
+    def compile(self, asked: Format, masks: int, seconds: float) -> None:
+        """Wait at most so long for the grammar.  Raises RequestError; TimeoutError where the time is up."""
+        self._channel.settimeout(None if seconds == math.inf else max(seconds, 0.001))
+        try:
+            order = {"schema": asked.schema, "limits": LIMITS, "memory": MEMORY, "cpu_s": CPU_S, "masks": masks}
+            grammar_process.send_message(self._channel, order)
+            failure = grammar_process.received_message(self._channel)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError):
+            failure = f"it takes more than {CPU_S:g} s of time or {MEMORY >> 20} MB of memory; make it smaller"
+        if failure:
+            raise refused(asked, failure)
+
+    def begin(self) -> int:
+        """Return the number of a new answer.  Raises EOFError, OSError where the process has ended."""
+        answer = next(self._numbers)
+        self._replies[answer] = []
+        self._channel.sendall(COMMAND.pack(answer, BEGIN))
+        return answer
+
+    def take(self, answer: int, token: int) -> None:
+        """Have an answer go on with a token.  Raises as ``begin`` does."""
+        self._channel.sendall(COMMAND.pack(answer, token))
+
+    def end(self, answer: int) -> None:
+        """Free an answer."""
+        self._replies.pop(answer, None)
+        with suppress(OSError):
+            self._channel.sendall(COMMAND.pack(answer, END))
+
+    def reply(self, answer: int, seconds: float) -> tuple[int, bytes]:
+        """Wait at most so long for an answer's next reply.  Raises as ``begin`` does, TimeoutError among them."""
+        until = time.monotonic() + seconds
+        while not self._replies[answer]:
+            self._channel.settimeout(max(until - time.monotonic(), 0.001))
+            whose, kind, size = REPLY.unpack(grammar_process.received(self._channel, REPLY.size))
+            data = grammar_process.received(self._channel, size)
+            if whose in self._replies:  # else it has ended
+                self._replies[whose].append((kind, data))
+        return self._replies[answer].pop(0)
+
+    def close(self) -> None:
+        """End the process.  On any thread; one that waits for a reply has EOFError."""
+        self.closed = True
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        self._channel.close()
 
 
 class Grammars:
-    """Formats for the answers of one tokenizer."""
+    """Formats for the answers of one tokenizer: a process with its table, and one of each format in use.
 
-    def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
-        """``vocabulary``: of the logits; ``ends``: tokens that end an answer, none: the tokenizer's own."""
-        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
-        self._made: Any = None  # a second for a large vocabulary: made when the first format comes
+    Requests of one caller with one schema share it.  All methods are for any thread but an event loop's."""
 
-    def prepared(self, found: Format) -> Format:
-        """Return a format that ``Held`` takes.  Slow; on any thread but an event loop's.  Raises RequestError."""
-        from llguidance import LLMatcher, LLParserLimits
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int], *, masks: int = 0) -> None:
+        """``vocabulary``: of the logits; ``ends``: tokens that end an answer, none: the tokenizer's own.
 
-        grammar = grammar_of(found)
-        if self._made is None:
-            self._made = self._make(found)
-        matcher = LLMatcher(self._made, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        if failure := matcher.get_error():
-            raise refused(found, failure)
-        matcher.compute_bitmask()  # the dearest step of most: not on the engine's thread
-        if failure := matcher.get_error():
-            raise refused(found, failure)
-        return replace(found, matcher=matcher)
+        ``masks``: so many of two answers are computed before a format is taken."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        # Here, because it holds Python's lock: 50 ms for a large vocabulary.
+        self._definition: str | None = None if backend is None else backend.to_str()
+        self._vocabulary = max(vocabulary, len(tokenizer))
+        end = tokenizer.eos_token_id
+        self._ends = sorted(ends) or (None if end is None else [end])
+        self._masks = masks
+        self._waiting: dict[str, Waiting] = {}  # by caller
+        self._live: WeakValueDictionary[tuple[str, str], Compiled] = WeakValueDictionary()
+        self._compiling: dict[Compiled, str] = {}  # whose they are
+        self._changing, self._starting = threading.Lock(), threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None  # it starts when the first format comes
+        self._control: socket.socket | None = None
+        self._closed = False
 
-    def _make(self, found: Format) -> Any:
-        from llguidance.hf import from_tokenizer
+    def prepared(self, asked: Format, caller: str = "", seconds: float = math.inf) -> Format:
+        """Return a format that ``Held`` takes, compiled in at most so many seconds.
 
+        Raises RequestError with the reason for one that cannot be, TimeoutError, Overloaded, EngineError."""
+        key = caller, asked.schema
+        with self._changing:
+            live = {own: compiled for own, compiled in self._live.items() if not compiled.closed}
+            if key in live:
+                return replace(asked, compiled=live[key])
+            callers = [*(whose for whose, _ in live), *self._compiling.values()]
+            if (own := callers.count(caller)) >= MAX_LIVE_OF_CALLER or len(callers) >= MAX_LIVE:
+                raise Overloaded(f"{own} formats of this caller and {len(callers)} in all are in use; try again in 1 s")
+        until = time.monotonic() + seconds
+        channel = self._forked(asked)
+        with self._changing:
+            compiled = Compiled(channel, self._waiting.setdefault(caller, Waiting()))
+            if len(self._waiting) > MAX_REMEMBERED:
+                del self._waiting[next(iter(self._waiting))]
+            self._compiling[compiled] = caller
         try:
-            size = max(self._vocabulary, len(self._tokenizer))
-            return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=sorted(self._ends) or None)
-        except ValueError as error:
-            said = f"{found.param}: this model's tokenizer cannot be held to a format: {error}"
-            raise RequestError(said, param=found.param) from error
+            self._check_open()
+            compiled.compile(asked, self._masks, until - time.monotonic())
+            with self._changing:
+                self._live[key] = compiled
+        except BaseException:
+            compiled.close()
+            self._check_open()  # that is why, then
+            raise
+        finally:
+            with self._changing:
+                del self._compiling[compiled]
+        return replace(asked, compiled=compiled)
+
+    def close(self) -> None:
+        """End all processes; who waits for one has an error at once."""
+        with self._changing:
+            self._closed = True
+            live, control, process = [*self._live.values(), *self._compiling], self._control, self._process
+        for compiled in live:
+            compiled.close()
+        if control is not None and process is not None:
+            _end(control, process)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; load the model again")
+
+    def _forked(self, asked: Format) -> socket.socket:
+        """Return the socket of a new process.  Raises RequestError, EngineError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for _ in range(2):  # it may have been killed: for all of the machine's memory, for example
+                self._check_open()
+                try:
+                    with self._starting:
+                        if self._process is None or self._process.poll() is not None:
+                            self._start(asked)
+                        assert self._control is not None
+                        socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                    return ours
+                except (OSError, EOFError):
+                    continue
+        ours.close()
+        raise EngineError("the process that compiles formats cannot be started; try again")
+
+    def _start(self, asked: Format) -> None:
+        """Start the process.  Raises RequestError, OSError, EOFError."""
+        if self._definition is None:
+            raise self._impossible(asked, "only fast tokenizers are supported")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            # Its modules are found where ours were; the main module is not run again.
+            program = f"import sys; sys.path[:] = {sys.path!r}; from service.engines import grammar_process as process"
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", f"{program}; process.main({descriptor})"], pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        with self._changing:
+            self._process, self._control, closed = process, ours, self._closed
+            finalize(self, _end, ours, process)
+        if closed:
+            _end(ours, process)
+        ours.settimeout(START_S)
+        table = {"definition": self._definition, "vocabulary": self._vocabulary, "ends": self._ends}
+        grammar_process.send_message(ours, table)
+        if failure := grammar_process.received_message(ours):
+            _end(ours, process)
+            raise self._impossible(asked, failure)
+
+    @staticmethod
+    def _impossible(asked: Format, failure: str) -> RequestError:
+        return RequestError(
+            f"{asked.param}: this model's tokenizer cannot be held to a format: {failure}", param=asked.param
+        )
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    with suppress(OSError):
+        control.shutdown(socket.SHUT_RDWR)  # also where a thread waits for what comes
+    process.kill()
+    process.wait()
 
 
 class Held:
-    """One answer that is held to a format."""
+    """One answer that is held to a format.  On the engine's thread, which waits for the process as little as it may."""
 
-    def __init__(self, found: Format) -> None:
-        assert found.matcher is not None, "Grammars.prepared makes it"
-        self._found, self._matcher = found, found.matcher.deep_copy()
+    def __init__(self, asked: Format) -> None:
+        """Raises RequestError where the format's process has ended."""
+        assert asked.compiled is not None, "Grammars.prepared makes it"
+        self._asked, self._compiled = asked, asked.compiled
+        self._waiting = self._compiled.waiting
+        self._waiting.left(WAIT_PER_TOKEN_S)
+        try:
+            self._answer = self._compiled.begin()
+        except OSError as error:
+            raise self._ended(error) from error
 
     def allowed(self) -> bytes:
         """Return which tokens may come next, a bit for each.  Raises RequestError where it became too much to tell."""
-        mask: bytes = self._matcher.compute_bitmask()
-        self._check()
-        return mask
+        return self._reply()[1]
 
     def take(self, token: int) -> bool:
         """Note a token; return whether the answer is complete, and nothing may follow."""
-        self._matcher.consume_token(token)
-        over = bool(self._matcher.is_stopped())
-        if not over:
-            self._check()
-        return over
+        self._waiting.left(WAIT_PER_TOKEN_S)
+        try:
+            self._compiled.take(self._answer, token)
+        except OSError as error:
+            raise self._ended(error) from error
+        while (kind := self._reply()[0]) == MASK:  # one that nobody has asked for
+            pass
+        return kind == COMPLETE
 
-    def _check(self) -> None:
-        if failure := self._matcher.get_error():
-            raise refused(self._found, failure)
+    def close(self) -> None:
+        """Free what the answer has in its process."""
+        self._compiled.end(self._answer)
+
+    def _reply(self) -> tuple[int, bytes]:
+        began = time.monotonic()
+        try:
+            kind, data = self._compiled.reply(self._answer, self._waiting.left())
+        except (OSError, EOFError) as error:
+            raise self._ended(error) from error
+        finally:
+            self._waiting.spend(time.monotonic() - began)
+        if kind == FAILED:
+            raise refused(self._asked, data.decode())
+        return kind, data
+
+    def _ended(self, error: Exception) -> RequestError:
+        """Return the error for a process that has ended, or that has to, because it is late."""
+        self._compiled.close()
+        bounds = f"{WAIT_S:g} s of time" if isinstance(error, TimeoutError) else f"{MEMORY >> 20} MB of memory"
+        return refused(self._asked, f"which tokens may come next takes more than {bounds} to tell; make it smaller")

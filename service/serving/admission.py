@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from service.errors import DeadlineExceeded, Overloaded
+from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 T = TypeVar("T")
 SPARE, SPARE_S = 0.05, 0.5  # of a deadline's time, and seconds at least, to end an answer and to send it
 INLINE = 512  # characters or ids up to which a thread costs more than the work, about 0.2 ms
 LONG = 16_384  # characters or ids from which a request takes the slow lane
 MAX_LONG = 16  # requests in the slow lane
-MAX_FORMATS = 16  # requests whose formats are being compiled, one at a time
+MAX_FORMATS, MAX_FORMATS_OF_CALLER = 64, 16  # requests whose formats are being compiled, of a caller one at a time
+MAX_COMPILING = 8  # callers whose formats are being compiled at once
 RESERVE = 8  # one caller leaves one of this many free places to those who wait for nothing yet
 MAX_REMEMBERED = 4096  # callers whose account is kept although they wait for nothing
 MAX_RETRY_S = 60
@@ -57,13 +58,18 @@ class Deadline:
 
 
 class Tokenizing:
-    """Text to token ids: short texts on the event loop, others in two bounded lanes: none waits for a long one."""
+    """Text to token ids: short texts on the event loop, others in two bounded lanes: none waits for a long one.
+
+    Formats have a lane for each caller: none waits for another's."""
 
     def __init__(self, max_pending: int) -> None:
         """``max_pending`` requests may wait for the fast lane."""
-        self._most = {"tokenize": max_pending, "tokenize-long": MAX_LONG, "format": MAX_FORMATS}
+        self._most = {"tokenize": max_pending, "tokenize-long": MAX_LONG}
         self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in self._most}
         self._pending: Counter[str] = Counter()
+        self._compilers = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="format")
+        self._formats: Counter[str] = Counter()  # by caller, those that wait and those that are being compiled
+        self._turns: dict[str, asyncio.Lock] = {}
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or Overloaded."""
@@ -71,9 +77,36 @@ class Tokenizing:
             return work()
         return await self._run("tokenize-long" if size >= LONG else "tokenize", "to be tokenized", work)
 
-    async def compile(self, work: Callable[[], T]) -> T:
-        """Return ``work()`` from a lane of its own: however long a format takes, no other request waits for it."""
-        return await self._run("format", "for their formats", work)
+    async def compile(self, caller: str, work: Callable[[], T]) -> T:
+        """Return ``work()`` from the caller's lane for formats; raises what it raises, or Overloaded."""
+        loop = asyncio.get_running_loop()
+        if self._formats[caller] >= MAX_FORMATS_OF_CALLER or self._formats.total() >= MAX_FORMATS:
+            waiting = f"{self._formats[caller]} requests of this caller, {self._formats.total()} in all"
+            raise Overloaded(f"{waiting}, are waiting for their formats; try again in 1 s")
+        self._formats[caller] += 1
+        turn = self._turns.setdefault(caller, asyncio.Lock())
+
+        def leave() -> None:
+            turn.release()
+            self._leave(caller)
+
+        try:
+            await turn.acquire()
+        except BaseException:
+            self._leave(caller)
+            raise
+        try:
+            done = self._compilers.submit(work)
+        except RuntimeError:
+            leave()
+            raise NotReady("the service is shutting down") from None
+        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(leave))
+        return await asyncio.wrap_future(done)
+
+    def _leave(self, caller: str) -> None:
+        self._formats[caller] -= 1
+        if not self._formats[caller]:
+            del self._formats[caller], self._turns[caller]
 
     async def _run(self, lane: str, what: str, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -89,7 +122,8 @@ class Tokenizing:
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """Drop requests that have not begun."""
+        """Drop requests that have not begun, and wait for the others, but for formats: these end with the engine."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
 

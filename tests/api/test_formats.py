@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from service.policies.guard import Action, Policy
-from service.serving.admission import MAX_FORMATS
+from service.serving.admission import MAX_FORMATS_OF_CALLER
 from tests import running as scripted
 from tests.api.test_tools import EVERYTHING, NOTHING, TOOLS
 from tests.engines import tiny
@@ -179,13 +179,13 @@ def test_while_a_format_is_compiled_others_are_served_and_few_wait(script: Runni
             assert go.wait(60)
 
     script.engine.before = before
-    asked = [threading.Thread(target=chat, args=(script, NOTHING)) for _ in range(MAX_FORMATS)]
+    asked = [threading.Thread(target=chat, args=(script, NOTHING)) for _ in range(MAX_FORMATS_OF_CALLER)]
     try:
         for one in asked:
             one.start()
         assert began.wait(60)
-        lane = script.state.tokenizing._pending
-        scripted.until(lambda: lane["format"] == MAX_FORMATS)
+        lane = script.state.tokenizing._formats
+        scripted.until(lambda: lane.total() == MAX_FORMATS_OF_CALLER)
         assert chat(script, NOTHING, response_format=openai.omit).choices[0].finish_reason == "stop"
         assert httpx.get(f"{script.url}/health/ready").status_code == 200
         with pytest.raises(openai.RateLimitError, match="for their formats"):

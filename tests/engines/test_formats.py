@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from service.engines.formats import Format, Grammars, Held, check_schema, grammar_of
-from service.errors import RequestError
+from service.engines import formats
+from service.engines.formats import Format, Grammars, Held, Waiting, check_schema
+from service.errors import EngineError, Overloaded, RequestError
 from tests.engines import tiny
+from tests.running import until
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    yield (made := Grammars(tiny.tokenizer(), tiny.VOCABULARY, frozenset({tiny.EOS})))
+    made.close()
+
+
+def prepared(grammars: Grammars, schema: dict[str, Any], *options: Any) -> Format:
+    return grammars.prepared(Format(json.dumps(schema), "response_format"), *options)
+
 
 PATTERN = ".*a.{20}b.*"
 
@@ -66,12 +87,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_compiled_is_refused_with_its_field_and_the_reason(name: str) -> None:
+def test_what_cannot_be_compiled_is_refused_with_its_field_and_the_reason(name: str, grammars: Grammars) -> None:
     schema, said = REFUSED[name]
     with pytest.raises(RequestError, match=said) as refused:
-        Grammars(tiny.tokenizer(), tiny.VOCABULARY, frozenset({tiny.EOS})).prepared(
-            Format(check_schema(schema), "text.format")
-        )
+        grammars.prepared(Format(check_schema(schema), "text.format"))
     assert refused.value.param == "text.format"
     assert refused.value.message.startswith("text.format: the schema cannot be compiled: ")
     assert len(refused.value.message) < 400
@@ -104,9 +123,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_schema_ends_soon_whatever_becomes_of_it(name: str) -> None:
+def test_a_hostile_schema_ends_soon_whatever_becomes_of_it(name: str, grammars: Grammars) -> None:
     """Compiled, or refused; and as many steps as it lets an answer take.  Without the limits some take minutes."""
-    grammars = Grammars(tiny.tokenizer(), tiny.VOCABULARY, frozenset({tiny.EOS}))
     try:
         held = Held(grammars.prepared(Format(check_schema(HOSTILE[name]), "response_format")))
         for _ in range(40):
@@ -118,9 +136,8 @@ def test_a_hostile_schema_ends_soon_whatever_becomes_of_it(name: str) -> None:
         pass
 
 
-def test_an_answer_of_the_format_is_complete_when_nothing_may_follow() -> None:
+def test_an_answer_of_the_format_is_complete_when_nothing_may_follow(grammars: Grammars) -> None:
     tokenizer = tiny.tokenizer()
-    grammars = Grammars(tokenizer, tiny.VOCABULARY, frozenset({tiny.EOS}))
     schema = {"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"]}
     found = grammars.prepared(Format(json.dumps(schema | {"additionalProperties": False}), "response_format"))
     for text in ('{"a":1}', '{ "a": "é"\n}'):
@@ -132,4 +149,221 @@ def test_an_answer_of_the_format_is_complete_when_nothing_may_follow() -> None:
     [opens] = tokenizer("{", add_special_tokens=False)["input_ids"]
     allowed = int.from_bytes(Held(found).allowed(), "little")
     assert allowed == 1 << opens, "no answer ends before it begins, or begins with something else"
-    assert grammar_of(Format('{"type": "object"}', "response_format"))
+
+
+def refers_to_itself(names: int) -> dict[str, Any]:
+    own = {"type": "object", "properties": {f"k{n}": {"$ref": "#/$defs/a"} for n in range(names)}}
+    return {"$defs": {"a": own}, "$ref": "#/$defs/a"}
+
+
+def either(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"anyOf": [{"type": "object", "properties": {name: schema}, "required": [name]} for name in "ab"]}
+    return schema
+
+
+WHOLE: dict[str, Any] = {"type": "integer"}
+COSTLY: dict[str, dict[str, Any]] = {
+    "a large divisor": WHOLE | {"multipleOf": 9_999_991},
+    "many divisors": {"type": "object", "properties": {
+        f"p{n}": WHOLE | {"multipleOf": 999_983 + n} for n in range(200)}},
+    "a common multiple": {"allOf": [WHOLE | {"multipleOf": 9973}, WHOLE | {"multipleOf": 9967}]},
+    "a divisor behind alternatives": {"anyOf": [{"type": "string"}, {"type": "array", "items": WHOLE | {
+        "multipleOf": 7_999_993}}]},
+    "a billion repeats": {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"},
+    "a million repeats": {"type": "string", "pattern": "^((a{100}){100}){100}$"},
+}  # fmt: skip
+LARGE: dict[str, dict[str, Any]] = {
+    "a list": {"enum": [f"value {n}" for n in range(2_000)]}, "long texts": {"enum": [f"{n}" * 200 for n in range(50)]},
+    "itself": refers_to_itself(100), "alternatives": either(12),
+    "classes": {"type": "string", "pattern": "^(\\p{L}|\\p{N}){4000}$"},
+    "a repeat inside": {"type": "object", "properties": {"a": COSTLY["a million repeats"]}, "required": ["a"]},
+    "repeats of any": {"type": "string", "pattern": "^(((.|x){90}y?){90}z?){90}$"},
+    "patterns": {"anyOf": [{"type": "string", "pattern": f".*a{{{n}}}.*b"} for n in range(200)]},
+    "a range": {"type": "number", "minimum": -1.123456789e15, "maximum": 1.98765432123e15},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> None:
+    """What failed in other tests is kept with their errors' frames."""
+    gc.collect()
+
+
+def processes(grammars: Grammars) -> list[int]:
+    """Those of the formats that are in use."""
+    assert grammars._process is not None
+    found = []
+    for entry in os.listdir("/proc"):
+        try:
+            state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        if state != "Z" and parent == str(grammars._process.pid):
+            found.append(int(entry))
+    return found
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
+    name: str, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "CPU_S", 0.3)
+    monkeypatch.setattr(formats, "MEMORY", 32 << 20)
+    with pytest.raises(RequestError, match=r"more than 0\.3 s of time or 32 MB of memory") as refused:
+        prepared(grammars, COSTLY[name])
+    assert refused.value.param == "response_format"
+    until(lambda: not processes(grammars))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_large_ends_as_it_may_and_leaves_nothing(name: str, grammars: Grammars) -> None:
+    def answer() -> None:
+        held = Held(prepared(grammars, LARGE[name]))
+        for _ in range(40):
+            allowed = int.from_bytes(held.allowed(), "little")
+            if held.take(allowed.bit_length() - 1):
+                break
+
+    with suppress(RequestError):
+        answer()
+    until(lambda: not processes(grammars))
+
+
+def test_the_memory_and_time_of_a_costly_format_are_not_the_services(grammars: Grammars) -> None:
+    def memory() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = memory()
+    costly = threading.Thread(target=lambda: pytest.raises(RequestError, prepared, grammars, COSTLY["a large divisor"]))
+    costly.start()
+    held = Held(prepared(grammars, {"type": "object"}, "another"))
+    assert held.allowed()
+    costly.join(120)
+    assert not costly.is_alive()
+    assert memory() - before < 100 << 20
+
+
+def test_what_takes_longer_than_the_request_has_ends_with_it(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "MEMORY", 1 << 30)
+    with pytest.raises(TimeoutError):
+        prepared(grammars, COSTLY["a large divisor"], "", 0.3)
+    until(lambda: not processes(grammars))
+
+
+def test_requests_of_a_caller_with_one_schema_share_a_process_that_ends_with_them(grammars: Grammars) -> None:
+    first, second = (prepared(grammars, {"type": "object"}, "a") for _ in range(2))
+    other = prepared(grammars, {"type": "object"}, "b")
+    assert first.compiled is second.compiled is not other.compiled
+    assert len(processes(grammars)) == 2
+    one, two = Held(first), Held(second)
+    assert not two.take(_token("{"))  # in any order: each has its own
+    allowed = one.allowed()
+    assert not one.take(_token("{"))
+    one.close()
+    assert two.take(_token("}"))
+    assert Held(first).allowed() == allowed
+    del first, second, other, one, two
+    until(lambda: not processes(grammars))
+
+
+def _token(text: str) -> int:
+    [token] = tiny.tokenizer()(text, add_special_tokens=False)["input_ids"]
+    return int(token)
+
+
+def test_a_mask_that_takes_too_long_ends_its_own_answer(grammars: Grammars) -> None:
+    slow = prepared(grammars, {"type": "object"}, "a")
+    [process] = processes(grammars)
+    other = Held(prepared(grammars, {"type": "object"}, "b"))
+    os.kill(process, signal.SIGSTOP)  # as if it were computing one
+    held = Held(slow)
+    with pytest.raises(RequestError, match="which tokens may come next takes more than") as refused:
+        held.allowed()
+    assert refused.value.param == "response_format"
+    os.kill(process, signal.SIGCONT)
+    assert other.allowed()
+    assert not other.take(_token("{"))
+    with pytest.raises(RequestError):
+        Held(slow).allowed()
+    assert Held(prepared(grammars, {"type": "object"}, "a")).allowed(), "the next request is not given it"
+
+
+def test_the_masks_of_a_callers_answers_have_one_account_of_waiting(grammars: Grammars) -> None:
+    first, second, other = (
+        prepared(grammars, {"const": n}, caller).compiled for n, caller in ((0, "slow"), (1, "slow"), (1, "other"))
+    )
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    assert first is not second
+    assert first.waiting is second.waiting is not other.waiting
+    again = first.waiting
+    del first, second
+    until(lambda: len(processes(grammars)) == 1)
+    kept = prepared(grammars, {"const": 2}, "slow").compiled
+    assert kept is not None
+    assert kept.waiting is again, "a new request does not begin a new account"
+
+
+def test_waiting_is_spent_and_comes_back_with_time_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(formats, "time", SimpleNamespace(monotonic=lambda: now))
+    waiting = Waiting()
+    assert waiting.left() == formats.WAIT_S
+    waiting.spend(10.0)
+    assert waiting.left() == 0.0
+    assert waiting.left(formats.WAIT_PER_TOKEN_S) == pytest.approx(formats.WAIT_PER_TOKEN_S)
+    now += 2.0
+    assert waiting.left() == pytest.approx(formats.WAIT_PER_TOKEN_S + 2 * formats.WAIT_SHARE)
+    now += 1000.0
+    assert waiting.left(1.0) == formats.WAIT_S
+
+
+def test_formats_in_use_are_bounded_by_caller_and_in_all(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "MAX_LIVE_OF_CALLER", 2)
+    monkeypatch.setattr(formats, "MAX_LIVE", 3)
+    kept = [prepared(grammars, {"const": n}, "a") for n in range(2)]
+    with pytest.raises(Overloaded, match="2 formats of this caller"):
+        prepared(grammars, {"const": 2}, "a")
+    prepared(grammars, {"const": 1}, "a")
+    kept.append(prepared(grammars, {"const": 2}, "b"))
+    with pytest.raises(Overloaded, match="3 in all"):
+        prepared(grammars, {"const": 2}, "c")
+    del kept[0]
+    prepared(grammars, {"const": 2}, "a")
+
+
+def test_after_its_process_has_been_killed_formats_are_made_again(grammars: Grammars) -> None:
+    left = Held(prepared(grammars, {"type": "object"}))
+    assert left.allowed()
+    assert grammars._process is not None
+    grammars._process.kill()
+    grammars._process.wait()
+    assert Held(prepared(grammars, {"const": 1})).allowed()
+    with pytest.raises(RequestError):
+        left.take(_token("{"))
+
+
+def test_closing_ends_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "CPU_S", 600.0)
+    monkeypatch.setattr(formats, "MEMORY", 16 << 30)
+    own, failures = Grammars(tiny.tokenizer(), tiny.VOCABULARY, frozenset()), []
+
+    def compile_it() -> None:
+        try:
+            prepared(own, COSTLY["many divisors"])
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=compile_it, daemon=True)
+    thread.start()
+    until(lambda: own._process is not None and processes(own))
+    own.close()
+    thread.join(60)
+    assert [type(failure) for failure in failures] == [EngineError]
+    with pytest.raises(EngineError, match="closed"):
+        prepared(own, {"type": "object"})

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api.request_schema import ScoreRequest, size_of
-from service.errors import Overloaded
+from service.errors import NotReady, Overloaded
 from service.serving import admission
 from service.serving.admission import INLINE, LONG, Deadline, FairShare, Speed, Tokenizing, check_space
 
@@ -164,3 +165,81 @@ async def test_a_lane_is_bounded_and_those_who_leave_make_room(lanes: Tokenizing
     release.set()
     assert await last is True
     await asyncio.gather(*waiting[:-1])
+
+
+@pytest.mark.anyio
+async def test_a_callers_formats_wait_for_its_own_and_for_no_other_callers(lanes: Tokenizing) -> None:
+    release, began = threading.Event(), []
+
+    def slow(name: str) -> str:
+        began.append(name)
+        assert release.wait(60)
+        return name
+
+    mine = [asyncio.create_task(lanes.compile("me", partial(slow, f"mine {n}"))) for n in range(3)]
+    assert await asyncio.wait_for(lanes.compile("you", lambda: "yours"), 60) == "yours"
+    assert began == ["mine 0"]
+    mine[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await mine[1]
+    with pytest.raises(ZeroDivisionError):
+        await lanes.compile("you", lambda: 1 // 0)
+    release.set()
+    assert [await mine[0], await mine[2]] == ["mine 0", "mine 2"]
+    assert began == ["mine 0", "mine 2"]
+    await until_empty(lanes)
+
+
+async def until_empty(lanes: Tokenizing) -> None:
+    for _ in range(6000):
+        if not lanes._formats and not lanes._turns:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{lanes._formats} of {lanes._turns} have not left")
+
+
+@pytest.mark.anyio
+async def test_one_whose_time_is_up_leaves_its_turn_only_when_its_work_has_ended(lanes: Tokenizing) -> None:
+    release = threading.Event()
+    late = asyncio.create_task(lanes.compile("me", lambda: release.wait(60)))
+    await asyncio.sleep(0.05)
+    late.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await late
+    following = asyncio.create_task(lanes.compile("me", lambda: "next"))
+    await asyncio.sleep(0.05)
+    assert not following.done(), "two of one caller are never compiled at once"
+    release.set()
+    assert await following == "next"
+    await until_empty(lanes)
+
+
+@pytest.mark.anyio
+async def test_formats_that_wait_are_bounded_by_caller_and_in_all(
+    lanes: Tokenizing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_FORMATS_OF_CALLER", 2)
+    monkeypatch.setattr(admission, "MAX_FORMATS", 3)
+    release = threading.Event()
+    waiting = [asyncio.create_task(lanes.compile(caller, lambda: release.wait(60))) for caller in ("a", "a", "b")]
+    await asyncio.sleep(0.05)
+    for caller in ("a", "c"):
+        with pytest.raises(Overloaded, match="for their formats"):
+            await lanes.compile(caller, lambda: True)
+    release.set()
+    assert await asyncio.gather(*waiting) == [True] * 3
+    await until_empty(lanes)
+
+
+@pytest.mark.anyio
+async def test_closing_does_not_wait_for_a_format() -> None:
+    release, own = threading.Event(), Tokenizing(4)
+    running = asyncio.create_task(own.compile("me", lambda: release.wait(60)))
+    waiting = asyncio.create_task(own.compile("me", lambda: True))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(own.close)
+    assert not running.done()
+    release.set()
+    assert await running is True
+    with pytest.raises(NotReady):
+        await waiting

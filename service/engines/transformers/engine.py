@@ -66,7 +66,8 @@ class TransformersEngine:
         self.max_batch_tokens = self._options.max_batch_tokens or BATCH_TOKENS.get(self._device.type, 8192)
         self.max_decode_tokens = max(self.max_batch_tokens, hooks.tokens_worth_the_weights(model))
         self.end_tokens = hooks.end_tokens(model)
-        self.prepared = Grammars(tokenizer, self._vocabulary, self.end_tokens).prepared
+        self._grammars = Grammars(tokenizer, self._vocabulary, self.end_tokens)
+        self.prepared = self._grammars.prepared
         if not family.projection:  # not one of those whose every number is compared in tests
             hooks.check_decoder(model, self._modules, family.name, self._device)
         self._alone = family.alone
@@ -264,6 +265,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Free the model.  Later calls raise EngineError."""
+        self._grammars.close()
         self._model = self._head = None
         self._modules = ModelModules(self._modules.geometry, (), {})  # the modules hold the weights
         self._stacks.clear()

@@ -6,6 +6,7 @@ coroutines here run on one event loop; the synchronous methods of ``base.Engine`
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
@@ -32,7 +33,7 @@ from service.engines.checks import (
     refuse_tracing,
 )
 from service.engines.families import check_sites, family_of, text_config
-from service.engines.formats import Format, grammar_of
+from service.engines.formats import MASKS, Format, Grammars
 from service.engines.vllm import launch
 from service.engines.vllm.client import ProbeLease, Slots, keep_merged, parameters_for, payload_of, times
 from service.engines.vllm.self_test import self_test
@@ -84,6 +85,7 @@ class VllmEngine:
             self._vocabulary = int(text_config(files.config).vocab_size)
             # The token that a closed gate samples, which ends the request.
             self.end_token: int | None = getattr(files.tokenizer, "eos_token_id", None)
+            self._grammars = Grammars(files.tokenizer, self._vocabulary, frozenset(), masks=MASKS)
             self.max_batch_tokens = int(config.scheduler_config.max_num_batched_tokens)
             described = run_on(self.loop, self._describe())
             sites, slots, rows, answers = (described[name] for name in ("sites", "slots", "rows", "answers"))
@@ -162,10 +164,12 @@ class VllmEngine:
         """Raise RequestError for the first prompt that vLLM cannot run: it needs room for one sampled token, too."""
         check_prompts(prompts, vocabulary=self._vocabulary, max_tokens=self.identity.max_tokens - 1)
 
-    def prepared(self, found: Format) -> Format:
-        """Return the format, which vLLM's own processes compile once more.  Raises RequestError where it cannot be."""
-        grammar_of(found)
-        return found
+    def prepared(self, asked: Format, caller: str = "", seconds: float = math.inf) -> Format:
+        """Return the format, which vLLM's own processes compile once more, without our limits.
+
+        Raises as ``base.LoadedModel.prepared`` does."""
+        self._grammars.prepared(asked, caller, seconds)
+        return asked
 
     def score(
         self, prompts: Prompts, probes: Sequence[Probes], *, first_token: bool = False, last: Sequence[int] = ()
@@ -336,6 +340,8 @@ class VllmEngine:
         if self._closed:
             return
         self._closed = True
+        if (grammars := getattr(self, "_grammars", None)) is not None:
+            grammars.close()
         # vLLM's output handler is cancelled before the processes end: it would report their end as a failure.
         if self._own_loop is not None:
             self._own_loop.close()
