@@ -528,6 +528,11 @@ async def open_loop(
         pool.close()
 
 
+async def exchange(pool: Pool, request: bytes, start: float, timeout_s: float) -> Outcome:
+    """Send one request now; ``start``: the run's, by ``time.perf_counter``."""
+    return await _exchange(pool, request, time.perf_counter() - start, start, timeout_s)
+
+
 async def _exchange(pool: Pool, request: bytes, intended: float, start: float, timeout_s: float) -> Outcome:
     sent = time.perf_counter() - start
     try:

@@ -18,7 +18,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -54,10 +54,10 @@ class Common:
 class Sources(Env):
     """Fills the options that the command line left open, from the environment and the configuration file."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None, root: App | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None, root: Callable[[], App] | None = None) -> None:
         super().__init__(PREFIX, command=False)
         self.environment = os.environ if environment is None else environment
-        self.root = root  # of the commands whose tables a configuration file may hold
+        self.root = root  # makes the app with all commands, whose tables a configuration file may hold
         self.commands: Command = ()  # of the last parse, as are the arguments
         self.arguments: Sequence[Argument] = ()
 
@@ -74,7 +74,7 @@ class Sources(Env):
             _fill(argument, argument.env_var_split(text) if text else (), name, "the environment")
         path = next((a.tokens[0].value for a in arguments if a.name == "--config" and a.tokens), None)
         if path is not None and self.root is not None:
-            self._from_file(path, self.root)
+            self._from_file(path, self.root())
 
     def _from_file(self, path: str, root: App) -> None:
         try:
@@ -102,7 +102,7 @@ class Sources(Env):
         """Return a warning for each ``HALLUTRACER_`` variable that no command reads, or that is an older name."""
         own = {env(argument.name): argument for argument in options_of(self.arguments)}
         others = sorted(name for name in self.environment if name.startswith(PREFIX) and name not in own)
-        every = [arguments for _, arguments in commands_of(self.root)] if others and self.root else []
+        every = [arguments for _, arguments in commands_of(self.root())] if others and self.root else []
         known = {*own, *NO_OPTIONS, *(env(argument.name) for arguments in every for argument in options_of(arguments))}
         older = {env(old): name for name, argument in own.items() for old in list(argument.parameter.name or ())[1:]}
         warnings = []

@@ -161,8 +161,11 @@ class ServiceSettings:
     max_kv_tokens: Annotated[int, option(
         "Prompt and answer tokens of all answers being decoded at once.", limits=AT_LEAST_1)] = KV_TOKENS  # fmt: skip
     max_connections: Annotated[int, option(
-        "Open connections; a further one takes the place of the one that idles longest.",
+        "Open connections; a further one takes the place of the one without progress for longest.",
         limits=Range(LEAST_CONNECTIONS))] = 4096  # fmt: skip
+    keep_alive_s: Annotated[float, option(
+        "Close a connection that has sent no request for so long; longer than a balancer keeps an idle one.",
+        limits=Range(positive=True))] = 75.0  # fmt: skip
     max_body_bytes: Annotated[int, option("Largest request body.", limits=Range(1024))] = 4 * 1024 * 1024
     refuse_special_tokens: Annotated[
         bool, option("Refuse messages that spell out special tokens of the model, instead of reading them as text.")

@@ -77,7 +77,9 @@ class Running(App):
 
     def __init__(self, tmp_path: Path, kind: str = KINDS[0], **options: Any) -> None:
         super().__init__(tmp_path, kind, **options)
-        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=10))
+        self.server = uvicorn.Server(
+            uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=10, timeout_keep_alive=75)
+        )
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import capacity, fleet
+from benchmarks import capacity, fleet, service_fairness
 from benchmarks.fleet import TOLERANCE, Range, Witness, questions, replay, two_versions
+from benchmarks.harness import Outcome, Summary
 from benchmarks.rollout_soak import Events, grown, judge
 from tests.deploy.prometheus_server import binary
 from tests.engines.vllm.installed import vllm_or_skip
@@ -169,6 +170,47 @@ def test_a_script_runs_and_passes(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(record.read_text())["checks"]
     assert sum(check["passed"] is True for check in checks) >= 3
+
+
+@pytest.mark.long
+def test_the_fairness_script_runs(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    run = [sys.executable, "-m", "benchmarks.service_fairness", "--quick", "--json", str(record)]
+    done = subprocess.run(run, cwd=ROOT, env=inherited(), capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads(record.read_text())
+    assert len(written["runs"]) == 7
+    assert all(
+        outcome["status"] == 200 for run in written["runs"].values() for outcome in [*run["short"], *run["beside"]]
+    )
+    beside = [len(run["beside"]) for name, run in written["runs"].items() if name != "quiet"]
+    assert min(beside) > 0
+
+
+def _fair_run(short: int, ready: int, work: int) -> service_fairness.Run:
+    """A hundred short scores and ten looks, of which so many fail, and work with this status."""
+    run = service_fairness.Run([Outcome(n, n, n + 0.1, 200 if n >= short else 503) for n in range(100)])
+    run.beside = [Outcome(0, 0, 1, 503), Outcome(1, 1, 2, work)]
+    for n in range(10):
+        run.looks["ready"].add(200 if n >= ready else 503, 0.01)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("short", "ready", "work", "quiet_ms", "other", "judged"),
+    [
+        (0, 0, 200, 50, True, [None, True, True, True, True]), (0, 0, 200, 50, False, [None, None, True, True, True]),
+        (1, 0, 200, 50, True, [None, True, False, True, True]), (0, 1, 200, 50, True, [None, True, True, False, True]),
+        (0, 0, 200, 20, True, [None, False, True, True, True]), (0, 0, 504, 50, True, [None, True, True, True, False]),
+        (100, 0, 200, 50, True, [None, False, False, True, True]),
+    ],
+)  # fmt: skip
+def test_the_judge_of_fairness_sees_each_fault(
+    short: int, ready: int, work: int, quiet_ms: float, other: bool, judged: list[bool | None]
+) -> None:
+    quiet = Summary(10, {"200": 10}, 1.0, 10.0, quiet_ms, quiet_ms, quiet_ms)
+    found = service_fairness.checks_of("x", _fair_run(short, ready, work), quiet, other=other, judge_times=True)
+    assert [check.passed for check in found] == judged
 
 
 @pytest.mark.long

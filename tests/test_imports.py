@@ -153,7 +153,16 @@ def test_a_wrong_direction_would_be_caught(tmp_path: Path) -> None:
 HEAVY = ("torch", "vllm", "transformers", "sklearn", "pandas", "matplotlib")
 
 
-LIGHT = ("service", "service.cli", "service.risk", "probes_store", "service.demo", "hallutracer")
+COMMANDS = ("serve", "doctor", "held_out", "score", "train", "records", "bundle")
+LIGHT = (
+    "service",
+    "service.cli",
+    *(f"service.cli.{name}" for name in COMMANDS),
+    "service.risk",
+    "probes_store",
+    "service.demo",
+    "hallutracer",
+)
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -24,6 +24,8 @@ CATALOGUE = ("/v1/models", "/v1/bundles")
 SAMPLE_ROUTE = "/v1/bundles/{bundle}/sample/{number}"  # it answers a question that the bundle carries
 _SAMPLE = re.compile(r"/v1/bundles/[^/]+/sample(/.*)?", re.DOTALL)
 METRICS = "/metrics"
+HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
+PLAIN_CHECK = ("OPTIONS", "/")  # by it HAProxy asks for a server's health where nothing else is named
 ADMIN = "/v1/admin/"  # what changes the service is below it
 RELOAD_ROUTE = f"{ADMIN}reload"
 OTHER = "other"  # of vLLM's own server, whose further routes read prompts, too
@@ -40,6 +42,11 @@ def canonical(route: str) -> str:
 def has_engine_work(path: str) -> bool:
     """Return whether a request there takes a place in the queue for the engine."""
     return path in PROMPT_ROUTES or canonical(path) == SAMPLE_ROUTE
+
+
+def is_health_check(method: str, path: str) -> bool:
+    """Return whether a request asks for the service's health, which everybody may."""
+    return path in HEALTH or (method, path) == PLAIN_CHECK
 
 
 def scopes_of(path: str) -> frozenset[Scope]:

@@ -8,6 +8,8 @@ another host, no frame around it."""
 from __future__ import annotations
 
 import asyncio
+import gzip
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
@@ -16,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from service import __version__
@@ -54,7 +57,10 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # asked again each time: an upgrade must not meet yesterday's script
+    "vary": "accept-encoding",
 }
+_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
+_PIECE = 64 * 1024  # bytes of a page that are sent at once
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
@@ -97,6 +103,8 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     error_handlers.install(app)
     for router in ROUTERS:
         app.include_router(router)
+    if "/" not in found:  # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
+        app.router.routes.append(Route("/", _absent, methods=["GET"], include_in_schema=False))
     for path, file in found.items():
         app.router.routes.append(Route(path, _page(file), methods=["GET"], include_in_schema=False))
     return app
@@ -134,7 +142,27 @@ def pages(playground: bool) -> Mapping[str, Path]:
 
 
 def _page(file: Path) -> Callable[[Request], Any]:
-    async def send(_: Request) -> Response:
-        return FileResponse(file, media_type=_TYPES[file.suffix], headers=HEADERS)
+    async def send(request: Request) -> Response:
+        if not _GZIP.search(request.headers.get("accept-encoding", "")):
+            return FileResponse(file, media_type=_TYPES[file.suffix], headers=HEADERS)
+        content = await asyncio.to_thread(_compressed, file)
+        headers = HEADERS | {"content-encoding": "gzip", "content-length": str(len(content))}
+        sent = b"" if request.method == "HEAD" else content
+        return StreamingResponse(_pieces(sent), media_type=_TYPES[file.suffix], headers=headers)
 
     return send
+
+
+@cache
+def _compressed(file: Path) -> bytes:
+    return gzip.compress(file.read_bytes(), mtime=0)
+
+
+async def _pieces(content: bytes) -> AsyncIterator[bytes]:
+    """Yield a page piece by piece: of a reader that takes none only one is held."""
+    for start in range(0, len(content), _PIECE):
+        yield content[start : start + _PIECE]
+
+
+async def _absent(_: Request) -> Response:
+    raise HTTPException(404)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.access.callers import Caller, Key, on_loopback
 from service.access.callers import Scope as KeyScope
 from service.access.keys import KeyRing
-from service.access.routes import METRICS, scopes_of
+from service.access.routes import METRICS, is_health_check, scopes_of
 from service.api.error_handlers import respond
 from service.audit.auditor import Who
 from service.errors import (
@@ -30,7 +30,6 @@ from service.errors import (
 )
 from service.serving.service import Service
 
-HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip", "via")
 
 
@@ -45,7 +44,7 @@ class BearerKeys:
         self, app: ASGIApp, keys: KeyRing, protect_metrics: bool, pages: Collection[str], hosts: Collection[str]
     ) -> None:
         self.app, self._keys, self._pages = app, keys, frozenset(pages)
-        self._open = HEALTH if protect_metrics else HEALTH | {METRICS}
+        self._open = frozenset() if protect_metrics else frozenset({METRICS})
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,10 +54,11 @@ class BearerKeys:
                 await self.app(scope, receive, send)
             return  # no WebSocket routes: the server closes it
         path, headers = scope["path"], Headers(scope=scope)
-        is_open = path in self._open or (path in self._pages and scope["method"] in ("GET", "HEAD"))
+        is_open = path in self._open or is_health_check(scope["method"], path)
+        is_open = is_open or (path in self._pages and scope["method"] in ("GET", "HEAD"))
         try:
-            if self._hosts and not _names_us(headers, self._hosts):
-                raise WrongHost("the Host header names another service; the operator can add it: --allowed-host")
+            if self._hosts:
+                _check_host(headers, scope["http_version"], self._hosts)
             key = self._keys.find(secret) if (secret := _secret(headers)) else None
             if key is not None and not (is_open and (key.revoked is not None or key.expired())):
                 scope.setdefault("state", {})["key"] = key
@@ -128,12 +128,22 @@ def check_page(request: HTTPConnection, origins: Collection[str]) -> None:
         raise NotAllowed("a page of another site asks for this", param="origin", cure=cure)
 
 
-def _names_us(headers: Headers, hosts: Collection[str]) -> bool:
-    """Return whether ``Host``, its port left out, is one of ``hosts`` or an IP address as browsers write it.
+def _check_host(headers: Headers, version: str, hosts: Collection[str]) -> None:
+    """Raise WrongHost unless ``Host`` names this service.
 
     A page of a foreign site can have its own name resolve to 127.0.0.1 (DNS rebinding), and then read what a service
-    there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's."""
-    host = headers.get("host", "")
+    there answers.  The browser still sends the foreign name; an address as ``Host`` cannot be such a page's.  HTTP/1.0
+    has no ``Host``: no browser speaks it, and balancers' health checks do."""
+    host = headers.get("host")
+    if host is None:
+        if version != "1.0":
+            raise WrongHost("there is no Host header, which HTTP/1.1 asks for")
+    elif not _names_us(host, hosts):
+        raise WrongHost("the Host header names another service; the operator can add it: --allowed-host")
+
+
+def _names_us(host: str, hosts: Collection[str]) -> bool:
+    """Return whether ``Host``, its port left out, is one of ``hosts`` or an IP address as browsers write it."""
     name, _, port = host.rpartition(":")
     name = (name if name and port.isdigit() else host).lower()
     if name in hosts:

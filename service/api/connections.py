@@ -1,6 +1,6 @@
-"""uvicorn's connections with bounds: on a request's head, on the time without a request, and on their number.
+"""uvicorn's connections with bounds: on each state's time without progress, on a request's head, and on their number.
 
-uvicorn bounds none of the three with its fast parser: a client without a key could take all memory or all sockets."""
+uvicorn bounds none of them with its fast parser: a client without a key could take all memory or all sockets."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import logging
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import IPv6Address
 from typing import Any, ClassVar
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from service.access.callers import address_in, on_loopback
+from service.access.routes import is_health_check
 from service.api.error_bodies import error_body
-from service.errors import HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp
+from service.errors import BodyTooSlow, HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp, Overloaded
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
 
@@ -31,15 +36,21 @@ class OneWrite:
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
         self._parts: list[bytes | bytearray | memoryview[Any]] = []
+        self._size = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        """Send ``data`` when this turn ends, with what else it brings."""
+        """Send ``data`` when this turn ends, with what else it brings; at once where that is much.
+
+        Else a page that is written piece by piece would be held whole, however little of it its reader takes."""
         if not self._parts:
             self._loop.call_soon(self._send)
         self._parts.append(data)
+        self._size += len(data)
+        if self._size > SEND_BUFFER_BYTES:
+            self._send()
 
     def close(self) -> None:
         """Send what is written, and close."""
@@ -47,7 +58,7 @@ class OneWrite:
         self._transport.close()
 
     def _send(self) -> None:
-        parts, self._parts = self._parts, []
+        parts, self._parts, self._size = self._parts, [], 0
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
 
@@ -55,48 +66,132 @@ class OneWrite:
 log = logging.getLogger("hallutracer")
 HEAD_BYTES = 64 * 1024  # of a request line with its headers; of trailers, too
 HEAD_LINES = 100
-HEAD_SECONDS = 10.0  # from the connection, or the answer before, to the end of the next request's head
+HEAD_SECONDS = 10.0  # from the connection, or the first byte after an answer, to the end of the request's head
+# A body, and an answer that waits for its reader, advance by so many bytes in so many seconds.
+BODY_BYTES, BODY_SECONDS = 1024, 10.0
+SEND_BYTES, SEND_SECONDS = 1024, 10.0
+SEND_BUFFER_BYTES = 64 * 1024  # of an answer that the kernel holds and has not sent: else it may be megabytes
+HEALTH_PLACES = 32  # connections beyond the limit, for health checks alone
+LEFT_TO_OTHERS = 8  # an address leaves one in so many places to other addresses
 LOG_SECONDS = 10.0  # between two lines about too many connections
 
 
-class Connection(HttpToolsProtocol):
-    """One connection.  ``most`` of them may be open; a further one takes the place of the one that idles longest."""
+class Places:
+    """The connections of one server: ``most``, and ``HEALTH_PLACES`` more that may ask for nothing but its health.
 
-    most: ClassVar[int] = 1000
-    idle: ClassVar[dict[Connection, None]] = {}  # in the order in which they became idle
-    logged: ClassVar[float] = -LOG_SECONDS
+    A further one takes the place of the one that has made no progress for longest: that sends no request, or waits for
+    one or for its reader.  Those whose answer is being made keep their places.  Of an address beyond its share one of
+    its own gives way; this machine's addresses, from which a proxy may pass on everybody, have no share."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.waiting: dict[Connection, None] = {}  # for their client, by the time of their last progress
+        self.health: dict[Connection, None] = {}  # beyond the limit, in the order in which they came
+        self._held: Counter[str] = Counter()  # address -> places
+        self._taken = 0
+        self._logged = -LOG_SECONDS
+
+    def take(self, newcomer: Connection) -> bool:
+        """Make room for it; False where it may ask for nothing but the server's health."""
+        own = self._held[newcomer.address] >= self.share(newcomer.address)
+        if own or self._taken >= self.most:
+            if (victim := self._victim(newcomer.address if own else None)) is None:
+                self._log("and all wait for an answer: health checks alone are answered beside them", own)
+                self._take_health(newcomer)
+                return False
+            self._log("the one without progress for longest is closed", own)
+            victim.give_way()
+        self._taken += 1
+        self._held[newcomer.address] += 1
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """Free the place of a connection that has ended."""
+        self.waiting.pop(connection, None)
+        if connection in self.health:
+            del self.health[connection]
+            return
+        self._taken -= 1
+        self._held[connection.address] -= 1
+        if not self._held[connection.address]:
+            del self._held[connection.address]
+
+    def progressed(self, connection: Connection) -> None:
+        """Put a connection that waits for its client behind the others that do."""
+        self.waiting.pop(connection, None)
+        if not connection.ended and connection not in self.health:
+            self.waiting[connection] = None
+
+    def share(self, address: str) -> int:
+        """Return how many of the places an address may have."""
+        return self.most if on_loopback(address) else self.most - self.most // LEFT_TO_OTHERS
+
+    def _victim(self, address: str | None) -> Connection | None:
+        """Return the one without progress for longest, of an address or of all."""
+        waiting = [one for one in self.waiting if address in (None, one.address)]
+        for connection in waiting:
+            if not connection.has_sent_more():
+                return connection
+            self.progressed(connection)
+        return waiting[0] if waiting else None
+
+    def _take_health(self, newcomer: Connection) -> None:
+        if len(self.health) >= HEALTH_PLACES:
+            next(iter(self.health)).give_way()
+        self.health[newcomer] = None
+
+    def _log(self, what: str, own: bool) -> None:
+        if time.monotonic() - self._logged > LOG_SECONDS:
+            self._logged = time.monotonic()
+            where = "one address has its share of --max-connections" if own else f"{self.most} connections are open"
+            log.warning("%s: %s", where, what)
+
+
+class Connection(HttpToolsProtocol):
+    """One connection, with a clock for each of its states: a head, a body, an answer being read, and none of these."""
+
+    places: ClassVar[Places]
     leaving: ClassVar[bool] = False  # the server stops: each connection ends with its answer
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._timer: asyncio.TimerHandle | None = None
+        self.address = ""
+        self._timer: asyncio.TimerHandle | None = None  # of a head or a body
+        self._send_timer: asyncio.TimerHandle | None = None
         self._lines = self._unread = 0  # header lines of this request; bytes that were neither a whole head nor a body
+        self._body = self._unsent = 0  # bytes of a body since its last progress; of answers when they last advanced
         self._advanced = False
         self._last = False  # the answer under way is the connection's last: what else arrives is dropped
+        self._health_only = self.ended = False
         self._reason: HalluTracerError = NotHttp("this is not HTTP/1.1")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Make room for it, or end it."""
+        """Find a place for it; where there is none, it may ask for the server's health alone."""
+        transport.set_write_buffer_limits(high=0)  # the clock runs while anything waits for the reader
+        _bound_send_buffer(transport)
         super().connection_made(OneWrite(transport, self.loop))  # type: ignore[arg-type]
-        self._wait()
-        if len(self.connections) > self.most:
-            oldest = next(iter(self.idle))
-            if time.monotonic() - self.logged > LOG_SECONDS:
-                type(self).logged = time.monotonic()
-                log.warning("%d connections are open: the one that idles longest is closed", self.most)
-            oldest.transport.abort()
-            # Its place is free now: asyncio tells of its end in a later turn.
-            self.connections.discard(oldest)
-            oldest._stop_waiting()
+        self.address = _subscriber(self.client[0]) if self.client else ""
+        self._health_only = not self.places.take(self)
+        self.places.progressed(self)
+        self._start(HEAD_SECONDS, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         super().connection_lost(exc)
-        self._stop_waiting()
+        self._end()
+
+    def give_way(self) -> None:
+        """End at once, for another connection."""
+        self.transport.abort()
+        # Its place is free now: asyncio tells of its end in a later turn.
+        self.connections.discard(self)
+        self._end()
 
     def data_received(self, data: bytes) -> None:
         """Parse, in parts that end where the bound of a head is reached, however it was cut into packets."""
         self._unset_keepalive_if_required()
+        if self._timer is None and not self._answers():
+            self._start(HEAD_SECONDS, self._head_is_late)  # the next request begins
         while data and not self._last and not self.transport.is_closing():
             if self._unread == HEAD_BYTES:
                 self._refuse(HeadersTooLarge(f"headers or trailers exceed {HEAD_BYTES} bytes"))
@@ -133,21 +228,69 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begin to answer a request."""
         self._advanced = True
-        self._stop_waiting()
+        if self._health_only and not is_health_check(self.parser.get_method().decode("ascii"), self._path()):
+            count = self.places.most
+            self._reason = Overloaded(f"all {count} connections wait for an answer; the operator can raise the limit: "
+                                      "--max-connections")  # fmt: skip
+            raise ValueError
+        self._body = 0
+        self._start(BODY_SECONDS, self._body_is_late)
         super().on_headers_complete()
-        if self.leaving and self.cycle is not None:
+        if (self.leaving or self._health_only) and self.cycle is not None:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
         self._advanced = True
+        self._body += len(body)
+        if self._body >= BODY_BYTES:
+            self.places.progressed(self)
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        """Wait for the answer, whose clock is the request's deadline."""
+        super().on_message_complete()
+        if self._answers():
+            self._stop()
+            if not self.flow.write_paused:
+                self.places.waiting.pop(self, None)
+
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Wait for the next request, as long as uvicorn's ``timeout_keep_alive``."""
         super().on_response_complete()
-        if not self.transport.is_closing():
-            self._wait()
+        if self.transport.is_closing():
+            return
+        self.places.progressed(self)
+        if self.cycle.more_body:  # the rest of its body is dropped, and has as long as a head
+            self._start(HEAD_SECONDS, self._head_is_late)
+
+    def pause_writing(self) -> None:
+        """Start the clock of an answer that waits for its reader."""
+        super().pause_writing()
+        if not self.ended:
+            self.places.progressed(self)
+            self._unsent = self.transport.get_write_buffer_size()
+            self._send_timer = self.loop.call_later(SEND_SECONDS, self._answer_is_late)
+
+    def resume_writing(self) -> None:
+        """Stop it: all is sent."""
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        self.places.progressed(self)
+        if self._answers() and not self.cycle.more_body:
+            self.places.waiting.pop(self, None)
+
+    def has_sent_more(self) -> bool:
+        """Return whether its reader took more of the answer since this was asked, or since it began to wait."""
+        if self._send_timer is None:
+            return False
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        return before - self._unsent >= SEND_BYTES
+
+    def _path(self) -> str:
+        return self.url.partition(b"?")[0].decode("latin-1")
 
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -157,32 +300,75 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
-    def _wait(self) -> None:
-        self._stop_waiting()
-        self.idle[self] = None
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+    def _start(self, seconds: float, late: Callable[[], None]) -> None:
+        self._stop()
+        self._timer = self.loop.call_later(seconds, late)
 
-    def _stop_waiting(self) -> None:
-        self.idle.pop(self, None)
+    def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
-    def _give_up(self) -> None:
-        self._stop_waiting()
+    def _end(self) -> None:
+        """Free its place, once, and stop its clocks."""
+        self._stop()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        if not self.ended:
+            self.ended = True
+            self.places.leave(self)
+
+    def _head_is_late(self) -> None:
+        self._timer = None
         if self._unread and not self._answers():
             self._refuse(HeadersTooSlow(f"the request's line and headers did not arrive within {HEAD_SECONDS:g} s"))
         else:
             self.transport.close()
 
+    def _body_is_late(self) -> None:
+        if self._body < BODY_BYTES and not self.flow.read_paused:  # paused: the service reads no more for now
+            least = f"{BODY_BYTES} bytes in {BODY_SECONDS:g} s"
+            self._refuse(BodyTooSlow(f"the body arrived more slowly than {least}"))
+            return
+        self._body = 0
+        self._start(BODY_SECONDS, self._body_is_late)
+
+    def _answer_is_late(self) -> None:
+        if not self.has_sent_more():
+            self.transport.abort()
+            return
+        self.places.progressed(self)
+        self._send_timer = self.loop.call_later(SEND_SECONDS, self._answer_is_late)
+
     def _refuse(self, error: HalluTracerError) -> None:
+        self._stop()
         if self._answers() and self.cycle.response_started:
             self.transport.abort()
             return
         body = json.dumps(error_body(error.status, error.message, error.code))
         head = f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        if error.retry_after_s is not None:
+            head += f"retry-after: {error.retry_after_s}\r\n"
         self._last = True
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         self.transport.close()
+
+
+def _subscriber(host: str) -> str:
+    """Return what one client has of addresses: one of IPv4, and as a rule 64 bits of IPv6."""
+    address = address_in(host)
+    if not isinstance(address, IPv6Address) or address.is_loopback:
+        return host
+    return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
+
+
+def _bound_send_buffer(transport: asyncio.Transport) -> None:
+    """Have the kernel hold little that it has not sent, where it can: by itself it takes megabytes for each reader."""
+    listening = transport.get_extra_info("socket")
+    if listening is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with suppress(OSError):  # a Unix socket's
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SEND_BUFFER_BYTES)
 
 
 def connections(most: int) -> type[Connection]:
@@ -192,8 +378,7 @@ def connections(most: int) -> type[Connection]:
         log.warning("at most %d connections: this process may open %d files (ulimit -Hn)", possible, files)
 
     class Bounded(Connection):
-        most: ClassVar[int] = possible
-        idle: ClassVar[dict[Connection, None]] = {}
+        places: ClassVar[Places] = Places(possible)
 
     return Bounded
 

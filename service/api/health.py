@@ -61,6 +61,14 @@ async def ready(service: TheService, request: Request) -> Status:
     return Status(status="ready", model=model, bundles=names, keys=problem)
 
 
+@router.options("/", include_in_schema=False)
+async def plain_check(service: TheService, request: Request) -> Response:
+    """204 once scores can be served, as HAProxy's ``option httpchk`` asks where it names nothing else."""
+    with _reasons_for(service, request):
+        service.lifecycle.check_ready()
+    return Response(status_code=204)
+
+
 @contextmanager
 def _reasons_for(service: Service, request: Request) -> Iterator[None]:
     """Paths and names in a failure are for those with a key, where there are keys."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 from probes_store.errors import BundleError
 from service import __version__
-from service.cli import bundle, doctor, held_out, records, score, serve, train
 from service.cli.options import UsageError
 from service.cli.output import print_line
 from service.errors import HalluTracerError
@@ -30,47 +30,103 @@ HELP = (
 HELP_ALL = "--help-all"
 HELP_FLAGS = ("-h", "--help", HELP_ALL)
 MANY_OPTIONS = frozenset({"serve"})  # commands whose --help shows the everyday ones
-COMMANDS: dict[str, Any] = {  # name -> function, or for a group its help and commands
-    "serve": serve.serve,
-    "doctor": doctor.doctor,
-    "try": held_out.held_out,
-    "score": score.score,
-    "train": train.train,
-    "guarantee": train.guarantee,
-    "recalibrate": train.recalibrate,
-    "feedback": records.feedback,
-    "bundle": bundle.COMMANDS,
-    "demo": held_out.DEMO_COMMANDS,
-    "keys": records.KEYS_COMMANDS,
-    "audit": records.AUDIT_COMMANDS,
+COMMANDS: Mapping[str, tuple[str, str]] = {  # name -> module:attribute, and what the list of commands says of it
+    "serve": ("service.cli.serve:serve", "Serve POST /score: a risk for each prompt before its first answer token."),
+    "doctor": (
+        "service.cli.doctor:doctor",
+        "Check that `hallutracer serve` with the same options would serve; one line for each check: ok, warn or fail.",
+    ),
+    "try": (
+        "service.cli.held_out:held_out",
+        "See what the risk is worth: held-out questions of the bundle, answered by the model and sorted by risk.",
+    ),
+    "score": (
+        "service.cli.score:score",
+        "Score questions, or a JSONL file of them, before anything is decoded.",
+    ),
+    "train": ("service.cli.train:train", "Train a probe bundle on your own model and publish it."),
+    "guarantee": (
+        "service.cli.train:guarantee",
+        "Give a bundle a threshold with a guarantee, and publish it as the bundle's next version.",
+    ),
+    "recalibrate": (
+        "service.cli.train:recalibrate",
+        "Recalibrate a bundle's risk for the base rate of your traffic, and publish it as the bundle's next version.",
+    ),
+    "feedback": (
+        "service.cli.records:feedback",
+        "List the answers that the service drew at random and that have no label yet, oldest first, as JSON lines.",
+    ),
+    "bundle": ("service.cli.bundle:COMMANDS", "Look at, check, publish and fetch probe bundles."),
+    "demo": ("service.cli.held_out:DEMO_COMMANDS", "The demonstration model: what it is and its questions."),
+    "keys": ("service.cli.records:KEYS_COMMANDS", "Named keys of the service: make, list."),
+    "audit": ("service.cli.records:AUDIT_COMMANDS", "The audit log of --audit-log."),
 }
-GROUP = "hallutracer.commands"  # entry points of other distributions: name -> what COMMANDS holds
+"""Imported where they are asked for: all together they take a second, and the list of commands none of them."""
+GROUP = (
+    "hallutracer.commands"  # entry points of other distributions: name -> a function, or a group's help and commands
+)
 RESEARCH = (("evaluate",), ("diagnose",), ("data",), ("demo", "build"), ("demo", "retrieval"))
 """The commands of hallutracer-research."""
+RESEARCH_HELP: Mapping[str, str] = {
+    "data": "Turn public sets into training rows.",
+    "demo": "The demonstration model: what it is, its questions, how it is built.",
+    "diagnose": "Check the paper's claims on your own labelled trajectories: is the depth mean enough, and why.",
+    "evaluate": "Put HalluTracer and the baselines on the same rows of your model, and write a report.",
+}
 
 
-def installed() -> dict[str, Any]:
-    """Return COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name."""
-    found: dict[str, Any] = dict(COMMANDS)
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+def own(name: str) -> Any:
+    """Return the function of one of COMMANDS, or a group's help and commands."""
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def installed(only: str | None = None) -> dict[str, Any]:
+    """Return what is behind each command, or behind one: its function, or a group's help and commands.
+
+    COMMANDS, and those of distributions with entry points of GROUP; groups are joined by name."""
+    found = {name: own(name) for name in COMMANDS if only in (None, name)}
+    for point in _points():
+        if only not in (None, point.name):
+            continue
         try:
             entry = point.load()
         except ImportError:  # half installed, or for another release: what serves is not held up by it
             continue
-        if isinstance(own := found.get(point.name), tuple):
-            entry = (entry[0], own[1] | entry[1])
+        if isinstance(group := found.get(point.name), tuple):
+            entry = (entry[0], group[1] | entry[1])
         found[point.name] = entry
     return found
 
 
-def make_app(sources: Sources, *, whole_help: bool = True) -> App:
-    """Return the command line, with ``sources`` for what it leaves open; ``whole_help``: with all options."""
+def _points() -> list[EntryPoint]:
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+
+
+def _listed(given: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the command that is asked for, "" where none is, and what the list says of the others."""
+    said = {name: help for name, (_, help) in COMMANDS.items()}
+    for point in _points():
+        said[point.name] = RESEARCH_HELP.get(
+            point.name, f"A command of {point.dist.name if point.dist else point.value}."
+        )
+    asked = next((word for word in given if word in said), "")
+    said.pop(asked, None)
+    return asked, said
+
+
+def make_app(sources: Sources, *, whole_help: bool = True, given: Sequence[str] | None = None) -> App:
+    """Return the command line, with ``sources`` for what it leaves open; ``whole_help``: with all options.
+
+    ``given``: its words, of which only the command that they ask for is imported."""
     app = App(
         name="hallutracer", help=HELP, help_format="plaintext", help_flags=HELP_FLAGS,
         default_parameter=None if whole_help else Parameter(show_env_var=False), version=f"hallutracer {__version__}",
         version_flags=("--version",), config=[sources], result_action="return_value",
     )  # fmt: skip
-    for name, entry in installed().items():
+    asked, others = (None, {}) if given is None else _listed(given)
+    for name, entry in installed(asked).items():
         if isinstance(entry, tuple):
             title, commands = entry
             app.command(group := App(name=name, help=title, help_flags=HELP_FLAGS, version_flags=()))
@@ -79,7 +135,9 @@ def make_app(sources: Sources, *, whole_help: bool = True) -> App:
         else:
             shown = Parameter(show=False) if name in MANY_OPTIONS and not whole_help else None
             app.command(entry, name=name, help=_paragraphs(entry), version_flags=(), default_parameter=shown)
-    sources.root = app
+    for name, help in others.items():
+        app.command(App(name=name, help=help, help_flags=HELP_FLAGS, version_flags=()))
+    sources.root = (lambda: app) if given is None else (lambda: make_app(Sources()))
     return app
 
 
@@ -88,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sources = Sources()
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        command, bound, _ = make_app(sources, whole_help=HELP_ALL in given).parse_args(
+        command, bound, _ = make_app(sources, whole_help=HELP_ALL in given, given=given).parse_args(
             given, exit_on_error=False, print_error=False
         )
         common = bound.arguments.get("common", Common())
@@ -117,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _hint(given: Sequence[str]) -> str:
     """Return how to get the command of ``RESEARCH`` that was asked for and is not installed; "" where none."""
     known: set[tuple[str, ...]] = set()
-    for name, entry in installed().items():
+    for name, entry in installed(next(iter(given), "")).items():
         known |= {(name,)} | ({(name, child) for child in entry[1]} if isinstance(entry, tuple) else set())
     absent = [" ".join(words) for words in RESEARCH if tuple(given[: len(words)]) == words and words not in known]
     return f".  {absent[0]!r} comes with hallutracer-research: pip install ./research" if absent else ""

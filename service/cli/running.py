@@ -57,6 +57,7 @@ def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None
         log_config=None, access_log=False, server_header=False,
         proxy_headers=False,  # an address that a client could choose would get it another one's share
         timeout_graceful_shutdown=math.ceil(settings.drain_s),
+        timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # seconds, and a fraction will do
     )  # fmt: skip
     return LeavingServer(config, leave)
 

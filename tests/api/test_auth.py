@@ -18,16 +18,16 @@ from starlette.requests import HTTPConnection
 from starlette.routing import Route
 
 from service.access.callers import OWNERS, ApiKey, Key, Right, Scope, digest_of
-from service.access.routes import ADMIN, CALLED, CATALOGUE, METRICS, scopes_of
+from service.access.routes import ADMIN, CALLED, CATALOGUE, HEALTH, METRICS, scopes_of
 from service.api import app as application
 from service.api.app import pages
-from service.api.auth import HEALTH, Admin, caller_of
+from service.api.auth import Admin, caller_of
 from service.cli.running import known_hosts
 from service.errors import HalluTracerError
 from service.policies.guard import Action, Policy
 from service.settings import ServiceSettings
 from tests.key_files import add_key, revoke_key
-from tests.running import App, Running, running, until
+from tests.running import App, Running, Served, listening, running, until
 
 NOW = datetime.now(UTC)
 KEY = {"authorization": "Bearer sesame"}
@@ -77,7 +77,7 @@ def test_every_route_but_health_metrics_and_the_pages_asks_for_a_key(tmp_path: P
         assert {"/score", "/v1/models", "/openapi.json", "/docs", METRICS} <= {path for _, path in walked}
         for method, path in [*walked, ("GET", "/nothing"), ("POST", "/health/%2e%2e/score"), ("POST", "//score")]:
             refused = opened.request(method, path, json={"prompt": "a"}, follow_redirects=False)
-            is_open = path in HEALTH or (path == METRICS and not protect_metrics)
+            is_open = path in HEALTH or (method, path) == ("OPTIONS", "/") or (path == METRICS and not protect_metrics)
             is_open = is_open or (path in pages(True) and method in ("GET", "HEAD"))
             assert (refused.status_code == 401) is not is_open, (method, path, refused.status_code)
             if not is_open and method != "HEAD":
@@ -423,6 +423,26 @@ def test_loopbacks_names_and_addresses_are_served_and_others_refused_before_anyt
         assert opened.get("/health", headers={"host": "evil.example"}).status_code == 200
         for path in HEALTH:
             assert (opened.head(path).status_code, opened.head(path).content) == (200, b"")
+
+
+def test_a_balancers_check_of_http_1_0_names_no_host_and_is_answered(tmp_path: Path) -> None:
+    """No browser speaks HTTP/1.0, so that no page can ask so."""
+    for name, keys in (("open", ()), ("keyed", ("sesame",))):
+        with listening(Served(tmp_path / name, allowed_hosts=LOOPBACK, api_keys=keys)) as served:
+
+            def status(head: str, served: Served = served) -> int:
+                with served.connect(f"{head}\r\n\r\n".encode()) as connection:
+                    return int(connection.recv(65536).split(b" ", 2)[1])
+
+            for head, expected in (
+                ("GET /health/ready HTTP/1.0", 200), ("HEAD /health/live HTTP/1.0", 200), ("OPTIONS / HTTP/1.0", 204),
+                ("OPTIONS / HTTP/1.1\r\nHost: localhost", 204), ("OPTIONS / HTTP/1.0\r\nHost: evil.example", 421),
+                ("GET /health/ready HTTP/1.0\r\nHost:", 421), ("GET /health/ready HTTP/1.1", 421),
+                ("GET /v1/bundles HTTP/1.0", 401 if keys else 200), ("OPTIONS /score HTTP/1.0", 401 if keys else 405),
+            ):  # fmt: skip
+                assert status(head) == expected, (name, head)
+            served.state.lifecycle.leave()
+            assert status("OPTIONS / HTTP/1.0") == 503
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,14 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
-    with listening(Served(tmp_path, max_connections=16)) as served:
+    with listening(Served(tmp_path, max_connections=16, keep_alive_s=0.5)) as served:
+        yield served
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[Served]:
+    """With limits that no test reaches, unless it sets its own."""
+    with listening(Served(tmp_path, max_connections=16, keep_alive_s=600)) as served:
         yield served
 
 
@@ -152,10 +159,254 @@ def test_no_place_is_taken_from_those_that_wait_for_an_answer(service: Served) -
     service.engine.before = held = Held()
     busy = [service.connect(LAST) for _ in range(16)]
     until(lambda: len(service.server.server_state.connections) == 16)
-    until(lambda: not service.server.config.http.idle)  # type: ignore[union-attr]
-    assert received(service.connect(LAST)) == b""
+    until(lambda: not service.server.config.http.places.waiting)  # type: ignore[union-attr]
+    refused = received(service.connect(LAST))
+    assert refused.startswith(b"HTTP/1.1 429 ")
+    assert b"retry-after: 1\r\n" in refused
+    assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
     held.release.set()
     assert all(received(connection).startswith(b"HTTP/1.1 200") for connection in busy)
+
+
+BUNDLE = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: x\r\n\r\n"  # megabytes
+LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+
+
+def not_reading(service: Served, *chunks: bytes) -> socket.socket:
+    """A connection whose client has sent its request and reads nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.settimeout(20)
+    connection.connect(("127.0.0.1", service.port))
+    for chunk in chunks:
+        connection.sendall(chunk)
+    return connection
+
+
+def open_at(service: Served) -> int:
+    return len(service.server.server_state.connections)
+
+
+@pytest.mark.parametrize("chunks", [[BUNDLE], [CHUNKED, b"1\r\na\r\n"], [SCORE + b"\r\n", BODY[:3]], [b"GET /hea"]],
+                         ids=["an answer", "a chunked body", "a body", "a head"])  # fmt: skip
+def test_who_makes_no_progress_gives_way_to_who_comes(patient: Served, chunks: list[bytes]) -> None:
+    stuck = [not_reading(patient, *chunks) for _ in range(48)]
+    for _ in range(3):
+        assert received(patient.connect(LIVE)).startswith(b"HTTP/1.1 200")
+        assert received(patient.connect(LAST)).startswith(b"HTTP/1.1 200")
+    assert open_at(patient) <= 16
+    for connection in stuck:
+        connection.close()
+
+
+def test_health_is_answered_beside_connections_that_all_wait_for_an_answer(
+    patient: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEALTH_PLACES", 2)
+    patient.engine.before = held = Held()
+    busy = [patient.connect(LAST) for _ in range(16)]
+    until(lambda: open_at(patient) == 16)
+    until(lambda: not patient.server.config.http.places.waiting)  # type: ignore[union-attr]
+    silent = [patient.connect() for _ in range(10)]
+    for path, status in ((b"/health/live", b"200"), (b"/health/ready?x=1", b"200"), (b"/metrics", b"429")):
+        answer = received(patient.connect(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n"))
+        assert answer.startswith(b"HTTP/1.1 " + status), (path, answer)
+        assert b"connection: close\r\n" in answer, "such a place is for one answer"
+    assert received(patient.connect(b"OPTIONS / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 204")
+    assert open_at(patient) <= 18
+    held.release.set()
+    assert all(received(connection).startswith(b"HTTP/1.1 200") for connection in busy)
+    for connection in silent:
+        connection.close()
+
+
+def test_an_address_leaves_places_to_others(patient: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(host: str, *chunks: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", patient.port), timeout=20, source_address=(host, 0))
+        for chunk in chunks:
+            connection.sendall(chunk)
+        return connection
+
+    monkeypatch.setattr(connections, "on_loopback", lambda host: False)
+    patient.engine.before = held = Held()
+    busy = [connect("127.0.0.1", LAST) for _ in range(14)]
+    until(lambda: open_at(patient) == 14)
+    until(lambda: not patient.server.config.http.places.waiting)  # type: ignore[union-attr]
+    other = connect("127.0.0.2")
+    assert received(connect("127.0.0.1", LAST)).startswith(b"HTTP/1.1 429 ")
+    assert received(connect("127.0.0.1", LIVE)).startswith(b"HTTP/1.1 200 ")
+    busy.append(connect("127.0.0.2", LAST))
+    until(lambda: open_at(patient) == 16)
+    held.release.set()
+    assert all(received(connection).startswith(b"HTTP/1.1 200") for connection in busy)
+    idle = [connect("127.0.0.1") for _ in range(30)]
+    until(lambda: open_at(patient) == 15)
+    other.sendall(LAST)  # older than all of them, and another's
+    assert received(other).startswith(b"HTTP/1.1 200")
+    for connection in idle:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "subscriber"),
+    [("10.0.0.5", "10.0.0.5"), ("2001:db8::1", "2001:db8::"), ("2001:db8::ffff:0:1", "2001:db8::"), ("::1", "::1"),
+     ("2001:db8:0:1::1", "2001:db8:0:1::"), ("::ffff:10.0.0.5", "10.0.0.5"), ("::ffff:127.0.0.1", "127.0.0.1"),
+     ("", "")],
+)  # fmt: skip
+def test_a_share_is_of_what_one_client_has_of_addresses(host: str, subscriber: str) -> None:
+    assert connections._subscriber(host) == subscriber
+
+
+# --- a clock for each state ---
+
+
+def test_an_idle_connection_stays_beyond_a_heads_time(patient: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.2)
+    connection = patient.connect()
+    for _ in range(3):
+        connection.sendall(SCORE + b"\r\n" + BODY)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        time.sleep(0.5)
+    connection.sendall(b"GET /hea")  # now its next head's time begins
+    assert b" 408 " in received(connection)
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [(CHUNKED, b"1\r\n \r\n"), (POST + b"content-length: 3000000\r\n\r\n", b" "), (SCORE + b"\r\n", b"")],
+    ids=["chunks", "a long body", "none of a short body"],
+)
+def test_a_body_without_progress_ends_the_connection(
+    patient: Served, monkeypatch: pytest.MonkeyPatch, begin: bytes, piece: bytes
+) -> None:
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.5)
+    connection, stop = patient.connect(begin), threading.Event()
+
+    def dribble() -> None:
+        with suppress(OSError):
+            while not stop.wait(0.05):
+                connection.sendall(piece)
+
+    dribbling = threading.Thread(target=dribble)
+    dribbling.start()
+    try:
+        answer = received(connection)  # which a reset may overtake
+        assert not answer or b'"body_too_slow"' in answer
+    finally:
+        stop.set()
+        dribbling.join()
+    until(lambda: open_at(patient) == 0)
+
+
+def test_an_answer_that_nobody_reads_ends_the_connection(patient: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SEND_SECONDS", 0.5)
+    stuck = [not_reading(patient, request) for request in (BUNDLE, BUNDLE, BUNDLE * 3)]
+    until(lambda: open_at(patient) == 3)
+    until(lambda: open_at(patient) == 0)
+    for connection in stuck:
+        connection.close()
+
+
+class Slow(asyncio.Transport):
+    """A transport whose reader takes as much as a test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsent, self.aborted, self.written = 0, False, b""
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    resume_reading = close = pause_reading
+
+
+async def nothing(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.sleep(600)
+
+
+def slow() -> tuple[Any, Slow]:
+    """A connection, and its transport.  Call on an event loop."""
+    config = uvicorn.Config(nothing, http=connections.connections(16), ws="none", log_config=None)
+    config.load()
+    made: Callable[..., Any] = config.http_protocol_class
+    protocol, transport = made(config=config, server_state=ServerState(), app_state={}), Slow()
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
+def test_who_reads_slowly_and_goes_on_is_served() -> None:
+    async def reading() -> None:
+        protocol, transport = slow()
+        transport.unsent = 10 * connections.SEND_BYTES
+        protocol.pause_writing()
+        for _ in range(9):
+            transport.unsent -= connections.SEND_BYTES
+            protocol._answer_is_late()  # its time is over, and it has made progress
+            assert not transport.aborted
+        transport.unsent -= connections.SEND_BYTES - 1
+        protocol._answer_is_late()
+        assert transport.aborted
+
+    asyncio.run(reading())
+
+
+def test_who_sends_slowly_and_goes_on_is_served() -> None:
+    async def sending() -> None:
+        protocol, transport = slow()
+        protocol.data_received(POST + b"content-length: 3000000\r\n\r\n")
+        for _ in range(9):
+            protocol.data_received(b" " * connections.BODY_BYTES)
+            protocol._body_is_late()
+            assert not transport.written
+        protocol.flow.pause_reading()  # the service reads no more for now: not the client's fault
+        protocol._body_is_late()
+        assert not transport.written
+        protocol.flow.resume_reading()
+        protocol.data_received(b" " * (connections.BODY_BYTES - 1))
+        protocol._body_is_late()
+        await asyncio.sleep(0)
+        assert b"body_too_slow" in transport.written
+
+    asyncio.run(sending())
+
+
+def test_who_has_read_more_is_not_the_one_that_gives_way() -> None:
+    async def choosing() -> None:
+        room = connections.Places(3)
+        first, second, third, fourth = (slow()[0] for _ in range(4))
+        for protocol in (first, second, third):
+            protocol.transport.unsent = 0
+            protocol.places = room
+            room.take(protocol)
+            protocol.pause_writing()
+        transports = [protocol.transport._transport for protocol in (first, second, third)]
+        for protocol, transport in zip((first, second, third), transports, strict=True):
+            transport.unsent = 5000
+            protocol.has_sent_more()
+        transports[0].unsent = 5000 - connections.SEND_BYTES
+        fourth.places = room
+        assert room.take(fourth)
+        assert [transport.aborted for transport in transports] == [False, True, False]
+        assert list(room.waiting) == [third, first]
+
+    asyncio.run(choosing())
 
 
 # --- what comes with or after a request ---
@@ -207,6 +458,9 @@ class Recorder(asyncio.Transport):
     def write(self, data: Any) -> None:
         assert not self.closed
         self.writes.append(bytes(data))
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
 
     def is_closing(self) -> bool:
         return self.closed

@@ -66,6 +66,31 @@ def test_every_page_and_file_is_served_with_the_policy(app: App) -> None:
         assert app.client.post(path).status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("accepted", "compressed"),
+    [
+        ("gzip, deflate, br", True),
+        ("GZIP;q=0.5", True),
+        ("identity", False),
+        ("gzip;q=0", False),
+        ("gzip; q=0.0, br", False),
+    ],
+)
+def test_pages_are_compressed_for_who_takes_that(app: App, accepted: str, compressed: bool) -> None:
+    for path, file in PAGES.items():
+        head, found = (
+            app.client.request(method, path, headers={"accept-encoding": accepted}) for method in ("HEAD", "GET")
+        )
+        assert ("content-encoding" in found.headers, found.content) == (compressed, file.read_bytes()), path
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == found.headers["content-length"]
+        assert found.headers["vary"] == "accept-encoding"
+    size = int(
+        app.client.get("/docs/swagger-ui-bundle.js", headers={"accept-encoding": accepted}).headers["content-length"]
+    )
+    assert (size < 600_000) == compressed
+
+
 def test_a_page_names_and_imports_files_of_ours_only_and_the_package_takes_them_along() -> None:
     """A page holds no script or style of its own, which the policy would refuse."""
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["service"]

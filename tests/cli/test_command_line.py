@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,10 +15,12 @@ import pytest
 
 from service import __version__, progress
 from service.api.reply import BundleRef, RiskOut, ScoreResponse
-from service.cli.main import make_app
+from service.cli.main import COMMANDS as OWN
+from service.cli.main import RESEARCH_HELP, installed, make_app
 from service.options import Sources, commands_of
 from tests.command_line import hallutracer, one_line_says
 
+ROOT = Path(__file__).parent.parent.parent
 COMMANDS = {" ".join(path) for path, _ in commands_of(make_app(Sources({})))}
 
 
@@ -41,6 +45,47 @@ def test_every_command_has_a_help() -> None:
             assert f"  hallutracer {path} " in done.stdout
             assert "[default: " in done.stdout or path == "diagnose"
             assert ("HALLUTRACER_CONFIG" in done.stdout) == (flag == "--help-all")
+
+
+def test_the_list_says_of_each_command_what_its_own_help_begins_with() -> None:
+    known = {name: help for name, (_, help) in OWN.items()} | RESEARCH_HELP
+    assert known == {
+        name: entry[0] if isinstance(entry, tuple) else " ".join((entry.__doc__ or "").split("\n\n")[0].split())
+        for name, entry in installed().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "unwanted"),
+    [
+        ("--help", 0, ("scipy", "sklearn", "torch", "numpy", "hallutracer_research", "service.cli.serve")),
+        ("-h", 0, ("numpy", "hallutracer_research")), ("--help-all", 0, ("numpy", "hallutracer_research")),
+        ("--version", 0, ("numpy", "hallutracer_research")), ("", 0, ("numpy", "hallutracer_research")),
+        ("serv", 2, ("scipy", "sklearn", "torch")),
+        ("serve --help", 0, ("scipy", "sklearn", "torch", "hallutracer_research", "service.cli.train")),
+        ("bundle --help", 0, ("scipy", "sklearn", "torch", "hallutracer_research", "service.cli.train")),
+        ("score --help", 0, ("scipy", "sklearn", "torch", "hallutracer_research", "service.cli.train")),
+    ],
+)  # fmt: skip
+def test_a_command_imports_what_it_needs(words: str, status: int, unwanted: tuple[str, ...]) -> None:
+    code = (
+        "import sys, hallutracer_start\n"
+        f"sys.argv = ['hallutracer', *{words.split()}]\n"
+        "try:\n    hallutracer_start.main()\nexcept SystemExit as end:\n"
+        f"    print('imported', [name for name in {unwanted} if name in sys.modules], end.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"imported [] {status}"
+
+
+def test_a_configuration_file_may_hold_tables_of_commands_that_are_not_run(tmp_path: Path) -> None:
+    config = tmp_path / "h.toml"
+    config.write_text("[serve]\nport = 9000\n[train]\nname = 'x'\n[evaluate]\nn = 1\n")
+    one_line_says(("demo", "info", "--config", str(config)), 2, "unknown key evaluate.n")
+    config.write_text("[serve]\nport = 9000\n[train]\nname = 'x'\n")
+    assert hallutracer("demo", "info", "--config", str(config)).returncode == 0
+    done = hallutracer("serve", "--print-config", HALLUTRACER_PROT="1", HALLUTRACER_NAME="x")
+    assert done.returncode == 0
 
 
 def test_the_help_of_serve_shows_the_dozen_that_people_use_and_help_all_the_rest() -> None:

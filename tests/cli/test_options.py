@@ -40,7 +40,7 @@ def _commands_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed(*arguments: str, **environment: str) -> Sources:
-    sources = Sources(environment, APP)
+    sources = Sources(environment, lambda: APP)
     APP.config = (sources,)
     APP.parse_args(arguments, exit_on_error=False, print_error=False)
     return sources

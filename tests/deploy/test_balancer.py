@@ -63,6 +63,8 @@ def test_its_limits_are_the_services_own() -> None:
         assert re.findall(rf"{name} (\d+)m;", text) == [str(settings.max_body_bytes // 1024**2)]
     [reads] = re.findall(r"proxy_read_timeout (\d+)s;", text)
     assert int(reads) > settings.deadline_s
+    [idle] = re.findall(r"keepalive_timeout (\d+)s;", text)
+    assert int(idle) < settings.keep_alive_s
 
 
 # --- two replicas of the service ---

@@ -341,6 +341,21 @@ def test_a_twin_published_right_after_the_search(store: Store, monkeypatch: pyte
     assert calls[:2] == [None, None]
 
 
+def test_to_publish_no_manifest_of_other_content_is_parsed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(5):
+        store.publish(make_draft(seed))
+    read, parsed = local.read_manifest, []
+
+    def counted(data: bytes) -> Any:
+        parsed.append(read(data))
+        return parsed[-1]
+
+    monkeypatch.setattr(local, "read_manifest", counted)
+    assert (store.publish(make_draft(5)).reference, parsed) == ("tiny:6", [])
+    assert store.publish(make_draft(2)).reference == "tiny:3"
+    assert [manifest.version for manifest in parsed] == [3]
+
+
 def die_in_publish(root: str, call: int) -> None:
     """Publish, and kill the process at its ``call``-th write or rename."""
     count = 0
