@@ -18,7 +18,7 @@ from service.api import reply as wire
 from service.api.answering import note, withheld
 from service.api.auth import TheService
 from service.api.guardrail_routes import CannotRead, check_readable, check_sees_no_answer, conversation, sent
-from service.api.middleware import JsonRoute
+from service.api.json_body import JsonRoute
 from service.api.request_schema import Kind, RequestModel, Risk, Texts
 from service.api.score import ScoringRequest, answer, requested
 from service.scoring import RiskReport

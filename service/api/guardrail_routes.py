@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.api.answering import note, withheld
 from service.api.auth import TheService
-from service.api.middleware import JsonRoute
+from service.api.json_body import JsonRoute
 from service.api.openai_schema import ChatMessage
 from service.api.reply import FAILURES
 from service.api.request_schema import EXAMPLES, Kind, RequestModel, Risk, Texts
