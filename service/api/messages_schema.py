@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from service.api.request_schema import AnswerRequest, ForeignModel, Stop
+from service.api.request_schema import AnswerRequest, ForeignModel, StopTexts
 from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
@@ -205,7 +205,7 @@ class MessagesRequest(AnswerRequest, Conversation):
     )
 
     max_tokens: StrictInt = Field(ge=1, description="an answer may end earlier, shortly before the deadline")
-    stop_sequences: Stop | None = None
+    stop_sequences: StopTexts | None = None
     temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description="default 1; 0 is greedy")
 
     @property

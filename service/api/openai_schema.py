@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.formats_schema import asked_format, check_alone
-from service.api.request_schema import AnswerRequest, Batches, Ids, RequestModel, Stop, Texts
+from service.api.request_schema import AnswerRequest, Batches, Ids, RequestModel, StopText, StopTexts, Texts
 from service.api.tools_schema import (
     MOST_TOOLS,
     Call,
@@ -105,7 +105,7 @@ class OpenAIRequest(AnswerRequest):
     ignored = IGNORED
 
     max_tokens: StrictInt | None = Field(None, ge=1)
-    stop: StrictStr | Stop | None = None
+    stop: StopText | StopTexts | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")

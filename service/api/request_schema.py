@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
+from service.engines.base import MAX_STOP_CHARACTERS, MAX_STOPS
 from service.engines.chat import texts_in
 
 Include = Literal["trajectory", "running_mean", "answer_risk"]
@@ -22,6 +23,8 @@ Risk = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
+StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
 MAX_FIELDS = 32
 EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text("utf-8"))  # of OpenAPI
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
@@ -58,7 +61,7 @@ class Generate(RequestModel):
     temperature: float = Field(0.0, ge=0.0, le=2.0, strict=True, description="0 is greedy")
     top_p: float = Field(1.0, gt=0.0, le=1.0, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[Annotated[StrictStr, Field(min_length=1)]] = Field(default_factory=list, max_length=8)
+    stop: StopTexts = Field(default_factory=list)
 
 
 _PROMPTS = ("prompt", "messages", "input_ids")
@@ -156,7 +159,6 @@ class ForeignModel(RequestModel):
 
 
 TEMPERATURE = 1.0  # of a request that names none, as OpenAI, Anthropic and vLLM have it
-Stop = Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(max_length=8)]
 
 
 class Arguments(RequestModel):

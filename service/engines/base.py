@@ -69,6 +69,7 @@ class Turn:
 
 
 FIRST_COME = Turn()
+MAX_STOPS, MAX_STOP_CHARACTERS = 8, 256  # of an answer: each text is looked for at each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # at most MAX_STOPS of 1 to MAX_STOP_CHARACTERS characters
     until: float = math.inf  # on the monotonic clock; there an answer ends as one of ``max_tokens`` tokens does
     format: Format | None = None  # ``LoadedModel.prepared``'s, which the answer is held to
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from service.engines.base import FirstToken, LoadedModel, Prompts, Sampling
+from service.engines.base import MAX_STOP_CHARACTERS, MAX_STOPS, FirstToken, LoadedModel, Prompts, Sampling
 from service.engines.chat import Message, ToolDefinition, check_messages, check_shown, message_with, replaced
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Geometry, Pooling, Probes
@@ -107,10 +107,15 @@ def check_sampling(sampling: Sampling) -> None:
         ("temperature", 0.0 <= sampling.temperature < float("inf"), "be 0 (greedy) or a positive number"),
         ("top_p", 0.0 < sampling.top_p <= 1.0, "lie in (0, 1]"),
         ("seed", sampling.seed is None or -(2**63) <= sampling.seed < 2**63, "fit into 64 bits"),
-        ("stop", all(sampling.stop), "hold no empty string, which would end every answer at once"),
     ):
         if not valid:
             raise RequestError(f"{name} is {getattr(sampling, name)}; it must {expected}", param=name)
+    if len(sampling.stop) > MAX_STOPS:
+        raise RequestError(f"stop holds {len(sampling.stop)} texts; it may hold {MAX_STOPS}", param="stop")
+    for stop in sampling.stop:
+        if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+            bounds = f"has to have 1 to {MAX_STOP_CHARACTERS}"
+            raise RequestError(f"a text of stop has {len(stop)} characters; each {bounds}", param="stop")
 
 
 def check_probe(probe: Probes, geometry: Geometry) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from service.access.callers import Scope
-from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEXT_ROUTE
 from service.policies.guard import Action, Policy, Upstream
 from service.serving import admission
 from tests.api.protocols import ASKED, NEW, ROUTES, ask, body_of, post, sse
@@ -177,6 +177,31 @@ def test_an_answer_that_is_cut_or_ends_at_a_text_of_the_request(service: Running
         found = ask(service, route, stream, ASKED, NOTHING, **stops)
         assert (found.text, found.reason) == ("It is ", "stop")
         assert route == CHAT_ROUTE or '"stop_sequence": "so"' in found.raw
+
+
+@STREAMS
+def test_texts_that_end_an_answer_are_few_and_short(service: Running, stream: bool) -> None:
+    """Each costs work at each token; at the bounds they are taken."""
+    for route, body, field in (
+        (CHAT_ROUTE, body_of(CHAT_ROUTE, stream=stream), "stop"),
+        (MESSAGES_ROUTE, body_of(MESSAGES_ROUTE, stream=stream), "stop_sequences"),
+        (TEXT_ROUTE, {"model": "scripted", "prompt": "Is it so?", "max_tokens": 8, "stream": stream}, "stop"),
+        ("/score", {"prompt": "Is it so?", "stream": stream}, "generate.stop"),
+    ):
+        outer, _, inner = field.rpartition(".")
+        alone = route in (CHAT_ROUTE, TEXT_ROUTE)
+        for stops, taken in (
+            (["x" * 256] * 8, True), (["x" * 257], False), (["x"] * 9, False), ([""], False),
+            *((("x" * 256, True), ("x" * 257, False), ("", False)) if alone else ()),
+        ):  # fmt: skip
+            response = post(service, route, body | ({outer: {inner: stops}} if outer else {inner: stops}))
+            assert (response.status_code == 200) == taken, (route, stops, response.text)
+            if not taken:
+                error = response.json()["error"]
+                assert response.status_code in (400, 422)
+                assert inner in error["message"]
+                assert len(response.text) < 600, "the text is not repeated"
+                assert route == MESSAGES_ROUTE or error["param"].startswith(field), response.text
 
 
 # --- doors ---

@@ -105,11 +105,15 @@ class TextStream:
             at, self.stopped = min(stops)
             out, self._held = self._held[:at], ""
         else:  # what may begin a stop string is held back
-            begins = (n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n]))
-            cut = len(self._held) - max(begins, default=0)
+            cut = len(self._held) - max((self._begun(stop) for stop in self._stop), default=0)
             out, self._held = self._held[:cut], self._held[cut:]
         self.text += out
         return out
+
+    def _begun(self, stop: str) -> int:
+        """Return with how many of a stop string's first characters the held text ends: of less than all of them."""
+        longest = min(len(stop) - 1, len(self._held))  # not of all of a long string, at each token
+        return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
 
 
 class Decoder(BatchEngine, Protocol):

@@ -69,6 +69,26 @@ def test_the_answer_ends_at_the_first_stop_string(text: str, stops: list[str]) -
     assert stream.stopped in ([stop for stop in stops if text.startswith(stop, at)] if ends else [None])
 
 
+@given(
+    st.lists(st.text(alphabet="ab", max_size=4), max_size=30),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=20), max_size=4),
+)
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_text(pieces: list[str], stops: list[str]) -> None:
+    stream, held = TextStream(from_bytes, stops), ""
+    stream._detokenize = lambda ids: "".join(pieces[piece] for piece in ids)
+    for piece, text in enumerate(pieces):
+        out = stream.push(piece)
+        held += text
+        if starts := [held.find(stop) for stop in stops if stop in held]:
+            assert (out, stream.stopped is not None) == (held[: min(starts)], True)
+            return
+        begins = [size for stop in stops for size in range(1, len(stop)) if held.endswith(stop[:size])]
+        sent = len(held) - max(begins, default=0)
+        assert (out, stream.stopped) == (held[:sent] if text else "", None)
+        held = held[sent:]
+    assert stream.finish() == held
+
+
 def test_text_that_is_not_complete_waits() -> None:
     for stops, ids, pieces in (
         (["END"], b"aENxEN", ["a", "", "", "ENx", "", "", "EN"]),  # may begin a stop string, and is not lost
@@ -216,7 +236,7 @@ def test_impossible_sampling_is_refused_by_name() -> None:
     [continuation] = engine.begin(tiny.prompts([4]), [])
     for option, bad in (
         ("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5),
-        ("stop", ("",)), ("seed", 2**63),
+        ("stop", ("",)), ("stop", ("a" * 257,)), ("stop", ("a",) * 9), ("seed", 2**63),
     ):  # fmt: skip
         sampling = Sampling(**{option: bad})  # type: ignore[arg-type]
         for call in (continuation.decode, lambda own: engine.generate(tiny.prompts([4]), own)):
