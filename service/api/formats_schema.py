@@ -37,6 +37,8 @@ def asked_format(found: Mapping[str, Any] | None, param: str, inner: str | None 
         raise ValueError(f"'{where}schema' is a JSON schema, an object")
     if not isinstance(named.get("strict"), bool | None) or not isinstance(named.get("description"), str | None):
         raise ValueError(f"'{where}strict' is true or false, and '{where}description' a text")
+    if (length := len(named.get("description") or "")) > MOST_CHARACTERS:
+        raise ValueError(f"'{where}description' has {length} characters; at most {MOST_CHARACTERS} are taken")
     try:
         size_within(schema, levels=MOST_LEVELS, values=MOST_CHARACTERS // 2, characters=MOST_CHARACTERS)
         return Format(check_schema(schema), param)

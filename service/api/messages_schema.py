@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from service.api.request_schema import AnswerRequest, ForeignModel, StopTexts
+from service.api.request_schema import AnswerRequest, ForeignModel, Reference, StopTexts
 from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
@@ -227,4 +227,4 @@ class CountRequest(Conversation):
     }
     ignored = frozenset(("cache_control", "user_profile_id", "workspace_id", "vllm_xargs"))
 
-    model: StrictStr = Field(description="must be the loaded model, as GET /v1/models names it")
+    model: Reference = Field(description="must be the loaded model, as GET /v1/models names it")

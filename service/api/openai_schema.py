@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.formats_schema import asked_format, check_alone
-from service.api.request_schema import AnswerRequest, Batches, Ids, RequestModel, StopText, StopTexts, Texts
+from service.api.request_schema import AnswerRequest, Batches, Ids, Reference, RequestModel, StopText, StopTexts, Texts
 from service.api.tools_schema import (
     MOST_TOOLS,
     Call,
@@ -51,7 +51,7 @@ class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
     refusal: StrictStr | None = Field(None, description="of an earlier answer that was withheld; read as its text")
-    name: StrictStr | None = Field(None, description="ignored: chat templates have no place for it")
+    name: Reference | None = Field(None, description="ignored: chat templates have no place for it")
     tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_call_id: CallId | None = None
 
