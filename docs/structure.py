@@ -43,6 +43,7 @@ ROLES = {
     "service.options": ("flag, variable or file: an option's value", GROUND),
     "service.errors": ("every error", GROUND),
     "service.settings": ("settings", GROUND),
+    "service.json_limits": ("how much JSON of a caller is taken", GROUND),
     "service.batch_writer": ("a thread that writes what waits", GROUND),
     "service.progress": ("lines about long steps", GROUND),
 }

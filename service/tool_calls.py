@@ -35,6 +35,7 @@ class Tools:
 
     definitions: tuple[Mapping[str, Any], ...]
     parallel: bool = True  # False: an answer's first call is its only one
+    characters: int = 0  # that their JSON has, about
 
     @property
     def names(self) -> frozenset[str]:

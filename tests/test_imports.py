@@ -35,6 +35,7 @@ LAYERS = [
     ["service.settings"],
     ["service.access.routes"],
     ["service.errors", "service.progress", "service.batch_writer", "service.access.callers", "service.tool_calls"],
+    ["service.json_limits"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

@@ -40,6 +40,7 @@ from service.api import (
 )
 from service.api.auth import BearerKeys
 from service.api.forwarding import Forwarder
+from service.api.json_body import LongBodies
 from service.api.middleware import LoadShedder, RequestFrame
 from service.serving.service import Service
 
@@ -79,6 +80,7 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         loading.cancel()
         watching.cancel()
         await app.state.forwarder.close()
+        app.state.long_bodies.close()
         await asyncio.to_thread(service.stop)
 
     app = FastAPI(
@@ -86,6 +88,7 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
         version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,  # FastAPI's pages load foreign scripts
     )  # fmt: skip
     app.state.service, app.state.forwarder = service, Forwarder(service.metrics)
+    app.state.long_bodies = LongBodies()
     settings, keys, found = service.settings, service.access.keys, pages(service.settings.playground)
     app.add_middleware(LoadShedder, service=service)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.

@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Request, Response
-from pydantic import BaseModel, Field, StrictStr
+from pydantic import BaseModel, Field
 
 from service.access.routes import CONTENTS_DETECTOR, MESSAGES_DETECTOR
 from service.api import reply as wire
 from service.api.answering import note, withheld
 from service.api.auth import TheService
 from service.api.guardrail_routes import CannotRead, check_readable, check_sees_no_answer, conversation, sent
-from service.api.middleware import JsonRoute
-from service.api.request_schema import Kind, RequestModel, Risk, Texts
+from service.api.json_body import JsonRoute
+from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
 from service.api.score import ScoringRequest, answer, requested
 from service.scoring import RiskReport
 from service.serving.service import Service
@@ -31,7 +31,7 @@ OWN = "hallutracer"  # the detector-id that leaves the bundle to the service
 class DetectorParams(RequestModel):
     """What ``policy`` and ``threshold`` are to /v1/risk/score."""
 
-    policy: StrictStr | None = None
+    policy: Reference | None = None
     threshold: Annotated[Risk, Field(strict=True)] | None = None
 
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, StrictInt, StrictStr
 
 from service.access.routes import FEEDBACK_ROUTE
 from service.api.auth import TheService, caller_of
-from service.api.middleware import JsonRoute
+from service.api.json_body import JsonRoute
 from service.api.reply import errors
 from service.api.request_schema import EXAMPLES, RequestModel, Strict
 from service.api.score import while_connected

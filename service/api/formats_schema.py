@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from service.engines.formats import Format, check_schema
+from service.engines.formats import MOST_CHARACTERS, MOST_LEVELS, Format, check_schema
+from service.json_limits import size_within
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NAMED = frozenset(("name", "schema", "strict", "description"))
@@ -36,7 +37,10 @@ def asked_format(found: Mapping[str, Any] | None, param: str, inner: str | None 
         raise ValueError(f"'{where}schema' is a JSON schema, an object")
     if not isinstance(named.get("strict"), bool | None) or not isinstance(named.get("description"), str | None):
         raise ValueError(f"'{where}strict' is true or false, and '{where}description' a text")
+    if (length := len(named.get("description") or "")) > MOST_CHARACTERS:
+        raise ValueError(f"'{where}description' has {length} characters; at most {MOST_CHARACTERS} are taken")
     try:
+        size_within(schema, levels=MOST_LEVELS, values=MOST_CHARACTERS // 2, characters=MOST_CHARACTERS)
         return Format(check_schema(schema), param)
     except ValueError as error:
         raise ValueError(f"'{where}schema': {error}") from None

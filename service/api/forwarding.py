@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from httpx_sse import EventSource, SSEError
 
-from service.api.middleware import too_many_containers
 from service.errors import HalluTracerError, UpstreamFailed
+from service.json_limits import excess
 from service.policies.guard import Upstream
 from service.serving.metrics import Metrics, Outcome
 
@@ -109,7 +109,7 @@ def _refuse(constant: str) -> None:
 def _document(upstream: Upstream, content: bytes, call: UpstreamCall | None) -> dict[str, Any]:
     """Return what is passed on of it, and nothing that an upstream may add."""
     found = None
-    if not too_many_containers(content):
+    if excess(content) is None:
         with suppress(ValueError, RecursionError):
             found = json.loads(content.decode("utf-8", "replace"), parse_constant=_refuse)
     if not isinstance(found, dict) or not isinstance(found.get("choices"), list):

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.api.answering import note, withheld
 from service.api.auth import TheService
-from service.api.middleware import JsonRoute
+from service.api.json_body import JsonRoute
 from service.api.openai_schema import ChatMessage
 from service.api.reply import FAILURES
-from service.api.request_schema import EXAMPLES, Kind, RequestModel, Risk, Texts
+from service.api.request_schema import EXAMPLES, Kind, Reference, RequestModel, Risk, Texts
 from service.api.score import answer, requested
 from service.errors import EmptyPrompt, RequestError
 from service.policies.guard import Action, Policy
@@ -28,8 +28,8 @@ from service.policies.guard import Action, Policy
 class GuardrailParams(RequestModel):
     """``additional_provider_specific_params``: what ``bundle``, ``policy`` and ``threshold`` are to /v1/risk/score."""
 
-    bundle: StrictStr | None = None
-    policy: StrictStr | None = None
+    bundle: Reference | None = None
+    policy: Reference | None = None
     threshold: Annotated[Risk, Field(strict=True)] | None = None
 
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 
 from service.access.routes import COUNT_ROUTE
 from service.api.auth import TheService, caller_of
+from service.api.json_body import JsonRoute
 from service.api.messages_routes import FAILURES
 from service.api.messages_schema import CountRequest
-from service.api.middleware import JsonRoute
 from service.api.score import ScoringRequest, while_connected
 from service.policies.guard import OBSERVE
 from service.serving.admission import Deadline
@@ -33,7 +33,7 @@ async def count_tokens(body: Annotated[CountRequest, Body()], request: Request, 
     # Whatever policy the caller is held to: nothing is decided.
     asked = ScoringRequest(
         service.ready.scorer(None, body.model), OBSERVE, caller_of(request, service), "messages", [body.conversation()],
-        "messages", tools=body.offered(),
+        "messages", tools=body.offered,
     )  # fmt: skip
     async with while_connected(request), Deadline(service.settings.deadline_s).enforced():
         ids = await service.tokenizing.run(asked.size, lambda: asked.rendered(service.settings))

@@ -18,8 +18,8 @@ from service.api import reply as wire
 from service.api.answering import RISKS, Wanted, annotation, answered, beside, note, whole, withheld
 from service.api.auth import TheService
 from service.api.error_bodies import anthropic_body
+from service.api.json_body import JsonRoute
 from service.api.messages_schema import MessagesRequest
-from service.api.middleware import JsonRoute
 from service.api.tool_answers import split
 from service.errors import HalluTracerError
 from service.scoring import RiskReport
@@ -66,7 +66,7 @@ router = APIRouter(tags=["anthropic"], route_class=JsonRoute)
 @router.post(MESSAGES_ROUTE, summary="Messages, as Anthropic's, with the risk beside the answer", responses=RESPONSES)
 async def messages(body: Annotated[MessagesRequest, Body()], request: Request, service: TheService) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
-    tools = body.offered()
+    tools = body.offered
     wanted = Wanted(
         route=MESSAGES_ROUTE, prompts=[body.conversation()], field="messages", most=body.max_tokens, tools=tools
     )

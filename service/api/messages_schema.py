@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from service.api.request_schema import AnswerRequest, ForeignModel, StopTexts
+from service.api.request_schema import AnswerRequest, ForeignModel, Reference, StopTexts
 from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
-    Function,
     Name,
     called,
     check_parameters,
     check_results,
+    defined,
     offered,
 )
-from service.tool_calls import MOST_DEPTH, Tools, deeper_than
+from service.json_limits import size_within
+from service.tool_calls import MOST_DEPTH, Tools
 
 
 class TextBlock(ForeignModel):
@@ -60,9 +62,13 @@ class Block(ForeignModel):
             raise ValueError(f"a block of type {self.type!r} needs {min(missing)!r}")
         if other := given - needed - ({"content"} if self.type == "tool_result" else set()):
             raise ValueError(f"a block of type {self.type!r} has no {min(other)!r}")
-        if self.input is not None and deeper_than(self.input, MOST_DEPTH):
-            raise ValueError(f"'input' has at most {MOST_DEPTH} levels of lists and objects")
         return self
+
+    @field_validator("input")
+    @classmethod
+    def _small(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
+        size_within(found, levels=MOST_DEPTH)
+        return found
 
 
 class AnthropicMessage(ForeignModel):
@@ -120,6 +126,10 @@ class MessagesTool(ForeignModel):
     def _schema(cls, found: dict[str, Any]) -> dict[str, Any]:
         return check_parameters(found)
 
+    def definition(self) -> dict[str, Any]:
+        """Return what the chat template is given."""
+        return defined(self.name, self.description, self.input_schema)
+
 
 class ToolChoice(ForeignModel):
     """Whether the model is told of the tools, and how many it may call at once."""
@@ -153,25 +163,28 @@ class Conversation(ForeignModel):
 
     @model_validator(mode="after")
     def _tools_belong_together(self) -> Self:
-        seen = list[tuple[str | None, str]]()
+        seen, inputs = list[tuple[str | None, str]](), list[Any]()
         for number, message in enumerate(self.messages):
+            inputs += (block.input for block in message.blocks)
             for place, block in enumerate(message.blocks):
                 seen += [] if block.id is None else [(None, block.id)]
                 result = block.tool_use_id
                 seen += [] if result is None else [(f"messages.{number}.content.{place}.type", result)]
         check_results(seen)
-        self.offered()
+        try:
+            size_within(inputs, levels=MOST_DEPTH + 1)
+        except ValueError as error:
+            raise ValueError(f"'messages': {error}, in all blocks' 'input' together") from None
+        _ = self.offered
         return self
 
+    @cached_property
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""
-        choice = self.tool_choice
-        told = [] if choice is not None and choice.type == "none" else self.tools or []
-        functions = [
-            Function(name=one.name, description=one.description, parameters=one.input_schema, strict=None)
-            for one in told
-        ]
-        return offered(functions, parallel=choice is None or not choice.disable_parallel_tool_use)
+        choice, tools = self.tool_choice, self.tools or []
+        if choice is None:
+            return offered(tools, told=True)
+        return offered(tools, told=choice.type != "none", parallel=not choice.disable_parallel_tool_use)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
@@ -209,4 +222,4 @@ class CountRequest(Conversation):
     }
     ignored = frozenset(("cache_control", "user_profile_id", "workspace_id", "vllm_xargs"))
 
-    model: StrictStr = Field(description="must be the loaded model, as GET /v1/models names it")
+    model: Reference = Field(description="must be the loaded model, as GET /v1/models names it")

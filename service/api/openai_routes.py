@@ -18,7 +18,7 @@ from service.api import reply as wire
 from service.api.answering import RISKS, Wanted, annotation, answered, beside, note, whole, withheld
 from service.api.auth import TheService
 from service.api.forwarding import Forwarder
-from service.api.middleware import JsonRoute
+from service.api.json_body import JsonRoute
 from service.api.openai_schema import TEXT_MAX_TOKENS, ChatRequest, TextRequest
 from service.api.request_schema import Kind
 from service.api.score import while_connected
@@ -98,7 +98,7 @@ async def _served(
     settings, most = service.settings, service.settings.max_new_tokens
     limit = body.length or (most if to == "chat" else min(TEXT_MAX_TOKENS, most))
     field = "messages" if to == "chat" else "prompt"
-    tools, found = (body.offered(), body.format) if isinstance(body, ChatRequest) else (None, None)
+    tools, found = (body.offered, body.format) if isinstance(body, ChatRequest) else (None, None)
     wanted = Wanted(
         route=route, kind=kind, prompts=prompts, field=field, most=limit, forwards=True, tools=tools, format=found
     )

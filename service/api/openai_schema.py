@@ -8,8 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.formats_schema import asked_format, check_alone
-from service.api.request_schema import AnswerRequest, Batches, Ids, RequestModel, StopText, StopTexts, Texts
-from service.api.tools_schema import MOST_TOOLS, Call, CallId, Tool, ToolChoice, check_results, offered
+from service.api.request_schema import AnswerRequest, Batches, Ids, Reference, RequestModel, StopText, StopTexts, Texts
+from service.api.tools_schema import (
+    MOST_TOOLS,
+    Call,
+    CallId,
+    Tool,
+    ToolChoice,
+    arguments_in,
+    check_arguments,
+    check_results,
+    offered,
+)
 from service.engines.formats import Format
 from service.tool_calls import Tools
 
@@ -41,7 +51,7 @@ class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
     refusal: StrictStr | None = Field(None, description="of an earlier answer that was withheld; read as its text")
-    name: StrictStr | None = Field(None, description="ignored: chat templates have no place for it")
+    name: Reference | None = Field(None, description="ignored: chat templates have no place for it")
     tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_call_id: CallId | None = None
 
@@ -126,6 +136,12 @@ class ChatRequest(OpenAIRequest):
         None, description="of type text, json_object or json_schema, with json_schema: name, schema, strict"
     )
 
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_arguments(cls, found: Any) -> Any:
+        check_arguments(arguments_in(found))
+        return found
+
     @field_validator("response_format")
     @classmethod
     def _known_format(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -138,7 +154,7 @@ class ChatRequest(OpenAIRequest):
             seen += [(None, call.id) for call in message.tool_calls or ()]
             seen += [] if message.tool_call_id is None else [(f"messages.{number}", message.tool_call_id)]
         check_results(seen)
-        check_alone(self.format, self.offered())
+        check_alone(self.format, self.offered)
         if not self.tools:  # another server, which a policy may ask instead, refuses what belongs to none
             self.tools = self.tool_choice = self.parallel_tool_calls = None
         return self
@@ -148,10 +164,11 @@ class ChatRequest(OpenAIRequest):
         """Return the format of the answer; None: a text."""
         return asked_format(self.response_format, "response_format", "json_schema")
 
+    @cached_property
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""
-        functions = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
-        return offered(functions, parallel=self.parallel_tool_calls is not False)
+        functions = [tool.function for tool in self.tools or ()]
+        return offered(functions, told=self.tool_choice != "none", parallel=self.parallel_tool_calls is not False)
 
     @property
     def length(self) -> int | None:

@@ -25,6 +25,7 @@ Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 Batches = Annotated[list[Ids], Field(fail_fast=True)]
 StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
+Reference = Annotated[StrictStr, Field(max_length=1024)]  # what names a model, a bundle or a policy; errors repeat it
 MAX_FIELDS = 32
 EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text("utf-8"))  # of OpenAPI
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
@@ -88,14 +89,14 @@ class ScoreRequest(RequestModel):
     messages: Annotated[list[Message], Field(fail_fast=True, max_length=1024)] | None = Field(
         None, description="one conversation; goes through the chat template with its generation prompt")
     input_ids: Ids | Batches | None = Field(None, description="token ids ending at the answer onset")
-    model: StrictStr | None = Field(None, description="must be the loaded model")
-    bundle: StrictStr | None = Field(None, description="name, name@alias or name:version of a loaded bundle, with "
+    model: Reference | None = Field(None, description="must be the loaded model")
+    bundle: Reference | None = Field(None, description="name, name@alias or name:version of a loaded bundle, with "
         "@sha256:DIGEST to pin it; under a policy that withholds, another than the service's first needs --callers-may "
         "bundle")
     threshold: Risk | None = Field(None, strict=True, description="flag at or above this risk; default: the policy's, "
         "else the service's, else the bundle's.  Under a policy that withholds, a higher one than the service's needs "
         "--callers-may threshold")
-    policy: StrictStr | None = Field(None, description="observe, gate, block or a policy of this service; default: the "
+    policy: Reference | None = Field(None, description="observe, gate, block or a policy of this service; default: the "
         "service's own.  Where that withholds, observe needs --callers-may policy")
     retrieval_of: StrictStr | None = Field(None, max_length=256, description="id of the answer whose decision was "
         "retrieve: this is the same question with a passage")
@@ -164,8 +165,8 @@ TEMPERATURE = 1.0  # of a request that names none, as OpenAI, Anthropic and vLLM
 class Arguments(RequestModel):
     """``vllm_xargs``: what a request may choose, as ``bundle``, ``policy`` and ``threshold`` of /v1/risk/score."""
 
-    hallutracer_bundle: StrictStr | None = None
-    hallutracer_policy: StrictStr | None = None
+    hallutracer_bundle: Reference | None = None
+    hallutracer_policy: Reference | None = None
     hallutracer_threshold: Annotated[Risk, Field(strict=True)] | None = None
     hallutracer_retrieval_of: Annotated[StrictStr, Field(max_length=256)] | None = None
     hallutracer_include: Annotated[list[Literal["answer_risk"]], Field(max_length=1)] | None = None
@@ -174,7 +175,7 @@ class Arguments(RequestModel):
 class AnswerRequest(ForeignModel):
     """What every protocol's request for an answer takes."""
 
-    model: StrictStr = Field(description="must be the loaded model, as GET /v1/models names it")
+    model: Reference = Field(description="must be the loaded model, as GET /v1/models names it")
     temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description="default 1; 0 is greedy")
     top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
@@ -186,3 +187,37 @@ class AnswerRequest(ForeignModel):
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
         return ()
+
+
+# Check -> the fields of requests that it bounds, where the field itself has no limit of length.  What a body may hold
+# is counted by ``json_limits.excess``; these count what is done with a field: tokens, prompts, values to walk.
+BOUNDED_BY: Mapping[str, frozenset[str]] = {
+    "service.engines.checks:check_length": frozenset(
+        ("Message.content", "ChatMessage.content", "ChatMessage.refusal", "TextPart.text",
+         "ResponsesRequest.input", "ResponsesRequest.instructions", "InputItem.content", "InputItem.output",
+         "InputPart.text", "InputPart.refusal", "MessagesRequest.system", "CountRequest.system",
+         "AnthropicMessage.content", "Block.content", "Block.text", "TextBlock.text")
+    ),
+    # how many prompts; each then by ``check_length``, or as token ids by ``check_prompts``
+    "service.api.score:ScoringRequest.check": frozenset(
+        ("ScoreRequest.prompt", "ScoreRequest.input_ids", "TextRequest.prompt", "ClassifyRequest.inputs",
+         "ContentsRequest.contents", "GuardrailRequest.texts")
+    ),
+    "service.api.guardrail_routes:conversation": frozenset(
+        ("GuardrailRequest.structured_messages", "ChatDetectorRequest.messages")
+    ),
+    "service.api.guardrail_routes:check_readable": frozenset(  # none of it is read: a call with any of it is refused
+        ("GuardrailRequest.images", "GuardrailRequest.tools", "GuardrailRequest.tool_calls",
+         "ChatDetectorRequest.tools")
+    ),
+    "service.json_limits:excess": frozenset(("GuardrailRequest.*",)),  # further fields, which are not read
+    "service.api.tools_schema:check_parameters": frozenset(
+        ("Function.parameters", "ResponsesTool.parameters", "MessagesTool.input_schema")
+    ),
+    "service.api.tools_schema:offered": frozenset(
+        ("Function.description", "ResponsesTool.description", "MessagesTool.description")
+    ),
+    "service.api.tools_schema:arguments_of": frozenset(("CalledFunction.arguments", "InputItem.arguments")),
+    "service.json_limits:size_within": frozenset(("Block.input",)),
+    "service.api.formats_schema:asked_format": frozenset(("ChatRequest.response_format", "TextConfig.format")),
+}  # fmt: skip

@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self, body: ResponsesRequest, reply: wire.Reply, message_in_content: bool) -> None:
         self.reply, self._body, self._in_content = reply, body, message_in_content
-        self.tools = body.offered()
+        self.tools = body.offered
         self._reader = None if self.tools is None else CallReader(self.tools)
         self.output = Output(reply.judgement.request_id)
 

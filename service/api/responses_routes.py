@@ -16,7 +16,7 @@ from service.api import reply as wire
 from service.api.answering import RISKS, Wanted, answered, beside, note, whole, withheld
 from service.api.auth import TheService
 from service.api.error_bodies import error_body
-from service.api.middleware import JsonRoute
+from service.api.json_body import JsonRoute
 from service.api.responses_document import Told
 from service.api.responses_schema import ResponsesRequest
 from service.errors import HalluTracerError
@@ -68,7 +68,7 @@ async def responses(body: Annotated[ResponsesRequest, Body()], request: Request,
     most = body.max_output_tokens or service.settings.max_new_tokens
     wanted = Wanted(
         route=RESPONSES_ROUTE, prompts=[body.conversation()], field="input", most=most,
-        most_field="max_output_tokens", tools=body.offered(), format=body.format,
+        most_field="max_output_tokens", tools=body.offered, format=body.format,
     )  # fmt: skip
     reply = await answered(request, service, body, wanted)
     told = Told(body, reply, service.settings.message_in_content)

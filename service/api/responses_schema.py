@@ -15,8 +15,10 @@ from service.api.tools_schema import (
     Function,
     Name,
     ToolChoice,
+    arguments_in,
     arguments_of,
     called,
+    check_arguments,
     check_results,
     offered,
 )
@@ -174,6 +176,12 @@ class ResponsesRequest(AnswerRequest):
     prompt_cache_options: CacheOptions | None = None
     stream_options: ResponsesStreamOptions | None = None
 
+    @field_validator("input", mode="before")
+    @classmethod
+    def _few_arguments(cls, found: Any) -> Any:
+        check_arguments(arguments_in(found))
+        return found
+
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ResponsesRequest:
         items = () if isinstance(self.input, str) else self.input
@@ -182,7 +190,7 @@ class ResponsesRequest(AnswerRequest):
             for number, one in enumerate(items)
             if one.call_id is not None
         )
-        check_alone(self.format, self.offered())
+        check_alone(self.format, self.offered)
         return self
 
     @cached_property
@@ -190,10 +198,11 @@ class ResponsesRequest(AnswerRequest):
         """Return the format of the answer; None: a text."""
         return asked_format(None if self.text is None else self.text.format, "text.format")
 
+    @cached_property
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""
-        told = [] if self.tool_choice == "none" else self.tools or []
-        return offered(told, parallel=self.parallel_tool_calls is not False)
+        told, parallel = self.tool_choice != "none", self.parallel_tool_calls is not False
+        return offered(self.tools or [], told=told, parallel=parallel)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template: a call belongs to the turn of the assistant that it follows."""

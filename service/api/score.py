@@ -19,7 +19,7 @@ from service.access.callers import Caller
 from service.access.routes import SCORE_ROUTES, canonical
 from service.api import reply as wire
 from service.api.auth import TheService, caller_of, who_of
-from service.api.middleware import JsonRoute
+from service.api.json_body import JsonRoute
 from service.api.request_schema import EXAMPLES, Kind, ScoreRequest, size_of
 from service.engines.base import Sampling, TokenIds
 from service.engines.chat import ToolDefinition, texts_in
@@ -125,7 +125,7 @@ class ScoringRequest:
     @property
     def size(self) -> int:
         """Return characters or token ids of all that is rendered."""
-        return size_of(self.kind, self.prompts) + len(json.dumps(self.definitions))
+        return size_of(self.kind, self.prompts) + (0 if self.tools is None else self.tools.characters)
 
 
 def requested(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictStr, field_validator
 
 from service.api.request_schema import RequestModel
-from service.tool_calls import MOST_CHARACTERS, MOST_DEPTH, Tools, deeper_than
+from service.json_limits import MOST_CHARACTERS, MOST_VALUES, excess, lone_surrogate, size_within
+from service.tool_calls import MOST_CHARACTERS as MOST_OF_CALL
+from service.tool_calls import MOST_DEPTH, Tools
 
 MOST_TOOLS = 128
 Name = Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -38,13 +40,22 @@ class Function(RequestModel):
     def _schema(cls, found: dict[str, Any] | None) -> dict[str, Any] | None:
         return None if found is None else check_parameters(found)
 
+    def definition(self) -> dict[str, Any]:
+        """Return what the chat template is given; ``strict`` is about decoding, and left out as OpenAI's own do."""
+        return defined(self.name, self.description, self.parameters)
+
+
+def defined(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a function's definition as OpenAI has it, without what is not given."""
+    known = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in known.items() if value is not None}}
+
 
 def check_parameters(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's JSON schema.  Raises ValueError where it is none of an object, or nested too deeply."""
+    """Return a tool's JSON schema.  Raises ValueError where it is none of an object, too large or nested too deeply."""
     if found.get("type", "object") != "object":
         raise ValueError("give a JSON schema of type object")
-    if deeper_than(found, MOST_DEPTH):
-        raise ValueError(f"at most {MOST_DEPTH} levels of lists and objects are taken")
+    size_within(found, levels=MOST_DEPTH)
     return found
 
 
@@ -87,27 +98,64 @@ def called(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]
 
 def arguments_of(text: str) -> dict[str, Any]:
     """Return a call's arguments.  Raises ValueError where they are not the JSON of an object."""
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"at most {MOST_CHARACTERS} characters are taken")
+    if len(text) > MOST_OF_CALL:
+        raise ValueError(f"at most {MOST_OF_CALL} characters are taken")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or deeper_than(found, MOST_DEPTH):
+    if not isinstance(found, dict):
         raise ValueError(f"give the JSON of an object, at most {MOST_DEPTH} levels deep")
+    size_within(found, levels=MOST_DEPTH)
+    if (half := lone_surrogate(found)) is not None:
+        raise ValueError(f"a text of the object: {half[1]}")
     return found
 
 
-def offered(functions: Sequence[Function], *, parallel: bool = True) -> Tools | None:
-    """Return the tools of a request; None where it has none.  Raises ValueError for a name that stands twice."""
-    names = [one.name for one in functions]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two tools are called {twice!r}")
-    told = {"name", "description", "parameters"}  # as OpenAI's own templates would be: strict is about decoding
-    definitions = [
-        {"type": "function", "function": one.model_dump(exclude_none=True, include=told)} for one in functions
-    ]
-    return Tools(tuple(definitions), parallel) if definitions else None
+def check_arguments(texts: Iterable[str]) -> None:
+    """Raise ValueError where the arguments of earlier calls are too much together; before they are parsed.
+
+    One that ``arguments_of`` refuses for its length alone is left to it, which names the call."""
+    documents = [text.encode("utf-8", "surrogatepass") for text in texts if len(text) <= MOST_OF_CALL]
+    if (length := sum(map(len, documents))) > MOST_CHARACTERS:
+        said = f"the arguments of earlier calls have {length} bytes together"
+        raise ValueError(f"{said}; at most {MOST_CHARACTERS} are taken")
+    if (what := excess(*documents, elements=MOST_VALUES)) is not None:
+        raise ValueError(f"the arguments of earlier calls have {what} together")
+
+
+def arguments_in(turns: Any) -> Iterator[str]:
+    """Yield the arguments of a conversation's calls, in OpenAI's forms, however wrong the rest of it may be."""
+    for turn in turns if isinstance(turns, list) else ():
+        calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+        for one in (turn, *(calls if isinstance(calls, list) else ())):
+            function = one.get("function", one) if isinstance(one, dict) else None
+            text = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(text, str):
+                yield text
+
+
+class _Tool(Protocol):
+    def definition(self) -> dict[str, Any]: ...
+
+
+def offered(tools: Sequence[_Tool], *, told: bool = True, parallel: bool = True) -> Tools | None:
+    """Return the tools that the model is told of; None where there are none, or it is not ``told`` of them.
+
+    Raises ValueError where they are too large together, told or not, and for a name that stands twice."""
+    definitions = tuple(tool.definition() for tool in tools)
+    try:
+        characters = size_within(definitions, levels=MOST_DEPTH + 3)  # around a schema: a list, a tool and its function
+    except ValueError as error:
+        raise ValueError(f"'tools': {error}, in all tools together") from None
+    if not told or not definitions:
+        return None
+    seen = set[str]()
+    for one in definitions:
+        if (name := one["function"]["name"]) in seen:
+            raise ValueError(f"two tools are called {name!r}")
+        seen.add(name)
+    return Tools(definitions, parallel, characters)
 
 
 def check_results(seen: Iterable[tuple[str | None, str]]) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -44,11 +44,40 @@ def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
 
 def check_special_tokens(texts: Mapping[str, Sequence[str]], engine: LoadedModel) -> None:
     """Raise RequestError for the first field that spells out a special token of the model; ``texts`` by field."""
+    if not engine.special_tokens:
+        return
+    spelling = spelling_of(tuple(engine.special_tokens))
     for field, written in texts.items():
-        found = next((token for token in engine.special_tokens for text in written if token in text), None)
+        found = next(filter(None, map(spelling.search, written)), None)
         if found is not None:
-            said = f"{field} spells out the special token {found!r}, which is refused here; remove it"
+            said = f"{field} spells out the special token {found[0]!r}, which is refused here; remove it"
             raise RequestError(said, param=field)
+
+
+@cache
+def spelling_of(words: tuple[str, ...], further: str = "") -> re.Pattern[str]:
+    """Return the expression for any of ``words``, the longest that fits, or one of the class ``further``.
+
+    Words with the same beginning share a branch, so that its time does not grow with their number: a tokenizer can have
+    thousands of special tokens, and a text can be full of what they begin with."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}  # a word ends here
+    return re.compile("|".join(filter(None, (_branches(tree), further))))
+
+
+def _branches(node: Mapping[str, Any]) -> str:
+    beginning = ""
+    while len(node) == 1 and "" not in node:
+        ((character, node),) = node.items()
+        beginning += re.escape(character)
+    branches = [re.escape(character) + _branches(below) for character, below in node.items() if character]
+    if not branches:
+        return beginning
+    return f"{beginning}(?:{'|'.join(branches)}){'?' if '' in node else ''}"
 
 
 def check_prompts(prompts: Prompts, *, vocabulary: int, max_tokens: int) -> None:
@@ -249,11 +278,11 @@ class Tokens:
 
     @cached_property
     def _spelling(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self.special_tokens)))
+        return spelling_of(self.special_tokens)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        return re.compile("|".join([*map(re.escape, self.special_tokens), f"[{STAND_INS[0]}-{STAND_INS[1]}]"]))
+        return spelling_of(self.special_tokens, f"[{STAND_INS[0]}-{STAND_INS[1]}]")
 
     def _reveal(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         """Encode ``text``, each stand-in as the tokens of what it stands for.  Raises RequestError if it cannot."""

@@ -78,7 +78,7 @@ def judging_generate(
             note.unread = str(error)
             return start()
         withholds, engine = policy.action is not Action.OBSERVE, engine_of()
-        if withholds and note.written and (spelt := engine.special_token_in(note.texts())) is not None:
+        if withholds and note.written and (spelt := note.special_token(engine.special_token_in)) is not None:
             said = f"a message spells out the special token {spelt!r}, which could end its turn; remove it"
             raise VLLMValidationError(said, parameter="messages")
         if withholds and note.moves and "rendering" not in service.settings.callers_may:

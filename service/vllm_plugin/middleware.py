@@ -34,7 +34,7 @@ class RiskNotes:
 
         async def reading() -> Message:
             message = await receive()
-            if message["type"] == "http.request":
+            if note.carries and message["type"] == "http.request":  # of any other route nothing is asked
                 parts.append(message.get("body", b""))
                 if not message.get("more_body"):
                     body = b"".join(parts)

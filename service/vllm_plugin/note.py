@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -81,6 +81,7 @@ class Note:
     answers: dict[int, AnswerRisk | None] = field(default_factory=dict)  # of what was read, where an answer has ended
     stopped: bool = False  # whether a policy has ended an answer, whose text so far is shown
     error: tuple[int, str] | None = None  # HTTP status and reason, where the request was refused or failed
+    spelt: tuple[str | None] | None = None  # the special token that one of its texts spells out; None: not looked for
     who: Who = Who()  # for the audit log; without a key's name, as vLLM's own keys have none
 
     def add(self, prompt: Any) -> int:
@@ -104,6 +105,12 @@ class Note:
     def texts(self) -> Iterator[str]:
         """Yield every text of its body that a chat template may write."""
         return (text for value in self.written for text in texts_in(value))
+
+    def special_token(self, search: Callable[[Iterable[str]], str | None]) -> str | None:
+        """Return the special token that one of ``texts`` spells out; they are searched once for all its prompts."""
+        if self.spelt is None:
+            self.spelt = (search(self.texts()),)
+        return self.spelt[0]
 
     def withheld(self, place: int) -> Verdict | None:
         """Return the verdict that withheld this prompt's answer; None where none did, or not yet."""

@@ -14,9 +14,11 @@ import httpx
 import pytest
 
 from service.access.callers import ApiKey
-from service.api.middleware import FREE, MAX_CONTAINERS, BodyMemory, parse
+from service.api.json_body import parse
+from service.api.middleware import FREE, BodyMemory
 from service.engines.checks import SEGMENT, check_length
 from service.errors import BodiesFull, PromptTooLong
+from service.json_limits import MOST_CONTAINERS
 from tests.matching import Held
 from tests.running import App, Served, listening, until
 from tests.scripted_engine import ScriptedEngine
@@ -51,9 +53,9 @@ def test_bodies_that_nobody_means(app: App, body: bytes, status: int, said: str)
 
 
 def test_brackets_in_texts_are_not_counted() -> None:
-    text = '[{\\"' * MAX_CONTAINERS
+    text = '[{\\"' * MOST_CONTAINERS
     assert parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
-    nested = {"prompt": [text], "x": [[]] * (MAX_CONTAINERS - 3)}
+    nested = {"prompt": [text], "x": [[]] * (MOST_CONTAINERS - 3)}
     assert parse(json.dumps(nested).encode()) == nested
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import functools
 import json
+import random
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from service.demo import MODEL_DIR
-from service.engines.checks import Tokens
+from service.engines.checks import Tokens, spelling_of
 from service.errors import RequestError
 from tests.engines import tiny
 
@@ -179,6 +181,24 @@ def test_a_special_token_that_a_text_spells_out_is_named_the_longer_one_first() 
     ):
         assert tokens.special_token_in(texts) == said
     assert Tokens(SimpleNamespace(all_special_tokens=[])).special_token_in(["", "anything"]) is None
+
+
+def test_many_special_tokens_are_looked_for_at_once() -> None:
+    """The expression finds what each of them alone would, and tries what they have in common once."""
+    draw = random.Random(1)
+    for _ in range(300):
+        words = {"".join(draw.choices("ab<|.", k=draw.randrange(1, 6))) for _ in range(draw.randrange(1, 9))}
+        longest_first = sorted(words, key=len, reverse=True)
+        plain, found = re.compile("|".join(map(re.escape, longest_first))), spelling_of(tuple(longest_first))
+        for _ in range(20):
+            text = "".join(draw.choices("ab<|.", k=12))
+            assert found.findall(text) == plain.findall(text), (words, text)
+    many = tuple(f"<|reserved_special_token_{number}|>" for number in range(6000))
+    assert spelling_of(many).pattern.count("reserved") == 1
+    assert spelling_of(many, "[x-z]").findall("<|reserved_special_token_59|>y<|reserved_special_token_6000|>") == [
+        "<|reserved_special_token_59|>",
+        "y",
+    ]
 
 
 def test_threads_that_encode_chats_at_once_do_not_change_how_each_other_s_special_tokens_are_read() -> None:

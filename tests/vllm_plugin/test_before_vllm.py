@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,6 +209,26 @@ def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) ->
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     asyncio.run(RiskNotes(app, refuses=lambda: True)(scope, receive, send))
     return found[0]
+
+
+def test_only_a_completion_s_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = list[bytes]()
+    monkeypatch.setattr("service.vllm_plugin.middleware.read", lambda note, body: bodies.append(body))
+    for path in ("/v1/completions", "/tokenize", "/v1/embeddings", "/v1/chat/completions"):
+        noted(path, iter([{"type": "http.request", "body": path.encode()}]))
+    assert bodies == [b"/v1/completions", b"/v1/chat/completions"]
+
+
+def test_a_request_s_texts_are_searched_once_for_all_its_prompts() -> None:
+    searched = list[list[str]]()
+
+    def search(texts: Iterable[str]) -> str | None:
+        searched.append(list(texts))
+        return "<s>"
+
+    note = Note(written=(["a", {"b": "c"}],))
+    assert [note.special_token(search) for _ in range(3)] == ["<s>"] * 3
+    assert [sorted(texts) for texts in searched] == [["a", "b", "c"]]
 
 
 def test_a_body_is_kept_once() -> None:

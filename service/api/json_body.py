@@ -1,0 +1,139 @@
+"""A request's body as JSON: in UTF-8, without a key twice, without half characters, and with only so many values.
+
+Python's parser and validation hold the event loop, and make garbage collection walk all that they have made.  So what a
+body may hold is counted in its bytes first, and a long one is parsed and validated in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from service.api.auth import caller_of
+from service.json_limits import excess, lone_surrogate
+
+T = TypeVar("T")
+INLINE = 65_536  # bytes of a body up to which it is parsed on the event loop
+MOST_THREADS = 2  # that read long bodies: they share one interpreter, so more would only hold up the event loop
+MOST_OF_CALLER = 1  # of these threads, so that one caller's bodies wait for each other and for nobody else's
+MOST_KEY_CHARACTERS = 4096  # a key may be repeated in an error
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # also of a whole pair
+
+
+class LongBodies:
+    """Reads bodies in threads.  A caller has ``MOST_OF_CALLER`` of them; its further bodies wait in their order."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="body")
+        self._callers: dict[str, tuple[asyncio.Semaphore, set[object]]] = {}  # with the bodies that wait or are read
+
+    async def read(self, caller: str, work: Callable[[], T]) -> T:
+        """Return ``work()``, which runs in a thread; raises what it raises."""
+        body = object()
+        places, bodies = self._callers.setdefault(caller, (asyncio.Semaphore(MOST_OF_CALLER), set()))
+        bodies.add(body)
+        try:
+            await places.acquire()
+        except asyncio.CancelledError:
+            self._leave(caller, body)
+            raise
+
+        def end(_: object) -> None:
+            places.release()
+            self._leave(caller, body)
+
+        reading = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        reading.add_done_callback(end)
+        return await asyncio.shield(reading)  # a request that is cancelled keeps its place until the thread is free
+
+    def _leave(self, caller: str, body: object) -> None:
+        bodies = self._callers[caller][1]
+        bodies.discard(body)
+        if not bodies:
+            del self._callers[caller]
+
+    def close(self) -> None:
+        """End the threads; what waits is dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Invalid(HTTPException):
+    """Carries a validation error past FastAPI, which turns any other exception of a parser into a plain 400."""
+
+    def __init__(self, error: RequestValidationError) -> None:
+        super().__init__(422)
+        self.error = error
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read by ``parse``, and a long one validated in a thread, too."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return FastAPI's handler for another request class."""
+        handle, field = super().get_route_handler(), self.body_field
+
+        def validated(body: bytes) -> Any:
+            value = parse(body)
+            if field is None or value is None:  # of nothing FastAPI says that it is missing
+                return value
+            made, errors = field.validate(value, loc=("body",))
+            if errors:
+                raise _Invalid(RequestValidationError(errors, body=value))
+            return made  # FastAPI's own validation takes it as it is
+
+        class JsonRequest(Request):
+            async def json(self) -> Any:
+                body = await self.body()
+                if len(body) <= INLINE:
+                    return parse(body)
+                caller = caller_of(self, self.app.state.service).name
+                bodies: LongBodies = self.app.state.long_bodies
+                return await bodies.read(caller, lambda: validated(body))
+
+        async def handle_json(request: Request) -> Response:
+            try:
+                return await handle(JsonRequest(request.scope, request.receive))
+            except _Invalid as invalid:
+                raise invalid.error from None
+
+        return handle_json
+
+
+def parse(body: bytes) -> Any:
+    """Return a body's value.
+
+    Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant."""
+    if (what := excess(body)) is not None:
+        raise HTTPException(413, f"the body has {what}")
+    try:
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_distinct)
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError(f"not UTF-8, at byte {error.start}", "", 0) from None
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    if _SURROGATE.search(body) and (found := lone_surrogate(value)) is not None:
+        path, said = found
+        raise _invalid(said, *path)
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Two readers of a body with a key twice may each see another value: what was checked may not be what is used."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise json.JSONDecodeError("an object has the same key twice", "", 0)
+    if (longest := max(map(len, content), default=0)) > MOST_KEY_CHARACTERS:
+        raise _invalid(f"a key has {longest} characters; at most {MOST_KEY_CHARACTERS} are taken")
+    return content
+
+
+def _invalid(said: str, *path: str | int) -> _Invalid:
+    return _Invalid(RequestValidationError([{"type": "value_error", "loc": ("body", *path), "msg": said}]))

@@ -1,0 +1,313 @@
+"""What a body may hold, counted before anything walks it; which thread reads it; texts that are no Unicode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi._compat import ModelField
+
+from service.api import json_body
+from service.api.json_body import INLINE, LongBodies
+from service.json_limits import (
+    MOST_CONTAINERS,
+    MOST_ELEMENTS,
+    MOST_KEYS,
+    _outside_texts,
+    excess,
+    lone_surrogate,
+    size_within,
+)
+from tests.running import App
+
+JSON = {"content-type": "application/json"}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COUNT, TEXT, LITELLM = "/v1/messages/count_tokens", "/v1/completions", "/beta/litellm_basic_guardrail_api"
+CONTENTS, DETECTED = "/api/v1/text/contents", "/api/v1/text/chat"
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    with App(tmp_path_factory.mktemp("app")).started() as app:
+        yield app
+
+
+NUMBERS = ("[" + "1," * MOST_ELEMENTS + "1]").encode()
+NAMES = ("{" + ",".join(f'"{n}":1' for n in range(MOST_KEYS + 1)) + "}").encode()
+LISTS = b"[" + b"[]," * MOST_CONTAINERS + b"[]]"
+MANY: dict[str, tuple[str, bytes, str]] = {  # route, body with a place for what is too much, what there is too much of
+    "a tool of Anthropic's": (MESSAGES, b'{"messages":[],"tools":[{"name":"f","input_schema":{"enum":%b}}]}', "values"),
+    "the same, counted": (COUNT, b'{"messages":[],"tools":[{"name":"f","input_schema":{"enum":%b}}]}', "values"),
+    "a function": (RESPONSES, b'{"input":"a","tools":[{"parameters":{"enum":%b}}],"tool_choice":"none"}', "values"),
+    "a function of a chat": (CHAT, b'{"tools":[{"function":{"parameters":{"enum":%b}}}]}', "values"),
+    "a format": (CHAT, b'{"response_format":{"json_schema":{"schema":{"enum":%b}}}}', "values"),
+    "a format of a response": (RESPONSES, b'{"text":{"format":{"schema":{"enum":%b}}}}', "values"),
+    "token ids": ("/score", b'{"input_ids":%b}', "values"),
+    "token ids of a text": (TEXT, b'{"prompt":%b}', "values"),
+    "a bias": (CHAT, b'{"logit_bias":%b}', "keys"),
+    "options": ("/score", b'{"prompt":"a","generate":%b}', "keys"),
+    "what is not read": (LITELLM, b'{"texts":["a"],"x":%b}', "keys"),
+    "texts": ("/classify", b'{"inputs":%b}', "lists and objects"),
+    "contents": (CONTENTS, b'{"contents":%b}', "lists and objects"),
+    "a chat": (DETECTED, b'{"messages":%b}', "lists and objects"),
+    "a label": ("/v1/feedback", b'{"id":%b}', "lists and objects"),
+}
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_too_much_is_refused_by_its_bytes(app: App, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Nothing is made of it: no parser, no validation, no walk."""
+    parsed = list[Any]()
+    monkeypatch.setattr(json_body, "json", SimpleNamespace(loads=parsed.append, JSONDecodeError=json.JSONDecodeError))
+    route, body, what = MANY[case]
+    answer = app.client.post(route, content=body % {"values": NUMBERS, "keys": NAMES}.get(what, LISTS), headers=JSON)
+    assert (answer.status_code, parsed) == (413, []), answer.text
+    assert re.search(rf"the body has more than \d+ {what}", answer.text)
+
+
+def plainly(document: bytes) -> bytes:
+    """What stands outside of texts, by an expression."""
+    return re.sub(rb'"(?:[^"\\]|\\.)*(?:"|$)', b"", document, flags=re.DOTALL)
+
+
+def test_what_stands_in_texts_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the pieces end, in an escape or before one."""
+    draw = random.Random(1)
+    monkeypatch.setattr("service.json_limits._CHUNK", 5)
+    for _ in range(3000):
+        texts = ['"' + "".join(draw.choices(["a", "[", ",", ":", '\\"', "\\\\", "\\n"], k=draw.randrange(9))) + '"']
+        texts += ["[", "]", "{", "}", ":", ",", "1", " "] * 2
+        document = "".join(draw.choices(texts, k=draw.randrange(40))).encode()
+        document = document[: draw.randrange(len(document) + 1)]
+        if re.search(rb"\\$", plainly(document)):
+            continue  # cut within an escape
+        assert b"".join(_outside_texts(document)).replace(b'"', b"") == plainly(document), document
+
+
+@pytest.mark.parametrize(
+    ("unit", "fit", "said"),
+    [
+        (b"1", MOST_ELEMENTS, f"{MOST_ELEMENTS} values"),  # the list itself is one
+        (b'"a":1', MOST_KEYS, f"{MOST_KEYS} keys"),
+        (b"[]", MOST_CONTAINERS - 1, f"{MOST_CONTAINERS} lists and objects"),
+    ],
+)
+def test_a_limit_is_taken_and_one_more_is_not(unit: bytes, fit: int, said: str) -> None:
+    most, more = (b"[" + b",".join([unit] * number) + b"]" for number in (fit, fit + 1))
+    assert (excess(most), excess(more)) == (None, f"more than {said}")
+    texts = json.dumps([more.decode(), "\\"] * 3).encode()
+    assert (excess(texts), excess(texts + more)) == (None, f"more than {said}")
+
+
+def test_many_documents_count_together() -> None:
+    half = b"[" + b"[]," * (MOST_CONTAINERS // 2) + b"1]"
+    assert excess(half) is None
+    assert excess(half, half) == f"more than {MOST_CONTAINERS} lists and objects"
+    assert excess() is None
+
+
+def test_a_value_is_measured_no_further_than_its_limits() -> None:
+    assert size_within({"ab": [1, "cde"], "f": {}}, levels=2) >= len("abcdef")
+    for value, said in (
+        ([1] * 11, "10 values"),
+        ({str(n): 1 for n in range(6)}, "10 values"),
+        (["a" * 101], "100 char"),
+    ):
+        with pytest.raises(ValueError, match=f"at most {said}"):
+            size_within(value, levels=3, values=10, characters=100)
+    deep: list[Any] = []
+    for _ in range(3):
+        deep = [deep]
+    assert size_within(deep, levels=4) > 0
+    with pytest.raises(ValueError, match="at most 3 levels"):
+        size_within(deep, levels=3)
+
+
+# --- where a long body is read ---
+
+LONG = b" " * INLINE
+INVALID: dict[str, tuple[str, Any]] = {
+    "no prompt": ("/score", {}),
+    "two prompts": ("/score", {"prompt": "a", "input_ids": [1]}),
+    "a wrong type": ("/score", {"prompt": [1]}),
+    "an unknown field": ("/score", {"prompt": "a", "generate": {"max_token": 1}}),
+    "no messages": (CHAT, {"model": "scripted"}),
+    "a role": (CHAT, {"model": "scripted", "messages": [{"role": "nobody", "content": "a"}]}),
+    "no model": (RESPONSES, {"input": "a"}),
+    "a part": (RESPONSES, {"model": "scripted", "input": [{"role": "user", "content": [{"type": "image"}]}]}),
+    "no length": (MESSAGES, {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}),
+    "a length": (MESSAGES, {"model": "scripted", "max_tokens": 0, "messages": [{"role": "user", "content": "a"}]}),
+    "a tool": (CHAT, {"model": "scripted", "messages": [{"role": "user", "content": "a"}], "tools": [{"type": "x"}]}),
+    "inputs": ("/classify", {"inputs": 1}),
+    "contents": (CONTENTS, {"contents": [1]}),
+    "a kind": (LITELLM, {"input_type": "answer"}),
+    "a label": ("/v1/feedback", {"id": "a", "label": "maybe"}),
+    "a number": ("/score", 1),
+    "nothing": ("/score", None),
+    "half a character": ("/score", {"prompt": "hi \ud83d"}),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_a_long_body_is_refused_in_the_same_words(app: App, case: str) -> None:
+    route, content = INVALID[case]
+    body = json.dumps(content).encode()
+    answers = [app.client.post(route, content=one, headers=JSON) for one in (body, body + LONG)]
+    short, long = ((one.status_code, one.json() | {"request_id": None}) for one in answers)
+    assert short == long
+    assert 400 <= short[0] < 500
+
+
+def test_a_long_body_that_is_no_json_is_refused_in_the_same_words(app: App) -> None:
+    for body in (b"{", b"\xff", b'{"prompt": "a", "prompt": "b"}', b"[" * 8000):
+        short, long = (app.client.post("/score", content=one, headers=JSON) for one in (body, LONG + body))
+        assert (short.status_code, long.status_code) == (400, 400)
+        assert (
+            long.json()["error"]["message"].partition(", at")[0]
+            == short.json()["error"]["message"].partition(", at")[0]
+        )
+
+
+def test_only_a_long_body_is_read_in_a_thread(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed and validated; what it was validated to is the value that the route gets."""
+    seen = list[tuple[str, bool, str]]()
+    validate, parse = ModelField.validate, json_body.parse
+
+    def where() -> str:
+        return "thread" if threading.current_thread().name.startswith("body") else "loop"
+
+    def noted(self: Any, value: Any, *more: Any, **options: Any) -> Any:
+        seen.append(("validate", isinstance(value, dict), where()))
+        return validate(self, value, *more, **options)
+
+    monkeypatch.setattr(ModelField, "validate", noted)
+    monkeypatch.setattr(json_body, "parse", lambda body: seen.append(("parse", True, where())) or parse(body))
+    body = b'{"prompt": "a"}'
+    assert app.client.post("/score", content=body.ljust(INLINE), headers=JSON).status_code == 200
+    assert seen == [("parse", True, "loop"), ("validate", True, "loop")]
+    seen.clear()
+    assert app.client.post("/score", content=body.ljust(INLINE + 1), headers=JSON).status_code == 200
+    assert seen == [("parse", True, "thread"), ("validate", True, "thread"), ("validate", False, "loop")]
+
+
+class Work:
+    """Work that is held in its thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.go.wait(30)
+        return "done"
+
+
+def test_a_caller_s_bodies_wait_for_each_other_and_for_nobody_else() -> None:
+    async def scenario() -> None:
+        bodies, works = LongBodies(), [Work() for _ in range(4)]
+        first, second, third = (asyncio.ensure_future(bodies.read("a", one)) for one in works[:3])
+        await asyncio.to_thread(works[0].begun.wait, 30)
+        other = asyncio.ensure_future(bodies.read("b", works[3]))
+        await asyncio.to_thread(works[3].begun.wait, 30)  # a thread is left, whatever a sends
+        assert not works[1].begun.is_set()
+        first.cancel()  # its thread is busy still: the next one has to wait
+        second.cancel()
+        await asyncio.sleep(0)
+        works[3].go.set()
+        assert await other == "done"
+        assert await bodies.read("c", lambda: "done") == "done"
+        assert not works[2].begun.is_set()
+        works[0].go.set()
+        await asyncio.to_thread(works[2].begun.wait, 30)
+        works[2].go.set()
+        assert await third == "done"
+        assert not works[1].begun.is_set()
+        with pytest.raises(ZeroDivisionError):
+            await bodies.read("a", lambda: 1 // 0)
+        assert await bodies.read("a", lambda: 1) == 1
+        await asyncio.sleep(0)
+        assert bodies._callers == {}
+        bodies.close()
+
+    asyncio.run(scenario())
+
+
+# --- texts that are no Unicode ---
+
+HALF = "hi \ud83d"
+ASKED = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "f", "description": HALF}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": HALF})}}
+HALVES: dict[str, tuple[str, dict[str, Any], str]] = {  # the place that is told, as well
+    "a prompt": ("/score", {"prompt": HALF}, "prompt"),
+    "the second of two": ("/score", {"prompt": ["a", HALF]}, "prompt.1"),
+    "a message": ("/score", {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
+    "a role": ("/score", {"messages": [{"role": HALF, "content": "a"}]}, "messages.0.role"),
+    "a bundle": ("/score", {"prompt": "a", "bundle": HALF}, "bundle"),
+    "a stop text": ("/score", {"prompt": "a", "generate": {"stop": [HALF]}}, "generate.stop.0"),
+    "a key": ("/score", {"prompt": "a", "generate": {HALF: 1}}, "generate"),
+    "a chat": (CHAT, ASKED | {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
+    "a part": (
+        CHAT, ASKED | {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+        "messages.0.content.0.text",
+    ),
+    "what is ignored": (CHAT, ASKED | {"user": HALF}, "user"),
+    "a format's key": (
+        CHAT, ASKED | {"response_format": {"type": "json_schema", "json_schema": {HALF: 1}}},
+        "response_format.json_schema",
+    ),
+    "a description": (CHAT, ASKED | {"tools": [TOOL]}, "tools.0.function.description"),
+    "earlier arguments": (
+        CHAT, ASKED | {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        "messages.0.tool_calls.0.function.arguments",
+    ),
+    "instructions": (RESPONSES, {"model": "scripted", "input": "a", "instructions": HALF}, "instructions"),
+    "what is repeated": (
+        RESPONSES,
+        {"model": "scripted", "input": "a", "stream": True, "text": {"format": {"type": "text", "description": HALF}}},
+        "text.format.description",
+    ),
+    "a tool that nobody is told of": (
+        RESPONSES,
+        {"model": "scripted", "input": "a", "tool_choice": "none", "tools": [TOOL["function"] | {"type": "function"}]},
+        "tools.0.description",
+    ),
+    "a system text": (MESSAGES, ASKED | {"max_tokens": 1, "system": HALF}, "system"),
+    "counted": (COUNT, ASKED | {"system": HALF}, "system"),
+    "inputs": ("/classify", {"inputs": HALF}, "inputs"),
+    "contents": (CONTENTS, {"contents": [HALF]}, "contents.0"),
+    "a detected chat": (DETECTED, {"messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
+    "a guarded chat": (
+        LITELLM, {"input_type": "request", "structured_messages": [{"role": "user", "content": HALF}]},
+        "structured_messages.0.content",
+    ),
+    "what no guard reads": (LITELLM, {"input_type": "request", "texts": ["a"], "x": {"y": [HALF]}}, "x.y.0"),
+    "a comment": ("/v1/feedback", {"id": "a", "label": "correct", "comment": HALF}, "comment"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_half_a_character_is_refused_by_its_place(app: App, case: str) -> None:
+    """The field is named, and the character counts within the field's own text."""
+    route, body, place = HALVES[case]
+    answer = app.client.post(route, content=json.dumps(body), headers=JSON)
+    assert answer.status_code == (400 if route in (RESPONSES, MESSAGES, COUNT) else 422), answer.text
+    content = answer.json()
+    message = content["message"] if "message" in content else content["error"]["message"]
+    assert message.startswith(f"{place}: "), message
+    assert "character 3 is the lone surrogate U+D83D" in message
+    if "param" in content.get("error", {}):
+        assert content["error"]["param"] == place
+
+
+def test_whole_pairs_and_what_only_looks_like_half_of_one_are_taken(app: App) -> None:
+    for text in (r"\ud83d\ude00", r"\\ud83d", r"\u00fc\ud83c\uddfa"):
+        assert app.client.post("/score", content=f'{{"prompt": "{text}"}}', headers=JSON).status_code == 200
+    assert lone_surrogate({"a": ["\U0001f600", 1, None, {"b": "c"}]}) is None
