@@ -82,12 +82,15 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
     from probes_store.manifest import check_identity
     from service.engines import places
     from service.engines.places import place_of
+    from service.library.engine import refuse_another_model
 
     place = place_of(options.model)
     if place is not None and places.is_gguf(place) and not unpack and places.unpacked(place) is None:
         yield ok("model", f"{place.name}, {place.stat().st_size / 2**20:.0f} MiB, unpacked at the first start; "
                  "--load unpacks it and compares it with its bundles")  # fmt: skip
         return
+    if place is None:
+        refuse_another_model(options, list(loaded.values())[:1])  # as the start does
     if place is None and not places.reachable(options.model, options.revision):
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
     from service.engines.adapters import digest_of
@@ -99,7 +102,6 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         choose_dtype,
         find_model_files,
         folder_fingerprint,
-        revision_of,
         weight_files,
     )  # fmt: skip
 
@@ -123,7 +125,8 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
             of = "" if free is None else f" of {shown(free)} that are free"
             yield ok("memory", f"{shown(needed)} for the weights{of}")
     found: Any = SimpleNamespace(
-        fingerprint=folder_fingerprint(files.folder), revision=revision_of(config), geometry=geometry(config),
+        model=files.name, fingerprint=folder_fingerprint(files.folder), revision=files.revision,
+        geometry=geometry(config),
         architecture=str((config.architectures or [type(config).__name__])[0]), tokenizer=tokens.digest,
         chat_template=tokens.chat_template_digest,
         adapter=None if options.adapter is None else digest_of(options.adapter),
