@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from probes_store.local import atomic_write
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
-from service.data.thoughts import OPENED, opens_thought, spoken, with_thoughts
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, Engine, Sampling
 from service.engines.checks import beyond_onset
+from service.engines.thoughts import OPENED, TAIL, opens_thought, spoken, with_marks
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
 from service.prompts import PromptFormat, continuation, render
 from service.readout import Pooling, Site
@@ -235,8 +235,8 @@ def _records(
     records = []
     for row, completion in zip(batch.tolist(), completions, strict=True):
         record = {"id": dataset.rows[row].id, "row": row, "answer": completion.text, "finish": completion.finish_reason}
-        whole = with_thoughts(engine, completion)
-        said = spoken(OPENED + whole if opens_thought(engine, prompts.of(row)) else whole)
+        whole = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
+        said = spoken(OPENED + whole if opens_thought(engine.spell(prompts.of(row)[-TAIL:])) else whole)
         if said != completion.text:
             record |= {"answer": said or "", "with_thought": whole, "thought_ends": said is not None}
         records.append(record | ({"tokens": list(completion.token_ids)} if tokens else {}))

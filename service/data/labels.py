@@ -19,8 +19,8 @@ from tqdm import tqdm
 from service.data.judges import Judge, answer_problems, make_judge
 from service.data.options import JudgeOptions
 from service.data.run_folder import AppendLog
-from service.data.thoughts import spoken
 from service.data.training_rows import Dataset
+from service.engines.thoughts import spoken
 from service.errors import DataError, RunMismatch, TrainingError
 
 Verdict = Literal["factual", "hallucinated", "abstained", "empty", "unfinished thought"]

@@ -86,6 +86,7 @@ class Dataset:
     alike: NDArray[np.int64]  # the same number for rows whose prompts are near-duplicates: [N]
     made_of: Dataset | None = None  # the user's file, where the rows are its questions in forms
     part_of: str | None = None  # digest of the whole file, where these are some of its rows
+    left_out_forms: tuple[str, ...] = ()  # that the model's context or chat template takes from none of the questions
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -82,15 +82,12 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
     from probes_store.manifest import check_identity
     from service.engines import places
     from service.engines.places import place_of
-    from service.library.engine import refuse_another_model
 
     place = place_of(options.model)
     if place is not None and places.is_gguf(place) and not unpack and places.unpacked(place) is None:
         yield ok("model", f"{place.name}, {place.stat().st_size / 2**20:.0f} MiB, unpacked at the first start; "
                  "--load unpacks it and compares it with its bundles")  # fmt: skip
         return
-    if place is None:
-        refuse_another_model(options, list(loaded.values())[:1])  # as the start does
     if place is None and not places.reachable(options.model, options.revision):
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
     from service.engines.adapters import digest_of
@@ -111,6 +108,9 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         yield ok("model", f"{options.model} on the hub, not downloaded yet")
         return
     config, tokens = files.config, Tokens(files.tokenizer)
+    if tokens.chat_template_digest is None:
+        yield warn("template", f"{files.name} has no chat template, so the routes for chats refuse every request",
+                   "send text to /v1/completions or /score, or put a chat_template.jinja beside the model")  # fmt: skip
     size = sum(path.stat().st_size for path in weights)
     yield ok("model", f"{files.name}, {config.model_type}, {shown(size)} in {files.folder}")
     if choose_device(options.device).type == "cpu":  # else the weights lie in the GPU's memory

@@ -143,6 +143,8 @@ def evaluation_document(
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
     if None not in forms:
         counts["forms"] = dict(sorted(Counter(forms).items()))
+    if data.dataset.left_out_forms:
+        counts["left_out_forms"] = list(data.dataset.left_out_forms)
     document: dict[str, Any] = {
         "data": counts, "c_search": rounded(probe.c_search_),
         "out_of_fold": {

@@ -11,11 +11,10 @@ import pytest
 from service.data.judges import make_judge
 from service.data.labels import verdict_on
 from service.data.options import JudgeOptions
-from service.data.thoughts import opens_thought, spoken
 from service.engines.base import Completion, Sampling
+from service.engines.thoughts import opens_thought, spoken
 from service.errors import TrainingError
 from tests.fitting.planted import PlantedEngine, planted_rows
-from tests.scripted_engine import ScriptedEngine
 from tests.trainer.made import run
 
 WRAPPED = [
@@ -57,8 +56,7 @@ def test_an_answer_without_a_thought_is_left_as_it_is(plain: str) -> None:
      ("what does <think> mean?<|assistant|>", False), ("<|channel|>analysis<|message|>", True)],
 )  # fmt: skip
 def test_a_template_may_open_the_thought(ending: str, opened: bool) -> None:
-    engine = ScriptedEngine()
-    assert opens_thought(engine, engine.tokenize(f"a question {ending}")) is opened
+    assert opens_thought(f"a question {ending}") is opened
 
 
 class Thinking(PlantedEngine):

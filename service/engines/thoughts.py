@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-
-from service.engines.base import Completion, LoadedModel, TokenIds
+from collections.abc import Iterable
 
 _NAME = r"(?:[a-z]+:)?(?:think(?:ing)?|thoughts?|reasoning|reflection)"
 # What opens a thought, and what closes it: tags as of DeepSeek, Qwen and Seed, Mistral's and Cohere's, the channels of
@@ -24,7 +23,7 @@ _OPENING = re.compile("|".join(opening for opening, _ in _PAIRS), _FLAGS)
 _CLOSING = re.compile("|".join(closing for _, closing in _PAIRS), _FLAGS)
 _OPENED_LAST = re.compile(rf"(?:{_OPENING.pattern})\s*(?:<\|message\|>)?\s*\Z", _FLAGS)
 _PARTS = ("<|channel|>", "<|message|>", "<|channel>", "<channel|>")  # special tokens that are a part of a mark
-_TAIL = 32  # last tokens of a prompt, which hold any mark
+TAIL = 32  # last tokens of a prompt, which hold any mark
 OPENED = "<think>"  # stands for whatever a template opens a thought with
 
 
@@ -38,19 +37,16 @@ def spoken(answer: str) -> str | None:
     return rest if rest == answer else rest.strip()
 
 
-def opens_thought(engine: LoadedModel, prompt: TokenIds) -> bool:
+def opens_thought(prompt: str) -> bool:
     """Return whether a prompt ends with what opens a thought, as where the chat template ends in ``<think>``."""
-    return _OPENED_LAST.search(engine.spell(list(prompt[-_TAIL:]))) is not None
+    return _OPENED_LAST.search(prompt) is not None
 
 
-def with_thoughts(engine: LoadedModel, completion: Completion) -> str:
-    """Return an answer's text, with the special tokens, which ``text`` lacks, that mark a thought in it."""
-    if spoken(completion.text) != completion.text:
-        return completion.text
-    spelt = engine.spell(list(completion.token_ids))
-    if spoken(spelt) == spelt:
-        return completion.text
-    for token in engine.special_tokens:
+def with_marks(text: str, spelt: str, special_tokens: Iterable[str]) -> str:
+    """Return an answer's text, with those of the special tokens, which are only in ``spelt``, that mark a thought."""
+    if spoken(text) != text or spoken(spelt) == spelt:
+        return text
+    for token in special_tokens:
         if token not in _PARTS and _OPENING.search(token) is None and _CLOSING.search(token) is None:
             spelt = spelt.replace(token, "")
     return spelt
