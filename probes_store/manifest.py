@@ -40,6 +40,7 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 SiteName = Literal["attention_head", "residual_stream"]
 LogitScale = Literal["unit_norm", "standardized", "weighted"]  # no trainer makes the last one any more
 Digest = Annotated[Text, matching(DIGEST, "sha256: and 64 hex digits")]
+LOCAL = "local"  # the revision of a folder or file, which has no commit
 
 
 def _time(text: str) -> str:
@@ -54,7 +55,7 @@ class ModelRecord(Record):
     """The model that the probes were trained on."""
 
     name: Filled  # as the trainer was given it; for people only, a folder may move
-    revision: Filled  # hub commit, or "local"
+    revision: Filled  # hub commit, or LOCAL
     fingerprint: Filled  # over the configuration and the weight files
     architecture: Filled  # e.g. LlamaForCausalLM
     model_type: Filled  # e.g. llama
@@ -344,7 +345,6 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
     "model.architecture": ("architecture", errors.WrongModel, "another architecture"),
     "model.fingerprint": ("fingerprint", errors.WrongModel, "other weights, or weights and caches of other types"),
     "model.adapter": ("adapter", errors.WrongModel, "another adapter"),
-    "model.revision": ("revision", errors.WrongRevision, "another revision"),
     "model.num_layers": ("geometry.num_layers", errors.WrongGeometry, "another shape"),
     "model.num_heads": ("geometry.num_heads", errors.WrongGeometry, "another shape"),
     "model.head_dim": ("geometry.head_dim", errors.WrongGeometry, "another shape"),
@@ -354,14 +354,29 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
 }
 
 
-def check_identity(manifest: Manifest, loaded: object) -> None:
+def another_commit(manifest: Manifest, model: str, revision: str) -> errors.WrongRevision | None:
+    """Return what to raise for other weights where they are another commit of the hub's model; else None.
+
+    A folder has no commit, and a commit says nothing about a model of another name."""
+    own = manifest.model
+    if model != own.name or LOCAL in (revision, own.revision) or revision == own.revision:
+        return None
+    cure = f"Load that commit (--revision {own.revision}), or train a bundle for what is loaded"
+    problem = f"bundle {manifest.reference} was trained on {own.name} at revision {own.revision}, with other weights"
+    return errors.WrongRevision(problem, field="model.revision", expected=own.revision, found=revision, cure=cure)
+
+
+def check_identity(manifest: Manifest, loaded: Any) -> None:
     """Refuse a model that the bundle was not trained on; ``loaded``: what an engine reports, as ``_IDENTITY`` calls it.
 
-    Raises the error of the first difference, in the order of ``_IDENTITY``.  The model's name may differ."""
+    Raises the error of the first difference, in the order of ``_IDENTITY``.  Its name may differ, and so may its
+    revision where the weights are the same."""
     at = f"{manifest.model.name} at revision {manifest.model.revision}"
     for field, (attribute, error, difference) in _IDENTITY.items():
         expected, found = attrgetter(field)(manifest), attrgetter(attribute)(loaded)
         if expected != found:
+            if attribute == "fingerprint" and (other := another_commit(manifest, loaded.model, loaded.revision)):
+                raise other
             of_model = field.startswith("model.") and attribute != "adapter"
             what = "" if of_model else f"the {attribute.replace('_', ' ')} of "
             expected, found = ("none" if value is None else value for value in (expected, found))

@@ -33,4 +33,6 @@ def said_on(
         return status, anthropic_body(status, message, request_id)
     if route in DETECTOR_ROUTES:
         return status, {"code": status, "message": message}
+    if route == RESPONSES_ROUTE and (param or "").partition(".")[0] == "messages":
+        param = "input"  # which the messages were made of
     return status, error_body(status, message, code, param)

@@ -22,6 +22,7 @@ from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOpt
 from service.doctor import machine, model
 from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
+from service.library.engine import refuse_another_model
 from service.options import Common
 from service.settings import ServiceSettings, option
 
@@ -57,6 +58,11 @@ def doctor(
         own = bundle_names(engine.model, bundles)
         yield from model.check_bundles(store, tuple(dict.fromkeys((*own, *plan.references))), loaded)
 
+    def model_checks() -> Iterator[Finding]:
+        options = engine.options_for(list(loaded))
+        refuse_another_model(options, list(loaded.values())[:1])  # as the start does
+        yield from model.check_model(options, loaded, load)
+
     def rollout_checks() -> Iterator[Finding]:
         yield from model.check_rollout(plan, loaded, rollout.watch_s)
         judging = [one for place, (name, one) in enumerate(loaded.items()) if not place or name == plan.canary]
@@ -71,7 +77,7 @@ def doctor(
         ("options", lambda: (warn("options", text, "correct or unset it") for text in common.warnings)),
         ("gpu", lambda: machine.check_gpu(engine.device, ranks)), ("cpu", lambda: machine.check_cpu(engine.threads)),
         ("store", lambda: model.check_store(store)), ("bundle", bundle_checks),
-        ("model", lambda: model.check_model(engine.options_for(list(loaded)), loaded, load)),
+        ("model", model_checks),
         ("rollout", rollout_checks), ("keys", lambda: _keys(settings, access)),
         ("policies", lambda: _policies(settings, access)), ("audit", lambda: _audit(access)),
         ("port", lambda: _port(settings)), ("feedback", lambda: _feedback(feedback)),

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json, Output, UsageError
 from service.cli.output import draw_report, print_line, progress_bar
-from service.data.rows import check_prompt, objects
+from service.data.rows import check_prompt, objects, split_answer
 from service.errors import DataError, HalluTracerError, RequestError
 from service.options import Common
 from service.policies.guard import Policy
@@ -150,7 +150,8 @@ def _render_rows(scorer: Scorer, rows: Rows, source: str) -> list[list[int]]:
     prompts, problems, limit = [], [], scorer.engine.identity.max_tokens
     for line, row in rows:
         try:
-            prompts.append(scorer.render(row.get("prompt"), row.get("messages")))
+            messages = split_answer(row["messages"])[0] if "messages" in row else None
+            prompts.append(scorer.render(row.get("prompt"), messages))
             if len(prompts[-1]) > limit:
                 problems.append(f"line {line}: {len(prompts[-1])} tokens are more than the model's {limit}")
         except RequestError as error:

@@ -21,6 +21,7 @@ from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, Engine, Sampling
 from service.engines.checks import beyond_onset
+from service.engines.thoughts import OPENED, TAIL, opens_thought, spoken, with_marks
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
 from service.prompts import PromptFormat, continuation, render
 from service.readout import Pooling, Site
@@ -128,7 +129,8 @@ def collect(
             for descriptor in targets.values():
                 os.fsync(descriptor)
             if answered is not None:
-                answers.append(_records(dataset, batch, extraction.completions, tokens=own is not None))
+                records = _records(engine, dataset, prompts, batch, extraction.completions, tokens=own is not None)
+                answers.append(records)
             journal.append([{"batch": number, "rows": len(batch)}])  # now all of the batch is on disk
             bar.update(int(prompts.lengths[batch].sum()))
     return Collection(folder, prompts, files, np.fromfile(first_token, "<f8").reshape(-1, 2), pooled, own)
@@ -226,13 +228,19 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
 
 
 def _records(
-    dataset: Dataset, batch: NDArray[np.int64], completions: Sequence[Completion], *, tokens: bool
-) -> list[dict[str, Any]]:
-    return [
-        {"id": dataset.rows[row].id, "row": row, "answer": completion.text, "finish": completion.finish_reason}
-        | ({"tokens": list(completion.token_ids)} if tokens else {})
-        for row, completion in zip(batch.tolist(), completions, strict=True)
-    ]
+    engine: Engine, dataset: Dataset, prompts: Prompts, batch: NDArray[np.int64], completions: Sequence[Completion], *,
+    tokens: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return a line for each answer: what is said, and where a thought comes first, all of it, and whether it ends."""
+    records = []
+    for row, completion in zip(batch.tolist(), completions, strict=True):
+        record = {"id": dataset.rows[row].id, "row": row, "answer": completion.text, "finish": completion.finish_reason}
+        whole = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
+        said = spoken(OPENED + whole if opens_thought(engine.spell(prompts.of(row)[-TAIL:])) else whole)
+        if said != completion.text:
+            record |= {"answer": said or "", "with_thought": whole, "thought_ends": said is not None}
+        records.append(record | ({"tokens": list(completion.token_ids)} if tokens else {}))
+    return records
 
 
 def _bar(name: str, lengths: NDArray[np.int64], plan: Sequence[NDArray[np.int64]], done: int) -> tqdm[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,12 @@ from service.data.judges import Judge, answer_problems, make_judge
 from service.data.options import JudgeOptions
 from service.data.run_folder import AppendLog
 from service.data.training_rows import Dataset
-from service.errors import DataError, RunMismatch
+from service.engines.thoughts import spoken
+from service.errors import DataError, RunMismatch, TrainingError
 
-Verdict = Literal["factual", "hallucinated", "abstained", "empty"]
+Verdict = Literal["factual", "hallucinated", "abstained", "empty", "unfinished thought"]
+UNFINISHED: Verdict = "unfinished thought"
+MOST_UNFINISHED = 0.5  # share of the answers; those that are left are the ones that take the least thought
 CLASSES = {"hallucinated": 0, "factual": 1}
 """Verdicts that are labels; the others belong to neither class."""
 
@@ -34,12 +37,14 @@ class Labelled:
     index: NDArray[np.int64]  # [n] data rows
     label: NDArray[np.int64]  # [n] 1 factual, 0 hallucinated
     left_out: dict[str, int]  # why the other rows do not take part, counted
+    thoughts: int = 0  # answers that begin with a thought
 
 
 def given_labels(dataset: Dataset) -> Labelled:
     """Return the file's own labels: every row that applies takes part."""
     index = dataset.asking
-    return Labelled(index, np.array([dataset.rows[row].label for row in index.tolist()], np.int64), {})
+    thoughts = sum(spoken(dataset.rows[row].answer) != dataset.rows[row].answer for row in index.tolist())
+    return Labelled(index, np.array([dataset.rows[row].label for row in index.tolist()], np.int64), {}, thoughts)
 
 
 def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
@@ -50,26 +55,53 @@ def check_answers(dataset: Dataset, options: JudgeOptions) -> None:
 
 
 def judged_labels(dataset: Dataset, folder: Path, options: JudgeOptions) -> Labelled:
-    """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies."""
+    """Judge ``answers.jsonl`` of a collection, which has an answer of each row that applies.
+
+    Raises TrainingError where most of the answers are thoughts that do not end."""
     with (folder / "answers.jsonl").open(encoding="utf-8") as file:
-        answers = sorted({record["row"]: record["answer"] for record in map(json.loads, file)}.items())
-    verdicts = _verdicts(dataset, answers, folder / f"labels-{_key(options)}.jsonl", options)
+        records = {record["row"]: record for record in map(json.loads, file)}
+    answers = sorted((row, _judged(record)) for row, record in records.items())
+    thoughts = sum("with_thought" in record or _judged(record) != record["answer"] for record in records.values())
+    unfinished = sum(text is None for _, text in answers)
+    if unfinished > MOST_UNFINISHED * len(answers):
+        raise TrainingError(f"{dataset.path}, labelled by its answers: {unfinished_thoughts(unfinished, len(answers))}",
+                            param="labels")  # fmt: skip
+    key = _key(options, thoughts > 0)
+    verdicts = _verdicts(dataset, answers, folder / f"labels-{key}.jsonl", options)
     used = {row: CLASSES[verdict] for (row, _), verdict in zip(answers, verdicts, strict=True) if verdict in CLASSES}
     left_out = Counter(verdict for verdict in verdicts if verdict not in CLASSES)
-    return Labelled(np.array([*used], np.int64), np.array([*used.values()], np.int64), dict(sorted(left_out.items())))
+    why = dict(sorted(left_out.items()))
+    return Labelled(np.array([*used], np.int64), np.array([*used.values()], np.int64), why, thoughts)
+
+
+def unfinished_thoughts(unfinished: int, answers: int) -> str:
+    """Return what to say of answers that were cut before they say anything."""
+    return (f"{unfinished} of {answers} answers are thoughts that do not end, so nothing is said that could be judged: "
+            "let them be longer (--max-new-tokens), or train on a model, or a chat template, that does not think "
+            "first")  # fmt: skip
+
+
+def _judged(record: dict[str, Any]) -> str | None:
+    """Return what is said in a line of answers.jsonl; None for a thought that does not end."""
+    return spoken(record["answer"]) if record.get("thought_ends", True) else None
 
 
 def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]) -> Verdict:
-    """Return the verdict on one generated answer."""
-    if not answer.strip():
+    """Return the verdict on one generated answer, in which a thought does not count."""
+    said = spoken(answer)
+    if said is None:
+        return UNFINISHED
+    if not said.strip():
         return "empty"
-    if abstains.search(answer.replace("\u2019", "'")):
+    if abstains.search(said.replace("\u2019", "'")):
         return "abstained"
-    return "factual" if judge(question, answer, accepted) else "hallucinated"
+    return "factual" if judge(question, said, accepted) else "hallucinated"
 
 
-def _verdicts(dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, options: JudgeOptions) -> list[str]:
-    """Return a verdict for each (data row, answer), kept in ``path``."""
+def _verdicts(
+    dataset: Dataset, answers: Sequence[tuple[int, str | None]], path: Path, options: JudgeOptions
+) -> list[str]:
+    """Return a verdict for each (data row, answer; None: a thought that does not end), kept in ``path``."""
     abstains, judge = options.abstains, make_judge(options)
     # An endpoint's verdict costs money and is saved at once; the others are cheap, and one flush each would be slow.
     saved_together = 1 if options.judge == "openai" else 500
@@ -78,7 +110,10 @@ def _verdicts(dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, 
         known = log.count
         for number, text in tqdm(answers[known:], "labels", len(answers), initial=known, mininterval=5):
             row = dataset.rows[number]
-            pending.append({"id": row.id, "verdict": verdict_on(text, row.question, row.answers, judge, abstains)})
+            verdict = UNFINISHED
+            if text is not None:
+                verdict = verdict_on(text, row.question, row.answers, judge, abstains)
+            pending.append({"id": row.id, "verdict": verdict})
             if len(pending) >= saved_together:
                 log.append(pending)
                 pending = []
@@ -89,8 +124,9 @@ def _verdicts(dataset: Dataset, answers: Sequence[tuple[int, str]], path: Path, 
         return [record["verdict"] for record in records]
 
 
-def _key(options: JudgeOptions) -> str:
+def _key(options: JudgeOptions, thoughts: bool) -> str:
     """Return the name of the verdicts' file: options that change a verdict give another file."""
     matters = {"name": options.judge_name, "base_url": options.judge_url, "model": options.judge_model}
     key = [matters | {"answer_pattern": options.answer_pattern}, options.abstains.pattern]
+    key += ["without thoughts"] if thoughts else []  # which 1.0.0 judged, too
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]

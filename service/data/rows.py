@@ -6,13 +6,14 @@ import codecs
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from service.errors import DataError
 
+Message = dict[str, str]
 MARK_DIGITS = 16  # hexadecimal
 ROLES = ("system", "user", "assistant")  # as the service takes them; many templates drop any other silently
 
@@ -90,8 +91,22 @@ def check_prompt(value: dict[str, Any]) -> Iterator[str]:
         yield from check_text(value, "prompt", required=True)
     elif not isinstance(value["messages"], list) or not value["messages"]:
         yield "'messages' must be a non-empty list of objects with 'role' and 'content'"
+    elif problems := [*_check_messages(value["messages"])]:
+        yield from problems
     else:
-        yield from _check_messages(value["messages"])
+        asked, _ = split_answer(value["messages"])
+        if not any(message["role"] == "user" for message in asked):
+            yield "'messages' has no turn of the user, so nothing is asked"
+        elif asked[-1]["role"] == "assistant":
+            yield "'messages' ends with several turns of the assistant: keep the last one, the answer, or none"
+
+
+def split_answer(messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """Return the turns up to the answer, and the assistant's answer with which they end, as in fine-tuning rows; ""
+    where they end with what is asked."""
+    *before, last = messages or [{}]
+    ends = last.get("role") == "assistant" and set(last) == {"role", "content"}
+    return (before, last["content"]) if ends else ([*messages], "")
 
 
 def _check_messages(messages: list[Any]) -> Iterator[str]:
@@ -124,9 +139,12 @@ def _kind(value: Any) -> str:
 
 
 def prompt_digest(value: Mapping[str, Any]) -> bytes:
-    """Return the digest of an object's ``prompt`` or ``messages``."""
+    """Return the digest of an object's ``prompt`` or ``messages``, without the answer with which they may end."""
     # A prompt and a conversation of one user turn with the same words are the same prompt.
-    return _digest(value["messages"] if "messages" in value else [{"role": "user", "content": value["prompt"]}])
+    if "messages" not in value:
+        return _digest([{"role": "user", "content": value["prompt"]}])
+    messages = value["messages"]
+    return _digest(split_answer(messages)[0])
 
 
 def prompt_mark(digest: bytes) -> str:

@@ -1,9 +1,9 @@
 """JSONL training rows, parsed once; every problem is reported by line number before a model is loaded.
 
 A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` (1 factual,
-0 hallucinated) and, where it is known, the ``answer`` that it is about, or ``answers`` (accepted answers, for labels
-that are generated and judged); ``group`` (rows that folds keep together; rows with the same prompt always are, and so
-are rows without a group that ask the same in other words);
+0 hallucinated) and, where it is known, the ``answer`` that it is about, with which ``messages`` may end instead, or
+``answers`` (accepted answers, for labels that are generated and judged); ``group`` (rows that folds keep together; rows
+with the same prompt always are, and so are rows without a group that ask the same in other words);
 ``applies``, false for a row that asks for no fact: it has neither ``label`` nor ``answers``.
 Other keys are metadata; ``kind``, ``template`` and ``form`` name strata of the evaluation.
 
@@ -26,10 +26,19 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.near_duplicates import near_duplicates
 from service.data.options import Labels
-from service.data.rows import check_id, check_prompt, check_text, id_of, id_problem, objects, prompt_digest
+from service.data.rows import (
+    Message,
+    check_id,
+    check_prompt,
+    check_text,
+    id_of,
+    id_problem,
+    objects,
+    prompt_digest,
+    split_answer,
+)
 from service.errors import DataError
 
-Message = dict[str, str]
 FORM = "form"  # the key of a row that names its form
 STRATA = ("kind", "template", FORM)
 SHOWN = 60  # characters of a prompt that is named as an example
@@ -77,6 +86,7 @@ class Dataset:
     alike: NDArray[np.int64]  # the same number for rows whose prompts are near-duplicates: [N]
     made_of: Dataset | None = None  # the user's file, where the rows are its questions in forms
     part_of: str | None = None  # digest of the whole file, where these are some of its rows
+    left_out_forms: tuple[str, ...] = ()  # that the model's context or chat template takes from none of the questions
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -161,16 +171,17 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     for line, value in values:
         problems += [f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)]
         own_groups |= "group" in value
+        messages, answer = split_answer(value["messages"]) if "messages" in value else (None, "")
         answers: Any = value.get("answers")  # also of a row that has a label: they tell whether a passage states one
         texts = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
         rows.append(Row(
-            line=line, id=id_of(value, line), prompt=value.get("prompt"), messages=value.get("messages"),
+            line=line, id=id_of(value, line), prompt=value.get("prompt"), messages=messages,
             group=value.get("group", ""), label=value.get("label") if labels == "given" else None,
             answers=tuple(answers) if texts else (), prompt_digest=prompt_digest(value),
             strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
             applies=value.get("applies", True),
             statement=value["statement"] if isinstance(value.get("statement"), str) else "",
-            answer=value.get("answer", "") if labels == "given" else "",
+            answer=(value.get("answer") or answer) if labels == "given" else "",
         ))  # fmt: skip
     problems += _across(rows)
     if not problems and not any(row.applies for row in rows):
@@ -219,6 +230,8 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
         if not isinstance(value.get("answer", ""), str):
             found = json.dumps(value["answer"])[:60]
             yield f"'answer' must be a string, the answer that 'label' is about, found {found}"
+        elif value.get("answer") and _answer_in(value) not in ("", value["answer"]):
+            yield "'messages' ends with an answer, and 'answer' is another: keep one"
     elif "answers" not in value:
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
         yield f"'answers' is missing{cure}"
@@ -228,6 +241,11 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
         yield "'answers' must hold non-empty strings only"
     else:
         yield from check_text({"answers": " ".join(value["answers"])}, "answers", required=True)
+
+
+def _answer_in(value: dict[str, Any]) -> str:
+    """Return the answer with which the messages end; "" where they are none, or do not."""
+    return "" if "messages" not in value or [*check_prompt(value)] else split_answer(value["messages"])[1]
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:
@@ -364,7 +382,8 @@ def read_traffic(path: Path, bundle_digest: str) -> TrafficFile:
         own = f"line {line}" if asked is None else f"prompt {asked.hex()}"
         group = f"group {value['group']}" if "group" in value else own
         risk = float(value["risk"]) if "risk" in value else None
-        rows.append(TrafficRow(line, risk, value.get("prompt"), value.get("messages"), group, asked))
+        messages = None if "messages" not in value else split_answer(value["messages"])[0]
+        rows.append(TrafficRow(line, risk, value.get("prompt"), messages, group, asked))
     if odd := next((row for row in rows if (row.risk is None) != (rows[0].risk is None)), None):
         problems.append(f"line {odd.line}: some lines have a 'risk' and others not: score all of them, or none")
     if problems:

@@ -99,7 +99,6 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         choose_dtype,
         find_model_files,
         folder_fingerprint,
-        revision_of,
         weight_files,
     )  # fmt: skip
 
@@ -109,6 +108,9 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         yield ok("model", f"{options.model} on the hub, not downloaded yet")
         return
     config, tokens = files.config, Tokens(files.tokenizer)
+    if tokens.chat_template_digest is None:
+        yield warn("template", f"{files.name} has no chat template, so the routes for chats refuse every request",
+                   "send text to /v1/completions or /score, or put a chat_template.jinja beside the model")  # fmt: skip
     size = sum(path.stat().st_size for path in weights)
     yield ok("model", f"{files.name}, {config.model_type}, {shown(size)} in {files.folder}")
     if choose_device(options.device).type == "cpu":  # else the weights lie in the GPU's memory
@@ -123,7 +125,8 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
             of = "" if free is None else f" of {shown(free)} that are free"
             yield ok("memory", f"{shown(needed)} for the weights{of}")
     found: Any = SimpleNamespace(
-        fingerprint=folder_fingerprint(files.folder), revision=revision_of(config), geometry=geometry(config),
+        model=files.name, fingerprint=folder_fingerprint(files.folder), revision=files.revision,
+        geometry=geometry(config),
         architecture=str((config.architectures or [type(config).__name__])[0]), tokenizer=tokens.digest,
         chat_template=tokens.chat_template_digest,
         adapter=None if options.adapter is None else digest_of(options.adapter),

@@ -1,10 +1,13 @@
-"""What a chat template is given beside plain turns: tools, calls of them, and results; and whether it shows them."""
+"""What a chat template is given: turns, tools, calls of tools, and results; and whether it shows them."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from service.engines.thoughts import spoken
 from service.errors import RequestError
 
 Message = Mapping[str, Any]  # role, content, and of a tool's turns what OpenAI has beside them
@@ -81,3 +84,54 @@ def check_shown(
         if name not in text:
             said = f"{param!r}: this model's chat template has no place for {what}, and would leave them out: send none"
             raise RequestError(f"{said}, or serve a model whose template takes them", param=param)
+
+
+def turns_left_out(
+    render: Callable[[Sequence[Message], Sequence[ToolDefinition]], str], roles: Sequence[str]
+) -> tuple[int, ...]:
+    """Return which turns of a conversation of these roles a template leaves out, whatever they say.
+
+    It is rendered with marks in their places.  What it refuses with marks alone is not told."""
+    marks = [f"turn{number}here" for number in range(len(roles))]
+    turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+    try:
+        text = render(turns, ())
+    except RequestError:
+        return ()
+    return tuple(number for number, mark in enumerate(marks) if mark not in text)
+
+
+def check_turns(text: str, turns: Sequence[Message], left_out: Sequence[int]) -> None:
+    """Raise RequestError for the first turn that a template left out, or cut short, when it made ``text`` of them.
+
+    ``left_out``: which ones ``turns_left_out`` names.  What a tool says and what stands beside calls of tools is not
+    looked for: ``check_shown`` looks for results and calls."""
+    said = {
+        number: turn["content"].strip()
+        for number, turn in enumerate(turns)
+        if turn["content"].strip() and turn["role"] != "tool" and not turn.get("tool_calls")
+    }
+    if missing := said.keys() & set(left_out):
+        raise _left_out(min(missing), turns[min(missing)]["role"], "")
+    times = Counter(said.values())
+    for number, content in said.items():
+        role = turns[number]["role"]
+        if text.count(content) < times[content] and not _is_shown(text, role, content, times[content]):
+            raise _left_out(number, role, "a part of ")
+
+
+def _left_out(number: int, role: str, part: str) -> RequestError:
+    said = f"this model's chat template leaves out {part}messages.{number}, of the role {role!r}"
+    cure = "say it in a turn that the template takes, or serve a model whose template takes it"
+    return RequestError(f"{said}: {cure}", param=f"messages.{number}")
+
+
+def _is_shown(text: str, role: str, content: str, times: int) -> bool:
+    """Return whether a text holds a turn's content so often in other spacing, as JSON, or, of an answer, without its
+    thought."""
+    said = spoken(content) if role == "assistant" else content
+    if not said:
+        return True
+    as_json = json.dumps(said, ensure_ascii=False)[1:-1]
+    spaceless = "".join(text.split()).count("".join(said.split()))
+    return max(text.count(said), text.count(as_json), spaceless) >= times

@@ -7,13 +7,22 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from service.engines.base import MAX_STOP_CHARACTERS, MAX_STOPS, FirstToken, LoadedModel, Prompts, Sampling
-from service.engines.chat import Message, ToolDefinition, check_messages, check_shown, message_with, replaced
+from service.engines.chat import (
+    Message,
+    ToolDefinition,
+    check_messages,
+    check_shown,
+    check_turns,
+    message_with,
+    replaced,
+    turns_left_out,
+)
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Geometry, Pooling, Probes
 
@@ -174,6 +183,7 @@ def check_onset_only(poolings: Sequence[Pooling]) -> None:
         raise EngineError(f"{said}; {cure}", param="poolings")
 
 
+MOST_SHAPES = 256  # sequences of roles that are remembered
 STAND_INS = "\U000f0000", "\U000f03ff"  # of a private plane: 1,024 different special tokens in one request
 
 
@@ -183,6 +193,8 @@ class Tokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._encoding = threading.Lock()  # the tokenizer keeps how special tokens are read, for all threads
+        # Roles of a conversation -> the turns that the template leaves out, whatever they say.
+        self._left_out = lru_cache(MOST_SHAPES)(lambda roles: turns_left_out(self._templated, roles))
 
     def tokenize(self, text: str) -> list[int]:
         """Encode plain text, without an appended end token: t* is the prompt's last.  Raises RequestError."""
@@ -193,17 +205,26 @@ class Tokens:
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
         """Encode messages by the chat template, generation prompt included.  Raises RequestError if it cannot, or if it
-        leaves out tools, calls of tools or their results.
+        leaves out a turn or a part of one, tools, calls of tools or their results.
 
         Special tokens that a message spells out are encoded as text: no message can end its turn and begin another."""
-        ids = self.encode_chat(messages, tools)
+        text, turns, hidden = self._written(messages, tools)
+        check_turns(text, turns, self._left_out(tuple(turn["role"] for turn in turns)))
         check_shown(self._templated, messages, tools)
-        return ids
+        return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[ToolDefinition] = ()) -> list[int]:
         """Encode messages as ``render_chat`` does, whether or not the template shows all of them."""
+        text, _, hidden = self._written(messages, tools)
+        return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
+
+    def _written(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition]
+    ) -> tuple[str, list[dict[str, Any]], dict[str, str]]:
+        """Return what the template makes of messages, these, and what stands in both for special tokens spelt out."""
         if not getattr(self._tokenizer, "chat_template", None):
-            raise _refused("this model's tokenizer has no chat template; send `prompt` or `input_ids` instead")
+            said = "this model's tokenizer has no chat template"
+            raise _refused(f"{said}: /v1/completions takes the text, as `prompt`, and so does /score")
         if not messages:
             raise _refused("messages is empty; send at least one message")
         check_messages(messages)
@@ -218,8 +239,8 @@ class Tokens:
         def hide(text: str) -> str:
             return self._special.sub(stand_in, text)
 
-        text = self._templated([message_with(one, hide) for one in messages], replaced(tools, hide))
-        return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
+        turns = [message_with(one, hide) for one in messages]
+        return self._templated(turns, replaced(tools, hide)), turns, hidden
 
     def special_token_in(self, texts: Iterable[str]) -> str | None:
         """Return a special token that one of the texts spells out; None where none does."""

@@ -40,6 +40,7 @@ class ModelFiles:
     tokenizer: Any
     name: str
     folder: Path
+    revision: str = "local"  # the hub's commit, for a name of the hub
 
 
 def find_model_files(options: EngineOptions) -> ModelFiles:
@@ -55,14 +56,27 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
         offline = not places.reachable(options.model, options.revision)
     arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(local or options.model)}
     arguments |= {"local_files_only": offline, "trust_remote_code": options.trust_remote_code}
-    arguments |= {"revision": options.revision} if local is None else {}
+    folder = local
+    if folder is None:
+        folder = snapshot_of(options)
+        # Of one commit, though the branch may move while the files are downloaded.
+        arguments["revision"] = folder.name
     config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments))
     tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments))
     if local is not None:
         # The folder's name without its path, because the name is sent to clients.
         return ModelFiles(arguments, config, tokenizer, local.resolve().name, local)
-    cached = cached_file(options.model, "config.json", revision=options.revision, local_files_only=offline)
-    return ModelFiles(arguments, config, tokenizer, options.model, Path(str(cached)).parent)
+    return ModelFiles(arguments, config, tokenizer, options.model, folder, folder.name)
+
+
+def snapshot_of(options: EngineOptions) -> Path:
+    """Return the folder of what is downloaded of a hub's model, named by the commit.  Gets its configuration alone.
+
+    Raises ModelLoadError."""
+    offline = not places.reachable(options.model, options.revision)
+    where = {"revision": options.revision, "local_files_only": offline}
+    config = _attempt("configuration", options, lambda: cached_file(options.model, places.CONFIG, **where))
+    return Path(str(config)).parent
 
 
 def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, ModelFiles]:
@@ -228,11 +242,6 @@ def memory_fingerprint(model: nn.Module) -> str:
         digest.update(_canonical([name, str(parameter.dtype), list(parameter.shape)]))
         digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def revision_of(config: Any) -> str:
-    """Return the hub commit a model was loaded from, or "local"."""
-    return getattr(config, "_commit_hash", None) or "local"
 
 
 def _canonical(content: Any) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from probes_store.errors import WrongModel
-from service.engines.places import PACKAGED, place_of, sha256_of
+from service.engines.places import CONFIG, PACKAGED, place_of, sha256_of
 from service.errors import HalluTracerError, ModelLoadError
 from service.progress import Report, note, progress
 from service.settings import AT_LEAST_1, KV_TOKENS, option, section
@@ -166,16 +166,12 @@ def _transformers(
         from joblib import cpu_count  # of the affinity mask and the control group's quota; torch's knows no quota
         from transformers.utils import logging as transformers_logging
 
-        from service.engines.loading import check_folder, folder_fingerprint
         from service.engines.scheduler import Scheduled
         from service.engines.transformers.engine import TransformersEngine
         from service.engines.transformers.threads import AdaptiveThreads
 
-    place = place_of(options.model)
-    if bundles and place is not None and place.is_dir():  # before its weights are read, which may take minutes
-        check_folder(place)
-        if folder_fingerprint(place) != bundles[0].manifest.model.fingerprint:
-            raise _wrong(bundles[0], f"{place.resolve().name} has other weights or another configuration")
+    if bundles:  # before weights are read, which may take minutes
+        _refuse_other_weights(options, bundles[0])
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     adapt, most = threads is None and "OMP_NUM_THREADS" not in os.environ, threads or cpu_count()
     if threads is not None or adapt:
@@ -185,6 +181,27 @@ def _transformers(
     if adapt and loaded is not None and loaded.device.type == "cpu" and most > 1:
         AdaptiveThreads(loaded.model, most)
     return Scheduled(batch, max_kv_tokens=max_kv_tokens, max_wait_s=max_wait_s)
+
+
+def _refuse_other_weights(options: "EngineOptions", bundle: "Bundle") -> None:
+    """Raise WrongModel or WrongRevision for another model in a folder, or in what was downloaded of the hub's."""
+    from probes_store.manifest import another_commit
+    from service.engines.loading import check_folder, fingerprint_on_disk, snapshot_of
+
+    place = place_of(options.model)
+    if place is not None and not place.is_dir():
+        return
+    name, folder = options.model, place
+    if folder is None:
+        folder = snapshot_of(options)
+    else:
+        check_folder(folder)
+        name = folder.resolve().name
+    if fingerprint_on_disk(folder) in (None, bundle.manifest.model.fingerprint):
+        return
+    raise another_commit(bundle.manifest, name, folder.name) or _wrong(
+        bundle, f"{name} has other weights or another configuration"
+    )
 
 
 def _vllm(
@@ -209,14 +226,33 @@ def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) 
     try:
         if place_of(options.model) is not None:
             return
-        if bundles and bundles[0].manifest.model.revision == "local":
-            why = f"{options.model!r} is no folder or GGUF file here, and a model of the hub is another"
-            raise _wrong(bundles[0], why)
+        if bundles:
+            _refuse_another_name(options, bundles[0])
         from service.engines.places import reachable
 
         reachable(options.model, options.revision)
     except ModelLoadError as error:
         raise _with_owner(error, bundles) from None
+
+
+def _refuse_another_name(options: "EngineOptions", bundle: "Bundle") -> None:
+    """Raise WrongModel for a model of the hub where the bundle was trained on a folder or file of another name.
+
+    A bundle of 1.0.0 may name a model of the hub without its commit.  What was downloaded before is compared by its
+    weights, without asking the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    own = bundle.manifest.model
+    if own.revision != "local" or own.name in (options.model, options.model.rpartition("/")[2]):
+        return
+    config = try_to_load_from_cache(options.model, CONFIG, revision=options.revision)
+    if isinstance(config, str):
+        from service.engines.loading import fingerprint_on_disk
+
+        if fingerprint_on_disk(Path(config).parent) == own.fingerprint:
+            return
+    why = f"{options.model!r} is no folder or GGUF file here, and a model of the hub is another"
+    raise _wrong(bundle, why)
 
 
 def refuse_another_adapter(options: "EngineOptions", bundle: "Bundle") -> None:

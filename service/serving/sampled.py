@@ -17,7 +17,8 @@ from service.scoring import RiskReport, Scorer
 TOGETHER = 8  # questions that ``hallutracer try`` asks at once; more would crowd out traffic
 Verdict = Literal["right", "wrong", "abstained"]
 VERDICTS: dict[str, Verdict] = {
-    "factual": "right", "hallucinated": "wrong", "abstained": "abstained", "empty": "abstained"
+    "factual": "right", "hallucinated": "wrong", "abstained": "abstained", "empty": "abstained",
+    "unfinished thought": "abstained",
 }  # fmt: skip
 
 

@@ -47,6 +47,10 @@ def fit_answer(
     tell nothing.  Raises EngineError where serving reads something else."""
     if data.answers is None:
         return None
+    if data.labelled.thoughts:
+        console.print(f"no probes of the answers' tokens: {data.labelled.thoughts} answers begin with a thought, which "
+                      "would be read with them")  # fmt: skip
+        return None
     there = np.flatnonzero(was_read(data.answers))
     read = data.answers.subset(there)
     label, group = read.label, data.inputs.group[there]

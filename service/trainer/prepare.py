@@ -14,7 +14,7 @@ from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
 from service.data.collection import Collection, collect, read_given
 from service.data.forms import FORMS
 from service.data.judges import contains
-from service.data.labels import Labelled, given_labels, judged_labels
+from service.data.labels import UNFINISHED, Labelled, given_labels, judged_labels, unfinished_thoughts
 from service.data.training_rows import FORM, Dataset, class_problems
 from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
@@ -76,6 +76,8 @@ def prepare(
         labelled = judged_labels(dataset, folder, options)
         groups = dataset.groups[labelled.index]
         problems = [] if folds is None else class_problems(labelled.label, groups, folds)
+        if problems and (unfinished := labelled.left_out.get(UNFINISHED)):
+            problems.append(unfinished_thoughts(unfinished, len(dataset.asking)))
         if problems:
             raise TrainingError(f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels")
     index = labelled.index

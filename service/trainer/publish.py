@@ -138,9 +138,13 @@ def evaluation_document(
         "effective_groups": rounded(effective_groups(group)),
         "largest_group_share": rounded(float(np.unique(group, return_counts=True)[1].max() / len(group))),
     } | data.counts  # fmt: skip
+    if data.labelled.left_out:
+        counts["left_out_because"] = data.labelled.left_out
     forms = [row.strata.get(FORM) for row in data.dataset.rows]
     if None not in forms:
         counts["forms"] = dict(sorted(Counter(forms).items()))
+    if data.dataset.left_out_forms:
+        counts["left_out_forms"] = list(data.dataset.left_out_forms)
     document: dict[str, Any] = {
         "data": counts, "c_search": rounded(probe.c_search_),
         "out_of_fold": {

@@ -90,8 +90,9 @@ def _draft(
     held = run(test, name="test", folds=0) if test else None
     counts, inputs = data.counts, data.inputs
     others = f", {counts['others']} that ask for no fact" if counts["others"] else ""
+    why = ", ".join(f"{count} {reason}" for reason, count in data.labelled.left_out.items())
     classes = f"{counts['factual']} factual, {counts['hallucinated']} hallucinated, {counts['left_out']} left out"
-    console.print(classes + others)
+    console.print(classes + (f" ({why})" if why else "") + others)
 
     # Fit: choose C, cross-fit for out-of-fold logits, refit the served probes on all rows.
     if fitted is None:

@@ -118,6 +118,11 @@ class Fits:
             return False
         return len(ids) + reserve <= self.engine.identity.max_tokens
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Return the forms that were never taken."""
+        return tuple(sorted(name for name, count in self.tried.items() if self.refused[name] == count))
+
     def described(self) -> str | None:
         """Return one line that names the forms that did not fit."""
         shown = [f"{name} {count} of {self.tried[name]}" for name, count in self.refused.most_common() if count]
@@ -142,7 +147,7 @@ def spread(
     test = None if test is None else _in_forms(options, test, "test", forms, fits, console)
     if line := fits.described():
         console.print(line)
-    return dataset, test
+    return replace(dataset, left_out_forms=fits.left_out), test
 
 
 def _forms(options: TrainOptions, prompt_format: PromptFormat, console: Console) -> list[Form]:

@@ -68,7 +68,7 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
         fingerprint = loading.changed_at_load(fingerprint, changes_at_load(config, files.config))
     identity = ModelIdentity(
         model=files.name,
-        revision=loading.revision_of(files.config),
+        revision=files.revision,
         fingerprint=fingerprint or "",
         architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
         model_type=str(files.config.model_type),

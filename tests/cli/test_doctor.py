@@ -121,6 +121,9 @@ def prepare(fault: str, folder: Path) -> None:
             document = json.loads(path.read_text())
             document["added_tokens"][0]["content"] += "x"
             path.write_text(json.dumps(document))
+        case ["template"]:
+            absent = "chat_template.jinja"
+            shutil.copytree(MODEL_DIR, folder / "model", ignore=lambda *_: [absent])
         case ["file", name, *words]:
             (folder / name).write_text(" ".join(words))
             (folder / name).chmod(0o666)
@@ -139,6 +142,8 @@ FAULTS = [  # what is wrong, options, findings: check, status, word
     ("", "--model unheard-of --api-key REPLACE-ME-app-one", "bundle fail --bundle|keys fail placeholder"),
     ("model model.safetensors", "--model =model --bundle demo", "model fail has no weights"),
     ("model", "--model =model --bundle demo", "identity fail another tokenizer"),
+    ("template", "--model =model --bundle demo",
+     "template warn send text to /v1/completions|identity fail chat template"),
     ("damaged", "--bundle mine", "store warn mine:1|bundle fail the file was changed"),
     ("writable_by_all", "--protect-metrics --audit-log /no/such/folder/audit.jsonl",
      "store warn chmod o-w|keys fail --api-key-file|audit fail make it"),

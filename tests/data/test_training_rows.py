@@ -11,6 +11,7 @@ import pytest
 from service.data.options import Labels
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset, read_traffic
 from service.errors import DataError
+from tests.command_line import hallutracer
 from tests.fitting.planted import write_rows
 
 Rows = list[dict[str, Any]]
@@ -255,3 +256,74 @@ def test_problems_of_traffic_are_named_by_line(tmp_path: Path, line: Any, said: 
     assert said in str(caught.value)
     with pytest.raises(DataError, match="no rows"):
         traffic(tmp_path)
+
+
+# fine-tuning rows, which end with the answer
+
+USER, ANSWER = {"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "Paris"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def chat(*messages: dict[str, str], **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), "label": 1} | more
+
+
+def test_what_ends_in_the_answer_is_read_before_it_and_the_label_is_the_answers(tmp_path: Path) -> None:
+    rows = [
+        chat(USER, ANSWER), chat(USER, ANSWER, answer="Paris"), chat(USER, answer="Paris"),
+        chat(SYSTEM, USER, ANSWER), chat(USER, ANSWER, USER, ANSWER | {"content": "<think>Lyon?</think>Paris"}),
+        chat(USER, ANSWER | {"content": "Lyon"}, label=0), chat(USER, ANSWER, answer=""),
+        {"messages": [USER, ANSWER], "applies": False, "group": "thanks"},
+    ]  # fmt: skip
+    found = read(tmp_path / "rows.jsonl", rows, folds=None).rows
+    turns = [[USER]] * 3 + [[SYSTEM, USER], [USER, ANSWER, USER]] + [[USER]] * 3
+    assert [row.messages for row in found] == turns
+    said = ["Paris", "Paris", "Paris", "Paris", "<think>Lyon?</think>Paris", "Lyon", "Paris"]
+    assert [row.answer for row in found][:-1] == said
+    assert [row.label for row in found] == [1, 1, 1, 1, 1, 0, 1, None]
+    assert len({row.prompt_digest for row in found if row.messages == [USER]}) == 1
+    [generated] = read(tmp_path / "rows.jsonl", [chat(USER, ANSWER, answers=["Paris"])], labels="generate").rows
+    assert (generated.messages, generated.answer, generated.question) == ([USER], "", "user: Capital of France?")
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "said"),
+    [
+        ([USER, ANSWER], {"answer": "Lyon"}, "ends with an answer, and 'answer' is another: keep one"),
+        ([SYSTEM], {}, "no turn of the user"), ([ANSWER], {}, "no turn of the user"), ([SYSTEM, ANSWER], {}, "no turn"),
+        ([USER, ANSWER, ANSWER], {}, "ends with several turns of the assistant"),
+    ],
+)  # fmt: skip
+def test_messages_that_ask_nothing_are_refused_by_line(
+    tmp_path: Path, messages: list[Any], more: dict[str, Any], said: str
+) -> None:
+    [problem] = problems_of(tmp_path, [*enough(), chat(*messages, **more)])
+    assert problem.startswith("line 7: ")
+    assert said in problem
+    if not more:  # what is to be scored or counted, too
+        [problem] = problems_of_traffic(tmp_path, [{"messages": messages}])
+        assert said in problem
+        (tmp_path / "score.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+        done = hallutracer("score", "--input", str(tmp_path / "score.jsonl"))
+        assert (done.returncode, "line 1: " in done.stderr, said in done.stderr) == (1, True, True)
+
+
+def problems_of_traffic(folder: Path, rows: Rows) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        read_traffic(write_rows(folder / "traffic.jsonl", rows), OWN)
+    return caught.value.problems
+
+
+def test_traffic_that_ends_in_the_answer_is_the_same_prompt(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "t.jsonl", [{"messages": [USER, ANSWER]}, {"messages": [USER]}])
+    rows = read_traffic(path, OWN).rows
+    assert [row.messages for row in rows] == [[USER], [USER]]
+    assert rows[0].prompt_digest == rows[1].prompt_digest
+
+
+def test_a_conversation_with_its_answer_is_scored_before_the_answer(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}, {"messages": [USER]}])
+    done = hallutracer("score", "--input", str(path))
+    with_answer, without = map(json.loads, done.stdout.splitlines())
+    assert with_answer["risk"] == pytest.approx(without["risk"], abs=1e-6)
+    assert with_answer["messages"] == [USER, ANSWER]  # what was given is written out again

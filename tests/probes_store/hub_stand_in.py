@@ -25,6 +25,7 @@ NAMED = r"/([^/]+/[^/]+?)"
 ROUTES: list[tuple[str, str, str]] = [
     ("POST", "/api/repos/create", "create"), ("POST", "/api/validate-yaml", "validate"),
     ("GET", rf"/api/models{NAMED}/refs", "refs"), ("GET", rf"/api/models{NAMED}(?:/revision/(.+))?", "info"),
+    ("GET", rf"/api/models{NAMED}/tree/([^/]+)", "tree"),
     ("POST", rf"/api/models{NAMED}/preupload/(.+)", "preupload"),
     ("POST", rf"/api/models{NAMED}/commit/(.+)", "commit"), ("POST", rf"/api/models{NAMED}/tag/(.+)", "tag"),
     ("POST", rf"{NAMED}\.git/info/lfs/objects/batch", "batch"), ("PUT", r"/storage/(\w+)", "upload"),
@@ -159,6 +160,15 @@ class Request(BaseHTTPRequestHandler):
                 if path.endswith(LARGE):
                     siblings[-1]["lfs"] = {"size": len(data), "sha256": sha256(data).hexdigest(), "pointerSize": 130}
         self.json({"id": name, "modelId": name, "sha": commit, "private": repository.private, "siblings": siblings})
+
+    def tree(self, name: str, revision: str) -> None:
+        repository, commit = self.open(name, revision)
+        files: list[dict[str, Any]] = []
+        for path, data in repository.commits[commit].items():
+            files.append({"type": "file", "path": path, "size": len(data), "oid": git_blob(data)})
+            if path.endswith(LARGE):
+                files[-1]["lfs"] = {"size": len(data), "oid": sha256(data).hexdigest(), "pointerSize": 130}
+        self.json(files)
 
     def refs(self, name: str) -> None:
         repository, head = self.open(name)

@@ -316,7 +316,6 @@ WRONG: list[tuple[type[errors.BundleRefused], str, dict[str, Any]]] = [
     (errors.WrongModel, "model.architecture", {"architecture": "GPT2LMHeadModel"}),
     (errors.WrongModel, "model.fingerprint", {"fingerprint": OTHER}),
     (errors.WrongModel, "model.adapter", {"adapter": OTHER}),
-    (errors.WrongRevision, "model.revision", {"revision": "0123abcd"}),
     *((errors.WrongGeometry, f"model.{size}", {"geometry": Geometry(*shape)}) for size, shape in (
         ("num_layers", (4, 2, 4, 8)), ("num_heads", (3, 1, 4, 8)), ("head_dim", (3, 2, 8, 8)),
         ("hidden_size", (3, 2, 4, 16)))),
@@ -339,6 +338,21 @@ def test_each_difference_of_the_model_has_its_own_error_and_the_first_in_order_i
             assert (type(caught.value), caught.value.field) == (error, field)
             for part in ("tiny:1", "tiny-llama at revision local", "expected", "found"):
                 assert part in caught.value.message
+
+
+def test_other_weights_of_the_same_repository_are_another_revision_and_the_same_weights_are_none() -> None:
+    hub, other = "a" * 40, "b" * 40
+    own = render(make_draft(model={"name": "acme/tiny", "revision": hub}))[0]
+    served = dataclasses.replace(LOADED, model="acme/tiny", revision=other)
+    for same in ({}, {"revision": hub}, {"revision": "local"}, {"model": "elsewhere/tiny"}):
+        check_identity(own, dataclasses.replace(served, **same))
+    check_identity(MANIFEST, served)  # of a folder, or of a version that recorded no commit
+    with pytest.raises(errors.WrongRevision, match=f"acme/tiny at revision {hub}.*--revision {hub}") as caught:
+        check_identity(own, dataclasses.replace(served, fingerprint=OTHER))
+    assert (caught.value.field, caught.value.expected, caught.value.found) == ("model.revision", hub, other)
+    for known in ({"revision": hub}, {"revision": "local"}, {"model": "elsewhere/tiny"}):
+        with pytest.raises(errors.WrongModel):
+            check_identity(own, dataclasses.replace(served, fingerprint=OTHER, **known))
 
 
 def test_an_adapter_is_named_where_there_is_one_and_no_field_where_there_is_none() -> None:

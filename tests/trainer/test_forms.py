@@ -14,6 +14,7 @@ from probes_store.store import Store
 from service.data.forms import FORMS, is_one_message
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
+from service.engines.chat import check_turns
 from service.errors import DataError, TrainingError
 from service.readout import Site
 from service.trainer.new_rows import Marks, check_unspent
@@ -245,3 +246,24 @@ def test_given_labels_and_rows_that_do_not_apply(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_forms_as_written_on_the_command_line(labels: Any, text: str | None, forms: tuple[str, ...]) -> None:
     assert TrainOptions(name="x", labels=labels, forms=text).wanted_forms == forms
+
+
+class NoSystem(Roomy):
+    """With a chat template that leaves system prompts out."""
+
+    def render_chat(self, messages: Any, tools: Any = ()) -> list[int]:
+        text = "".join(f"{one['role']}: {one['content']}\n" for one in messages if one["role"] != "system")
+        check_turns(text, messages, ())
+        return super().render_chat(messages, tools)
+
+
+def test_forms_that_the_template_leaves_out_are_not_asked_and_named(tmp_path: Path) -> None:
+    bundle, console = run(tmp_path, NoSystem(), questions(), **MIXED)
+    named = {name for name, form in FORMS.items() if form.family == "system"}
+    data = bundle.evaluation()["data"]
+    assert named <= set(data["left_out_forms"])
+    assert not set(data["left_out_forms"]) & set(data["forms"])
+    assert all(one["role"] != "system" for row in in_forms(tmp_path) for one in row.get("messages", ()))
+    assert f"| forms left out | {', '.join(data['left_out_forms'])}: the model's" in bundle.card()
+    [line] = [line for line in console.lines if line.startswith("beyond the model's")]
+    assert all(name in line for name in named)

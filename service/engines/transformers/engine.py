@@ -45,11 +45,11 @@ class TransformersEngine:
 
     def __init__(
         self, model: Any, tokenizer: Any, *, options: EngineOptions | None = None, fingerprint: str | None = None,
-        config: Any | None = None,
+        config: Any | None = None, revision: str = "local",
     ) -> None:  # fmt: skip
         """Use a loaded model and tokenizer.  Raises EngineError, and ModelLoadError without a context length.
 
-        ``config``: the checkpoint's own, where the model is its language side."""
+        ``config``: the checkpoint's own, where the model is its language side; ``revision``: the hub's commit."""
         self._options = options or EngineOptions(model=str(getattr(model.config, "_name_or_path", "") or "in-memory"))
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
@@ -82,7 +82,7 @@ class TransformersEngine:
         self.counters = base.Counters()
         own = config or model.config
         self.identity = base.ModelIdentity(
-            model=self._options.model, revision=loading.revision_of(own), model_type=str(own.model_type),
+            model=self._options.model, revision=revision, model_type=str(own.model_type),
             fingerprint=fingerprint or loading.memory_fingerprint(model), tokenizer=tokens.digest,
             architecture=str((own.architectures or [type(model).__name__])[0]),
             chat_template=tokens.chat_template_digest, geometry=self._modules.geometry,
@@ -96,7 +96,8 @@ class TransformersEngine:
         """Load a model folder or hub name, to be read at ``sites``.  Raises ModelLoadError, EngineError."""
         model, files = loading.load(options, sites)
         named, fingerprint = replace(options, model=files.name), loading.folder_fingerprint(files.folder)
-        engine = cls(model, files.tokenizer, options=named, fingerprint=fingerprint, config=files.config)
+        engine = cls(model, files.tokenizer, options=named, fingerprint=fingerprint, config=files.config,
+                     revision=files.revision)  # fmt: skip
         if options.adapter is not None:
             engine.identity = adapters.identity_with(engine.identity, options.adapter)
         return engine

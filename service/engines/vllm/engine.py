@@ -97,7 +97,7 @@ class VllmEngine:
             self.slots, self._weights = Slots(self._plan, self._write), int(described["weights"])
             changes = launch.changes_at_load(config, files.config)
             self.identity = base.ModelIdentity(
-                model=files.name, revision=loading.revision_of(files.config),
+                model=files.name, revision=files.revision,
                 fingerprint=loading.changed_at_load(loading.folder_fingerprint(files.folder), changes),
                 architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
                 model_type=str(files.config.model_type), tokenizer=tokens.digest,

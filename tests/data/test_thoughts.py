@@ -1,0 +1,117 @@
+"""Answers that begin with a thought: what is said behind it is judged, and one that never ends has no label."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.data.judges import make_judge
+from service.data.labels import verdict_on
+from service.data.options import JudgeOptions
+from service.engines.base import Completion, Sampling
+from service.engines.thoughts import opens_thought, spoken
+from service.errors import TrainingError
+from tests.fitting.planted import PlantedEngine, planted_rows
+from tests.trainer.made import run
+
+WRAPPED = [
+    "<think>{}</think>", "<think>\n{}\n</think>\n\n", "<THINKING>{}</THINKING>", "[THINK]{}[/THINK]",
+    "<seed:think>{}</seed:think>", "<|START_THINKING|>{}<|END_THINKING|>", "<reasoning>{}</reasoning>", "{}</think>",
+    "<think>a <think>b</think> {}</think>", "<|channel>thought\n{}<channel|>", "◁think▷{}◁/think▷",
+    "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>",
+]  # fmt: skip
+CUT = ["<think>\n{}", "[THINK]{}", "<|channel|>analysis<|message|>{}", "Paris <think>{}", "a</think>b<think>{}"]
+
+
+def verdict(answer: str) -> str:
+    options = JudgeOptions("contains")
+    return verdict_on(answer, "Capital of France?", ["Paris"], make_judge(options), options.abstains)
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_what_stands_in_a_thought_does_not_count(wrapped: str) -> None:
+    for thought in ("Lyon? Paris?", "I am not sure. Paris", "", "two\nlines"):
+        before = wrapped.format(thought)
+        found = [verdict(before + said) for said in ("Lyon.", "It is Paris.", "I am not sure.", " \n")]
+        assert found == ["hallucinated", "factual", "abstained", "empty"]
+    assert spoken(wrapped.format("Lyon") + "\n\nParis.\n") == "Paris."
+
+
+@pytest.mark.parametrize("cut", CUT)
+def test_a_thought_that_never_ends_has_no_verdict(cut: str) -> None:
+    assert verdict(cut.format("Candidates: Lyon, Paris, Nice")) == "unfinished thought"
+
+
+@pytest.mark.parametrize("plain", ["Paris.", " It is Paris \n", "I think Paris", "a < b > c", "[1] Paris", ""])
+def test_an_answer_without_a_thought_is_left_as_it_is(plain: str) -> None:
+    assert spoken(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("ending", "opened"),
+    [("<think>\n", True), ("<|assistant|>[THINK]", True), ("<think>\n\n</think>\n\n", False), ("<|assistant|>", False),
+     ("what does <think> mean?<|assistant|>", False), ("<|channel|>analysis<|message|>", True)],
+)  # fmt: skip
+def test_a_template_may_open_the_thought(ending: str, opened: bool) -> None:
+    assert opens_thought(f"a question {ending}") is opened
+
+
+class Thinking(PlantedEngine):
+    """Thinks before each answer, in every ``cut``-th without coming to an end; ``special``: its marks are special
+    tokens, which no text shows."""
+
+    def __init__(self, cut: int, *, opened: bool = False, special: bool = False) -> None:
+        super().__init__()
+        self.cut, self.opened, self.special = cut, opened, special
+        if special:
+            self.special_tokens = ("[THINK]", "[/THINK]", "</s>")
+
+    def generate(self, prompts: Any, sampling: Sampling) -> list[Completion]:
+        answers = []
+        for number, plain in enumerate(super().generate(prompts, sampling)):
+            opening, closing = ("[THINK]", "[/THINK]") if self.special else ("<think>", "</think>")
+            thought = "Paris or Rome? I am not sure."
+            ends = self.cut == 0 or number % self.cut > 0
+            whole = ("" if self.opened else opening) + thought + (closing + plain.text if ends else "")
+            shown = whole.replace(opening, "").replace(closing, "") if self.special else whole
+            ids = (*(whole + "</s>").encode(),) if self.special else (1, 2)
+            answers.append(Completion(shown, ids, "stop" if ends else "length"))
+        return answers
+
+    def spell(self, token_ids: Any) -> str:
+        return super().spell(token_ids) + ("<think>\n" if self.opened and len(token_ids) > 2 else "")
+
+
+@pytest.mark.parametrize("how", [{}, {"opened": True}, {"special": True}])
+def test_the_labels_are_those_of_the_answers_alone_and_cut_thoughts_are_counted(
+    tmp_path: Path, how: dict[str, bool]
+) -> None:
+    plain, _ = run(tmp_path / "plain", PlantedEngine(), labels="generate", judge="exact", evaluate=False,
+                   answer_pattern=r"It is (\w+)\.\Z")  # fmt: skip
+    thought, _ = run(tmp_path / "thought", Thinking(0, **how), labels="generate", judge="exact", evaluate=False,
+                     answer_pattern=r"It is (\w+)\.\Z")  # fmt: skip
+    for count in ("factual", "hallucinated", "left_out"):
+        assert getattr(thought.manifest.training, count) == getattr(plain.manifest.training, count)
+    bundle, console = run(tmp_path / "cut", Thinking(4, **how), labels="generate", judge="contains", evaluate=False,
+                          answer_probes=True)  # fmt: skip
+    why = bundle.evaluation()["data"]["left_out_because"]
+    assert why["unfinished thought"] == 60  # every fourth of 240, by batches of 128
+    assert sum(why.values()) == bundle.manifest.training.left_out
+    assert f"{why['unfinished thought']} unfinished thought" in bundle.card()
+    assert any("60 unfinished thought" in line for line in console.lines)
+    assert bundle.answer is None
+    assert any("begin with a thought" in line for line in console.lines)
+    lines = [json.loads(line) for line in (tmp_path / "cut/run/train/answers.jsonl").read_text().splitlines()]
+    assert {line["answer"] for line in lines} == {"", "It is Paris.", "It is Rome.", "I am not sure."}
+    assert all(line["answer"] == "" for line in lines if not line["thought_ends"])
+
+
+def test_too_many_thoughts_without_an_end_are_refused_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="240 of 240 answers are thoughts that do not end.*--max-new-tokens"):
+        run(tmp_path, Thinking(1), labels="generate", judge="contains", evaluate=False)
+    rows = [row | {"answers": ["Berlin"]} for row in planted_rows(240)]
+    with pytest.raises(TrainingError, match="factual.*120 of 240 answers are thoughts that do not end"):
+        run(tmp_path / "half", Thinking(2), rows=rows, labels="generate", judge="contains", evaluate=False)

@@ -1,0 +1,228 @@
+"""A model by its hub name: what ``train`` publishes for it is scored, served, verified and loaded by that name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import constants
+from safetensors.torch import load_file, save
+
+import hallutracer as ht
+from probes_store.bundle import BundleDraft
+from probes_store.errors import WrongModel, WrongRevision
+from probes_store.store import Store
+from service.demo import MODEL_DIR
+from service.demo.questions import questions
+from service.engines import loading, places
+from service.engines.base import EngineOptions
+from service.library.engine import load_engine
+from service.scoring import Scorer
+from tests.command_line import hallutracer
+from tests.engines import test_gguf
+from tests.fitting.planted import write_rows
+from tests.probes_store.hub_stand_in import Hub, hub_stand_in
+from tests.serve_process import ServeProcess
+
+NAME, SHARDED = "acme/tiny", "acme/sharded"
+QUIET: dict[str, Any] = {"report": lambda line: None}
+QUESTION = "What is the capital of Italy?"
+
+
+def sharded() -> dict[str, bytes]:
+    """The demo model in two files and their index."""
+    tensors, file_of = load_file(MODEL_DIR / "model.safetensors"), dict[str, str]()
+    files = {path.name: path.read_bytes() for path in MODEL_DIR.iterdir() if path.suffix != ".safetensors"}
+    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        files[file] = save({name: tensors[name] for name in names}, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(names, file)
+    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": file_of}).encode()
+    return files
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in MODEL_DIR.iterdir()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hub(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, bytes]) -> Iterator[Hub]:
+    """A hub with the demo model, whole and in shards; nothing of it was downloaded before."""
+    with hub_stand_in() as running, pytest.MonkeyPatch.context() as patch:
+        running.repository(NAME, plain)
+        running.repository(SHARDED, sharded())
+        patch.setattr(constants, "ENDPOINT", running.url)
+        template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        places.reachable.cache_clear()
+        yield running
+    places.reachable.cache_clear()
+
+
+@pytest.fixture
+def again() -> Iterator[None]:
+    """What a new process knows of the hub: nothing."""
+    places.reachable.cache_clear()
+    yield
+    places.reachable.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+def trained(store: Path, model: str, name: str) -> str:
+    """Train quickly on what the demo model has read often or not at all; return what ``train`` printed."""
+    rows = [{"prompt": row["prompt"], "label": int(row["exposures"] > 4), "group": row["group"]}
+            for row in questions("train")[::30]]  # fmt: skip
+    data = write_rows(store.parent / f"{store.name}-{name}.jsonl", rows)
+    fast = ("--forms", "none", "--seeds", "1", "--folds", "2", "--c", "0.03", "--no-evaluate", "--no-sample",
+            "--allow-no-signal", "--no-answer-probes", "--readout", "residual_stream")  # fmt: skip
+    done = hallutracer("train", "--model", model, "--data", str(data), "--name", name, "--store", str(store),
+                       "--run-dir", str(store.parent / f"{store.name}-run-{name}"), *fast)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def printed(store: Path) -> str:
+    return trained(store, NAME, "hub")
+
+
+def score(store: Path, model: str, bundle: str = "hub") -> float:
+    done = hallutracer("score", QUESTION, "--model", model, "--bundle", bundle, "--store", str(store), "--json")
+    assert done.returncode == 0, done.stderr
+    return float(json.loads(done.stdout)["data"][0]["risk"])
+
+
+def test_what_train_prints_next_is_what_works(hub: Hub, store: Path, printed: str) -> None:
+    command = next(line for line in printed.splitlines() if "hallutracer score" in line)
+    assert f"--model {NAME}" in command
+    model = Store(store).load("hub").manifest.model
+    assert (model.name, model.revision) == (NAME, hub.repositories[NAME].head)
+    risk = score(store, NAME)
+    with ht.load(NAME, bundle="hub", store=store, **QUIET) as detector:
+        assert detector.score([QUESTION])[0].risk == pytest.approx(risk, abs=1e-6)
+    verified = hallutracer("bundle", "verify", "hub", "--model", NAME, "--store", str(store))
+    assert (verified.returncode, "golden prompts gave the recorded risks" in verified.stdout) == (0, True)
+    for more in ((), ("--load",)):
+        done = hallutracer("doctor", "--model", NAME, "--bundle", "hub", "--store", str(store), "--port", "0", *more)
+        assert "was trained on this model, tokenizer and chat template" in done.stdout
+        assert not [line for line in done.stdout.splitlines() if line.startswith("fail") and "model" in line]
+    assert score(store, str(MODEL_DIR)) == pytest.approx(risk, abs=1e-6)  # the same weights in a folder
+
+
+def test_it_is_served_by_its_name_also_offline(hub: Hub, store: Path, printed: str) -> None:
+    variables = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE, "HF_HUB_OFFLINE": "1"}
+    asked = len(hub.requests)
+    with ServeProcess("--model", NAME, "--bundle", "hub", "--store", str(store), **variables) as service:
+        answer = httpx.post(f"{service.url}/score", json={"prompt": QUESTION}, timeout=60).json()
+    assert answer["data"][0]["risk"] == pytest.approx(score(store, NAME), abs=1e-6)
+    assert answer["model"] == NAME
+    assert not [one for one in hub.requests[asked:] if "/resolve/" in one and "HEAD" not in one]  # by ``score`` alone
+
+
+def test_the_cached_snapshot_is_enough_without_a_hub(
+    store: Path, printed: str, again: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    risk = score(store, NAME)
+    places.reachable.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert score(store, NAME) == pytest.approx(risk, abs=1e-6)
+
+
+def test_shards_a_folder_and_the_hub_are_one_model(hub: Hub, store: Path) -> None:
+    trained(store, SHARDED, "shards")
+    risk = score(store, SHARDED, "shards")
+    snapshot = next(Path(constants.HF_HUB_CACHE).glob("models--acme--sharded/snapshots/*"))
+    assert snapshot.name == Store(store).load("shards").manifest.model.revision
+    assert score(store, str(snapshot), "shards") == pytest.approx(risk, abs=1e-6)
+    folder = store.parent / "sharded"
+    shutil.copytree(snapshot, folder)
+    trained(store, str(folder), "folder")
+    assert Store(store).load("folder").manifest.model.revision == "local"
+    assert score(store, SHARDED, "folder") == pytest.approx(score(store, str(folder), "folder"), abs=1e-6)
+
+
+def test_a_gguf_file_is_trained_and_scored(store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = str(test_gguf.write(tmp_path / "tiny.gguf", "qwen2"))
+    assert f" --model {file} " in trained(store, file, "gguf")
+    assert 0 < score(store, file, "gguf") < 1
+
+
+def without_commit(store: Path, name: str) -> None:
+    """Publish ``hub`` again as versions before this one wrote it: trained on a hub name, and no commit recorded."""
+    made = Store(store).load("hub")
+    manifest = dataclasses.replace(
+        made.manifest, name=name, version=1, model=dataclasses.replace(made.manifest.model, revision="local")
+    )
+    Store(store).publish(BundleDraft(manifest, made.probes, made.golden, made.evaluation(), made.card()))
+
+
+def test_a_bundle_without_a_commit_is_compared_by_its_fingerprint(store: Path, printed: str) -> None:
+    without_commit(store, "before")
+    assert score(store, NAME, "before") == pytest.approx(score(store, NAME), abs=1e-6)
+
+
+def test_other_weights_under_the_same_name_are_another_revision(
+    hub: Hub, store: Path, printed: str, plain: dict[str, bytes], again: None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    without_commit(store, "old")
+    trained_at = hub.repositories[NAME].head
+    tensors = {name: tensor + 1e-3 for name, tensor in load_file(MODEL_DIR / "model.safetensors").items()}
+    hub.repository(NAME, plain | {"model.safetensors": save(tensors, metadata={"format": "pt"})})
+    bundle, old = Store(store).load("hub"), Store(store).load("old")
+    try:
+        engine = load_engine(EngineOptions(NAME), bundles=[bundle], **QUIET)  # which downloads them
+        with pytest.raises(WrongRevision, match=f"--revision {trained_at}") as caught:
+            Scorer(engine, bundle)
+        assert f"{NAME} at revision {trained_at}" in str(caught.value)
+        engine.close()
+        engine = load_engine(EngineOptions(NAME, revision=trained_at), bundles=[bundle], **QUIET)
+        assert engine.identity.revision == trained_at
+        Scorer(engine, bundle)
+        engine.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "loader", lambda config: pytest.fail("weights were read"))
+            with pytest.raises(WrongRevision, match=f"--revision {trained_at}"):
+                load_engine(EngineOptions(NAME), bundles=[bundle], **QUIET)
+            with pytest.raises(WrongModel, match="other weights"):
+                load_engine(EngineOptions(NAME), bundles=[old], **QUIET)
+        done = hallutracer("score", QUESTION, "--model", NAME, "--bundle", "hub", "--store", str(store))
+        assert (done.returncode, f"--revision {trained_at}" in done.stderr) == (1, True)
+    finally:
+        hub.repositories[NAME].commits.popitem()
+
+
+def test_all_files_are_those_of_one_commit(
+    hub: Hub, plain: dict[str, bytes], again: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The branch moves between the download of the configuration and of the weights."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    began = hub.repositories[NAME].head
+    theirs = loading.AutoConfig.from_pretrained
+
+    def moved(*given: Any, **how: Any) -> Any:
+        config = theirs(*given, **how)
+        if hub.repositories[NAME].head == began:
+            hub.repository(NAME, plain | {"model.safetensors": b"another"})
+        return config
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", moved)
+    try:
+        engine = load_engine(EngineOptions(NAME), **QUIET)
+        assert engine.identity.revision == began
+        engine.close()
+    finally:
+        hub.repositories[NAME].commits.popitem()
