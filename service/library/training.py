@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -244,7 +245,7 @@ def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
 def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> Path:
     """Return the file of the rows: the one that is named, or one that is written into the run folder."""
     if isinstance(rows, str | Path):
-        return Path(rows).expanduser()
+        return Path(os.path.expanduser(rows))
     path = folder / "rows.jsonl"
     given = (
         {
