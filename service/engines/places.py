@@ -22,6 +22,7 @@ from tqdm import tqdm
 from probes_store.errors import InvalidReference
 from probes_store.syntax import expanded
 from service.errors import ModelLoadError
+from service.progress import size_text
 
 CONFIG = "config.json"
 TIMEOUT_S = 5.0
@@ -199,7 +200,7 @@ def folder_of(file: Path) -> Path:
         raise _refused(f"cannot make {cache}: {error.strerror}; set HALLUTRACER_CACHE elsewhere") from None
     free, needed = shutil.disk_usage(cache).free, source.weights * NEEDED
     if free < needed:
-        said = f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB free"
+        said = f"{file.name} takes {size_text(needed)} dequantized, and {cache} has {size_text(free)} free"
         raise _refused(f"{said}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
     with _at_work(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)
