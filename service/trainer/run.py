@@ -214,8 +214,10 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
-    dataset = read_dataset(options.file, options.answers, folds=options.folds)
-    test = read_dataset(options.test, options.answers, folds=0) if options.test is not None else None
+    dataset = read_dataset(options.file, options.answers, folds=options.folds, columns=options.names)
+    test = None
+    if options.test is not None:
+        test = read_dataset(options.test, options.answers, folds=0, columns=options.names)
     every = (dataset,) if test is None else (dataset, test)
     for data in every:
         if options.answers == "generate":
@@ -223,7 +225,7 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     if test is not None:
         check_disjoint(dataset, test)
     if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
-        calibration = read_dataset(options.calibration, options.answers, folds=None)
+        calibration = read_dataset(options.calibration, options.answers, folds=None, columns=options.names)
         check_all_apply(calibration)
         for data in every:
             check_disjoint(data, calibration)
