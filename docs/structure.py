@@ -46,6 +46,7 @@ ROLES = {
     "service.json_limits": ("how much JSON of a caller is taken", GROUND),
     "service.batch_writer": ("a thread that writes what waits", GROUND),
     "service.progress": ("lines about long steps", GROUND),
+    "service.proxies": ("which requests go through a proxy", GROUND),
 }
 WIDTH, ROW, GAP, LEFT = 760, 44, 8, 40
 

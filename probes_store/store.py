@@ -24,7 +24,7 @@ from probes_store.bundle import SIGNATURE, Bundle, BundleDraft, check_total, loa
 from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound, StoreUnreachable
 from probes_store.local import LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
-from probes_store.syntax import ALIASES, HUB, PRODUCTION, check_name, is_url, parse_reference, readable_json
+from probes_store.syntax import ALIASES, HUB, PRODUCTION, check_name, expanded, is_url, parse_reference, readable_json
 from probes_store.trust import RequiredSignature, Signing, check_bundle_closed, check_closed
 
 if TYPE_CHECKING:
@@ -198,7 +198,8 @@ class Store:
     def __init__(
         self, place: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
     ) -> None:
-        """``cache``: where copies are kept if ``place`` is a URL.  Raises InvalidReference for a wrong URL."""
+        """``cache``: where copies are kept if ``place`` is a URL.  Raises InvalidReference for a wrong URL,
+        and for a folder in a home that does not exist."""
         self.own: Backend
         if isinstance(place, str) and is_url(place):
             source: Bucket | HubSource
@@ -208,10 +209,10 @@ class Store:
                 source = HubSource(place)
             else:
                 source = Bucket(place)
-            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "stores"
-            self.own = RemoteBackend(source, caches if cache is None else cache.expanduser())
+            caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer" / "stores"
+            self.own = RemoteBackend(source, expanded(caches if cache is None else cache, "HALLUTRACER_STORE_CACHE"))
         else:
-            self.own = LocalBackend(Path(place).expanduser())
+            self.own = LocalBackend(expanded(place, "HALLUTRACER_STORE"))
         self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
         self._told: set[str] = set()

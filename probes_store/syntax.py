@@ -8,6 +8,7 @@ import numbers
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from probes_store.errors import BadValue, BundleConflict, InvalidReference, NotFinite, Truncated, UnknownField
@@ -30,6 +31,18 @@ _REFERENCE = re.compile(
 _PART = r"(?![A-Za-z0-9._-]*(?:--|\.\.))[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 # A revision becomes a file's name in huggingface_hub's cache, so it must not lead anywhere.
 _ADDRESS = re.compile(rf"{HUB}({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
+
+
+def expanded(path: Path | str, variable: str) -> Path:
+    """Return the path with ~ as the home folder.
+
+    Raises InvalidReference where there is none, as for a user without an entry in a container, naming ``variable``."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InvalidReference(
+            f"{path} cannot be found: this process has no home folder", cure=f"Set {variable}, or HOME"
+        ) from None
 
 
 def canonical_json(value: object) -> bytes:

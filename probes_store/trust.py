@@ -21,6 +21,7 @@ from typing import Any
 from probes_store.bundle import Bundle, read_signature
 from probes_store.errors import InvalidReference, OpenStore, SignatureMismatch, SignatureMissing, SigningError, one_line
 from probes_store.local import write_files
+from probes_store.syntax import expanded
 
 SIGSTORE = "sigstore:"
 EXPECTED = "a PEM file with a public key or certificates, or sigstore:IDENTITY@ISSUER"
@@ -76,7 +77,7 @@ def required_signature(text: str) -> RequiredSignature:
         if not identity or not issuer:
             raise InvalidReference("no identity", expected=EXPECTED, found=ascii(text), cure="ISSUER is a https URL")
         return RequiredSignature(identity=identity, issuer=f"https://{issuer}")
-    path = Path(text).expanduser()
+    path = expanded(text, "HALLUTRACER_REQUIRE_SIGNATURE")
     try:
         data = path.read_bytes()
     except OSError as error:

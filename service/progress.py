@@ -18,6 +18,14 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+def size_text(size: float) -> str:
+    """Return bytes for people, in a unit in which they are not 0.0."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 2**power / 4:
+            return f"{size / 2**power:.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
 @contextmanager
 def progress(what: str, report: Report = note, stage: Callable[[], str] | None = None) -> Iterator[None]:
     """Report a step that takes longer than 3 s: then, every 15 s, and at its end.

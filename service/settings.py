@@ -8,6 +8,7 @@ gives a default.  ``--port``, ``HALLUTRACER_PORT`` and the configuration key ``p
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,7 +79,7 @@ def option(
 def _shown(default: Any) -> str | None:
     if default in (None, (), "", False):
         return None
-    return str(default).replace(str(Path.home()), "~", 1) if isinstance(default, Path) else str(default)
+    return str(default).replace(os.path.expanduser("~"), "~", 1) if isinstance(default, Path) else str(default)
 
 
 def section(title: str, place: int) -> Parameter:

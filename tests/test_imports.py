@@ -34,7 +34,14 @@ LAYERS = [
     ["service.options"],
     ["service.settings"],
     ["service.access.routes"],
-    ["service.errors", "service.progress", "service.batch_writer", "service.access.callers", "service.tool_calls"],
+    [
+        "service.errors",
+        "service.progress",
+        "service.batch_writer",
+        "service.proxies",
+        "service.access.callers",
+        "service.tool_calls",
+    ],
     ["service.json_limits"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -13,6 +13,7 @@ from httpx_sse import EventSource, SSEError
 from service.errors import HalluTracerError, UpstreamFailed
 from service.json_limits import excess
 from service.policies.guard import Upstream
+from service.proxies import AsyncProxyTransport, Proxies
 from service.serving.metrics import Metrics, Outcome
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Forwarder:
     """One pool of connections for all upstreams."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._client, self._metrics = httpx.AsyncClient(follow_redirects=False), metrics
+        self._proxies, self._metrics = Proxies.of_environment(), metrics
+        self._client = httpx.AsyncClient(transport=AsyncProxyTransport(self._proxies), follow_redirects=False)
 
     async def close(self) -> None:
         """End what is under way."""
@@ -57,14 +59,16 @@ class Forwarder:
     ) -> AsyncIterator[tuple[httpx.Response, UpstreamCall | None]]:
         call = None if trace is None else trace.upstream(upstream, route)
         timeout = httpx.Timeout(upstream.timeout_s, connect=min(CONNECT_S, upstream.timeout_s))
+        address = upstream.url + route.removeprefix("/v1")
+        asked = upstream.host + self._proxies.described(httpx.URL(address))
         outcome: Outcome = "given_up"  # the client left, or the deadline passed
         code: str | None = outcome
         try:
             headers = upstream.headers() | {"accept-encoding": "identity"} | ({} if call is None else call.headers)
-            address, content = upstream.url + route.removeprefix("/v1"), {**body, "model": upstream.model}
+            content = {**body, "model": upstream.model}
             async with self._client.stream("POST", address, json=content, headers=headers, timeout=timeout) as response:
                 if response.status_code != httpx.codes.OK:
-                    raise UpstreamFailed(f"{upstream.host} answered with status {response.status_code}")
+                    raise UpstreamFailed(f"{asked} answered with status {response.status_code}")
                 if response.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
                     raise UpstreamFailed(f"{upstream.host} sent a compressed answer, though asked for a plain one")
                 response.stream = _Bounded(upstream, response.stream)
@@ -72,9 +76,10 @@ class Forwarder:
             outcome, code = "answered", None
         except (httpx.HTTPError, SSEError, HalluTracerError) as error:
             if isinstance(error, httpx.TimeoutException):
-                error = UpstreamFailed(f"{upstream.host} took longer than {upstream.timeout_s:g} s")
+                error = UpstreamFailed(f"{asked} took longer than {upstream.timeout_s:g} s")
             elif not isinstance(error, HalluTracerError):
-                error = UpstreamFailed(f"{upstream.host} could not be reached or read: {type(error).__name__}")
+                why = f": {error}" if isinstance(error, httpx.ProxyError) else ""
+                error = UpstreamFailed(f"{asked} could not be reached or read: {type(error).__name__}{why}")
             outcome, code = "failed", error.code
             raise error from None
         finally:

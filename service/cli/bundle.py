@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -30,7 +31,7 @@ Candidate = Annotated[str, Parameter(help="NAME:VERSION or NAME@ALIAS, such as m
 
 def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common: Common = Common()) -> None:
     """List every bundle; damaged ones with what is wrong."""
-    if not is_url(store.store) and store.store != DEFAULT_STORE and not Path(store.store).expanduser().is_dir():
+    if not is_url(store.store) and store.store != DEFAULT_STORE and not Path(os.path.expanduser(store.store)).is_dir():
         note(f"there is no folder {store.store}: only the shipped bundles are listed")
     rows = [_described(summary) for summary in open_store(store).list()]
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -143,6 +144,8 @@ def make_app(sources: Sources, *, whole_help: bool = True, given: Sequence[str] 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted."""
+    # Without a home that can be written it works all the same, and tells of its folders in two lines.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     sources = Sources()
     given = sys.argv[1:] if arguments is None else arguments
     try:

@@ -39,7 +39,7 @@ class ScoreOptions:
     """What is scored, and what is reported of it."""
 
     input: Annotated[Path | None, option(
-        "JSONL with 'prompt' or 'messages' in each row; - reads standard input."
+        "Rows with 'prompt' or 'messages', in JSONL, .csv, .tsv or .parquet; - reads JSONL from standard input."
         ), Parameter(allow_leading_hyphen=True)] = None  # fmt: skip
     output: Output = None
     threshold: Threshold = None

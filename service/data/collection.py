@@ -23,6 +23,7 @@ from service.engines.base import Completion, Engine, Sampling
 from service.engines.checks import beyond_onset
 from service.engines.thoughts import OPENED, TAIL, opens_thought, spoken, with_marks
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
+from service.progress import size_text
 from service.prompts import PromptFormat, continuation, render
 from service.readout import Pooling, Site
 
@@ -220,8 +221,8 @@ def _reserve(folder: Path, sizes: dict[Path, int], *, started: bool) -> None:
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     need, free = sum(sizes.values()) - held, shutil.disk_usage(folder).free
     if need > free:
-        raise TrainingError(f"{folder} needs {need / 2**30:.2f} GiB more and the disk has {free / 2**30:.2f} GiB free: "
-                            "name a run folder on another disk, or collect less", param="run_dir")  # fmt: skip
+        raise TrainingError(f"{folder} needs {size_text(need)} more and the disk has {size_text(free)} free: name a "
+                            "run folder on another disk with --run-dir, or collect less", param="run_dir")  # fmt: skip
     for path, size in sizes.items():
         with path.open("ab") as file:
             file.truncate(size)

@@ -27,6 +27,7 @@ import httpx
 from service.data.calls import expectation_problem, meets
 from service.data.options import JudgeOptions
 from service.errors import TrainingError
+from service.proxies import Proxies, ProxyTransport
 
 Judge = Callable[[str, str, Sequence[str]], bool]  # question, answer, accepted answers -> factual
 
@@ -129,7 +130,9 @@ class OpenAIJudge:
         self._options = options
         self._url = options.judge_url.rstrip("/") + "/chat/completions"
         headers = {"Authorization": f"Bearer {options.judge_key}"} if options.judge_key else {}
-        self._client = httpx.Client(timeout=TIMEOUT_S, headers=headers)
+        proxies = Proxies.of_environment()
+        self._client = httpx.Client(timeout=TIMEOUT_S, headers=headers, transport=ProxyTransport(proxies))
+        self._asked = self._url + proxies.described(httpx.URL(self._url))  # how errors call it
         self._sleep = sleep
 
     def __call__(self, question: str, answer: str, accepted: Sequence[str]) -> bool:
@@ -152,7 +155,7 @@ class OpenAIJudge:
             if response.status_code != 200:
                 cause = f"answered {response.status_code}: {response.text[:200]}"
                 if response.status_code != 429 and response.status_code < 500:
-                    raise TrainingError(f"the judge at {self._url} {cause}; check model and key", param="judge")
+                    raise TrainingError(f"the judge at {self._asked} {cause}; check model and key", param="judge")
                 continue
             try:
                 reply = response.json()["choices"][0]["message"]["content"]
@@ -164,7 +167,7 @@ class OpenAIJudge:
                 return word == "yes"
             cause = f"said {reply!r} where yes or no was asked for"
         tries = f"(after {RETRIES + 1} tries; judged answers are kept, run again)"
-        raise TrainingError(f"the judge at {self._url} {cause} {tries}", param="judge")
+        raise TrainingError(f"the judge at {self._asked} {cause} {tries}", param="judge")
 
 
 PART_JUDGES = ("contains", "regex", "openai")

@@ -23,16 +23,18 @@ Labels = Literal["given", "generate"]
 JudgeName = Literal["exact", "contains", "regex", "openai", "similarity", "calls"]
 
 PYTHON = Parameter(parse=False)
-ROWS = option("JSONL rows: prompt or messages, label or answers; id and group if any.  evaluate: also NAME=FOLDER for "
-              "a public set you downloaded ('hallutracer data list'), and repeatable.")  # fmt: skip
+ROWS = option("Rows: prompt or messages, label or answers; id and group if any.  JSONL, also packed (.gz), .csv, .tsv "
+              "or .parquet (needs pyarrow).  evaluate: also NAME=FOLDER for a public set you downloaded "
+              "('hallutracer data list'), and repeatable.")  # fmt: skip
 Data = Annotated[tuple[str, ...], ROWS, Parameter(metavar="FILE")]
 GeneratedLabels = Annotated[Labels | None, option(
-    "given: each row's 'label' (1 factual, 0 hallucinated).  generate: the model answers greedily and a judge "
-    "compares with 'answers'.  Default of guarantee: as the bundle's own rows were labelled; of evaluate: the set's "
-    "own, or given where a row has a label.")]  # fmt: skip
+    "given: each row's 'label' (\"factual\" or \"hallucinated\", or 1 and 0).  generate: the model "
+    "answers greedily and a judge compares with 'answers'.  Default of guarantee: as the bundle's own rows were "
+    "labelled; of evaluate: the set's own, or given where a row has a label.")]  # fmt: skip
 BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=AT_LEAST_1)]
 RunDir = Annotated[Path | None, option(
-    "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME.")]  # fmt: skip
+    "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME, or "
+    "runs/NAME-2 and so on where a finished run that read something else has that.")]  # fmt: skip
 DRY_RUN = option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
 Seed = Annotated[int, option("Another seed draws others; of guarantee, the order of the rows.", limits=Range(0))]
 

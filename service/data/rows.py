@@ -1,48 +1,76 @@
-"""JSONL input: one object per line, problems reported by line."""
+"""Rows of a file, checked one by one, with problems reported by line."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from service.errors import DataError
+from service.data.row_files import read_lines
 
 Message = dict[str, str]
 MARK_DIGITS = 16  # hexadecimal
+LABELS = {"factual": 1, "hallucinated": 0}  # as a row may say it; the numbers, too
+LIKELY = {  # field -> what others call it
+    "prompt": ("question", "query", "input", "instruction", "text", "problem"),
+    "answers": ("answer", "accepted", "accepted_answers", "ground_truth", "reference", "expected", "target", "output"),
+}
 ROLES = ("system", "user", "assistant")  # as the service takes them; many templates drop any other silently
 
 
-def objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def label_of(value: Any) -> int | None:
+    """Return 1 (factual) or 0 (hallucinated); None for what says neither, as true does: it may mean the opposite."""
+    if isinstance(value, str):
+        return LABELS.get(value.strip().lower())
+    return int(value) if type(value) in (int, float) and value in (0, 1) else None
+
+
+def accepted_of(value: Any) -> Any:
+    """Return a row's ``answers``: a single text is one accepted answer."""
+    return [value] if isinstance(value, str) else value
+
+
+def likely_columns(value: Mapping[str, Any], *fields: str) -> str:
+    """Return what ``--columns`` would call the row's own keys, for those of ``fields`` that it lacks; else ""."""
+    called = {field: next((key for key in value if key.lower() in LIKELY[field]), None) for field in fields}
+    return ",".join(f"{field}={key}" for field, key in called.items() if key and field not in value)
+
+
+def objects(
+    path: Path, problems: list[str], columns: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line number and object of each non-blank line; problems of the other lines are added to ``problems``.
 
-    ``-`` reads stdin.  Raises DataError where the file cannot be opened."""
-    with ExitStack() as stack:
+    JSON lines, or a format of ``row_files``; ``-`` reads stdin; ``columns``: what the file calls our
+    fields.  Raises DataError for a file that is neither."""
+    for line, data in read_lines(path):
+        if isinstance(data, dict):
+            yield line, _renamed(data, columns)
+            continue
+        if not data.strip():
+            continue
         try:
-            file = sys.stdin.buffer if str(path) == "-" else stack.enter_context(path.open("rb"))
-        except OSError as error:
-            raise DataError(str(path), [f"cannot be read: {error.strerror}"]) from error
-        for line, data in enumerate(file, 1):
-            if not data.strip():
-                continue
-            if line == 1:
-                data = data.removeprefix(codecs.BOM_UTF8)
-            try:
-                value = json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats)
-            except UnicodeDecodeError as error:
-                problems.append(f"line {line}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8")
-            except (ValueError, RecursionError) as error:
-                problems.append(f"line {line}: invalid JSON: {error}")
+            value = json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats)
+        except UnicodeDecodeError as error:
+            problems.append(f"line {line}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8")
+        except (ValueError, RecursionError) as error:
+            problems.append(f"line {line}: invalid JSON: {error}")
+        else:
+            if isinstance(value, dict):
+                yield line, _renamed(value, columns)
             else:
-                if isinstance(value, dict):
-                    yield line, value
-                else:
-                    problems.append(f"line {line}: a JSON object is expected, found {_kind(value)}")
+                problems.append(f"line {line}: a JSON object is expected, found {_kind(value)}")
+
+
+def _renamed(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the object with our names for the fields that ``columns`` calls otherwise."""
+    if not columns:
+        return value
+    named = {field: value[key] for field, key in columns.items() if key in value}
+    return {key: cell for key, cell in value.items() if key not in {*columns.values(), *named}} | named
 
 
 def id_of(value: dict[str, Any], line: int) -> str:

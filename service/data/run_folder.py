@@ -8,7 +8,8 @@ rows-<site>-answer.f32         mean over the tokens of a generated answer; zeros
 first_token.f64      [N, 2] log maximum probability, entropy (nats)
 journal.jsonl        one line per finished batch, written after its data reached the disk
 answers.jsonl        generated answers, one line per row that applies, in the order of the plan
-labels-<key>.jsonl   verdicts of one judge with one set of options"""
+labels-<key>.jsonl   verdicts of one judge with one set of options
+finished.json        above these: what the whole run read, once its bundle was published"""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,29 @@ from service.readout import Geometry, Site
 IN_FORMS = "{}-forms.jsonl"  # beside the folder of this name: its rows, where the user's questions were put into forms
 
 
+FINISHED = "finished.json"
+
+
+def unfinished_folder(folder: Path, reads: dict[str, Any]) -> Path:
+    """Return ``folder``, or folder-2, folder-3, ...: the first in which no run that read something else has finished.
+
+    ``reads``: rows, model and options that all files of the run depend on."""
+    wanted = json.loads(json.dumps(reads))
+    for number in count(1):
+        one = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            if json.loads((one / FINISHED).read_text(encoding="utf-8")) == wanted:
+                return one
+        except (OSError, ValueError):
+            return one
+    raise AssertionError
+
+
+def finish(folder: Path, reads: dict[str, Any]) -> None:
+    """Note that the run is done: another one of the same name leaves its files alone."""
+    atomic_write(folder / FINISHED, (json.dumps(reads, indent=2, sort_keys=True) + "\n").encode())
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of ``folder``; the lock ends with this process.
@@ -42,7 +67,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunMismatch(f"{folder} is in use by another process: wait for it, or name another run folder",
+            raise RunMismatch(f"{folder} is in use by another process: wait for it, or name another --run-dir",
                               param="run_dir") from error  # fmt: skip
         yield
     finally:
@@ -59,7 +84,7 @@ def claim(folder: Path, fingerprint: dict[str, Any]) -> None:
     if not path.exists():
         leftover = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
         if leftover:
-            raise RunMismatch(f"{folder} has no run.json but holds {leftover[0]!r}: name a new or empty run folder")
+            raise RunMismatch(f"{folder} has no run.json but holds {leftover[0]!r}: name a new or empty --run-dir")
         atomic_write(path, (json.dumps(wanted, indent=2, sort_keys=True) + "\n").encode())
         return
     try:
@@ -75,7 +100,7 @@ def _check_same(folder: Path, recorded: Any, wanted: Any, field: str) -> None:
             _check_same(folder, recorded.get(key), wanted.get(key), f"{field}.{key}" if field else key)
     elif recorded != wanted:
         raise RunMismatch(f"{folder} was begun with {field} = {recorded!r}, this run has {wanted!r}: name another run "
-                          "folder, or delete this one", param=field)  # fmt: skip
+                          "folder with --run-dir, or delete this one", param=field)  # fmt: skip
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:

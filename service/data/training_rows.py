@@ -1,9 +1,9 @@
 """JSONL training rows, parsed once; every problem is reported by line number before a model is loaded.
 
-A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` (1 factual,
-0 hallucinated) and, where it is known, the ``answer`` that it is about, with which ``messages`` may end instead, or
-``answers`` (accepted answers, for labels that are generated and judged); ``group`` (rows that folds keep together; rows
-with the same prompt always are, and so are rows without a group that ask the same in other words);
+A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` ("factual" or
+"hallucinated", or 1 and 0) and, where it is known, the ``answer`` that it is about, with which ``messages`` may end
+instead, or ``answers`` (accepted answers, or one, for labels that are generated and judged); ``group`` (rows that folds
+keep together; rows with the same prompt always are, and so are rows without a group that ask the same in other words);
 ``applies``, false for a row that asks for no fact: it has neither ``label`` nor ``answers``.
 Other keys are metadata; ``kind``, ``template`` and ``form`` name strata of the evaluation.
 
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +29,14 @@ from service.data.near_duplicates import near_duplicates
 from service.data.options import Labels
 from service.data.rows import (
     Message,
+    accepted_of,
     check_id,
     check_prompt,
     check_text,
     id_of,
     id_problem,
+    label_of,
+    likely_columns,
     objects,
     prompt_digest,
     split_answer,
@@ -157,8 +161,12 @@ class Dataset:
         return remarks
 
 
-def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
+def read_dataset(
+    path: Path, labels: Labels, *, folds: int | None, columns: Mapping[str, str] = MappingProxyType({})
+) -> Dataset:
     """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
+
+    ``columns``: what the file calls fields of ours, by these.
 
     Each class must have ``folds`` groups; 0 requires one row of each class only (a held-out file), None nothing.
     Raises DataError: every problem of the file, by line number."""
@@ -167,16 +175,17 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
     own_groups = False
     first: dict[str, int] = {}
     numbered: set[int] = set()
-    values, digest = _checked(path, problems, lambda value: _check_row(value, labels))
+    values, digest = _checked(path, problems, lambda value: _check_row(value, labels), columns)
     for line, value in values:
         problems += [f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)]
         own_groups |= "group" in value
         messages, answer = split_answer(value["messages"]) if "messages" in value else (None, "")
-        answers: Any = value.get("answers")  # also of a row that has a label: they tell whether a passage states one
+        # Also of a row that has a label: they tell whether a passage states one.
+        answers = accepted_of(value.get("answers"))
         texts = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
         rows.append(Row(
             line=line, id=id_of(value, line), prompt=value.get("prompt"), messages=messages,
-            group=value.get("group", ""), label=value.get("label") if labels == "given" else None,
+            group=value.get("group", ""), label=label_of(value.get("label")) if labels == "given" else None,
             answers=tuple(answers) if texts else (), prompt_digest=prompt_digest(value),
             strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},
             applies=value.get("applies", True),
@@ -195,11 +204,11 @@ def read_dataset(path: Path, labels: Labels, *, folds: int | None) -> Dataset:
 
 
 def _checked(
-    path: Path, problems: list[str], check: Callable[[dict[str, Any]], Iterable[str]]
+    path: Path, problems: list[str], check: Callable[[dict[str, Any]], Iterable[str]], columns: Mapping[str, str]
 ) -> tuple[list[tuple[int, dict[str, Any]]], str]:
     """Return the objects of a file in which ``check`` finds nothing, by line, and their digest; add ``problems``."""
     digest, found = hashlib.sha256(), list[tuple[int, dict[str, Any]]]()
-    for line, value in objects(path, problems):
+    for line, value in objects(path, problems, columns):
         of_line = [f"line {line}: {problem}" for problem in check(value)]
         problems += of_line
         if not of_line:
@@ -213,7 +222,11 @@ def _checked(
 def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
     yield from check_id(value)
     yield from check_text(value, "group", required=False)
-    yield from check_prompt(value)
+    asked = () if "messages" in value else ("prompt",)
+    likely = likely_columns(value, *asked, *(("answers",) if labels == "generate" else ()))
+    renamed = f": --columns {likely} would read this row"
+    for problem in check_prompt(value):
+        yield problem + (renamed if likely.startswith("prompt=") else "")
     applies = value.get("applies", True)
     if not isinstance(applies, bool):
         yield f"'applies' must be true or false, found {json.dumps(applies)[:60]}"
@@ -225,8 +238,9 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
         if "label" not in value:
             cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
             yield f"'label' is missing{cure}"
-        elif type(value["label"]) is not int or value["label"] not in (0, 1):
-            yield f"'label' must be the number 1 (factual) or 0 (hallucinated), found {json.dumps(value['label'])[:60]}"
+        elif label_of(value["label"]) is None:
+            found = json.dumps(value["label"])[:60]
+            yield f'\'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these, found {found}'
         if not isinstance(value.get("answer", ""), str):
             found = json.dumps(value["answer"])[:60]
             yield f"'answer' must be a string, the answer that 'label' is about, found {found}"
@@ -234,13 +248,14 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
             yield "'messages' ends with an answer, and 'answer' is another: keep one"
     elif "answers" not in value:
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
+        cure = cure or (renamed if likely.startswith("answers=") else "")
         yield f"'answers' is missing{cure}"
-    elif not isinstance(value["answers"], list) or not value["answers"]:
-        yield "'answers' must be a non-empty list of strings"
-    elif not all(isinstance(answer, str) and answer.strip() for answer in value["answers"]):
+    elif not isinstance(answers := accepted_of(value["answers"]), list) or not answers:
+        yield "'answers' must be a string or a non-empty list of strings"
+    elif not all(isinstance(answer, str) and answer.strip() for answer in answers):
         yield "'answers' must hold non-empty strings only"
     else:
-        yield from check_text({"answers": " ".join(value["answers"])}, "answers", required=True)
+        yield from check_text({"answers": " ".join(answers)}, "answers", required=True)
 
 
 def _answer_in(value: dict[str, Any]) -> str:
@@ -370,13 +385,13 @@ class TrafficFile:
         return self.rows[0].risk is not None
 
 
-def read_traffic(path: Path, bundle_digest: str) -> TrafficFile:
+def read_traffic(path: Path, bundle_digest: str, columns: Mapping[str, str] = MappingProxyType({})) -> TrafficFile:
     """Read and check a whole file; a risk that names its bundle must be of the one with ``bundle_digest``.
 
     Raises DataError: every problem of the file, by line number."""
     problems: list[str] = []
     rows: list[TrafficRow] = []
-    values, digest = _checked(path, problems, lambda value: _check_traffic(value, bundle_digest))
+    values, digest = _checked(path, problems, lambda value: _check_traffic(value, bundle_digest), columns)
     for line, value in values:
         asked = prompt_digest(value) if "prompt" in value or "messages" in value else None
         own = f"line {line}" if asked is None else f"prompt {asked.hex()}"

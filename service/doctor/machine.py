@@ -24,6 +24,7 @@ from typing import Literal
 from probes_store.errors import BundleError
 from service import __version__
 from service.errors import HalluTracerError
+from service.progress import size_text
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
 
 Status = Literal["ok", "warn", "fail"]
@@ -78,11 +79,6 @@ def summary(findings: Sequence[Finding]) -> Finding:
         return fail("result", said, "mend what failed, from the top")
     said = f"serve would serve; not all is as it should be: {warned} warned"
     return warn("result", said) if warned else ok("result", "serve would serve")
-
-
-def shown(size: float) -> str:
-    """Return bytes, for people."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 4 else f"{size / 2**20:.1f} MiB"
 
 
 def check_packages() -> Iterator[Finding]:
@@ -192,7 +188,7 @@ def check_disk(folders: dict[str, Path]) -> Iterator[Finding]:
             continue
         seen.add(device)
         free, enough = shutil.disk_usage(there).free, ENOUGH.get(what, GIB)
-        found = f"{shown(free)} free for {what} in {folder}"
+        found = f"{size_text(free)} free for {what} in {folder}"
         if free < enough // 10:
             yield fail("disk", found, "make room, or choose another place")
         else:

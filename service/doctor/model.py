@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from probes_store.errors import BundleError
 from probes_store.syntax import is_url
-from service.doctor.machine import TEMPORARY, Finding, fail, memory_free, ok, shown, warn
+from service.doctor.machine import TEMPORARY, Finding, fail, memory_free, ok, warn
+from service.progress import size_text
 from service.settings import DEFAULT_SHARE
 
 if TYPE_CHECKING:
@@ -112,18 +113,18 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         yield warn("template", f"{files.name} has no chat template, so the routes for chats refuse every request",
                    "send text to /v1/completions or /score, or put a chat_template.jinja beside the model")  # fmt: skip
     size = sum(path.stat().st_size for path in weights)
-    yield ok("model", f"{files.name}, {config.model_type}, {shown(size)} in {files.folder}")
+    yield ok("model", f"{files.name}, {config.model_type}, {size_text(size)} in {files.folder}")
     if choose_device(options.device).type == "cpu":  # else the weights lie in the GPU's memory
         saved: Any = getattr(config, "dtype", None)
         chosen = choose_dtype(options.dtype, config, choose_device("cpu"))
         needed = size * (chosen.itemsize / saved.itemsize if saved in DTYPES.values() else 1.0)
         free = memory_free()
         if free is not None and needed > free:
-            yield fail("memory", f"the weights take {shown(needed)}, and {shown(free)} are free",
+            yield fail("memory", f"the weights take {size_text(needed)}, and {size_text(free)} are free",
                        "a larger limit, --dtype bfloat16, or a smaller model")  # fmt: skip
         else:
-            of = "" if free is None else f" of {shown(free)} that are free"
-            yield ok("memory", f"{shown(needed)} for the weights{of}")
+            of = "" if free is None else f" of {size_text(free)} that are free"
+            yield ok("memory", f"{size_text(needed)} for the weights{of}")
     found: Any = SimpleNamespace(
         model=files.name, fingerprint=folder_fingerprint(files.folder), revision=files.revision,
         geometry=geometry(config),

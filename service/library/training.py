@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -244,8 +246,7 @@ def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
 def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> Path:
     """Return the file of the rows: the one that is named, or one that is written into the run folder."""
     if isinstance(rows, str | Path):
-        return Path(rows).expanduser()
-    path = folder / "rows.jsonl"
+        return Path(os.path.expanduser(rows))
     given = (
         {
             key: value
@@ -255,9 +256,15 @@ def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> P
         for row in rows
     )
     lines = [json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in given]
+    text = "".join(lines).encode("utf-8", "surrogatepass")
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(lines), encoding="utf-8", errors="surrogatepass")
-    return path
+    names = chain(["rows.jsonl"], (f"rows-{number}.jsonl" for number in count(2)))
+    for path in map(folder.joinpath, names):
+        if not path.exists():
+            path.write_bytes(text)
+        if path.read_bytes() == text:  # rows of an earlier run stay as they are
+            return path
+    raise AssertionError
 
 
 def _plain(value: Any) -> Any:

@@ -59,7 +59,9 @@ def recalibrate_by_feedback(
     """
     evaluation, signals = bundle.evaluation(), bundle.manifest.signals
     check_not_recalibrated(bundle, evaluation)
-    seen = frozenset[str]().union(*(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on)))
+    seen = frozenset[str]().union(
+        *(marks.prompts for _, marks in seen_by(bundle, evaluation, options.trained_on, options.names))
+    )
     where = location(options.feedback)
     database = where.open(create=False)
     try:

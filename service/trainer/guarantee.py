@@ -106,7 +106,7 @@ def plan(bundle: Bundle, options: GuaranteeOptions, store: Store) -> GuaranteePl
         key: tuple(value) if isinstance(value, list) else value for key, value in (gates or {}).items()
     }
     made = GuaranteePlan(rows, None if gates is None else GateProfile(**lists))
-    seen = list(new_rows.seen_by(bundle, evaluation, options.trained_on))
+    seen = list(new_rows.seen_by(bundle, evaluation, options.trained_on, options.names))
     for what, version, record in new_rows.spent_sets(store, bundle):
         if record["data"]["digest"] == dataset.digest and record.get("question") == made.question:
             return replace(made, done=version)

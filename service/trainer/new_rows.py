@@ -76,7 +76,9 @@ def words_mark(row: Row) -> str:
     return group_mark(json.dumps([sorted(words), digits]))
 
 
-def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[str]) -> Iterator[tuple[str, Marks]]:
+def seen_by(
+    bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[str], columns: Mapping[str, str]
+) -> Iterator[tuple[str, Marks]]:
     """Yield the rows that a bundle was fitted and tested on, each set with what it is called.
 
     A bundle of an older trainer records only the digests of its files: ``trained_on`` must name them.
@@ -84,7 +86,8 @@ def seen_by(bundle: Bundle, evaluation: Mapping[str, Any], trained_on: Sequence[
     recorded = evaluation.get("rows_seen", {})
     for what, marks in recorded.items():
         yield f"the {what} rows of {bundle.manifest.name}", Marks.read(marks)
-    files = [read_dataset(Path(path), bundle.manifest.training.labels, folds=None) for path in trained_on]
+    labels = bundle.manifest.training.labels
+    files = [read_dataset(Path(path), labels, folds=None, columns=columns) for path in trained_on]
     yield from ((str(dataset.path), Marks.of(dataset)) for dataset in files)
     held_out = (evaluation.get("held_out") or {}).get("digest")
     for what, digest in (("training", bundle.manifest.training.data_digest), ("held-out", held_out)):
@@ -167,7 +170,7 @@ def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int 
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
         raise TrainingError(f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
                             "under another name (--new-name)", param="name")  # fmt: skip
-    dataset = read_dataset(options.file, options.answers, folds=folds)
+    dataset = read_dataset(options.file, options.answers, folds=folds, columns=options.names)
     check_all_apply(dataset)
     if options.answers == "generate":
         check_answers(dataset, options)

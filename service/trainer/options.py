@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from service.fitting.estimator import DepthMeanProbe
     from service.fitting.thresholds import GateRule
 
+FIELDS = ("prompt", "messages", "answers", "answer", "label", "group", "id", "kind", "applies")
 MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
 SIGNALS: dict[str, tuple[Signal, ...]] = {
     "depth_mean": (DEPTH_MEAN,), "depth_mean,first_token": (DEPTH_MEAN, *FIRST_TOKEN),
@@ -80,6 +81,24 @@ class RowsOptions(JudgeOptions, LabelOptions):
     data: Data = ()
     labels: GeneratedLabels = None
     run_dir: RunDir = None
+    columns: Annotated[str, option(
+        "What your files call the fields of a row: FIELD=YOURS with commas, such as "
+        "prompt=question,answers=answer.", metavar="NAMES")] = ""  # fmt: skip
+
+    def check(self) -> None:
+        """Raise TrainingError for an invalid value, such as names of columns that name none."""
+        super().check()
+        _ = self.names
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return what the files call a field, by the field.  Raises TrainingError for what is not FIELD=YOURS."""
+        pairs = [part.strip().partition("=") for part in self.columns.split(",") if part.strip()]
+        wrong = [field for field, _, own in pairs if field not in FIELDS or not own]
+        if wrong:
+            raise TrainingError(f"columns: FIELD=YOURS is expected, where FIELD is one of {', '.join(FIELDS)}, and "
+                                f"not {wrong[0]!r}", param="columns")  # fmt: skip
+        return {field: own for field, _, own in pairs}
 
     @property
     def file(self) -> Path:

@@ -60,15 +60,17 @@ def _plan(
     rows = read_new_rows(bundle, options, store, folds=FOLDS)
     evaluation = rows.evaluation
     check_not_recalibrated(bundle, evaluation)
-    traffic = None if options.traffic is None else read_traffic(options.traffic, bundle.manifest.digest)
-    check_unspent(rows.dataset, list(seen_by(bundle, evaluation, options.trained_on)))
+    traffic = None if options.traffic is None else read_traffic(options.traffic, bundle.manifest.digest, options.names)
+    check_unspent(rows.dataset, list(seen_by(bundle, evaluation, options.trained_on, options.names)))
     if traffic is None:
         return rows, None, None
     source: LabelledRisks | Dataset | None = recorded_risks(evaluation)
     if source is None:  # the held-out file, where it is named
         held_out = evaluation.get("held_out") or {}
         labels = bundle.manifest.training.labels
-        files = (read_dataset(Path(path), labels, folds=None) for path in rows.options.trained_on)
+        files = (
+            read_dataset(Path(path), labels, folds=None, columns=options.names) for path in rows.options.trained_on
+        )
         source = next((dataset for dataset in files if dataset.digest == held_out.get("digest")), None)
     if source is None and not options.allow_other_shift:
         raise TrainingError(f"{bundle.reference} records no risks of its training rows to compare the traffic with: "

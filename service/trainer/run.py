@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from probes_store.records import Uncertainty
 from probes_store.store import Store
 from probes_store.syntax import NAME
 from service.data.labels import check_answers
-from service.data.run_folder import locked
+from service.data.run_folder import finish, locked, unfinished_folder
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset
 from service.engines.base import Engine
 from service.errors import TrainingError
@@ -63,9 +64,17 @@ def train(
             console.print(f"{data.path.name}: {remark}")
     dataset, sample = draw_sample(options, dataset, test, console)
 
-    with locked(options.folder), closing(engine_factory()) as engine:
+    with ExitStack() as stack:
+        stack.enter_context(locked(options.folder))
+        engine = stack.enter_context(closing(engine_factory()))
+        reads, own = _reads(options, dataset, test, engine), options.folder
+        if options.run_dir is None and (own := unfinished_folder(own, reads)) != options.folder:
+            console.print(f"{options.folder} is of a finished run that read something else: this one's folder is {own}")
+            stack.enter_context(locked(own))
+        options = replace(options, run_dir=own)
         draft, better = _draft(options, dataset, test, sample, engine, console, probe)
         bundle = store.publish(draft)
+        finish(own, reads)
         console.print(f"published {bundle.reference}")
         for line in (*closing_lines(bundle.evaluation()), *better):
             console.print(line)
@@ -75,6 +84,20 @@ def train(
                 console.print(line)
             bundle = calibrating.done or carry_out(calibrating, engine, store, console)
     return bundle
+
+
+def _reads(options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine) -> dict[str, Any]:
+    """Return rows, model and options that the files of the run folder depend on."""
+    identity = asdict(engine.identity)
+    del identity["model"]  # one folder may have two names; the fingerprint identifies the model
+    generated = options.answers == "generate"
+    return {
+        "data": dataset.digest, "test": None if test is None else test.digest, "model": identity,
+        "sites": sorted({options.site, *options.sites}), "prompt_format": options.prompt_format,
+        "batch_rows": options.batch_rows, "forms": list(options.wanted_forms),
+        "max_new_tokens": options.answer_tokens if generated else None,
+        "answer_probes": options.answer_probes, "seed": options.shuffles[0] if options.wanted_forms else None,
+    }  # fmt: skip
 
 
 def _draft(
@@ -192,8 +215,10 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
 
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
-    dataset = read_dataset(options.file, options.answers, folds=options.folds)
-    test = read_dataset(options.test, options.answers, folds=0) if options.test is not None else None
+    dataset = read_dataset(options.file, options.answers, folds=options.folds, columns=options.names)
+    test = None
+    if options.test is not None:
+        test = read_dataset(options.test, options.answers, folds=0, columns=options.names)
     every = (dataset,) if test is None else (dataset, test)
     for data in every:
         if options.answers == "generate":
@@ -201,7 +226,7 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     if test is not None:
         check_disjoint(dataset, test)
     if options.calibration is not None:  # ``plan`` says so too, but only once there is a bundle
-        calibration = read_dataset(options.calibration, options.answers, folds=None)
+        calibration = read_dataset(options.calibration, options.answers, folds=None, columns=options.names)
         check_all_apply(calibration)
         for data in every:
             check_disjoint(data, calibration)

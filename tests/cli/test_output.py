@@ -18,6 +18,7 @@ from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines
 from service.engines.scheduler import Scheduled
 from service.judging.evaluation import Tenth
 from service.library.detector import risk_of
+from service.progress import size_text
 from service.scoring import Scorer
 from service.serving.judgement import JudgedPrompt
 from tests.command_line import hallutracer
@@ -187,3 +188,11 @@ def test_a_strangers_card_moves_no_cursor() -> None:
     print_card("# A\x1b[2J\n\n| a |\n| --- |\n| b\x9b2J\x07 |\n", Path("x"), Console(file=out, width=80, no_color=True))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out.getvalue())
     assert "A[2J" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (200, "200 bytes"), (1000, "1.0 KiB"), (5e6, "4.8 MiB"), (3e8, "0.3 GiB"), (7.5e9, "7.0 GiB")],
+)
+def test_a_size_is_told_in_a_unit_in_which_it_is_not_nothing(size: float, text: str) -> None:
+    assert size_text(size) == text

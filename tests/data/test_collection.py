@@ -186,10 +186,10 @@ def test_strange_files(dataset: Dataset, tmp_path: Path, name: str, change: Any,
 
 
 def test_a_small_disk(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    usage = shutil.disk_usage(tmp_path)._replace(free=900)
     monkeypatch.setattr(collecting.shutil, "disk_usage", lambda _: usage)
     engine = PlantedEngine()
-    with pytest.raises(TrainingError, match="GiB free"):
+    with pytest.raises(TrainingError, match=r"needs \d+\.\d KiB more and the disk has 0\.9 KiB free"):
         run(dataset, tmp_path / "run", engine)
     assert engine.extracts == 0
 

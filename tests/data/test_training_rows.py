@@ -59,8 +59,8 @@ def message(**fields: Any) -> dict[str, Any]:
         (ONE | {"messages": ["x"]}, "'messages[0]' must be an object"),
         (message(content=""), "'messages[0]': 'content' is empty"), (message(role=1), "'role' must be a string"),
         (message(role="bot"), "role 'bot' is none of"), (X, "'label' is missing"),
-        (X | {"answers": ["y"]}, "generate the labels"), (X | {"label": 2}, "'label' must be the number 1"),
-        (X | {"label": True}, "found true"), (X | {"label": "1"}, 'found "1"'), (X | {"label": 1.0}, "found 1.0"),
+        (X | {"answers": ["y"]}, "generate the labels"), (X | {"label": 2}, "'label' must be \"factual\" or"),
+        (X | {"label": True}, "found true"), (X | {"label": "1"}, 'found "1"'), (X | {"label": 1.5}, "found 1.5"),
         (GOOD | {"group": 7}, "'group' must be a string"), (GOOD | {"applies": 0}, "must be true or false, found 0"),
         (GOOD | {"applies": None}, "found null"), (GOOD | {"applies": False}, "has 'label' and \"applies\": false"),
         (X | {"answers": ["y"], "applies": False}, "has 'answers' and \"applies\": false"),
@@ -76,7 +76,8 @@ def test_one_bad_line(tmp_path: Path, line: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"label": 1}, "(there is a 'label'"), ({"answers": []}, "a non-empty list"), ({"answers": "y"}, "a non-empty"),
+        ({"label": 1}, "(there is a 'label'"), ({"answers": []}, "a non-empty list"),
+        ({"answers": " "}, "non-empty strings only"),
         ({"answers": ["y", " "]}, "non-empty strings only"), ({"answers": [3]}, "non-empty strings only"),
         ({"answers": ["\ud800"]}, "surrogate"),
     ],

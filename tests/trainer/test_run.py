@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -426,3 +427,38 @@ def test_a_tiny_llama_from_rows_to_risks(tmp_path: Path) -> None:
     risk = np.array([report.risk for report in served(bundle, rows, Scheduled(tiny.engine()))])
     brier = float(np.mean((np.array([1 - row["label"] for row in rows]) - risk) ** 2))
     assert brier == pytest.approx(held["brier"], abs=1e-4)
+
+
+def test_a_finished_run_keeps_its_folder_and_the_next_version_takes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+    options: dict[str, Any] = ONE | {"run_dir": None}
+    first, _ = run(tmp_path / "a", **options)
+    files = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    second, console = run(tmp_path / "b", rows=planted_rows(200, seed=5), **options)
+    assert any("runs/planted-2" in line for line in console.lines)
+    other = PlantedEngine()
+    other.identity = replace(other.identity, fingerprint="0" * 64)
+    third, _ = run(tmp_path / "a", other, **options)
+    assert sorted(path.name for path in runs.iterdir()) == ["planted", "planted-2", "planted-3"]
+    assert {path: path.read_bytes() for path in files} == files
+    assert len({bundle.manifest.digest for bundle in (first, second, third)}) == 3
+    engine = PlantedEngine()
+    again, _ = run(tmp_path / "a", engine, **options, wrong_costs=3.0)  # what it reads is there
+    assert (engine.extracts, len(list(runs.iterdir()))) == (0, 3)
+    assert again.manifest.digest != first.manifest.digest
+
+
+def test_an_unfinished_run_is_resumed_or_refused_with_the_option_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = ONE | {"run_dir": None}
+    (engine := PlantedEngine()).kill_at = 2
+    killed(partial(run, tmp_path / "a", engine, batch_rows=16, **options))
+    with pytest.raises(RunMismatch, match="was begun with data .*--run-dir"):
+        run(tmp_path / "b", rows=planted_rows(200, seed=5), batch_rows=16, **options)
+    run(tmp_path / "a", batch_rows=16, **options)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["planted"]

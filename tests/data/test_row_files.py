@@ -1,0 +1,174 @@
+"""Files as people have them: CSV, Parquet, packed lines, other names for our fields, other ways to write a label."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.data.rows import objects
+from service.data.training_rows import read_dataset
+from service.errors import DataError, TrainingError
+from service.trainer.options import TrainOptions
+from tests.command_line import hallutracer
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f'Question {n}, with a comma, "quotes" and\na second line?', "label": n % 2, "group": f"g{n}"}
+    for n in range(6)
+]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+def read(path: Path, labels: Any = "given", **more: Any) -> list[tuple[str | None, int | None, tuple[str, ...]]]:
+    return [(row.prompt, row.label, row.answers) for row in read_dataset(path, labels, folds=0, **more).rows]
+
+
+def refused(path: Path, labels: Any = "given") -> list[str]:
+    with pytest.raises(DataError) as caught:
+        read_dataset(path, labels, folds=0)
+    return caught.value.problems
+
+
+def written_csv(path: Path, delimiter: str = ",", bom: bool = False) -> Path:
+    with path.open("w", encoding="utf-8-sig" if bom else "utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ROWS[0], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(ROWS)
+    return path
+
+
+def test_packed_lines_and_tables_are_the_same_rows(tmp_path: Path) -> None:
+    plain = tmp_path / "rows.jsonl"
+    plain.write_text(LINES)
+    packed, hidden = tmp_path / "rows.jsonl.gz", tmp_path / "packed.jsonl"  # also where the name does not say so
+    for path in (packed, hidden):
+        path.write_bytes(gzip.compress(LINES.encode()))
+    tables = [written_csv(tmp_path / "a.csv"), written_csv(tmp_path / "b.csv", ";", bom=True)]
+    tables += [written_csv(tmp_path / "c.tsv", "\t"), tmp_path / "d.csv.gz"]
+    tables[-1].write_bytes(gzip.compress(tables[0].read_bytes()))
+    for path in (packed, hidden, *tables):
+        assert read(path) == read(plain), path
+    assert read_dataset(packed, "given", folds=0).digest == read_dataset(plain, "given", folds=0).digest
+
+
+def test_cells_have_the_types_of_their_fields(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,answers,applies,kind\na,"[""x"", ""y""]",,k\nb,z,,\n\nHi!,,FALSE,\n')
+    rows = read_dataset(path, "generate", folds=None).rows
+    assert [row.answers for row in rows] == [("x", "y"), ("z",), ()]
+    assert ([row.applies for row in rows], [row.line for row in rows]) == ([True, True, False], [2, 3, 5])
+    path.write_text("prompt,label\na,factual\nb,0\nc,1.0\nd,yes\n")
+    assert refused(path) == [
+        'line 5: \'label\' must be "factual" or "hallucinated", or the number 1 or 0 for these, found "yes"'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "said"),
+    [
+        (LINES.encode("utf-16"), "rows.jsonl", "is UTF-16"), (LINES.encode("utf-16-le"), "rows.jsonl", "is UTF-16"),
+        (codecs.BOM_UTF16_BE + "prompt,label".encode("utf-16-be"), "rows.csv", "is UTF-16"),
+        (LINES.encode("utf-32"), "rows.jsonl", "is UTF-16 or another text of wide characters: save the file as UTF-8"),
+        (json.dumps(ROWS, indent=2).encode(), "rows.json", "is one JSON array.*jq -c '.\\[\\]' rows.json > rows.jsonl"),
+        (json.dumps(ROWS).encode(), "rows.json", "is one JSON array"),
+        (codecs.BOM_UTF8 + json.dumps(ROWS, indent=1).encode(), "rows.json", "is one JSON array"),
+        (json.dumps(ROWS[0], indent=2).encode(), "rows.json", "over several lines.*jq -c . rows.json"),
+        (gzip.compress(LINES.encode())[:-9], "rows.jsonl.gz", "a damaged gzip file"),
+        (gzip.compress(json.dumps(ROWS, indent=2).encode()), "rows.json.gz", "is one JSON array"),
+        (b"prompt,prompt\na,b\n", "rows.csv", "the column 'prompt' appears twice"),
+        (b"prompt,label\na,1,2\n", "rows.csv", "line 2: 3 cells, and line 1 names 2"),
+        (b'prompt,label\n"a,1\n', "rows.csv", "no CSV"), (b"prompt,label\n\xff,1\n", "rows.csv", "line 2: not UTF-8"),
+        (b"", "rows.csv", "the file has no rows"), (b"PAR1 and no more", "rows.parquet", "Parquet"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_wrong_as_a_whole_gets_one_message(tmp_path: Path, data: bytes, name: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=said) as caught:
+        read_dataset(path, "given", folds=0)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_parquet_file_without_its_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1...")
+    assert refused(path) == ["is a Parquet file, which needs a package: pip install pyarrow"]
+
+
+def test_a_parquet_file_is_read(tmp_path: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    path, plain, hi = tmp_path / "rows.parquet", tmp_path / "rows.jsonl", {"prompt": "Hi!", "applies": False}
+    parquet.write_table(arrow.Table.from_pylist([{"applies": None} | ROWS[0], *ROWS[1:], hi]), path)
+    plain.write_text(LINES + json.dumps(hi) + "\n")
+    assert read(path) == read(plain)
+
+
+@pytest.mark.parametrize(
+    ("label", "number"),
+    [("factual", 1), ("hallucinated", 0), ("Factual", 1), (1, 1), (0, 0), (1.0, 1), (0.0, 0)],
+)
+def test_a_label_in_words_or_numbers(tmp_path: Path, label: Any, number: int) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "label": label}) + "\n" + json.dumps({"prompt": "b", "label": 1}))
+    other = '{"prompt": "c", "label": 0}\n'
+    path.write_text(path.read_text() + "\n" + other)
+    assert read(path)[0][1] == number
+
+
+@pytest.mark.parametrize("label", [True, "1", "true", "right", 2, -1, None, [1], "not hallucinated"])
+def test_a_label_that_could_mean_either_is_refused(tmp_path: Path, label: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "label": label}))
+    [problem] = refused(path)
+    assert problem.startswith('line 1: \'label\' must be "factual" or "hallucinated"')
+
+
+def test_one_accepted_answer_may_be_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answers": "b"}\n')
+    assert read(path, "generate") == [("a", None, ("b",))]
+
+
+@pytest.mark.parametrize(
+    ("row", "labels", "columns"),
+    [
+        ({"question": "a", "answer": "b"}, "generate", "prompt=question,answers=answer"),
+        ({"query": "a", "ground_truth": ["b"]}, "generate", "prompt=query,answers=ground_truth"),
+        ({"prompt": "a", "output": "b"}, "generate", "answers=output"),
+        ({"Question": "a", "answers": ["b"]}, "generate", "prompt=Question"),
+        ({"input": "a", "label": 1}, "given", "prompt=input"),
+    ],
+)
+def test_other_names_of_the_fields_get_the_option_that_reads_them(
+    tmp_path: Path, row: dict[str, Any], labels: Any, columns: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n" + '{"prompt": "b", "label": 0, "answers": ["c"]}\n')
+    assert f"--columns {columns} would read this row" in refused(path, labels)[0]
+    path.write_text(json.dumps(row) + "\n")
+    options = TrainOptions(name="x", data=(str(path),), columns=columns, labels=labels, forms="none")
+    (found,) = [row for _, row in objects(path, [], options.names)]
+    assert set(found) >= {part.partition("=")[0] for part in columns.split(",")}
+    if labels == "generate":
+        assert read(path, labels, columns=options.names) == [("a", None, ("b",))]
+
+
+@pytest.mark.parametrize("columns", ["prompt", "prompt=", "question=prompt", "=x", "answers:answer"])
+def test_columns_that_name_no_field_are_refused(columns: str) -> None:
+    with pytest.raises(TrainingError, match="columns: FIELD=YOURS is expected"):
+        TrainOptions(name="x", data=("rows.jsonl",), columns=columns).check()
+
+
+def test_score_reads_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "q.csv"
+    path.write_text("prompt,source\nWhat is the capital of France?,mine\n")
+    done = hallutracer("score", "--input", str(path))
+    row = json.loads(done.stdout)
+    assert (row["source"], 0 <= row["risk"] <= 1) == ("mine", True)
