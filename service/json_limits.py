@@ -80,6 +80,8 @@ def size_within(value: Any, *, levels: int, values: int = MOST_VALUES, character
             raise ValueError(f"at most {characters} characters are taken")
         if depth == levels and (objects or lists):
             raise ValueError(f"at most {levels} levels of lists and objects are taken")
+        if not objects and not lists:
+            break
         level = [*chain.from_iterable(one.values() for one in objects), *chain.from_iterable(lists)]
     return length + 2 * count
 

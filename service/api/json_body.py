@@ -25,6 +25,8 @@ INLINE = 65_536  # bytes of a body up to which it is parsed on the event loop
 MOST_THREADS = 2  # that read long bodies: they share one interpreter, so more would only hold up the event loop
 MOST_OF_CALLER = 1  # of these threads, so that one caller's bodies wait for each other and for nobody else's
 MOST_KEY_CHARACTERS = 4096  # a key may be repeated in an error
+MOST_DIGITS = 100  # of a whole number: the time to read one grows with their square
+_LONG_NUMBER = re.compile(rb"(?<!\d)\d{%d}" % (MOST_DIGITS + 1))  # or so many digits in a text
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # also of a whole pair
 
 
@@ -114,7 +116,8 @@ def parse(body: bytes) -> Any:
     if (what := excess(body)) is not None:
         raise HTTPException(413, f"the body has {what}")
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_distinct)
+        whole_number = _few_digits if _LONG_NUMBER.search(body) else None
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_distinct, parse_int=whole_number)
     except UnicodeDecodeError as error:
         raise json.JSONDecodeError(f"not UTF-8, at byte {error.start}", "", 0) from None
     except RecursionError:
@@ -123,6 +126,12 @@ def parse(body: bytes) -> Any:
         path, said = found
         raise _invalid(said, *path)
     return value
+
+
+def _few_digits(number: str) -> int:
+    if len(number) > MOST_DIGITS:
+        raise json.JSONDecodeError(f"a number has {len(number)} digits; at most {MOST_DIGITS} are taken", "", 0)
+    return int(number)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -81,7 +82,7 @@ class InputItem(ForeignModel):
     def rendered(self) -> dict[str, Any]:
         """Return it for the chat template; a call is a turn of its own."""
         if self.type == "function_call":
-            call = called(self.call_id or "", self.name or "", arguments_of(self.arguments or ""))
+            call = called(self.call_id or "", self.name or "", json.loads(self.arguments or "{}"))
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         if self.type == "function_call_output":
             return {"role": "tool", "content": joined(self.output or ""), "tool_call_id": self.call_id}

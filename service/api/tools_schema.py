@@ -88,7 +88,7 @@ class Call(RequestModel):
 
     def rendered(self) -> dict[str, Any]:
         """Return it for the chat template."""
-        return called(self.id, self.function.name, arguments_of(self.function.arguments))
+        return called(self.id, self.function.name, json.loads(self.function.arguments))
 
 
 def called(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -126,6 +126,7 @@ def test_a_value_is_measured_no_further_than_its_limits() -> None:
     for _ in range(3):
         deep = [deep]
     assert size_within(deep, levels=4) > 0
+    assert size_within(deep, levels=10**15) > 0  # no level is looked at that is not there
     with pytest.raises(ValueError, match="at most 3 levels"):
         size_within(deep, levels=3)
 
@@ -173,6 +174,15 @@ def test_a_long_body_that_is_no_json_is_refused_in_the_same_words(app: App) -> N
             long.json()["error"]["message"].partition(", at")[0]
             == short.json()["error"]["message"].partition(", at")[0]
         )
+
+
+def test_a_number_of_many_digits_is_refused_before_it_is_read(app: App) -> None:
+    for digits in (101, 4300, 4_000_000):
+        answer = app.client.post("/score", content=b'{"input_ids": [' + b"9" * digits + b"]}", headers=JSON)
+        assert answer.status_code == 400
+        assert f"a number has {digits} digits; at most 100 are taken" in answer.json()["error"]["message"]
+    text, number = "3" * 5000, int("9" * 100)
+    assert json_body.parse(json.dumps({"a": text, "b": [number, -1]}).encode()) == {"a": text, "b": [number, -1]}
 
 
 def test_only_a_long_body_is_read_in_a_thread(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
