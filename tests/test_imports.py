@@ -173,6 +173,13 @@ LIGHT = (
 )
 
 
+def test_a_service_starts_without_what_only_training_needs() -> None:
+    names = ("scipy", "sklearn", "matplotlib", "pandas", "numba")
+    code = f"import sys, service.cli.serve, service.api.app; print([m for m in {names} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("module", LIGHT)
 def test_import_stays_light(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])"

@@ -93,7 +93,8 @@ class Places:
 
     def take(self, newcomer: Connection) -> bool:
         """Make room for it; False where it may ask for nothing but the server's health."""
-        own = self._held[newcomer.address] >= self.share(newcomer.address)
+        share = self.share(newcomer.address)
+        own = share < self.most and self._held[newcomer.address] >= share
         if own or self._taken >= self.most:
             if (victim := self._victim(newcomer.address if own else None)) is None:
                 self._log("and all wait for an answer: health checks alone are answered beside them", own)

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import DisjointSet
 
 SHARE = 0.5  # of the longer prompt's weight that the shorter one's words carry at least
 INSTRUCTION = 0.05, 20  # a last paragraph that more rows have, as a share and in rows, asks nothing by itself
@@ -61,6 +60,8 @@ def near_duplicates(prompts: Sequence[Sequence[str]]) -> NDArray[np.int64]:
 
     Each prompt is the texts of its messages.  Of a prompt of several paragraphs in one message the last paragraph is
     compared, since a passage may stand before the question, unless many prompts have the same one."""
+    from scipy.cluster.hierarchy import DisjointSet  # a service imports this module, and compares no prompts
+
     compared = _compared(prompts)
     contents = list(dict.fromkeys(compared))
     having: dict[str, set[int]] = defaultdict(set)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import DisjointSet
 
 from service.data.near_duplicates import near_duplicates
 from service.data.options import Labels
@@ -319,6 +318,8 @@ def check_disjoint(train: Dataset, test: Dataset) -> None:
 
 def _merged(rows: Sequence[Row], alike: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """Return group numbers after joining those that share a prompt, or what ``alike`` joins to a row without group."""
+    from scipy.cluster.hierarchy import DisjointSet  # a service imports this module, and joins no rows
+
     joined = DisjointSet(row.prompt_digest for row in rows)
     for row in rows:
         if row.group:
