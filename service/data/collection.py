@@ -233,9 +233,10 @@ def _records(
     tokens: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return a line for each answer: what is said, and where a thought comes first, all of it, and whether it ends."""
-    records = []
+    records: list[dict[str, Any]] = []
     for row, completion in zip(batch.tolist(), completions, strict=True):
-        record = {"id": dataset.rows[row].id, "row": row, "answer": completion.text, "finish": completion.finish_reason}
+        record: dict[str, Any] = {"id": dataset.rows[row].id, "row": row, "answer": completion.text}
+        record["finish"] = completion.finish_reason
         whole = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
         said = spoken(OPENED + whole if opens_thought(engine.spell(prompts.of(row)[-TAIL:])) else whole)
         if said != completion.text:

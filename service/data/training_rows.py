@@ -178,12 +178,12 @@ def read_dataset(
     for line, value in values:
         problems += [f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)]
         own_groups |= "group" in value
-        messages, answer = split_answer(value["messages"]) if "messages" in value else (None, "")
+        messages, answer = split_answer(value.get("messages", ()))
         # Also of a row that has a label: they tell whether a passage states one.
         answers = accepted_of(value.get("answers"))
         texts = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
         rows.append(Row(
-            line=line, id=id_of(value, line), prompt=value.get("prompt"), messages=messages,
+            line=line, id=id_of(value, line), prompt=value.get("prompt"), messages=messages or None,
             group=value.get("group", ""), label=label_of(value.get("label")) if labels == "given" else None,
             answers=tuple(answers) if texts else (), prompt_digest=prompt_digest(value),
             strata={key: str(value[key]) for key in STRATA if value.get(key) is not None},

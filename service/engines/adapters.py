@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from service.engines.base import ModelIdentity
+from service.engines.places import check_contents
 from service.errors import ModelLoadError
 
 CONFIG = "adapter_config.json"
@@ -44,6 +45,9 @@ def identity_with(identity: ModelIdentity, folder: str | Path) -> ModelIdentity:
 def config_of(folder: str | Path) -> dict[str, Any]:
     """Return an adapter's configuration.  Raises ModelLoadError for a folder that holds no LoRA adapter."""
     path = Path(folder) / CONFIG
+    for file in (path, *(Path(folder) / name for name in WEIGHTS)):
+        if file.is_file():
+            check_contents(file, "adapter")
     try:
         config = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:

@@ -95,7 +95,7 @@ def turns_left_out(
     marks = [f"turn{number}here" for number in range(len(roles))]
     turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
     try:
-        text = render(turns, ())
+        text = render(turns, ()).lower()  # some write all in capitals
     except RequestError:
         return ()
     return tuple(number for number, mark in enumerate(marks) if mark not in text)
@@ -127,11 +127,11 @@ def _left_out(number: int, role: str, part: str) -> RequestError:
 
 
 def _is_shown(text: str, role: str, content: str, times: int) -> bool:
-    """Return whether a text holds a turn's content so often in other spacing, as JSON, or, of an answer, without its
-    thought."""
+    """Return whether a text holds a turn's content so often in other spacing or capitals, as JSON, or, of an answer,
+    without its thought."""
     said = spoken(content) if role == "assistant" else content
     if not said:
         return True
     as_json = json.dumps(said, ensure_ascii=False)[1:-1]
-    spaceless = "".join(text.split()).count("".join(said.split()))
-    return max(text.count(said), text.count(as_json), spaceless) >= times
+    plain = "".join(text.split()).lower().count("".join(said.split()).lower())
+    return max(text.count(as_json), plain) >= times

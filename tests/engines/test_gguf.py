@@ -275,9 +275,11 @@ def test_weights_beyond_float16_are_kept_in_bfloat16(tmp_path: Path, monkeypatch
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
-    for content in (b"", b"GGUF", b"GGUF" + bytes(60), b"no gguf at all"):
+    unsound = "not a sound GGUF file"
+    contents = (b"GGUF", unsound), (b"GGUF" + bytes(60), unsound), (b"no gguf at all", unsound), (b"", "is empty")
+    for content, said in contents:
         file.write_bytes(content)
-        with pytest.raises(ModelLoadError, match="not a sound GGUF file"):
+        with pytest.raises(ModelLoadError, match=said):
             load(file)
     whole = write(tmp_path / "whole.gguf", "qwen2")
     file.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])

@@ -59,6 +59,7 @@ def test_what_a_template_leaves_out_is_refused_by_name(template: str, messages: 
         (PLAIN, DIALOGUE), (PLAIN, turns("developer: Be brief.", "user: \n Hi </s> \n")),
         (PLAIN.replace("m.content", "m.content | trim"), turns("user:  Hi \n")),
         (PLAIN.replace("m.content", "m.content.split() | join(' ')"), turns("user: two\n\nlines   and more")),
+        (PLAIN.replace("m.content", "m.content | upper"), DIALOGUE),
         (PLAIN.replace("m.content", "m | tojson"), turns('user: "Hi"\nhe said: é')),
         (PLAIN.replace("m.content", "m.content.split('</think>')[-1]"),
          turns("user: Hi", "assistant: <think>\nLyon?\n</think>\n\nParis.", "user: Sure?")),

@@ -197,3 +197,75 @@ def test_a_config_without_a_context_length_is_refused():
     model.config.max_position_embeddings = 0
     with pytest.raises(ModelLoadError, match="max_position_embeddings"):
         TransformersEngine(model, tiny.tokenizer())
+
+
+# files that are not what their names say
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 4223008\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
+LISTING = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>'
+FOREIGN = [(POINTER, "is a Git LFS pointer.*git lfs pull"), (PAGE, "holds a web page"), (LISTING, "holds a web page"),
+           (PAGE.lower(), "holds a web page"), (b"", "is empty")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "said"), FOREIGN)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_pointer_or_a_page_in_a_file_s_place_is_named(folder: Path, name: str, content: bytes, said: str) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        load(folder)
+    assert f"{folder / name} " in caught.value.message
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(("content", "said"), FOREIGN)
+@pytest.mark.parametrize("name", ["model.gguf", "weights"])
+def test_a_gguf_file_that_is_none_is_named_before_it_is_parsed(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=said):
+        places.place_of(str(tmp_path / name))
+
+
+def test_what_is_not_read_may_be_a_pointer(folder: Path) -> None:
+    for name in ("pytorch_model.bin", "tokenizer.model", "model.onnx", "flax_model.msgpack"):
+        (folder / name).write_bytes(POINTER)
+    load(folder)
+
+
+def sharded(folder: Path, single: str = "model.safetensors") -> Path:
+    """The folder's weights as two shards and an index; return the index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    (folder / "model.safetensors").unlink()
+    file_of = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
+    for file in set(file_of.values()):
+        part = {name: tensors[name] for name in names if file_of[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = folder / f"{single}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    return index
+
+
+@pytest.mark.parametrize(("content", "said"), FOREIGN)
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "part-1.safetensors"])
+def test_a_shard_or_an_index_that_is_none_is_named(folder: Path, name: str, content: bytes, said: str) -> None:
+    sharded(folder)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=said):
+        load(folder)
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused_and_one_that_it_names_is_not(folder: Path) -> None:
+    stray = (folder / "model.safetensors").read_bytes()
+    index = sharded(folder)
+    whole = load(folder).identity.fingerprint
+    (folder / "pytorch_model.bin").write_bytes(b"never read")  # beside safetensors neither engine reads it
+    assert load(folder).identity.fingerprint == whole
+    (folder / "model.safetensors").write_bytes(stray)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors beside .*index\.json, which names other files"):
+        load(folder)
+    names = load_file(folder / "model.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    load(folder)
