@@ -96,11 +96,16 @@ def inputs_of(batch: Batch, cache: Any) -> dict[str, Any]:
     return given | {"use_cache": cache is not None} | ({} if cache is None else {"past_key_values": cache})
 
 
-def chunks(batch: Batch, most: int) -> list[Batch]:
-    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each other in one cache."""
-    columns = batch.input_ids.shape[1]
-    count = -(-columns // most)
-    ends = [columns * done // count for done in range(count + 1)]  # alike: the last one is no single token
+def chunks(batch: Batch, most: int, doubled_at: float) -> list[Batch]:
+    """Cut a micro-batch of one prompt into such of at most ``most`` columns, which follow each other in one cache.
+
+    Each is about the same work: behind ``doubled_at`` tokens one costs twice as much, for all of them are attended to.
+    """
+    columns, ends = batch.input_ids.shape[1], [0]
+    while (left := columns - ends[-1]) > 0:
+        size = max(1, int(most / (1 + (batch.prefix + ends[-1]) / doubled_at)))
+        size = size if left >= 2 * size else -(-left // 2) if left > size else left  # the last one is no single token
+        ends.append(ends[-1] + size)
     positions = torch.arange(batch.prefix, batch.prefix + columns, device=batch.input_ids.device)[None]
     return [
         replace(
@@ -180,6 +185,13 @@ def longest_in_chunks(config: Any, *, whole: bool) -> float:
     entries = [vars(own), parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     names = ("original_max_position_embeddings", "max_position_embeddings")
     return min(int(entry[name]) for entry in entries for name in names if entry.get(name) is not None)
+
+
+def attention_costs_as_much_at(modules: ModelModules) -> float:
+    """Return behind how many tokens a token's attention takes as many operations as its products with the weights."""
+    weights = sum(parameter.numel() for block in modules.blocks for parameter in block.parameters())
+    shape = modules.geometry
+    return weights / (2 * shape.num_layers * shape.num_heads * shape.head_dim)
 
 
 def tokens_worth_the_weights(model: Any) -> int:

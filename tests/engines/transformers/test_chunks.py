@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from service.engines.base import FirstToken, PrefillResult, Sampling
 from service.engines.families import FAMILIES, family_of
 from service.engines.transformers import hooks
 from service.engines.transformers.decoding import KvContinuation
 from service.engines.transformers.engine import TransformersEngine
+from service.engines.transformers.hooks import chunks, pad
 from service.errors import NonFiniteReadout, PromptTooLong
 from tests.engines import tiny
 from tests.engines.test_families import MORE, UNKNOWN
@@ -22,10 +25,30 @@ MOST, LENGTHS = 20, (83, 61)  # tokens of a pass, and of the prompts: windows ar
 WHOLE = {"bamba", "jamba"}
 
 
-def result_of(passes: Iterator[Any], count: int) -> Any:
-    """What so many passes give, all but the last of which give nothing."""
+@pytest.mark.parametrize(("columns", "prefix"), [(1, 0), (20, 0), (21, 0), (83, 0), (200, 7)])
+def test_passes_are_of_about_the_same_work(columns: int, prefix: int) -> None:
+    [whole] = [pad([list(range(columns + prefix))], [0], "right", 0, torch.device("cpu"), prefix)]
+    cut = chunks(whole, MOST, 40.0)
+    assert torch.cat([one.input_ids for one in cut], dim=1).tolist() == whole.input_ids.tolist()
+    ends = prefix
+    for one in cut:
+        assert one.prefix == ends
+        assert one.position_ids is not None
+        assert one.position_ids.tolist() == [list(range(ends, ends + one.lengths[0]))]
+        assert one.lengths[0] * (1 + ends / 40) <= MOST
+        ends += one.lengths[0]
+    sizes = [one.lengths[0] for one in cut]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(cut) == 1 or sizes[-1] >= sizes[-2] / 2
+    equal = [one.lengths[0] for one in chunks(whole, MOST, math.inf)]
+    assert len(equal) == -(-columns // MOST)
+
+
+def result_of(passes: Iterator[Any], count: int, *, more: bool = False) -> Any:
+    """What so many passes give, or some more, all but the last of which give nothing."""
     *before, result = passes
-    assert before == [None] * (count - 1)
+    assert set(before) <= {None}
+    assert len(before) + 1 == count or (more and len(before) + 1 > count)
     return result
 
 
@@ -58,11 +81,11 @@ def test_passes_on_one_cache_read_as_one_pass_does(name: str) -> None:
     for options in ({}, {"first_token": True}, {"kept": True}):
         both = [engine.in_chunks(prompt, probes, **options) for prompt in prompts]
         items: list[list[Any]] = [[], []]
-        for _ in range(max(count)):
+        for _ in range(max(LENGTHS)):
             for own, passes in zip(items, both, strict=True):
                 own += [item for item in (next(passes, "over"),) if item != "over"]
         for prompt, own, whole, many in zip(prompts, items, expected, count, strict=True):
-            result = result_of(iter(own), many)
+            result = result_of(iter(own), many, more=name not in WHOLE)
             if not options.get("kept"):
                 check_same(result, whole, tokens=bool(options))
                 continue
@@ -80,6 +103,7 @@ def test_the_families_that_take_one_pass_are_those_whose_caches_do_not_go_on() -
 def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "MIN_PREFIX", 4)
     engine = tiny.engine(max_batch_tokens=MOST)
+    engine._doubled_at = math.inf
     chat = engine.render_chat([{"role": "user", "content": "x" * 60}])
     probes = [tiny.probes(engine.identity.geometry)]
     [whole] = engine.score([chat], probes)
@@ -93,7 +117,7 @@ def test_what_chats_begin_with_is_read_once_in_front_of_passes_too(monkeypatch: 
 
 def test_positions_that_depend_on_the_longest_take_one_pass_where_they_would_differ() -> None:
     engine: Any = tiny.longrope_engine()
-    engine.max_batch_tokens = 6
+    engine.max_batch_tokens, engine._doubled_at = 6, math.inf
     probes = [tiny.probes(engine.identity.geometry)]
     for length, count in ((16, 3), (17, 1), (40, 1)):  # encoded otherwise beyond 16
         [prompt] = tiny.prompts([length])
