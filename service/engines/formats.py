@@ -30,6 +30,7 @@ MOST_CHARACTERS = 32_768  # of a schema's JSON
 MOST_LEVELS = 64  # of its lists and objects
 MOST_REPEATS = 5_000  # of items, characters or properties: each costs the grammar a symbol
 MOST_COMBINED = 4  # patterns, where schemas are combined: time is exponential in how many are intersected
+MOST_WRITTEN_OUT = 10_000  # characters of a pattern, its repeats written out: each token may look at all of them
 _REPEATS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains")
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _BESIDE = frozenset(("$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id"))
@@ -69,6 +70,10 @@ def check_schema(schema: Mapping[str, Any]) -> str:
         for name in _REPEATS:
             if isinstance(many := one.get(name), int | float) and many > MOST_REPEATS:
                 raise ValueError(f"'{name}' is at most {MOST_REPEATS} here")
+        by_pattern = one.get("patternProperties")
+        for pattern in (one.get("pattern"), *(by_pattern if isinstance(by_pattern, Mapping) else ())):
+            if isinstance(pattern, str) and written_out(pattern) > MOST_WRITTEN_OUT:
+                raise ValueError(f"a pattern has at most {MOST_WRITTEN_OUT} characters here, its repeats written out")
         if "x-guidance" in one:
             raise ValueError("'x-guidance' is no keyword of JSON schema")
     if any(map(_combines, objects)):
@@ -80,6 +85,34 @@ def check_schema(schema: Mapping[str, Any]) -> str:
             said = f"at most {MOST_COMBINED} patterns and formats are taken where schemas are combined"
             raise ValueError(f"{said} ({', '.join(_COMBINE)} with others): one text may have to match them all")
     return written
+
+
+_PARTS = re.compile(
+    r"(?P<repeat>\{\s*(?P<least>\d{1,10})\s*(?:,\s*(?P<most>\d{0,10})\s*)?\})|\\[pPux]\{[^}]{0,64}\}|\\.|.", re.DOTALL
+)
+
+
+def written_out(pattern: str) -> int:
+    """Return how many characters and classes a regular expression has once its counted repeats are written out."""
+    sizes, last = [0], 0  # of the groups that are open; of what a repeat would repeat
+    in_class = False
+    for part in _PARTS.finditer(pattern):
+        if in_class:
+            in_class = part[0] != "]"
+        elif part["repeat"]:
+            repeats = max(int(part["most"] or part["least"]), 1)
+            sizes[-1] += last * (repeats - 1)
+            last = min(last * repeats, 10**20)  # no number of thousands of digits
+        elif part[0] == "(":
+            sizes.append(0)
+            last = 0
+        elif part[0] == ")":
+            last = sizes.pop() if len(sizes) > 1 else 0  # one that closes nothing is refused by the grammar's maker
+            sizes[-1] += last
+        elif part[0] not in "|*+?":
+            last, in_class = 1, part[0] == "["
+            sizes[-1] += 1
+    return sum(sizes)
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from service.engines import formats
-from service.engines.formats import Format, Grammars, Held, Waiting, check_schema
+from service.engines.formats import Format, Grammars, Held, Waiting, check_schema, written_out
 from service.errors import EngineError, Overloaded, RequestError
 from tests.engines import tiny
 from tests.running import until
@@ -65,6 +65,10 @@ BEYOND = {
         {"$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(600)}, "allOf": [{"$ref": "#/$defs/0"}, {}]},
         "chain"),
     "patterns of any": ({"pattern": PATTERN, "anyOf": [{"pattern": PATTERN} for _ in range(9)]}, "patterns"),
+    "nested repeats": ({"type": "string", "pattern": "^((a{100}){100}){100}$"}, "repeats written out"),
+    "repeats of a name": ({"patternProperties": {"((\\p{L}[a-z]){80}b?){80}": {}}}, "repeats written out"),
+    "repeats deep inside": (
+        {"items": {"anyOf": [{"pattern": "x|(?:(?:[({]|\\{){9}y{1, }){ 0 , 2000 }"}]}}, "repeats written out"),
     "x-guidance": ({"x-guidance": {"lenient": True}}, "x-guidance"), "no JSON": ({"minimum": float("nan")}, "JSON"),
 }  # fmt: skip
 
@@ -74,6 +78,18 @@ def test_a_schema_is_bounded_before_it_is_compiled(name: str) -> None:
     schema, said = BEYOND[name]
     with pytest.raises(ValueError, match=said):
         check_schema(schema)
+
+
+def test_what_a_pattern_repeats_is_counted() -> None:
+    for pattern, size in (
+        ("", 0), ("abc", 3), ("^a{20}$", 22), (r"\d{3}-\d{4}", 8), ("[a-z{9}]{4}", 4), ("(ab|c){10}", 30),
+        (r"(a{2}b){3,5}", 15), (r"a{7,}", 7), (r"\{7\}", 3), ("a{x}", 4), (r"\p{Lu}{6}", 6), (r"\u{1F600}x", 2),
+        (r"[\]a]{2}", 2), ("((a{100}){100}){100}", 10**6), ("a{9999999999}{9999999999}", 9999999999**2), ("){3}(", 0),
+    ):  # fmt: skip
+        assert written_out(pattern) == size, pattern
+    check_schema({"type": "string", "pattern": "^.{0,5000}$"})
+    for unfinished in ("[", "(", "{1", "{9999999999}", "\\p{", "{1,", "a{9999999999}"):
+        written_out(unfinished * 5_000)
 
 
 REFUSED = {
@@ -215,6 +231,16 @@ def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
         prepared(grammars, COSTLY[name])
     assert refused.value.param == "response_format"
     until(lambda: not processes(grammars))
+
+
+@pytest.mark.parametrize(("cpu_s", "memory"), [(60.0, 32 << 20), (0.3, 4 << 30)])
+def test_each_of_the_two_limits_ends_it_alone(
+    cpu_s: float, memory: int, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "CPU_S", cpu_s)
+    monkeypatch.setattr(formats, "MEMORY", memory)
+    with pytest.raises(RequestError, match="it takes more than"):
+        prepared(grammars, COSTLY["a million repeats"])
 
 
 @pytest.mark.parametrize("name", LARGE)
