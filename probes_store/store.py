@@ -24,7 +24,7 @@ from probes_store.bundle import SIGNATURE, Bundle, BundleDraft, check_total, loa
 from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound, StoreUnreachable
 from probes_store.local import LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
-from probes_store.syntax import ALIASES, HUB, PRODUCTION, check_name, expanded, is_url, parse_reference, readable_json
+from probes_store.syntax import ALIASES, HUB, PRODUCTION, check_name, did_you_mean, expanded, is_url, parse_reference, readable_json
 from probes_store.trust import RequiredSignature, Signing, check_bundle_closed, check_closed
 
 if TYPE_CHECKING:
@@ -333,7 +333,8 @@ class Store:
             aliases = backend.aliases(wanted.name)
             version = aliases.get(wanted.alias or PRODUCTION)
             if version is None and wanted.alias is not None:
-                cure = f"Set it, or use one of its aliases: {', '.join(sorted(aliases)) or 'none'}"
+                near = did_you_mean(wanted.alias, aliases)
+                cure = f"{near}Set it, or use one of its aliases: {', '.join(sorted(aliases)) or 'none'}"
                 raise BundleNotFound(f"bundle {wanted.name} has no alias {wanted.alias}", cure=cure)
             version = version or max(versions)
         if version not in versions:
@@ -347,7 +348,8 @@ class Store:
         having = [(at, found) for at in (self.own, *self.behind) if (found := at.versions(name))]
         if not having:
             known = sorted({known for backend in (self.own, *self.behind) for known in backend.names()})
-            cure = f"Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}"
+            near = did_you_mean(name, known)
+            cure = f"{near}Train and publish it there, name another store, or use one of: {', '.join(known) or 'none'}"
             raise BundleNotFound(f"no bundle {name} in {self.where}", cure=cure)
         if having[0][0] is self.own and len(having) > 1 and name not in self._told:
             self._told.add(name)

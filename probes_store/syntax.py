@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import numbers
@@ -31,6 +32,12 @@ _REFERENCE = re.compile(
 _PART = r"(?![A-Za-z0-9._-]*(?:--|\.\.))[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 # A revision becomes a file's name in huggingface_hub's cache, so it must not lead anywhere.
 _ADDRESS = re.compile(rf"{HUB}({_PART}/{_PART})(?:@((?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]{{0,199}}))?")
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return "Did you mean NAME?  " for the known name that is nearest to a wrong one; "" where none is near."""
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]}?  " if near else ""
 
 
 def expanded(path: Path | str, variable: str) -> Path:

@@ -49,9 +49,9 @@ def load_engine(choice: EngineChoice, *, bundles: Sequence[Bundle] = (), **more:
     collects = gc.isenabled()
     gc.disable()  # collections during imports take a second, and find nothing
     try:
+        chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
         if choice.engine == "transformers":
             _import_engine()
-        chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
         return library.load_engine(chosen, bundles=bundles, threads=choice.threads, **more)
     finally:
         if collects:

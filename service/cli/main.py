@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownCommandError
 
 from probes_store.errors import BundleError
 from service import __version__
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bound.arguments["common"] = replace(common, warnings=sources.unknown())
             command(*bound.args, **bound.kwargs)
     except CycloptsError as error:
-        _fail(one_line(error) + (_hint(given) if isinstance(error, UnknownCommandError) else ""), 2)
+        _fail(one_line(error) + _cure(error, given), 2)
     except UsageError as error:
         _fail(str(error), 2)
     except (HalluTracerError, BundleError) as error:
@@ -173,6 +173,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     sys.exit(0)
+
+
+def _cure(error: CycloptsError, given: Sequence[str]) -> str:
+    """Return what to do about a wrong command line, behind the error; "" where the error says it."""
+    if isinstance(error, UnknownCommandError):
+        return _hint(given)
+    if isinstance(error, MissingArgumentError) and tuple(given[:1]) == ("train",):
+        return "  For example: hallutracer train --model ./my-model --data rows.jsonl --name my-probe"
+    return ""
 
 
 def _hint(given: Sequence[str]) -> str:

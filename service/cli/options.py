@@ -90,7 +90,10 @@ class EngineChoice(Engine, _ModelChoice):
                 if self.engine != "vllm":
                     raise UsageError(f"--{name.replace('_', '-')}", "needs --engine vllm")
                 extra[name] = str(size)
-        return replace(self, extra=extra).options(self.model, bundles)
+        try:
+            return replace(self, extra=extra).options(self.model, bundles)
+        except ModelLoadError as error:
+            raise UsageError(f"--{error.param}", error.message) from None
 
 
 @section("Bundles", 20)

@@ -93,10 +93,10 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
     from service.engines.adapters import digest_of
     from service.engines.checks import Tokens
+    from service.engines.devices import choose_device
     from service.engines.families import geometry
     from service.engines.loading import (
         DTYPES,
-        choose_device,
         choose_dtype,
         find_model_files,
         folder_fingerprint,

@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file
 from service.engines import places
 from service.engines.adapters import config_of
 from service.engines.base import EngineOptions
+from service.engines.devices import choose_device
 from service.engines.families import check_sites, text_config
 from service.engines.reading import read_for
 from service.errors import ModelLoadError
@@ -169,23 +170,6 @@ def check_files(folder: Path) -> None:
             places.check_contents(file)
     for file in weight_files(folder):
         places.check_contents(file)
-
-
-def choose_device(device: str) -> torch.device:
-    """Return the device; ``auto`` is cuda if available.  Raises ModelLoadError for one that is not available."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        problem = "is unknown to torch; use cpu, cuda or cuda:0"
-    else:
-        there = torch.cuda.device_count()
-        if chosen.type == "cpu" or (chosen.type == "cuda" and (chosen.index or 0) < there):
-            return chosen
-        cuda = chosen.type == "cuda"
-        problem = f"is not available: torch finds {there} CUDA device(s); use cpu" if cuda else "is not cpu or cuda"
-    raise ModelLoadError(f"device {device!r} {problem}", param="device")
 
 
 def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:

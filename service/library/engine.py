@@ -103,10 +103,16 @@ class Engine:
     extra: Annotated[Mapping[str, str], Parameter(parse=False)] = field(default_factory=dict)  # other arguments of it
 
     def options(self, model: str | None, bundles: Sequence[str] = ()) -> "EngineOptions":
-        """Return what an engine takes for a model, or for the default one of these bundles."""
+        """Return what an engine takes for a model, or for the default one of these bundles.
+
+        Raises ModelLoadError for a device that is not there, before anything is loaded for it."""
         from service.demo import MODEL_DIR
         from service.engines.base import EngineOptions
 
+        if self.device not in ("auto", "cpu"):
+            from service.engines.devices import choose_device
+
+            choose_device(self.device)
         name = default_model(bundles) if model is None else model
         return EngineOptions(
             model=str(MODEL_DIR) if name == DEMO else name, revision=self.revision,

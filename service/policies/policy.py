@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from probes_store.syntax import did_you_mean
 from service.access.routes import PROMPT_ROUTES, canonical
 from service.errors import HalluTracerError, first_problem
 from service.policies.guard import BLOCK, GATE, OBSERVE, TIMEOUT_S, Action, Policy, ToolTurns, Upstream
@@ -62,7 +63,9 @@ def load_policies(path: Path | None, message: str, default: str) -> Policies:
         raise HalluTracerError("the abstain message must not be empty", param="abstain_message")
     known = Policies(built_in(message)) if path is None else read_policies(path, message)
     if default not in known.named:
-        raise HalluTracerError(f"no policy {default!r}; there are {', '.join(sorted(known.named))}", param="policy")
+        near = did_you_mean(default, sorted(known.named))
+        listed = ", ".join(sorted(known.named))
+        raise HalluTracerError(f"no policy {default!r}.  {near}There are {listed}", param="policy")
     return known
 
 

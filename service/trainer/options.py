@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from service.fitting.thresholds import GateRule
 
 FIELDS = ("prompt", "messages", "answers", "answer", "label", "group", "id", "kind", "applies")
+LEAST_ROWS = 40  # below, whether there is a signal cannot be told
 MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
 SIGNALS: dict[str, tuple[Signal, ...]] = {
     "depth_mean": (DEPTH_MEAN,), "depth_mean,first_token": (DEPTH_MEAN, *FIRST_TOKEN),
@@ -265,6 +266,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     allow_no_signal: Annotated[bool, option(
         "Publish although the nested AUROC's interval reaches chance, as it does on labels drawn by a "
         "coin.")] = False  # fmt: skip
+    allow_few: Annotated[bool, option(
+        f"Train although fewer than {LEAST_ROWS} rows ask for a fact.")] = False  # fmt: skip
     calibration: Annotated[Path | None, option(
         "Further rows, in groups of their own: the last step publishes a second version with a threshold that is "
         "guaranteed on them, as 'hallutracer guarantee' does.")] = None  # fmt: skip

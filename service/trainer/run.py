@@ -36,7 +36,7 @@ from service.trainer.answer import fit_answer
 from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card
 from service.trainer.guarantee import carry_out, plan
 from service.trainer.new_rows import Marks
-from service.trainer.options import Console, TrainOptions
+from service.trainer.options import LEAST_ROWS, Console, TrainOptions
 from service.trainer.plots import draw
 from service.trainer.prepare import all_logits, fit_context, prepare, served_signals, trajectories, with_context
 from service.trainer.training_set import draw_sample, spread
@@ -219,6 +219,10 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     test = None
     if options.test is not None:
         test = read_dataset(options.test, options.answers, folds=0, columns=options.names)
+    if (count := len(dataset.asking)) < LEAST_ROWS and not options.allow_few:
+        raise TrainingError(f"{options.file.name} has {count} rows that ask for a fact, and a probe needs at least "
+                            f"{LEAST_ROWS}, better some hundreds: add rows, or insist with --allow-few",
+                            param="data")  # fmt: skip
     every = (dataset,) if test is None else (dataset, test)
     for data in every:
         if options.answers == "generate":

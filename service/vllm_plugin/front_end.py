@@ -25,7 +25,7 @@ from service.engines.vllm.launch import FOLLOW, WORKER, follow_parent
 from service.engines.vllm.wire import GATED, KEY
 from service.errors import HalluTracerError
 from service.settings import PREFIX, env
-from service.vllm_plugin.model_check import chat_options, check_model
+from service.vllm_plugin.model_check import chat_options, check_model, model_option, short_name_problem
 from service.vllm_plugin.options import PluginOptions, missing_bundle, read_options, unread
 
 log = logging.getLogger("hallutracer")
@@ -44,6 +44,8 @@ def check() -> None:
     follow_parent()
     if not (_asked() or missing_bundle(os.environ) or unread(os.environ)):
         return
+    if reason := short_name_problem(model_option(sys.argv)):  # vLLM may ask for it before there is an engine
+        _end(reason)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
     from vllm.v1.executor.abstract import Executor
@@ -72,6 +74,8 @@ def check() -> None:
         os.environ.setdefault(FOLLOW, "1")  # for the processes that this one starts
         options = _options()
         read_by_default(self, options, {GATED: served})
+        if reason := short_name_problem(self.model):
+            _end(reason)
         config = create(self, *args, **kwargs)
         # The gate in a core has one bundle, for every request.
         bundles = list(options.bundles.values())[: None if served else 1]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -42,6 +43,30 @@ def chat_options(frame: FrameType | None) -> ChatOptions:
             return ChatOptions.of(arguments)
         frame = frame.f_back
     return ChatOptions()
+
+
+def model_option(arguments: Sequence[str]) -> str:
+    """Return the model that vLLM's command line names, as it was typed; "" without one."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--model=") else [word])]
+    named = [word for before, word in pairwise(words) if before in ("--model", "serve") and not word.startswith("-")]
+    return next(iter(named), "")
+
+
+def short_name_problem(model: str) -> str | None:
+    """Return what to give vLLM instead of a model's short name, which only our own commands know; else None."""
+    from service.demo import MODEL_DIR
+    from service.engines.places import PACKAGED, unpacked
+    from service.library.engine import DEMO, SHIPPED
+
+    if model not in SHIPPED or Path(model).exists():
+        return None
+    folder: Path | None = MODEL_DIR if model == DEMO else None
+    if model in PACKAGED and PACKAGED[model].is_installed:
+        folder = unpacked(PACKAGED[model].path)
+    cure = f"name its folder, {folder}"
+    if folder is None:
+        cure = f"name its folder, which 'hallutracer score --model {model} hello' unpacks below ~/.cache/hallutracer"
+    return f"{model!r} is a short name of HalluTracer's own commands, and vLLM would ask the hub for it: {cure}"
 
 
 def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) -> None:

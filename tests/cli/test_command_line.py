@@ -259,3 +259,50 @@ def test_a_store_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert hallutracer("bundle", "list", HALLUTRACER_STORE=str(tmp_path)).stderr == ""
     done = hallutracer("bundle", "show", "nothing", HALLUTRACER_STORE=str(tmp_path / "empty"))
     assert (done.returncode, str(tmp_path / "empty") in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serve --port 0", "score hi", "try", "guarantee --bundle demo --data x.jsonl", TRAIN,
+     "serve --model smollm2", "score hi --bundle demo"],
+)  # fmt: skip
+def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for name in (
+        "service.cli.loading._import_engine",
+        "service.library.engine.load_engine",
+        "service.cli.running.listen",
+    ):
+        monkeypatch.setattr(name, Mock(side_effect=AssertionError("it began to load")))
+    one_line_says((*command.split(), "--device", "cuda"), 2, "--device: device 'cuda' is not available: torch finds 0")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("serve --bundle smolm2", "Did you mean smollm2?"), ("score hi --bundle dmo:1", "Did you mean demo?"),
+        ("bundle show demo-fusd", "Did you mean demo-fused?"), ("serve --policy gaet", "Did you mean gate?"),
+        ("serve --policy obsreve", "Did you mean observe?"), ("bundle show nothing-like-it", "use one of: demo"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_bundle_or_policy_asks_what_was_meant(command: str, said: str) -> None:
+    one_line_says(tuple(command.split()), 1, said)
+    assert ("Did you mean" in said) == ("Did you mean" in hallutracer(*command.split()).stderr)
+
+
+@pytest.mark.parametrize("command", ["train", "train --data rows.jsonl", "train --name"])
+def test_train_without_a_name_shows_a_whole_command(command: str) -> None:
+    example = "For example: hallutracer train --model ./my-model --data rows.jsonl --name my-probe"
+    one_line_says(tuple(command.split()), 2, example)
+
+
+def test_a_dozen_rows_are_refused_below_a_stated_least(tmp_path: Path) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Who is {n}?", "label": n % 2}) + "\n" for n in range(12)))
+    command = ("train", "--name", "x", "--data", str(path), "--store", str(tmp_path), "--run-dir", str(tmp_path / "r"))
+    done = hallutracer(*command, "--folds", "2")
+    assert (done.returncode, "12 rows that ask for a fact, and a probe needs at least 40" in done.stderr) == (1, True)
+    assert "--allow-few" in done.stderr
+    assert "at least 40" not in hallutracer(*command, "--folds", "2", "--allow-few", "--no-evaluate").stderr

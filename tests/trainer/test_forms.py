@@ -163,7 +163,8 @@ def test_chosen_forms_alone_and_none(tmp_path: Path) -> None:
     assert not (tmp_path / "some" / "run" / "train-said").exists()  # nothing of what the model said is needed
     bundle, _ = run(tmp_path / "none", Roomy(), questions(), **MIXED | {"forms": "none"})
     assert "forms" not in bundle.evaluation()["data"]
-    assert [path.name for path in (tmp_path / "none" / "run").iterdir()] == ["train"]
+    assert [path.name for path in (tmp_path / "none" / "run").iterdir() if path.is_dir()] == ["train"]
+    assert not list((tmp_path / "none" / "run").glob("*-forms.jsonl"))
 
 
 def test_what_is_too_long_for_the_model_takes_another_form(tmp_path: Path) -> None:

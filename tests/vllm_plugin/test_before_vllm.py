@@ -19,12 +19,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hallutracer_start import check_vllm
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.demo import MODEL_DIR
 from service.errors import HalluTracerError
 from service.judging.guarantee import Shape, shape_of
 from service.vllm_plugin import load
 from service.vllm_plugin.engine_gate import open_gate
 from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
 from service.vllm_plugin.middleware import RiskNotes
+from service.vllm_plugin.model_check import short_name_problem
 from service.vllm_plugin.note import CURRENT, Note
 from service.vllm_plugin.options import missing_bundle, read_options, unread
 
@@ -290,3 +292,23 @@ def test_a_chats_shape_is_noted_where_its_messages_are_what_is_read(
     note = noted(path, iter([part]))
     known = [note.conversation(note.add({"prompt_token_ids": [1]})) for _ in range(len(shapes) + 1)]
     assert [None if turns is None else shape_of(turns) for turns in known] == [*shapes, None]
+
+
+def test_a_short_name_of_ours_is_told_what_vllm_takes_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(MODEL_DIR) in (short_name_problem("demo") or "")
+    assert "'smollm2' is a short name of HalluTracer's own commands" in (short_name_problem("smollm2") or "")
+    for name in ("Qwen/Qwen2.5-0.5B", str(MODEL_DIR), "demo/demo"):
+        assert short_name_problem(name) is None
+    (tmp_path / "demo").mkdir()
+    assert short_name_problem("demo") is None
+
+
+@pytest.mark.parametrize(
+    "command", ["vllm serve demo", "vllm serve --port 1 --model demo", "api_server.py --model=demo --port 1"]
+)
+def test_the_plugin_ends_a_program_that_was_given_a_short_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALLUTRACER_BUNDLE", "demo")
+    monkeypatch.setattr("sys.argv", command.split())
+    with pytest.raises(SystemExit, match="'demo' is a short name of HalluTracer's own commands"):
+        check_vllm()

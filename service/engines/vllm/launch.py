@@ -121,7 +121,8 @@ def start(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from service.engines.loading import choose_device, choose_dtype
+    from service.engines.devices import choose_device
+    from service.engines.loading import choose_dtype
 
     log_where_the_program_does()
     device, arguments = choose_device(options.device), engine_arguments(options)
