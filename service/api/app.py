@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
 from service import __version__
@@ -48,6 +48,7 @@ ROUTERS = (
 )  # fmt: skip
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
                    "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
+LINK_BACK = '<nav aria-label="Elsewhere"><a href="./">Playground</a></nav>\n'  # of /docs, where there is a playground
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -98,7 +99,8 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     for router in ROUTERS:
         app.include_router(router)
     for path, file in found.items():
-        app.router.routes.append(Route(path, _page(file), methods=["GET"], include_in_schema=False))
+        without = LINK_BACK if path == "/docs" and not settings.playground else ""
+        app.router.routes.append(Route(path, _page(file, without), methods=["GET"], include_in_schema=False))
     return app
 
 
@@ -133,8 +135,10 @@ def pages(playground: bool) -> Mapping[str, Path]:
     return found
 
 
-def _page(file: Path) -> Callable[[Request], Any]:
+def _page(file: Path, without: str) -> Callable[[Request], Any]:
     async def send(_: Request) -> Response:
+        if without:
+            return HTMLResponse(file.read_text(encoding="utf-8").replace(without, ""), headers=HEADERS)
         return FileResponse(file, media_type=_TYPES[file.suffix], headers=HEADERS)
 
     return send
