@@ -136,7 +136,7 @@ def test_the_schema_is_up_to_date_with_the_options_of_serve() -> None:
 REFUSED = [
     ("options.max_qeue=3", "'max_qeue' not allowed"), ("options.port=9", "'port' not allowed"),
     ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"), ("options.threshold=2", "want 1"),
-    ("options.deadline_s=0", "want 0"), ("options.drain_s=null", "drain_s"), ("options.bundle=one", "want array"),
+    ("options.deadline_s=0", "want 0"), ("options.drain_s=null", "drain_s"), ("options.shadow=one", "want array"),
     ("options.bundle={a b}", "does not match pattern"), ("replica=2", "'replica' not allowed"),
     ("gpus=two", "want integer"), ("image.digest=latest", "does not match pattern"),
     ("prometheusRule.grafanaUrl=https://g.example/", "does not match pattern"), ("resources.limits=", "want object"),
@@ -180,6 +180,33 @@ def test_requests_may_be_addressed_to_the_service_and_to_the_names_that_are_give
     [ask] = one(found, "Pod")["spec"]["containers"]  # helm test
     for name in ("blue-hallutracer.hallutracer.svc", one(found, "Service")["metadata"]["name"], ask["command"][-1]):
         assert name in names(release="blue")
+
+
+@pytest.mark.parametrize(
+    ("value", "user"),
+    [
+        ("user=null", {}),
+        ("user.runAsUser=null", {"runAsGroup": 10001, "fsGroup": 10001}),
+        ("user.runAsUser=1000660000", {"runAsUser": 1000660000, "runAsGroup": 10001, "fsGroup": 10001}),
+    ],
+)
+def test_the_clusters_own_user_may_run_it_and_root_may_not(value: str, user: dict[str, int]) -> None:
+    found = rendered(GPU, values=(value,))
+    pod = one(found, "Deployment")["spec"]["template"]["spec"]
+    context = dict(pod["securityContext"])
+    assert context.pop("runAsNonRoot") is True
+    assert context.pop("seccompProfile") == {"type": "RuntimeDefault"}
+    assert context == user
+    assert container(found)["securityContext"]["readOnlyRootFilesystem"] is True
+    assert template(values=("user.runAsUser=0",)).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("value", "variable"),
+    [("options.bundle=my-probe", "my-probe"), ("options.bundle={my-probe,other:2}", "my-probe other:2")],
+)
+def test_a_bundle_is_given_by_its_name_or_as_a_list(value: str, variable: str) -> None:
+    assert p.variables(container(rendered(values=(value,))))["HALLUTRACER_BUNDLE"] == variable
 
 
 def test_an_image_by_digest_wins_over_the_tag() -> None:
