@@ -291,6 +291,29 @@ def test_the_autoscaler_asks_for_the_metric_that_the_adapter_serves() -> None:
     assert by_wait["target"] == {"type": "AverageValue", "averageValue": "100m"}
 
 
+def test_keda_scales_the_chart_as_its_own_autoscaler_does(tmp_path: Path) -> None:
+    [scaled] = p.documents(ROOT / "deploy/helm/keda.example.yaml")
+    found = rendered(values=(*MONITORED, "autoscaling.cpuUtilization=0"))
+    own, spec = one(found, "HorizontalPodAutoscaler")["spec"], scaled["spec"]
+    assert spec["scaleTargetRef"]["name"] == one(found, "Deployment")["metadata"]["name"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (own["minReplicas"], own["maxReplicas"])
+    assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == own["behavior"]
+    [trigger], [metric] = spec["triggers"], own["metrics"]
+    threshold = float(trigger["metadata"]["threshold"])
+    assert metric["pods"]["target"]["averageValue"] == f"{threshold * 1000:.0f}m"
+    assert trigger["metricType"] == "Value"
+    series = {("a", "sum"): "0+15x10", ("a", "count"): "0+30x10", ("b", "sum"): "3x10", ("b", "count"): "9x10"}
+    given = [{"series": f'hallutracer_queue_seconds_{kind}{{namespace="hallutracer",pod="{pod}"}}', "values": values}
+             for (pod, kind), values in series.items()]  # fmt: skip
+    given += [{"series": f'hallutracer_queue_seconds_{kind}{{namespace="other",pod="c"}}', "values": "0+99x10"}
+              for kind in ("sum", "count")]  # fmt: skip
+    wanted = {"expr": trigger["metadata"]["query"], "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 0.25}]}
+    test = {"interval": "30s", "input_series": given, "promql_expr_test": [wanted]}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    done = promtool("test", "rules", tmp_path / "test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_package_of_it_renders_the_same(tmp_path: Path) -> None:
     assert helm("package", CHART, "--destination", tmp_path).returncode == 0
     options = ("--namespace", "hallutracer", *(word for value in MONITORED for word in ("--set", value)))
