@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 project = "HalluTracer"
@@ -30,7 +31,7 @@ templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "redirect.html"}
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {"navigation_with_keys": False}  # arrow keys scroll wide code blocks
 
 # GitHub shows README.md as it is, so the navigation is not written there.
 NAVIGATION = {
@@ -88,6 +89,27 @@ def add_navigation(app: Any, docname: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
 
 
+# What the theme and docutils leave out for readers without a mouse or a screen; each replacement is found once only.
+ACCESSIBLE = {
+    'role="heading">': 'role="heading" aria-level="2">',
+    "<pre>": '<pre tabindex="0">',  # wide ones scroll sideways, which a keyboard can only where the focus is
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
+    '<th class="head"><p></p></th>': '<td class="head"></td>',
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Pages">',
+    '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="On this page">',
+}
+
+
+def make_accessible(app: Any, exception: Exception | None) -> None:
+    """Complete the pages that were written."""
+    for page in Path(app.outdir).rglob("*.html") if exception is None else ():
+        text = page.read_text(encoding="utf-8")
+        for short, whole in ACCESSIBLE.items():
+            text = text.replace(short, whole)
+        page.write_text(text, encoding="utf-8")
+
+
 def setup(app: Any) -> None:
-    """Register the hook."""
+    """Register the hooks."""
     app.connect("source-read", add_navigation)
+    app.connect("build-finished", make_accessible)

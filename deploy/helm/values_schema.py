@@ -57,6 +57,8 @@ def options() -> dict[str, Any]:
                 bounds = {"minimum": limits.least, "maximum": limits.most}
                 schema |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
                 schema |= {"exclusiveMinimum": 0} if limits.positive else {}
+        if key == "bundle":  # one is the rule, and --set options.bundle=NAME gives a string
+            schema = {"anyOf": [schema, WORD]}
         found[key] = schema | {"description": argument.parameter.help}
     return dict(sorted(found.items()))
 
@@ -88,6 +90,7 @@ def schema() -> dict[str, Any]:
         "options": closed(options(), ("drain_s",)),
         "apiKeys": closed({"secret": MAYBE_NAME}, ("secret",)),
         "policies": {"type": "string", "minLength": 1},
+        "user": closed(dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), COUNT)),
         "gpus": {"type": "integer", "minimum": 0},
         "huggingFaceSecret": MAYBE_NAME,
         "replicas": COUNT,

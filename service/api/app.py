@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from service import __version__
@@ -52,6 +52,7 @@ ROUTERS = (
 )  # fmt: skip
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
                    "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
+LINK_BACK = '<nav aria-label="Elsewhere"><a href="./">Playground</a></nav>\n'  # of /docs, where there is a playground
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -109,7 +110,8 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     if "/" not in found:  # a balancer asks there for the service's health, by OPTIONS (``health.plain_check``)
         app.router.routes.append(Route("/", _absent, methods=["GET"], include_in_schema=False))
     for path, file in found.items():
-        app.router.routes.append(Route(path, _page(file), methods=["GET"], include_in_schema=False))
+        without = LINK_BACK if path == "/docs" and not settings.playground else ""
+        app.router.routes.append(Route(path, _page(file, without), methods=["GET"], include_in_schema=False))
     return app
 
 
@@ -144,8 +146,10 @@ def pages(playground: bool) -> Mapping[str, Path]:
     return found
 
 
-def _page(file: Path) -> Callable[[Request], Any]:
+def _page(file: Path, without: str) -> Callable[[Request], Any]:
     async def send(request: Request) -> Response:
+        if without:
+            return HTMLResponse(file.read_text(encoding="utf-8").replace(without, ""), headers=HEADERS)
         if not _GZIP.search(request.headers.get("accept-encoding", "")):
             return FileResponse(file, media_type=_TYPES[file.suffix], headers=HEADERS)
         content = await asyncio.to_thread(_compressed, file)

@@ -211,6 +211,7 @@ class SampleAnswerOut(Strict):
     flagged: bool = Field(description="what a gate would withhold")
     decision: str = Field(description="what the caller's policy does: continue, or how it withholds the answer")
     outside_training: bool | None = Field(description="null where the bundle cannot tell")
+    applies: bool | None = Field(description="false: it asks for no fact; null where the bundle cannot tell")
     answer: str | None = Field(description="null where the policy withholds it: none is decoded then")
     verdict: Verdict | None = Field(description="null where the policy withholds the answer, or ends it under way")
     accepted: list[str] = Field(description="answers that are right")
@@ -378,5 +379,5 @@ async def sample_answer(bundle: str, number: int, request: Request, service: The
     return SampleAnswerOut(
         number=number, prompt=question.prompt, kind=question.kind, risk=report.risk, flagged=report.verdict.flagged,
         decision=str(report.decision), threshold=report.verdict.threshold, outside_training=report.uncertain.outside,
-        answer=found.answer, verdict=found.verdict, accepted=list(question.answers),
+        applies=report.context.said, answer=found.answer, verdict=found.verdict, accepted=list(question.answers),
     )  # fmt: skip

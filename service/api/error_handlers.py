@@ -29,10 +29,11 @@ CODES = {
     **{error.status: error.code for error in (BodiesFull, BodyTooSlow, BodyTooLarge)},
 }
 NO_ROUTE = (
-    "no such route; this service has /v1/risk/score, of OpenAI's API /v1/chat/completions, /v1/completions, "
-    "/v1/responses and /v1/models: the base URL of OpenAI's clients ends in /v1; and of Anthropic's /v1/messages: that "
-    "of its clients ends before it.  Health checks are /health/live and /health/ready"
+    "no such route: {path}; this service has /score (also as /v1/risk/score), of OpenAI's API /v1/chat/completions, "
+    "/v1/completions, /v1/responses and /v1/models: the base URL of OpenAI's clients ends in /v1; and of Anthropic's "
+    "/v1/messages: that of its clients ends before it.  Health checks are /health/live and /health/ready"
 )
+_PATH_SHOWN = 200  # characters of an unknown path that its error repeats
 # Route -> its request, the field that holds others, and what these are.
 _REQUESTS: dict[str, tuple[type[RequestModel], str, type[RequestModel]]] = {
     CHAT_ROUTE: (ChatRequest, "vllm_xargs", Arguments),
@@ -113,10 +114,16 @@ def _field_path(location: tuple[int | str, ...]) -> list[str]:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
-    message = NO_ROUTE if status == 404 else str(error.detail)
+    message = NO_ROUTE.format(path=_shown(request.url.path)) if status == 404 else str(error.detail)
     if status == 405:
         message = f"{request.method} is not for this route; it takes {headers.get('allow', 'POST')}"
     return _answer(request, status, message, CODES.get(status, "http_error"), **headers)
+
+
+def _shown(path: str) -> str:
+    """Return a path as an error may repeat it: whole up to a limit, and with nothing that a terminal would obey."""
+    cut = path[:_PATH_SHOWN] + ("..." if len(path) > _PATH_SHOWN else "")
+    return "".join(letter if letter.isprintable() else "?" for letter in cut)
 
 
 def install(app: FastAPI) -> None:

@@ -68,18 +68,20 @@ def show(
 ) -> None:  # fmt: skip
     """Print a bundle's model card, or its manifest with --json.
 
-    In a terminal the card is laid out to be read; elsewhere it is the Markdown file as it is."""
+    In a terminal the card is laid out to be read; elsewhere it is Markdown."""
     bundle = open_store(store).load(reference)
     if as_json:
         print_line((bundle.path / "bundle.json").read_text(encoding="utf-8"))
         return
     from rich.console import Console
 
+    from service.trainer.cards import card_of
+
     console = Console(highlight=False)
     if not console.is_terminal:
-        print_line(bundle.card())
+        print_line(card_of(bundle))
     else:
-        print_card(bundle.card(), bundle.path, console)
+        print_card(card_of(bundle), bundle.path, console)
 
 
 def compare(

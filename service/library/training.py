@@ -73,7 +73,9 @@ class Trained:
     @property
     def card(self) -> str:
         """Return the model card, Markdown."""
-        return self.bundle.card()
+        from service.trainer.cards import card_of
+
+        return card_of(self.bundle)
 
     @property
     def own(self) -> SignalFigures | None:

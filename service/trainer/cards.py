@@ -13,8 +13,9 @@ import numpy as np
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest
-from probes_store.records import Guarantee, RefitInterval
+from probes_store.records import CONTEXT_SIGNALS, Guarantee, RefitInterval
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.fitting.recalibration import ChosenMap
 from service.fitting.scores import gain
@@ -69,6 +70,7 @@ CAUTION = (
     "is right; where wrong answers are reported more readily than right ones (or the reverse), the recalibrated risk "
     "is too high (or too low), and nothing in these rows can tell."
 )
+_FIRST_TOKEN = "the first answer token's log maximum probability and entropy"
 _GUARANTEE = re.compile(r"## Guarantee\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"), undefined=StrictUndefined, trim_blocks=True,
@@ -102,7 +104,8 @@ def write_card(
     tables = [(of, *kept) for of in ("form", "kind") if (kept := kept_strata(evaluation, f"by_{of}"))]
     rule, record = rule_in_words(evaluation["threshold"]), manifest.uncertainty
     text = _render(
-        "card.md", m=manifest, t=manifest.training, data=evaluation["data"], left_out=left_out, crossed=crossed,
+        "card.md", m=manifest, beside=_beside_the_depth_mean(manifest),
+        t=manifest.training, data=evaluation["data"], left_out=left_out, crossed=crossed,
         group_warning=group_warning(evaluation["data"]), few=few, rarer=rarer, own=own, test=test,
         cheaper=crossed and cheaper_and_better(crossed["signals"], own),
         crossed_tables=crossed and _tables(crossed["signals"], partial(_unless_few, few), own),
@@ -114,6 +117,28 @@ def write_card(
         intervals=[] if record.interval is None else [(at, *_ends(record.interval, at)) for at in SHOWN_RISKS],
     )  # fmt: skip
     return f"---\n{_hub_data(manifest, evaluation).to_yaml()}\n---\n{text}"
+
+
+def card_of(bundle: Bundle) -> str:
+    """Return a bundle's card with the sentence about its signals as they are.
+
+    Cards that were written up to version 1.0 name the first answer token's of every bundle that reads more than the
+    depth mean.  Their files belong to the bundle's digest and stay.  Raises a subclass of BundleDamaged."""
+    return bundle.card().replace(_together_with(_FIRST_TOKEN), _beside_the_depth_mean(bundle.manifest), 1)
+
+
+def _beside_the_depth_mean(manifest: Manifest) -> str:
+    """Return the clause that names the further signals of the classifier; nothing where there are none."""
+    read = [_FIRST_TOKEN] if manifest.needs_first_token else []
+    if any(name in CONTEXT_SIGNALS for name in manifest.signals):
+        stated = " and whether that states an answer" if {"stated", "stated_length"} & set(manifest.signals) else ""
+        length = ", weighed by the prompt's length, too" if "stated_length" in manifest.signals else ""
+        read.append(f"what its context probes say of the prompt (whether it holds a passage{stated}{length})")
+    return _together_with(" and ".join(read)) if read else ""
+
+
+def _together_with(signals: str) -> str:
+    return f", together with {signals},"
 
 
 def _hub_data(manifest: Manifest, evaluation: Mapping[str, Any]) -> ModelCardData:

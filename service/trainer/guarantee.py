@@ -23,7 +23,7 @@ from service.fitting.nested_cv import rounded
 from service.fitting.thresholds import GateProfile, GuaranteeTest, least_groups, threshold_sequence
 from service.scoring import Scorer
 from service.trainer import new_rows
-from service.trainer.cards import guaranteed_card, statement
+from service.trainer.cards import card_of, guaranteed_card, statement
 from service.trainer.new_rows import Marks, NewRows
 from service.trainer.options import Console, GuaranteeOptions
 
@@ -196,7 +196,7 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
         "spent": Marks.of(rows.dataset).document(),
     }  # fmt: skip
     evaluation["calibrations"] = [*evaluation.get("calibrations", []), ledger]
-    card = guaranteed_card(bundle.card(), manifest, step)
+    card = guaranteed_card(card_of(bundle), manifest, step)
     published = store.publish(new_rows.draft_of(bundle, manifest, evaluation, card))
     console.print(f"published {published.reference}")
     return published

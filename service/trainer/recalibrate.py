@@ -40,7 +40,7 @@ from service.fitting.recalibration import (
 )
 from service.fitting.scores import share_interval
 from service.scoring import Scorer
-from service.trainer.cards import candidates_table, recalibrated_card
+from service.trainer.cards import candidates_table, card_of, recalibrated_card
 from service.trainer.new_rows import Marks, NewRows, check_unspent, draft_of, read_new_rows, risks_of, seen_by
 from service.trainer.options import Console, RecalibrateOptions
 from service.trainer.plots import draw_before_after
@@ -272,7 +272,7 @@ def choose_and_publish(
         gate["thresholds"] = [1.0 if at >= 1.0 else float(recalibration(at)) for at in gate["thresholds"]]
     golden = replace(bundle.golden, risk=recalibration(bundle.golden.risk))
     plot = draw_before_after(label, group, choice.before.held_out[0], choice.chosen.held_out[0])
-    card = recalibrated_card(bundle.card(), manifest, record, candidates_table(choice))
+    card = recalibrated_card(card_of(bundle), manifest, record, candidates_table(choice))
     draft = draft_of(bundle, manifest, evaluation, card, golden=golden, plots={"recalibration.png": plot})
     published = store.publish(draft)
     console.print(f"published {published.reference} ({published.manifest.digest}); no alias was moved")

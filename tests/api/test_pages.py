@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import tomllib
 from collections.abc import Iterator
@@ -101,7 +102,9 @@ def test_a_page_names_and_imports_files_of_ours_only_and_the_package_takes_them_
         text, name = file.read_text(), file.relative_to(ROOT / "service").as_posix()
         assert any(fnmatch(name, pattern) for pattern in patterns), name
         if file.suffix == ".html":
-            assert {f"/{named}" for named in re.findall(r'(?:src|href)="([^"#]+)"', text)} <= set(PAGES), name
+            assert {posixpath.normpath(f"/{named}") for named in re.findall(r'(?:src|href)="([^"#]+)"', text)} <= set(
+                PAGES
+            ), name
             assert not re.search(r"<style|<script(?![^>]*\bsrc=)|\bstyle=|\bon[a-z]+=", text)
         if file.suffix == ".js" and file.parent.name == "playground":
             assert {f"/playground/{named}" for named in re.findall(r'from "\./([^"]+)"', text)} <= set(PAGES), name
@@ -338,3 +341,23 @@ def test_a_page_of_another_site_cannot_have_a_browser_ask(tmp_path: Path, header
         ours += [{"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}]
         ours.append({"origin": "http://ours.test", "sec-fetch-site": "cross-site"})
         assert [app.client.get(ROUTES[0], headers=one).status_code for one in ours] == [200] * len(ours)
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/nothing", "/nothing;"),
+        ("/v1/scores", "/v1/scores;"),
+        ("/nothing?a=b", "/nothing;"),
+        ("/%1b%5b31mred", "/?[31mred;"),
+        ("/%7Bpath%7D", "/{path};"),
+        ("/" + "x" * 5000, "/" + "x" * 199 + "...;"),
+    ],
+)
+def test_an_unknown_path_is_named_with_the_routes_that_there_are(app: App, path: str, shown: str) -> None:
+    for method in ("GET", "POST"):
+        found = app.client.request(method, path)
+        message = found.json()["error"]["message"]
+        assert found.status_code == 404
+        assert f"no such route: {shown}" in message
+        assert {"/score", "/v1/risk/score", "/v1/chat/completions"} <= set(re.split(r"[ ,;:)]+", message))

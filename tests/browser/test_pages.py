@@ -45,6 +45,42 @@ def test_the_reference_asks_for_the_key_lists_the_routes_and_tries_them(browser:
         expect(page.locator(".live-responses-table")).to_contain_text('"risk"')
 
 
+@pytest.mark.parametrize("playground", [True, False])
+def test_the_reference_links_to_the_playground_where_there_is_one(
+    browser: Browser, tmp_path: Path, playground: bool
+) -> None:
+    with running(tmp_path, playground=playground) as service, tab(browser, service.url) as opened:
+        page = opened.open("/docs")
+        expect(page.locator(".opblock").first).to_be_visible()
+        link = page.get_by_role("link", name="Playground")
+        expect(link).to_have_count(int(playground))
+        if playground:
+            link.click()
+            expect(page.locator("#ask")).to_be_enabled()
+
+
+def brightness(page: Page, selector: str, of: str) -> float:
+    """Of the colour of the letters, or of the first background behind them, from 0 to 1."""
+    found: list[float] = page.locator(selector).first.evaluate(
+        """(node, of) => { const read = (one) => getComputedStyle(one)[of].match(/[\\d.]+/g).map(Number);
+        while (node.parentElement && read(node)[3] === 0) node = node.parentElement;
+        return read(node).slice(0, 3); }""",
+        of,
+    )
+    return sum(found) / 3 / 255
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_reference_follows_the_colours_of_the_system(browser: Browser, tmp_path: Path, scheme: str) -> None:
+    with running(tmp_path) as service, tab(browser, service.url, scheme=scheme) as opened:
+        page = opened.open("/docs")
+        expect(page.locator(".opblock").first).to_be_visible()
+        for part in ("nav a", ".info .title", ".opblock-tag", ".opblock-summary-path"):
+            behind, letters = (brightness(page, part, of) for of in ("backgroundColor", "color"))
+            assert (behind < letters) is (scheme == "dark"), part
+            assert abs(behind - letters) > 0.25, part
+
+
 def letters(page: Page) -> list[float]:
     """Heights of the drawings' letters in pixels."""
     found: list[float] = page.evaluate("""[...document.querySelectorAll("figure svg text")]

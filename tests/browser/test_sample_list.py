@@ -71,10 +71,10 @@ def test_the_questions_are_answered_and_sorted(service: Running, page: Page) -> 
 
 def test_the_line_tells_what_a_gate_there_would_do(service: Running, page: Page) -> None:
     threshold = service.bundles[0].manifest.threshold
-    assert f"{threshold:.2f}" in page.inner_text("#sample-value")
+    assert f"{threshold:.3f}" in page.inner_text("#threshold-value")
     for at in (None, 0.0, 0.4, 1.0):
         if at is not None:
-            page.locator("#sample-threshold").fill(str(at))
+            page.locator("#threshold").fill(str(at))
         found = rows(page)
         [place] = [place for place, row in enumerate(found) if row["kind"] == "line-row"]
         passed, stopped = found[:place], found[place + 1 :]
@@ -82,10 +82,13 @@ def test_the_line_tells_what_a_gate_there_would_do(service: Running, page: Page)
         assert all(row["risk"] <= value + 0.005 for row in passed)
         assert all(row["risk"] >= value - 0.005 for row in stopped)
         wrong = sum("wrong" in row["cells"][2] for row in passed)
+        stopped_wrong = sum("wrong" in row["cells"][2] for row in stopped)
         right = sum("right" in row["cells"][2] for row in stopped)
+        which = f": {stopped_wrong} wrong, {right} right" if stopped else ""
         assert page.inner_text("#sample-text") == (
-            f"A gate at {value:.2f} answers {len(passed)}, {wrong} of them wrong, "
-            f"and withholds {len(stopped)}, {right} of them right."
+            f"Without a gate {wrong + stopped_wrong} of 24 would be wrong. A gate at {value:.2f} withholds "
+            f"{len(stopped)}{which}; of the {len(passed)} that it lets through {wrong} "
+            f"{'is' if wrong == 1 else 'are'} wrong."
         )
 
 
@@ -104,7 +107,11 @@ def test_under_a_policy_that_withholds_the_list_says_which_answers_are_not_known
         said = (
             f"The service's policy withholds {len(withheld)} of the answers: whether they would be right is not known."
         )
-        assert said in page.inner_text("#sample-text")
+        headline = page.inner_text("#sample-text")
+        assert said in headline
+        wrong = sum("wrong" in row["cells"][2] for row in found if row["number"] is not None)
+        assert f"Without a gate at least {wrong} of 24 would be wrong." in headline
+        assert f"{len(withheld)} not judged" in headline
 
 
 def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, page: Page) -> None:
@@ -117,7 +124,7 @@ def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, page: Page
 
 def test_the_keyboards_place_is_kept_while_the_list_is_drawn_anew(service: Running, page: Page) -> None:
     page.locator("#sample-rows tr[data-number='7'] button").focus()
-    page.evaluate("""() => { const line = document.getElementById("sample-threshold");
+    page.evaluate("""() => { const line = document.getElementById("threshold");
         line.value = "0.9"; line.dispatchEvent(new Event("input")); }""")
     kept = page.evaluate("document.activeElement.closest('tr').dataset.number")
     assert kept == "7"

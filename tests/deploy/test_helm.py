@@ -136,7 +136,7 @@ def test_the_schema_is_up_to_date_with_the_options_of_serve() -> None:
 REFUSED = [
     ("options.max_qeue=3", "'max_qeue' not allowed"), ("options.port=9", "'port' not allowed"),
     ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"), ("options.threshold=2", "want 1"),
-    ("options.deadline_s=0", "want 0"), ("options.drain_s=null", "drain_s"), ("options.bundle=one", "want array"),
+    ("options.deadline_s=0", "want 0"), ("options.drain_s=null", "drain_s"), ("options.shadow=one", "want array"),
     ("options.bundle={a b}", "does not match pattern"), ("replica=2", "'replica' not allowed"),
     ("gpus=two", "want integer"), ("image.digest=latest", "does not match pattern"),
     ("prometheusRule.grafanaUrl=https://g.example/", "does not match pattern"), ("resources.limits=", "want object"),
@@ -180,6 +180,33 @@ def test_requests_may_be_addressed_to_the_service_and_to_the_names_that_are_give
     [ask] = one(found, "Pod")["spec"]["containers"]  # helm test
     for name in ("blue-hallutracer.hallutracer.svc", one(found, "Service")["metadata"]["name"], ask["command"][-1]):
         assert name in names(release="blue")
+
+
+@pytest.mark.parametrize(
+    ("value", "user"),
+    [
+        ("user=null", {}),
+        ("user.runAsUser=null", {"runAsGroup": 10001, "fsGroup": 10001}),
+        ("user.runAsUser=1000660000", {"runAsUser": 1000660000, "runAsGroup": 10001, "fsGroup": 10001}),
+    ],
+)
+def test_the_clusters_own_user_may_run_it_and_root_may_not(value: str, user: dict[str, int]) -> None:
+    found = rendered(GPU, values=(value,))
+    pod = one(found, "Deployment")["spec"]["template"]["spec"]
+    context = dict(pod["securityContext"])
+    assert context.pop("runAsNonRoot") is True
+    assert context.pop("seccompProfile") == {"type": "RuntimeDefault"}
+    assert context == user
+    assert container(found)["securityContext"]["readOnlyRootFilesystem"] is True
+    assert template(values=("user.runAsUser=0",)).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("value", "variable"),
+    [("options.bundle=my-probe", "my-probe"), ("options.bundle={my-probe,other:2}", "my-probe other:2")],
+)
+def test_a_bundle_is_given_by_its_name_or_as_a_list(value: str, variable: str) -> None:
+    assert p.variables(container(rendered(values=(value,))))["HALLUTRACER_BUNDLE"] == variable
 
 
 def test_an_image_by_digest_wins_over_the_tag() -> None:
@@ -262,6 +289,29 @@ def test_the_autoscaler_asks_for_the_metric_that_the_adapter_serves() -> None:
     [rule] = p.documents(ROOT / "deploy/helm/prometheus-adapter.yml")[0]["rules"]["custom"]
     assert by_wait["metric"]["name"] == rule["name"]["as"]
     assert by_wait["target"] == {"type": "AverageValue", "averageValue": "100m"}
+
+
+def test_keda_scales_the_chart_as_its_own_autoscaler_does(tmp_path: Path) -> None:
+    [scaled] = p.documents(ROOT / "deploy/helm/keda.example.yaml")
+    found = rendered(values=(*MONITORED, "autoscaling.cpuUtilization=0"))
+    own, spec = one(found, "HorizontalPodAutoscaler")["spec"], scaled["spec"]
+    assert spec["scaleTargetRef"]["name"] == one(found, "Deployment")["metadata"]["name"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (own["minReplicas"], own["maxReplicas"])
+    assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == own["behavior"]
+    [trigger], [metric] = spec["triggers"], own["metrics"]
+    threshold = float(trigger["metadata"]["threshold"])
+    assert metric["pods"]["target"]["averageValue"] == f"{threshold * 1000:.0f}m"
+    assert trigger["metricType"] == "Value"
+    series = {("a", "sum"): "0+15x10", ("a", "count"): "0+30x10", ("b", "sum"): "3x10", ("b", "count"): "9x10"}
+    given = [{"series": f'hallutracer_queue_seconds_{kind}{{namespace="hallutracer",pod="{pod}"}}', "values": values}
+             for (pod, kind), values in series.items()]  # fmt: skip
+    given += [{"series": f'hallutracer_queue_seconds_{kind}{{namespace="other",pod="c"}}', "values": "0+99x10"}
+              for kind in ("sum", "count")]  # fmt: skip
+    wanted = {"expr": trigger["metadata"]["query"], "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 0.25}]}
+    test = {"interval": "30s", "input_series": given, "promql_expr_test": [wanted]}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    done = promtool("test", "rules", tmp_path / "test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_package_of_it_renders_the_same(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from service.engines.places import PACKAGED, cache_folder
@@ -138,6 +139,22 @@ def run_page(sandbox: Sandbox, page: Path, *, long: bool = False, model: str = "
 @pytest.mark.parametrize("page", pages_that(lambda block: block.runs and block.model == "smollm2"))
 def test_the_commands_on_smollm2_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert run_page(Sandbox(tmp_path, request), page, model="smollm2") > 0
+
+
+@pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
+def test_the_readmes_table_is_every_third_question_by_risk(smollm2: str) -> None:
+    """A rule that leaves nothing to choose."""
+    with httpx.Client(base_url=smollm2, timeout=120) as client:
+        answers = [client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)]
+    wanted = sorted(answers, key=lambda answer: float(answer["risk"]))[::3]
+    table = re.findall(r"^\| (0\.\d\d) \| (.*?) \| (.*?) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(table) == len(wanted)
+    for (risk, question, answer, verdict), real in zip(table, wanted, strict=True):
+        assert (risk, question) == (f"{real['risk']:.2f}", real["prompt"])
+        assert str(real["answer"]).startswith(answer.removesuffix(" .."))
+        surprising = (real["verdict"] == "right") is real["flagged"]
+        assert verdict.replace("*", "").partition(":")[0] == real["verdict"]
+        assert verdict.startswith("**") is surprising
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from PIL import Image
 
-from probes_store.bundle import Bundle
+from probes_store.bundle import Bundle, load_bundle
+from probes_store.records import CONTEXT_SIGNALS
 from probes_store.store import SHIPPED, Store
 from service.errors import TrainingError
 from service.fitting.decisions import at_threshold
@@ -24,6 +25,7 @@ from service.fitting.scores import auroc_interval, reliability, risk_auroc
 from service.judging.evaluation import coverage
 from service.trainer.cards import (
     better_options,
+    card_of,
     cell,
     cheaper_and_better,
     closing_lines,
@@ -369,3 +371,26 @@ def test_the_command_that_compares() -> None:
     assert "| demo:1 | demo-fused:1 |" in done.stdout
     assert "not of the difference" in done.stderr
     assert hallutracer("bundle", "compare", "demo").returncode == 2
+
+
+SENTENCE = re.compile(r"A logistic regression turns it(.*) into a risk between 0 and 1\.")
+FIRST_TOKEN = "the first answer token's log maximum probability and entropy"
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(SHIPPED.glob("*/[0-9]*")), ids=lambda folder: f"{folder.parent.name}:{folder.name}"
+)
+def test_the_card_that_is_shown_names_the_signals_that_are_read(folder: Path) -> None:
+    bundle = load_bundle(folder)
+    shown = SENTENCE.search(card_of(bundle))
+    assert shown is not None
+    assert (FIRST_TOKEN in shown[1]) is bundle.manifest.needs_first_token
+    assert ("context probes" in shown[1]) is any(name in CONTEXT_SIGNALS for name in bundle.manifest.signals)
+    printed = hallutracer("bundle", "show", bundle.manifest.reference).stdout
+    assert shown[0] in printed
+
+
+def test_a_new_card_names_the_signals_that_are_read(careful: Bundle) -> None:
+    found = SENTENCE.search(careful.card())
+    assert found is not None
+    assert (FIRST_TOKEN in found[1]) is careful.manifest.needs_first_token

@@ -1,6 +1,7 @@
 // The page's wiring: connect, ask, show.
 import { getJson, key, score, ServiceError, stream } from "./api.js";
 import { byId, el, fixed, show, tell } from "./dom.js";
+import { toneOf } from "./gating.js";
 import { History } from "./history.js";
 import { Reading } from "./reading.js";
 import { Sample } from "./sample.js";
@@ -15,10 +16,11 @@ const EXAMPLES = [
 const RETRY_S = 2;
 
 const details = new Map(); // bundle -> what GET /v1/bundles/{bundle} told
-const threshold = new Threshold();
 const history = new History((entry) => fill(entry));
 const sample = new Sample((entry) => { fill(entry); ask(); });
+const threshold = new Threshold((at) => sample.at(at));
 let asking = null; // the AbortController of the request under way
+let next = null; // what was asked meanwhile: it is asked as soon as that can be
 let fetching; // the question that was sent to fetch a passage, and the id of that answer
 
 async function connect() {
@@ -26,6 +28,7 @@ async function connect() {
     const [models, bundles] = await Promise.all([getJson("v1/models"), getJson("v1/bundles")]);
     connected(models.data[0], bundles);
     await chosen();
+    askNext();
   } catch (error) {
     if (!(error instanceof ServiceError)) throw error;
     if (error.status === 401) askForKey();
@@ -77,6 +80,7 @@ function askForKey() {
   show(byId("access"), true);
   show(byId("forget"), false);
   byId("ask").disabled = true;
+  forgetNext();
   byId("state").textContent = "Waiting for a key";
   tell(byId("key-problem"), wrong ? "The service does not know this key." : "");
   byId("key").focus();
@@ -92,9 +96,15 @@ function fill({ question, passage = "" }) {
 // The passage before the question, as the training rows with passages have it.
 const promptOf = (question, passage) => (passage ? `${passage}\n\n${question}` : question);
 
-async function ask() {
-  const question = byId("question").value.trim(), passage = byId("passage").value.trim();
-  if (!question || byId("ask").disabled || asking) return;
+const typed = () => ({ question: byId("question").value.trim(), passage: byId("passage").value.trim() });
+
+async function ask({ question, passage } = typed()) {
+  if (!question) return;
+  if (asking || byId("ask").disabled) {
+    next = { question, passage };
+    tell(byId("waiting"), `${asking ? "Asked next, once this answer ends" : "Asked once the service is ready"}: ${question}`);
+    return;
+  }
   asking = new AbortController();
   busy(true);
   const chosen = [byId("bundle").value, byId("compare").value].filter(Boolean);
@@ -113,13 +123,26 @@ async function ask() {
     await Promise.all(work.map((one, place) => one.catch((error) => failed(error, readings[place]))));
     const [{ id, risk, text }] = readings;
     fetching = risk?.decision === "retrieve" ? { question, id } : undefined;
-    if (risk) history.add({ question, passage, bundle: chosen[0], risk: risk.risk, decision: risk.decision, answer: text });
+    if (risk) history.add({ question, passage, bundle: chosen[0], risk: risk.risk, tone: toneOf(risk), decision: risk.decision, answer: text });
   } catch (error) {
     failed(error, null);
   } finally {
     asking = null;
     busy(false);
   }
+  askNext();
+}
+
+function askNext() {
+  if (!next || byId("ask").disabled) return;
+  const question = next;
+  forgetNext();
+  ask(question);
+}
+
+function forgetNext() {
+  next = null;
+  tell(byId("waiting"), "");
 }
 
 async function answered(reading, body) {
@@ -128,7 +151,7 @@ async function answered(reading, body) {
   for await (const document of stream({ ...body, include, generate: { max_tokens: tokens } }, asking.signal)) {
     if (document.object === "risk.list") {
       reading.begin(document);
-      threshold.mark(reading.risk.risk);
+      threshold.mark(reading.risk);
       byId("announce").textContent = `Risk ${fixed(reading.risk.risk)}. ${reading.decision()}. ${reading.risk.message ?? ""}`;
     } else {
       reading.add(document);

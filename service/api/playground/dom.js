@@ -29,6 +29,13 @@ export function tell(node, message) {
   show(node, Boolean(message));
 }
 
+// A risk as a bar from 0 to 1, beside its number; tone: passed, flagged or unjudged.
+export function bar(risk, tone) {
+  const filled = svg("rect", { class: tone, width: 100 * risk, height: 6, rx: 3 });
+  return svg("svg", { class: "bar", viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true", "data-risk": risk },
+    svg("rect", { class: "track", width: 100, height: 6, rx: 3 }), filled);
+}
+
 export const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %`;
 export const fixed = (value, digits = 2) => value.toFixed(digits).replace(/^-(0\.?0*)$/, "$1");
 

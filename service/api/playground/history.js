@@ -1,5 +1,5 @@
 // What was asked in this tab: kept by the browser until the tab is closed, and nowhere else.
-import { byId, el, fixed, show } from "./dom.js";
+import { bar, byId, el, fixed, show } from "./dom.js";
 
 const PLACE = "hallutracer.history";
 const MOST = 30;
@@ -12,7 +12,7 @@ export class History {
     this.#show();
   }
 
-  // entry: {question, passage, bundle, risk, decision, answer}
+  // entry: {question, passage, bundle, risk, tone, decision, answer}
   add(entry) {
     this.entries = [entry, ...this.entries].slice(0, MOST);
     this.#write();
@@ -31,7 +31,7 @@ export class History {
     byId("history").replaceChildren(...this.entries.map((entry) => {
       const said = entry.decision === "continue" ? entry.answer : `withheld (${entry.decision})`;
       const button = el("button", { type: "button" },
-        el("span", {}, entry.question), el("span", { class: "risk-line" }, `risk ${fixed(entry.risk)}`),
+        el("span", {}, entry.question), el("span", { class: "risk-line" }, `risk ${fixed(entry.risk)}`, bar(entry.risk, entry.tone ?? "unjudged")),
         el("span", { class: "answer-line" }, [entry.bundle, entry.passage && "with a passage", said].filter(Boolean).join(" · ")));
       button.addEventListener("click", () => this.onChosen(entry));
       return el("li", {}, button);

@@ -1,6 +1,7 @@
 // One bundle's reading of a prompt: the risk, the decision, the answer or its withholding, the trajectory.
 import { scale } from "./axes.js";
 import { drawn, el, fixed, percent, svg } from "./dom.js";
+import { gatedBy, toneOf } from "./gating.js";
 import { trajectoryPlot } from "./trajectory.js";
 
 const NO_FACT = "Asks for no fact: the risk does not apply";
@@ -29,16 +30,15 @@ export class Reading {
     this.risk = risk;
     this.policy = document.policy;
     this.id = document.id;
-    this.answer = el("div", { class: "answer", "aria-busy": "true" });
+    this.answer = el("div", { class: `answer ${toneOf(risk)}`, "aria-busy": "true" });
     this.count = el("p", { class: "facts" });
     const number = el("p", { class: "risk", "data-risk": risk.risk }, el("small", {}, "risk"), fixed(risk.risk));
-    const decision = el("p", { class: `decision ${risk.decision}` }, this.decision());
+    const decision = el("p", { class: `decision ${risk.decision} ${toneOf(risk)}` }, this.decision());
     this.left.replaceChildren(el("div", { class: "figures" }, number, decision), riskBar(risk), ...this.#facts(document));
     if (risk.decision === "continue") {
       if (risk.message) this.left.append(el("p", { class: "facts warn" }, risk.message));
       if (this.answered) this.left.append(this.answer, this.count);
     } else {
-      this.answer.classList.add("withheld");
       this.answer.removeAttribute("aria-busy");
       this.answer.textContent = risk.message ?? "No answer.";
       this.count.textContent = risk.answer_flagged
@@ -112,7 +112,7 @@ export class Reading {
     const tenth = this.detail.coverage.tenths.findLast(({ low }) => this.risk.risk >= low) ?? this.detail.coverage.tenths[0];
     if (tenth && applies !== false) {
       lines.push(el("p", { class: "facts tenth" }, `Of training questions at risks like this one (${fixed(tenth.low)} to ${fixed(tenth.high)}) ` +
-        `the model answered ${percent(tenth.right)} right. A gate at ${fixed(threshold)} ${this.risk.risk >= threshold ? "withholds" : "answers"} it.`));
+        `the model answered ${percent(tenth.right)} right. A gate at ${fixed(threshold)} ${gatedBy(this.risk, threshold, this.detail) ? "withholds" : "answers"} it.`));
     }
     lines.push(el("p", { class: "facts" }, `Threshold ${fixed(threshold, 3)}, policy ${document.policy}. ` + (interval
       ? `Trained on other rows, the bundle would put the risk between ${fixed(interval[0])} and ${fixed(interval[1])} (95 %).`

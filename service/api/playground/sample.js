@@ -1,32 +1,31 @@
-// Held-out questions that the bundle carries, answered as the page opens and sorted by risk, with a line that a gate would draw.
+// Held-out questions that the bundle carries, answered as the page opens and sorted by risk, with the line that a gate would draw.
 import { getJson } from "./api.js";
-import { byId, el, fixed, show, tell } from "./dom.js";
+import { bar, byId, el, fixed, show, tell } from "./dom.js";
+import { asksForAFact, gatedBy } from "./gating.js";
 
 const SHOWN = 24, TOGETHER = 6;  // as many connections as a browser opens
 const MARKS = { right: "✓ right", wrong: "✗ wrong", abstained: "– no answer", withheld: "– not judged" };
+const ENDS = /[.!?…:;)\]}"'”’»。！？]$/u; // of a text that was not cut off at the limit
 
 export class Sample {
   #run = 0; // answers of an earlier bundle that still come are not shown
   #rows = []; // as GET /v1/bundles/{bundle}/sample/{number} tells, lowest risks first
   #detail = null;
-  #moved = false; // the slider's steps are coarser than a bundle's threshold
+  #threshold = null; // the slider's
 
   // onChosen: called with the question that was clicked on
   constructor(onChosen) {
     this.onChosen = onChosen;
-    this.slider = byId("sample-threshold");
-    this.slider.addEventListener("input", () => { this.#moved = true; this.#draw(); });
   }
 
   async use(detail) {
     const run = ++this.#run, questions = (detail.sample?.questions ?? []).slice(0, SHOWN);
     this.#detail = detail;
     this.#rows = [];
-    this.#moved = false;
     show(byId("sample"), questions.length > 0);
+    show(byId("sample-text"), questions.length > 0);
     tell(byId("sample-problem"), "");
     if (!questions.length) return;
-    this.slider.value = detail.threshold;
     byId("sample-note").textContent = `${questions.length} questions that this bundle was not fitted on, drawn before any risk was known: ` +
       "the model answers them now, under this service's policy, and they stand by the risk that was read before each answer. Misses are shown like hits.";
     this.#draw();
@@ -46,29 +45,50 @@ export class Sample {
     }
   }
 
+  // The slider stands at another threshold.
+  at(threshold) {
+    this.#threshold = threshold;
+    if (this.#detail?.sample) this.#draw();
+  }
+
   #draw() {
-    const at = this.#moved ? Number(this.slider.value) : this.#detail.threshold, total = Math.min(SHOWN, this.#detail.sample.questions.length);
-    const passed = this.#rows.filter(({ risk }) => risk < at), stopped = this.#rows.filter(({ risk }) => risk >= at);
-    const count = (rows, verdict) => rows.filter((row) => row.verdict === verdict).length;
-    byId("sample-value").textContent = fixed(at);
-    const unknown = count(this.#rows, null); // the policy in force withholds them, whatever the slider says
-    const note = unknown ? ` The service's policy withholds ${unknown} of the answers: whether they would be right is not known.` : "";
-    const coming = this.#rows.length < total ? `${this.#rows.length} of ${total} answered so far. ` : "";
-    byId("sample-text").textContent = `${coming}A gate at ${fixed(at)} answers ${passed.length}, ${count(passed, "wrong")} of them wrong, ` +
-      `and withholds ${stopped.length}, ${count(stopped, "right")} of them right.${note}`;
+    const at = this.#threshold, total = Math.min(SHOWN, this.#detail.sample.questions.length);
+    byId("sample-text").textContent = headline(this.#rows, total, at, this.#detail);
+    const below = this.#rows.filter(({ risk }) => risk < at), above = this.#rows.filter(({ risk }) => risk >= at);
     const line = el("tr", { class: "line-row" }, el("td", {}, fixed(at)), el("td", { colspan: 2 }, "withheld from here on"));
     const held = document.activeElement?.closest("#sample-rows tr")?.dataset.number; // a row that is drawn anew loses the focus
-    byId("sample-rows").replaceChildren(...passed.map((row) => this.#row(row)), line, ...stopped.map((row) => this.#row(row, true)));
+    byId("sample-rows").replaceChildren(...below.map((row) => this.#row(row)), line, ...above.map((row) => this.#row(row)));
     if (held) byId("sample-rows").querySelector(`tr[data-number="${held}"] button`)?.focus({ preventScroll: true });
   }
 
-  #row({ number, risk, prompt, answer, verdict, accepted }, stopped = false) {
+  #row(row) {
+    const { number, risk, prompt, answer, verdict, accepted } = row, by = gatedBy(row, this.#threshold, this.#detail);
     const button = el("button", { type: "button" }, prompt);
     button.addEventListener("click", () => this.onChosen({ question: prompt }));
     const right = verdict === "right" ? [] : [el("span", { class: "accepted" }, accepted[0])];
     const mark = verdict ?? "withheld";
-    return el("tr", { class: stopped ? "stopped" : false, "data-number": String(number), "data-verdict": mark },
-      el("td", {}, fixed(risk)), el("td", {}, button, el("span", { class: "said" }, answer ?? "(withheld)")),
+    const why = by === "outside" ? "unlike the training prompts: withheld" : !by && risk >= this.#threshold ? "asks for no fact: let through" : null;
+    return el("tr", { class: by ? "stopped" : false, "data-number": String(number), "data-verdict": mark },
+      el("td", {}, fixed(risk), bar(risk, by ? "flagged" : asksForAFact(row) ? "passed" : "unjudged")),
+      el("td", {}, button, el("span", { class: "said" }, whole(answer) ?? "(withheld)"), ...(why ? [el("span", { class: "why" }, why)] : [])),
       el("td", { class: mark }, MARKS[mark], ...right));
   }
+}
+
+// An answer that the limit of tokens ended mid-sentence says so.
+const whole = (answer) => (answer && !ENDS.test(answer) ? `${answer} …` : answer);
+
+// What a gate at the threshold changes in these rows.
+function headline(rows, total, at, detail) {
+  const count = (some, verdict) => some.filter((row) => row.verdict === verdict).length;
+  const withheld = rows.filter((row) => gatedBy(row, at, detail)), passed = rows.filter((row) => !withheld.includes(row));
+  const unknown = count(rows, null); // the policy in force withholds them, whatever the slider says
+  const coming = rows.length < total ? `${rows.length} of ${total} answered so far. ` : "";
+  const ungated = `Without a gate ${unknown ? "at least " : ""}${count(rows, "wrong")} of ${rows.length} would be wrong. `;
+  const kinds = [["wrong", "wrong"], ["right", "right"], ["abstained", "no answer"], [null, "not judged"]]
+    .map(([verdict, name]) => [count(withheld, verdict), name]).filter(([number], place) => number || (place < 2 && !unknown));
+  const which = withheld.length ? `: ${kinds.map(([number, name]) => `${number} ${name}`).join(", ")}` : "";
+  const note = unknown ? ` The service's policy withholds ${unknown} of the answers: whether they would be right is not known.` : "";
+  return `${coming}${ungated}A gate at ${fixed(at)} withholds ${withheld.length}${which}; ` +
+    `of the ${passed.length} that it lets through ${count(passed, "wrong")} ${count(passed, "wrong") === 1 ? "is" : "are"} wrong.${note}`;
 }

@@ -1,6 +1,8 @@
 // The threshold slider: what a gate there would answer and get wrong, by what the bundle keeps of its training.
+// The list of held-out questions follows it.
 import { gridLine, path, scale } from "./axes.js";
-import { byId, drawn, el, fixed, percent, show, svg } from "./dom.js";
+import { byId, drawn, el, fixed, percent, show, svg, tell } from "./dom.js";
+import { asksForAFact, gatedBy } from "./gating.js";
 
 const MARGIN = { left: 44, right: 10, top: 10, bottom: 34 };
 const FORM_ROWS = { held_out: "held-out rows", out_of_fold: "training rows, by probes that never saw the row" };
@@ -12,13 +14,15 @@ const SOURCES = {
 export class Threshold {
   #detail = null;
   #moved = false;
-  #risk = null;
+  #last = null; // what the service told of the last question
   #redraw;
 
-  constructor() {
+  // onMoved: called with each threshold that the slider takes
+  constructor(onMoved) {
+    this.onMoved = onMoved;
     this.slider = byId("threshold");
     this.slider.addEventListener("input", () => { this.#moved = true; byId("threshold-send").checked = true; this.#update(); });
-    byId("threshold-reset").addEventListener("click", () => { this.#reset(); this.slider.focus(); });
+    byId("threshold-reset").addEventListener("click", () => { this.slider.focus(); this.#reset(); });
     this.#redraw = drawn(byId("gate-plot"), (width) => this.#picture(width));
   }
 
@@ -33,7 +37,7 @@ export class Threshold {
 
   use(detail) {
     this.#detail = detail;
-    this.#risk = null;
+    this.#last = null;
     const { gates, source } = detail.coverage;
     show(byId("gate-waiting"), false);
     show(byId("gate-body"), true);
@@ -43,10 +47,10 @@ export class Threshold {
     this.#reset();
   }
 
-  // The last reading's risk, to say what would happen to it here.
-  mark(risk) {
-    this.#risk = risk;
-    this.#update();
+  // The last reading's row, to say what would happen to it here.
+  mark(row) {
+    this.#last = row;
+    if (this.#detail) this.#update();
   }
 
   #reset() {
@@ -59,7 +63,7 @@ export class Threshold {
   #update() {
     const at = this.value, { own } = this.#detail.coverage;
     byId("threshold-value").textContent = this.#moved ? fixed(at) : `${fixed(at, 3)} (the bundle's own)`;
-    byId("threshold-reset").disabled = byId("threshold-send").disabled = !this.#moved;
+    show(byId("threshold-moved"), this.#moved);
     const lines = [];
     const gate = this.#gate(at);
     if (own && (!this.#moved || !gate)) {
@@ -71,13 +75,11 @@ export class Threshold {
       const cost = Number(((1 - at) / at).toPrecision(2));
       lines.push(el("p", { id: "gate-cost", class: "note" }, `Right where a wrong answer costs as much as ${cost} withheld right ones.`));
     }
-    if (this.#risk !== null) {
-      const passes = this.#risk < at;
-      lines.push(el("p", { id: "gate-here" }, `The last question, risk ${fixed(this.#risk)}, would be ${passes ? "answered" : "withheld"}.`));
-    }
+    tell(byId("gate-here"), this.#last && lastQuestion(this.#last, at, this.#detail));
     byId("gate-text").replaceChildren(...lines);
     this.slider.setAttribute("aria-valuetext", fixed(at));
     this.#redraw();
+    this.onMoved(at);
   }
 
   // The nearest of the thresholds that the service tells of: they are a hundredth apart, as the slider's steps are.
@@ -125,6 +127,13 @@ function forms(table) {
     el("tr", {}, el("th", { scope: "row" }, one.form.replaceAll("_", " ")),
       ...[one.rows.toLocaleString("en"), number(one.wrong), number(one.mean_risk), number(one.auroc),
         one.answered === null ? "–" : percent(one.answered), number(one.wrong_among_answered)].map((cell) => el("td", {}, cell)))));
+}
+
+function lastQuestion(row, at, detail) {
+  const by = gatedBy(row, at, detail), risk = fixed(row.risk);
+  if (by === "outside") return "The last question is unlike the training prompts: it would be withheld at every threshold.";
+  if (!asksForAFact(row)) return `The last question asks for no fact: its risk, ${risk}, does not apply, and no threshold withholds the answer.`;
+  return `The last question, risk ${risk}, would be ${by ? "withheld" : "answered"}.`;
 }
 
 function words(gate) {

@@ -3,6 +3,12 @@ const KEY = "hallutracer.key";
 const form = document.getElementById("key-form");
 const withKey = () => (sessionStorage.getItem(KEY) ? { Authorization: `Bearer ${sessionStorage.getItem(KEY)}` } : {});
 
+// Swagger UI's own dark colours, as the system asks for them.
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const paint = () => document.documentElement.classList.toggle("dark-mode", dark.matches);
+dark.addEventListener("change", paint);
+paint();
+
 async function load() {
   const problem = document.getElementById("problem");
   let response;
