@@ -24,7 +24,17 @@ from probes_store.bundle import SIGNATURE, Bundle, BundleDraft, check_total, loa
 from probes_store.errors import BadValue, BundleConflict, BundleDamaged, BundleError, BundleNotFound, StoreUnreachable
 from probes_store.local import LocalBackend, atomic_write, writing
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
-from probes_store.syntax import ALIASES, HUB, PRODUCTION, check_name, did_you_mean, expanded, is_url, parse_reference, readable_json
+from probes_store.syntax import (
+    ALIASES,
+    HUB,
+    PRODUCTION,
+    check_name,
+    did_you_mean,
+    expanded,
+    is_url,
+    parse_reference,
+    readable_json,
+)
 from probes_store.trust import RequiredSignature, Signing, check_bundle_closed, check_closed
 
 if TYPE_CHECKING:
