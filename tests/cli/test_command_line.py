@@ -271,6 +271,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for name in (
+        "service.library.training.load_engine",  # imported before what it imports is replaced
         "service.cli.loading._import_engine",
         "service.library.engine.load_engine",
         "service.cli.running.listen",
