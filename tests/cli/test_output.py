@@ -21,6 +21,7 @@ from service.library.detector import risk_of
 from service.progress import size_text
 from service.scoring import Scorer
 from service.serving.judgement import JudgedPrompt
+from service.trainer.cards import card_of
 from tests.command_line import hallutracer
 from tests.matching import SMALL_TALK, contextual_bundle
 from tests.scripted_engine import ScriptedEngine
@@ -177,7 +178,7 @@ def test_every_figure_is_there_and_fits(width: int) -> None:
 
 
 def test_a_pipe_gets_the_file_and_a_terminal_the_layout() -> None:
-    assert hallutracer("bundle", "show", "smollm2").stdout == Store(SHIPPED).load("smollm2").card() + "\n"
+    assert hallutracer("bundle", "show", "smollm2").stdout == card_of(Store(SHIPPED).load("smollm2")) + "\n"
     printed = hallutracer("bundle", "show", "smollm2", FORCE_COLOR="1", COLUMNS="80").stdout
     assert [word for word in ("library_name", "| --- |") if word in printed] == []
     assert str(Path("plots", "roc.png")) in printed

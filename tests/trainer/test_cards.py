@@ -288,7 +288,10 @@ def test_a_target_out_of_reach_is_said_so_and_does_not_open_the_gate(missed: tup
 
 def test_too_few_rows_for_a_target_publish_nothing(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="20 answered rows, and there are 18") as caught:
-        run(tmp_path, rows=planted_rows(18), target="wrong<=0.2", folds=2, seeds=(0,), c=0.3, evaluate=False)
+        run(
+            tmp_path, rows=planted_rows(18), target="wrong<=0.2", folds=2, seeds=(0,), c=0.3, evaluate=False,
+            allow_few=True,
+        )  # fmt: skip
     assert caught.value.param == "target"
     assert not (tmp_path / "store" / "planted").exists()
 
