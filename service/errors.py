@@ -52,6 +52,18 @@ class BodyTooLarge(RequestError, status=413, code="body_too_large"):
     """The request body exceeds the configured limit."""
 
 
+class WrongEncoding(RequestError, status=400, code="invalid_encoding"):
+    """The request body is not what its Content-Encoding says."""
+
+
+class UnknownEncoding(RequestError, status=415, code="unknown_encoding"):
+    """The request body has a Content-Encoding that is not taken; ``accepted``: those that are, as a header's value."""
+
+    def __init__(self, message: str, *, accepted: str) -> None:
+        super().__init__(message)
+        self.accepted = accepted
+
+
 class PromptTooLong(RequestError, status=413, code="prompt_too_long"):
     """Longer than the model's context.  Prompts are never truncated."""
 
@@ -76,7 +88,11 @@ class NotAllowed(HalluTracerError, status=403, code="not_allowed"):
 
 
 class NotReady(HalluTracerError, status=503, code="not_ready", retry_after_s=1):
-    """The service is still loading, or shutting down."""
+    """The service is still loading, or shutting down; ``retry``: whether it may be ready later."""
+
+    def __init__(self, message: str, *, retry: bool = True) -> None:
+        super().__init__(message)
+        self.retry_after_s = type(self).retry_after_s if retry else None
 
 
 class FeedbackUnavailable(HalluTracerError, status=503, code="feedback_unavailable", retry_after_s=5):

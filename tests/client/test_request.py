@@ -25,7 +25,8 @@ GOOD: list[dict[str, Any]] = [
     {"input_ids": np.array([[1, 2], [3, 4]]), "model": "m"},
     {"input_ids": [np.int64(3), 4], "generate": Generate(16, 0.5, 0.9, 7, ("\n",))},
     {"input_ids": [], "generate": Generate()},
-    {"prompt": "a", "generate": {"max_tokens": 16, "temperature": 0.5, "stop": ["\n"]}}, {"prompt": "a", "generate": {}},
+    {"prompt": "a", "generate": {"max_tokens": 16, "temperature": 0.5, "stop": ["\n"]}},
+    {"prompt": "a", "generate": {}},
 ]  # fmt: skip
 
 

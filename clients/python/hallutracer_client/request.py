@@ -8,10 +8,7 @@ import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeAlias  # comes with pydantic; typing has it from 3.10 on
+from typing import Any, TypeAlias, TypedDict
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Generate:
         return {name: value for name, value in given.items() if value is not None}
 
 
-Prompt: TypeAlias = "str | Sequence[str]"  # a question, or a list of them
+Prompt: TypeAlias = str | Sequence[str]  # a question, or a list of them
 
 
 class GenerateOptions(TypedDict, total=False):
