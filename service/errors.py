@@ -68,6 +68,9 @@ class PromptTooLong(RequestError, status=413, code="prompt_too_long"):
     """Longer than the model's context.  Prompts are never truncated."""
 
 
+ContextLengthExceeded = _kind(
+    PromptTooLong, 400, "context_length_exceeded", "PromptTooLong, as OpenAI's routes say it."
+)
 EmptyPrompt = _kind(RequestError, 422, "empty_prompt", "A prompt without tokens has no answer onset.")
 BodyTooSlow = _kind(RequestError, 408, "body_too_slow", "The request body did not arrive before the deadline.")
 NotHttp = _kind(RequestError, 400, "invalid_http", "What arrived is not HTTP/1.1.", name="NotHttp")

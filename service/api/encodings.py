@@ -82,7 +82,8 @@ def _begins(wbits: int, data: bytes) -> bool:
 
 class _Zstd:
     def __init__(self, module: Any) -> None:
-        self._module, self._decoder = module, None
+        self._module, self._frames = module, _MOST_MEMBERS
+        self._decoder: Any = None
 
     @property
     def complete(self) -> bool:
@@ -90,7 +91,11 @@ class _Zstd:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         while data or (self._decoder is not None and not self._decoder.needs_input):
-            self._decoder = self._decoder or self._module.ZstdDecompressor()
+            if self._decoder is None:
+                if self._frames == 0:
+                    raise ValueError
+                self._frames -= 1
+                self._decoder = self._module.ZstdDecompressor()
             try:
                 piece = self._decoder.decompress(data, PIECE)
             except self._module.ZstdError:
@@ -148,7 +153,8 @@ class EncodedBodies:
 
         # How long it is will be seen as it comes.
         kept = [pair for pair in scope["headers"] if pair[0] not in _OF_ENCODED]
-        await self.app(scope | {"headers": [*kept, (b"transfer-encoding", b"chunked")]}, decoded, send)
+        scope["headers"] = [*kept, (b"transfer-encoding", b"chunked")]
+        await self.app(scope, decoded, send)
 
     async def _decoded(self, decoder: Decoder, name: str, receive: Receive) -> AsyncIterator[Message]:
         """Yield the body's messages, decoded; only the last, or that the client has left, is without ``more_body``."""

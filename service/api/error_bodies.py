@@ -10,13 +10,12 @@ from service.access.routes import (
     RESPONSES_ROUTE,
     TEXT_ROUTE,
 )
-from service.errors import PromptTooLong
+from service.errors import ContextLengthExceeded, PromptTooLong
 
 # Neither protocol has a 422.
 _AS_400 = (RESPONSES_ROUTE, MESSAGES_ROUTE, COUNT_ROUTE)
 # Both protocols answer 400 where a prompt is too long, and OpenAI's clients act on the code.
 _TOO_LONG_AS_400 = (CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE, COUNT_ROUTE)
-CONTEXT_CODE = "context_length_exceeded"
 _ANTHROPIC = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -40,7 +39,7 @@ def said_on(
 ) -> tuple[int, dict[str, object]]:
     """Return status and body of an error on a route."""
     if code == PromptTooLong.code and route in _TOO_LONG_AS_400:
-        status, code = 400, CONTEXT_CODE
+        status, code = ContextLengthExceeded.status, ContextLengthExceeded.code
     status = 400 if status == 422 and route in _AS_400 else status
     if route.startswith(MESSAGES_ROUTE):  # what this service does not have below it, too
         return status, anthropic_body(status, message, request_id)
