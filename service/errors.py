@@ -52,10 +52,25 @@ class BodyTooLarge(RequestError, status=413, code="body_too_large"):
     """The request body exceeds the configured limit."""
 
 
+class WrongEncoding(RequestError, status=400, code="invalid_encoding"):
+    """The request body is not what its Content-Encoding says."""
+
+
+class UnknownEncoding(RequestError, status=415, code="unknown_encoding"):
+    """The request body has a Content-Encoding that is not taken; ``accepted``: those that are, as a header's value."""
+
+    def __init__(self, message: str, *, accepted: str) -> None:
+        super().__init__(message)
+        self.accepted = accepted
+
+
 class PromptTooLong(RequestError, status=413, code="prompt_too_long"):
     """Longer than the model's context.  Prompts are never truncated."""
 
 
+ContextLengthExceeded = _kind(
+    PromptTooLong, 400, "context_length_exceeded", "PromptTooLong, as OpenAI's routes say it."
+)
 EmptyPrompt = _kind(RequestError, 422, "empty_prompt", "A prompt without tokens has no answer onset.")
 BodyTooSlow = _kind(RequestError, 408, "body_too_slow", "The request body did not arrive before the deadline.")
 NotHttp = _kind(RequestError, 400, "invalid_http", "What arrived is not HTTP/1.1.", name="NotHttp")
@@ -76,7 +91,11 @@ class NotAllowed(HalluTracerError, status=403, code="not_allowed"):
 
 
 class NotReady(HalluTracerError, status=503, code="not_ready", retry_after_s=1):
-    """The service is still loading, or shutting down."""
+    """The service is still loading, or shutting down; ``retry``: whether it may be ready later."""
+
+    def __init__(self, message: str, *, retry: bool = True) -> None:
+        super().__init__(message)
+        self.retry_after_s = type(self).retry_after_s if retry else None
 
 
 class FeedbackUnavailable(HalluTracerError, status=503, code="feedback_unavailable", retry_after_s=5):

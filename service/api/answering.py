@@ -11,7 +11,7 @@ from fastapi import Request, Response
 
 from service.api import reply as wire
 from service.api.request_schema import TEMPERATURE, AnswerRequest, Arguments, Kind
-from service.api.score import answer, requested
+from service.api.score import answer, beyond_limit, requested
 from service.engines.base import Sampling
 from service.engines.formats import Format
 from service.errors import RequestError
@@ -57,7 +57,7 @@ async def answered(request: Request, service: Service, body: AnswerRequest, want
     if policy.action is Action.FALLBACK and (len(prompts) != 1 or kind == "input_ids"):
         raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
     if wanted.most > limit:
-        raise RequestError(f"at most {limit} answer tokens here, not {wanted.most}", param=wanted.most_field)
+        raise RequestError(beyond_limit(limit, wanted.most), param=wanted.most_field)
     sampling = Sampling(
         wanted.most, TEMPERATURE if body.temperature is None else body.temperature,
         1.0 if body.top_p is None else body.top_p, body.seed, body.stops(), format=wanted.format,

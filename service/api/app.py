@@ -39,6 +39,7 @@ from service.api import (
     score,
 )
 from service.api.auth import BearerKeys
+from service.api.encodings import EncodedBodies
 from service.api.forwarding import Forwarder
 from service.api.json_body import LongBodies
 from service.api.middleware import LoadShedder, RequestFrame
@@ -47,8 +48,8 @@ from service.serving.service import Service
 # A new route is a module with a ``router``, named here.
 ROUTERS = (
     score.router, openai_routes.router, responses_routes.router, messages_routes.router, messages_count.router,
-    guardrail_routes.router, detector_routes.router, feedback_routes.router, catalogue.router, health.admin,
-    health.router,
+    guardrail_routes.guarding, guardrail_routes.router, detector_routes.router, feedback_routes.router,
+    catalogue.router, health.admin, health.router,
 )  # fmt: skip
 EXPOSED_HEADERS = ["x-request-id", "x-queue-time", "x-inference-time", "x-total-time", "retry-after",
                    "x-hallutracer-bundle", "x-hallutracer-risk", "x-hallutracer-decision"]  # fmt: skip
@@ -92,15 +93,16 @@ def create_app(service: Service, on_loaded: Callable[[], None] | None = None) ->
     app.state.long_bodies = LongBodies()
     settings, keys, found = service.settings, service.access.keys, pages(service.settings.playground)
     app.add_middleware(LoadShedder, service=service)
+    app.add_middleware(EncodedBodies, service=service)
     # Middleware added last is outermost: a 401 still has a request id, a log line and CORS headers.
     hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
     app.add_middleware(BearerKeys, keys=keys, protect_metrics=settings.protect_metrics, pages=found, hosts=hosts)
     if keys.closed:
         _declare_keys(app, settings.protect_metrics)
     if settings.cors_origins:
-        taken = ["authorization", "x-api-key", "content-type", "x-request-id"]
+        # The origins are the operator's choice; whatever headers its pages' clients send of their own are allowed.
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=taken,
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )  # fmt: skip
     app.add_middleware(RequestFrame, service=service)

@@ -17,10 +17,19 @@ from service.access.routes import CONTENTS_DETECTOR, MESSAGES_DETECTOR
 from service.api import reply as wire
 from service.api.answering import note, withheld
 from service.api.auth import TheService
-from service.api.guardrail_routes import CannotRead, check_readable, check_sees_no_answer, conversation, sent
-from service.api.json_body import JsonRoute
+from service.api.guardrail_routes import (
+    CannotRead,
+    check_readable,
+    check_sees_no_answer,
+    conversation,
+    read,
+    sent,
+    unread,
+)
+from service.api.json_body import GuardRoute
 from service.api.request_schema import Kind, Reference, RequestModel, Risk, Texts
 from service.api.score import ScoringRequest, answer, requested
+from service.errors import RequestError
 from service.scoring import RiskReport
 from service.serving.service import Service
 
@@ -80,7 +89,7 @@ DetectorId = Annotated[
 FAILURES: dict[int | str, dict[str, Any]] = {
     status: said | {"model": DetectorError} for status, said in wire.FAILURES.items() if status != 502
 }  # fmt: skip
-router = APIRouter(tags=["guardrail"], route_class=JsonRoute, responses=FAILURES)
+router = APIRouter(tags=["guardrail"], route_class=GuardRoute, responses=FAILURES)
 
 
 @router.post(
@@ -91,7 +100,13 @@ async def contents(
 ) -> Response:
     """A list of detections for each text: of a detector of type text_contents, before a call."""
     asked = _asked(request, service, CONTENTS_DETECTOR, "prompt", body.contents, "contents", detector_id, body)
-    found, headers = await _detected(request, service, asked)
+    try:
+        with unread(asked.policy, request):
+            found, headers = _detected(await answer(request, service, asked))
+    except CannotRead as error:
+        if not asked.policy.action.withholds:
+            return sent([[] for _ in body.contents])
+        raise RequestError(str(error), param="contents") from None
     placed = [
         [{"start": 0, "end": len(text), "text": text} | one for one in of_text]
         for text, of_text in zip(body.contents, found, strict=True)
@@ -106,11 +121,13 @@ async def chat(
     """The detections of a conversation: of a detector of type text_chat, before a call."""
     asked = _asked(request, service, MESSAGES_DETECTOR, "messages", [body.messages], "messages", detector_id, body)
     try:
-        check_readable(tools=body.tools)
-        asked = replace(asked, prompts=[conversation(body.messages, "messages")])
+        with unread(asked.policy, request):
+            check_readable(tools=body.tools)
+            asked = replace(asked, prompts=[conversation(body.messages, "messages")])
+        reply = await read(request, service, asked)
     except CannotRead as error:
         return sent([_detection("unreadable", 1.0, error=str(error))] if asked.policy.action.withholds else [])
-    found, headers = await _detected(request, service, asked)
+    found, headers = _detected(reply)
     return sent(found[0], headers)
 
 
@@ -124,11 +141,8 @@ def _asked(
     return asked
 
 
-async def _detected(
-    request: Request, service: Service, asked: ScoringRequest
-) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:
-    """Return each prompt's detections, and the headers."""
-    reply = await answer(request, service, asked)
+def _detected(reply: wire.Reply) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:
+    """End the reply and return each prompt's detections, and the headers."""
     reply.end()
     noted = note(reply.judgement)
     rows = zip(reply.judgement.reports, noted["data"], strict=True)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from service.access.routes import COUNT_ROUTE, DETECTOR_ROUTES, MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.access.routes import (
+    CHAT_ROUTE,
+    COUNT_ROUTE,
+    DETECTOR_ROUTES,
+    MESSAGES_ROUTE,
+    RESPONSES_ROUTE,
+    TEXT_ROUTE,
+)
+from service.errors import ContextLengthExceeded, PromptTooLong
 
 # Neither protocol has a 422.
 _AS_400 = (RESPONSES_ROUTE, MESSAGES_ROUTE, COUNT_ROUTE)
+# Both protocols answer 400 where a prompt is too long, and OpenAI's clients act on the code.
+_TOO_LONG_AS_400 = (CHAT_ROUTE, TEXT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE, COUNT_ROUTE)
 _ANTHROPIC = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -28,11 +38,11 @@ def said_on(
     route: str, request_id: str, status: int, message: str, code: str, param: str | None
 ) -> tuple[int, dict[str, object]]:
     """Return status and body of an error on a route."""
+    if code == PromptTooLong.code and route in _TOO_LONG_AS_400:
+        status, code = ContextLengthExceeded.status, ContextLengthExceeded.code
     status = 400 if status == 422 and route in _AS_400 else status
     if route.startswith(MESSAGES_ROUTE):  # what this service does not have below it, too
         return status, anthropic_body(status, message, request_id)
     if route in DETECTOR_ROUTES:
         return status, {"code": status, "message": message}
-    if route == RESPONSES_ROUTE and (param or "").partition(".")[0] == "messages":
-        param = "input"  # which the messages were made of
     return status, error_body(status, message, code, param)

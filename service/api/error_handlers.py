@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,9 +17,9 @@ from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, S
 from service.api.error_bodies import said_on
 from service.api.messages_schema import MessagesRequest
 from service.api.openai_schema import ChatRequest, TextRequest
-from service.api.request_schema import Arguments, Generate, RequestModel, ScoreRequest
+from service.api.request_schema import AT_FAULT, Arguments, Generate, RequestModel, ScoreRequest
 from service.api.responses_schema import ResponsesRequest
-from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized
+from service.errors import BodiesFull, BodyTooLarge, BodyTooSlow, HalluTracerError, Unauthorized, UnknownEncoding
 from service.serving.request_log import log_failure, record_of
 
 _FIELD = re.compile(r"[A-Za-z_]\w*")
@@ -42,6 +43,11 @@ _REQUESTS: dict[str, tuple[type[RequestModel], str, type[RequestModel]]] = {
     MESSAGES_ROUTE: (MessagesRequest, "vllm_xargs", Arguments),
     **dict.fromkeys(SCORE_ROUTES, (ScoreRequest, "generate", Generate)),
 }
+_OF_TYPES = frozenset(
+    ("string_type", "int_type", "float_type", "bool_type", "list_type", "dict_type", "model_type",
+     "model_attributes_type", "none_required")
+)  # fmt: skip
+_SHOULD_BE = "Input should be "  # what pydantic's messages of these begin with
 MAX_ERRORS = 100  # of a body's validation errors that are looked at
 
 
@@ -65,6 +71,7 @@ async def _service_error(request: Request, error: Exception) -> JSONResponse:
     log_failure(record.request_id, record.path, error)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     headers |= {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+    headers |= {"Accept-Encoding": error.accepted} if isinstance(error, UnknownEncoding) else {}
     return _answer(request, error.status, error.message, error.code, error.param, **headers)
 
 
@@ -74,23 +81,59 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
         declared = request.headers.get("content-type", "")[:80] or "none"
         message = f"send JSON with the header 'Content-Type: application/json'; found Content-Type {declared}"
         return _answer(request, 422, message, "invalid_request")
-    # Each branch of a union reports an error; the deepest one belongs to the type that was meant.
-    first = max(error.errors()[:MAX_ERRORS], key=lambda entry: len(_field_path(entry["loc"])))
+    entries = error.errors()[:MAX_ERRORS]
+    first = _most_telling(entries)
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "invalid")
         return _answer(request, 400, f"the body is not valid JSON: {reason}", "invalid_json")
+    path = param = _field_path(first["loc"])
     # Without the invalid value, which may be a prompt.
-    message, path = _in_words(request.url.path, first), ".".join(_field_path(first["loc"]))
-    return _answer(request, 422, f"{path}: {message}" if path else message, "invalid_request", path or None)
+    message = _in_words(request.url.path, first, entries) if path else _body_problem(first)
+    if first["type"] == AT_FAULT:
+        param = [*path, first["ctx"]["field"]]
+    shown = ".".join(path)
+    return _answer(request, 422, f"{shown}: {message}" if path else message, "invalid_request", ".".join(param) or None)
 
 
-def _in_words(route: str, error: Any) -> str:
-    """Return a field's error; of a field that does not exist, which was meant."""
+def _most_telling(entries: Sequence[Any]) -> Any:
+    """Return the error to tell of: each branch of a union reports one, and one branch was meant.
+
+    That is the branch that took most of the value: whose error is deepest, or else about more than the value's type, or
+    else at a later element of a list."""
+
+    def rank(entry: Any) -> tuple[int, bool, int]:
+        path = _field_path(entry["loc"])
+        return len(path), entry["type"] not in _OF_TYPES, int(path[-1]) if path and path[-1].isdecimal() else 0
+
+    return max(entries, key=rank)
+
+
+def _body_problem(error: Any) -> str:
+    """Return what is wrong with a body as a whole."""
+    if error["type"] == "missing":
+        return 'the body is empty: send a JSON object, such as {"prompt": "..."}'
+    if error["type"] in _OF_TYPES:
+        return 'the body is JSON, and no object: send one, such as {"prompt": "..."}'
+    return "no such field" if error["type"] == "extra_forbidden" else _told(error)
+
+
+def _told(error: Any) -> str:
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
+    """Return a field's error; of a union whose branches all ask for another type, each of these.
+
+    Of a field that does not exist, which was meant."""
     path = _field_path(error["loc"])
     if error["type"] in ("model_type", "model_attributes_type") and path[-1:] == ["generate"]:
         return 'expected an object, such as {"max_tokens": 64}'
+    if error["type"] in _OF_TYPES:
+        same = (entry for entry in entries if entry["type"] in _OF_TYPES and _field_path(entry["loc"]) == path)
+        first, *others = dict.fromkeys(map(_told, same))
+        return " or ".join([first, *(other.removeprefix(_SHOULD_BE) for other in others)])
     if error["type"] != "extra_forbidden":
-        return str(error["msg"]).removeprefix("Value error, ")
+        return _told(error)
     # A name that is none is not in the path.
     if route not in _REQUESTS or path[-1:] != [str(error["loc"][-1])]:
         return "no such field"
@@ -107,11 +150,21 @@ def _in_words(route: str, error: Any) -> str:
 
 def _field_path(location: tuple[int | str, ...]) -> list[str]:
     """Return the path in the request, without pydantic's names of union branches and constraints."""
-    tags = ("body", "str", "int", "float")
+    tags = ("body", "str", "int", "float", "dict", "none")
     return [str(part) for part in location if isinstance(part, int) or _FIELD.fullmatch(part) and part not in tags]
 
 
+class Refused(HTTPException):
+    """Carries an error of the service out of the reading of a body, where FastAPI makes a plain 400 of any other."""
+
+    def __init__(self, error: HalluTracerError) -> None:
+        super().__init__(error.status)
+        self.error = error
+
+
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, Refused):
+        return await _service_error(request, error.error)
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
     message = NO_ROUTE.format(path=_shown(request.url.path)) if status == 404 else str(error.detail)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from service.api.request_schema import at_fault
 from service.engines.formats import MOST_CHARACTERS, MOST_LEVELS, Format, check_schema
 from service.json_limits import size_within
 
@@ -49,4 +50,6 @@ def asked_format(found: Mapping[str, Any] | None, param: str, inner: str | None 
 def check_alone(found: Format | None, tools: object) -> None:
     """Raise ValueError for a format beside tools: a call of one is not of the format."""
     if found is not None and tools is not None:
-        raise ValueError(f"{found.param!r} and 'tools' exclude each other here: a call of a tool is not of the format")
+        raise at_fault(
+            found.param, f"{found.param!r} and 'tools' exclude each other here: a call of a tool is not of the format"
+        )

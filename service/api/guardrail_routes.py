@@ -6,23 +6,26 @@ router (``http_classify``), gets the risk as the probability of a label and deci
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+from starlette.exceptions import HTTPException
 
 from service.access.routes import CLASSIFY_ROUTE, LITELLM_ROUTE
 from service.api.answering import note, withheld
 from service.api.auth import TheService
-from service.api.json_body import JsonRoute
+from service.api.json_body import GuardRoute, JsonRoute
 from service.api.openai_schema import ChatMessage
-from service.api.reply import FAILURES
+from service.api.reply import FAILURES, Reply
 from service.api.request_schema import EXAMPLES, Kind, Reference, RequestModel, Risk, Texts
-from service.api.score import answer, requested
+from service.api.score import ScoringRequest, answer, requested
 from service.errors import EmptyPrompt, RequestError
 from service.policies.guard import Action, Policy
+from service.serving.service import Service
 
 
 class GuardrailParams(RequestModel):
@@ -69,9 +72,10 @@ class LabelScore(BaseModel):
 
 
 router = APIRouter(tags=["guardrail"], route_class=JsonRoute)
+guarding = APIRouter(tags=["guardrail"], route_class=GuardRoute)
 
 
-@router.post(
+@guarding.post(
     LITELLM_ROUTE, summary="Guardrail of LiteLLM's proxy, before a call", response_model=GuardrailResponse,
     responses=FAILURES,
 )  # fmt: skip
@@ -85,13 +89,15 @@ async def litellm(body: Annotated[GuardrailRequest, Body()], request: Request, s
     asked = requested(request, service, LITELLM_ROUTE, kind, [messages] if messages else texts, "texts", **chosen)
     check_sees_no_answer(asked.policy)
     try:
-        if chat := _conversation(body):
-            asked = replace(asked, prompts=[chat])
+        with unread(asked.policy, request):
+            chat = _conversation(body)
+            asked = asked if chat is None else replace(asked, prompts=[chat])
+            asked.check(service.settings)
+        reply = await read(request, service, asked)
     except CannotRead as error:
         found: dict[str, Any] = {"hallutracer": {"error": str(error)}}
         blocked = {"action": "BLOCKED", "blocked_reason": str(error)}
         return sent((blocked if asked.policy.action.withholds else {"action": "NONE"}) | found)
-    reply = await answer(request, service, asked)
     reply.end()
     found = {"hallutracer": note(reply.judgement)}
     report = next(filter(withheld, reply.judgement.reports), None)
@@ -121,6 +127,30 @@ async def classify(body: Annotated[ClassifyRequest, Body()], request: Request, s
 
 class CannotRead(Exception):
     """The call holds what no risk can be read from."""
+
+
+@contextmanager
+def unread(policy: Policy, request: Request) -> Iterator[None]:
+    """Check a call in the block: where the policy observes, what is wrong with it raises CannotRead, for it passes."""
+    refusal: HTTPException | None = request.state.unreadable
+    if refusal is not None and policy.action.withholds:
+        raise refusal
+    if refusal is not None:
+        raise CannotRead("the call cannot be read: a text of it is not well-formed Unicode")
+    try:
+        yield
+    except RequestError as error:
+        if policy.action.withholds:
+            raise
+        raise CannotRead(f"the call cannot be read: {error.message}") from None
+
+
+async def read(request: Request, service: Service, asked: ScoringRequest) -> Reply:
+    """Return the reply.  Raises CannotRead where a prompt is too long or empty, or the chat template refuses it."""
+    try:
+        return await answer(request, service, asked)
+    except RequestError as error:
+        raise CannotRead(f"a prompt cannot be read: {error.message}") from None
 
 
 def check_sees_no_answer(policy: Policy) -> None:

@@ -6,6 +6,7 @@ body may hold is counted in its bytes first, and a long one is parsed and valida
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import re
 from collections.abc import Callable, Coroutine
@@ -78,12 +79,20 @@ class _Invalid(HTTPException):
 class JsonRoute(APIRoute):
     """A route whose body is read by ``parse``, and a long one validated in a thread, too."""
 
+    takes_surrogates = False
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler for another request class."""
-        handle, field = super().get_route_handler(), self.body_field
+        handle, field, repairs = super().get_route_handler(), self.body_field, self.takes_surrogates
 
-        def validated(body: bytes) -> Any:
-            value = parse(body)
+        def parsed(request: Request, body: bytes) -> Any:
+            if not repairs:
+                return parse(body)
+            value, request.state.unreadable = parse_repaired(body)
+            return value
+
+        def validated(request: Request, body: bytes) -> Any:
+            value = parsed(request, body)
             if field is None or value is None:  # of nothing FastAPI says that it is missing
                 return value
             made, errors = field.validate(value, loc=("body",))
@@ -95,10 +104,10 @@ class JsonRoute(APIRoute):
             async def json(self) -> Any:
                 body = await self.body()
                 if len(body) <= INLINE:
-                    return parse(body)
+                    return parsed(self, body)
                 caller = caller_of(self, self.app.state.service).name
                 bodies: LongBodies = self.app.state.long_bodies
-                return await bodies.read(caller, lambda: validated(body))
+                return await bodies.read(caller, lambda: validated(self, body))
 
         async def handle_json(request: Request) -> Response:
             try:
@@ -109,12 +118,49 @@ class JsonRoute(APIRoute):
         return handle_json
 
 
+class GuardRoute(JsonRoute):
+    """A route that is asked about prompts which go elsewhere, and that answers about those, too, that cannot be read.
+
+    ``request.state.unreadable`` is the refusal of a body with texts that are no Unicode, or None; the route raises it
+    where its policy withholds."""
+
+    takes_surrogates = True
+
+
 def parse(body: bytes) -> Any:
     """Return a body's value.
 
     Raises json.JSONDecodeError, and HTTPException for what a parser would take and nobody can have meant."""
+    value = _loaded(body)
+    if (found := _surrogate(body, value)) is not None:
+        path, said = found
+        raise _invalid(said, *path)
+    return value
+
+
+def parse_repaired(body: bytes) -> tuple[Any, HTTPException | None]:
+    """Return a body's value, with "?" for each half of a surrogate pair, and what ``parse`` would refuse of it.
+
+    Raises as ``parse`` does for all else."""
+    value = _loaded(body)
+    if (found := _surrogate(body, value)) is None:
+        return value, None
+    path, said = found
+    repaired = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return repaired, _invalid(said, *path)
+
+
+def _surrogate(body: bytes, value: Any) -> tuple[tuple[str | int, ...], str] | None:
+    return lone_surrogate(value) if _SURROGATE.search(body) else None
+
+
+def _loaded(body: bytes) -> Any:
     if (what := excess(body)) is not None:
         raise HTTPException(413, f"the body has {what}")
+    if not body.strip():
+        raise json.JSONDecodeError("it is empty: send an object", "", 0)
+    if body.startswith(codecs.BOM_UTF8):
+        raise json.JSONDecodeError("it begins with a byte order mark: send UTF-8 without one", "", 0)
     try:
         whole_number = _few_digits if _LONG_NUMBER.search(body) else None
         value = json.loads(body.decode("utf-8"), object_pairs_hook=_distinct, parse_int=whole_number)
@@ -122,9 +168,6 @@ def parse(body: bytes) -> Any:
         raise json.JSONDecodeError(f"not UTF-8, at byte {error.start}", "", 0) from None
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
-    if _SURROGATE.search(body) and (found := lone_surrogate(value)) is not None:
-        path, said = found
-        raise _invalid(said, *path)
     return value
 
 

@@ -67,9 +67,9 @@ router = APIRouter(tags=["anthropic"], route_class=JsonRoute)
 async def messages(body: Annotated[MessagesRequest, Body()], request: Request, service: TheService) -> Response:
     """An answer to a conversation; its risk is known before its first token."""
     tools = body.offered
-    wanted = Wanted(
-        route=MESSAGES_ROUTE, prompts=[body.conversation()], field="messages", most=body.max_tokens, tools=tools
-    )
+    # A client has to name a number, so it is its own default as often as a wish: the service's limit comes first.
+    most = min(body.max_tokens, service.settings.max_new_tokens)
+    wanted = Wanted(route=MESSAGES_ROUTE, prompts=[body.conversation()], field="messages", most=most, tools=tools)
     reply = await answered(request, service, body, wanted)
     if body.stream:
         return wire.EventStream(reply, _events(reply, tools))

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from service.api.request_schema import AnswerRequest, ForeignModel, Reference, StopTexts
+from service.api.request_schema import (
+    VLLM_IGNORED,
+    VLLM_NEUTRAL,
+    AnswerRequest,
+    ForeignModel,
+    Reference,
+    StopTexts,
+    at_fault,
+)
 from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
@@ -26,7 +34,7 @@ from service.tool_calls import MOST_DEPTH, Tools
 class TextBlock(ForeignModel):
     """A block of a message; only text can be read."""
 
-    ignored = frozenset(("cache_control", "citations"))
+    ignored = frozenset(("cache_control", "citations", "annotations", "index"))
 
     type: Literal["text"]
     text: StrictStr
@@ -44,7 +52,7 @@ class Block(ForeignModel):
     """A block of a turn: a text, a call of a tool, or the result of one."""
 
     neutral = {"toolset_name": ()}
-    ignored = frozenset(("cache_control", "citations", "caller", "is_error"))
+    ignored = frozenset(("cache_control", "citations", "caller", "is_error", "annotations", "index"))
 
     type: Literal["text", "tool_use", "tool_result"]
     text: StrictStr | None = None
@@ -72,7 +80,12 @@ class Block(ForeignModel):
 
 
 class AnthropicMessage(ForeignModel):
-    """One turn."""
+    """One turn; an answer may come back with all that it had besides."""
+
+    ignored = frozenset(
+        ("id", "type", "index", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container",
+         "annotations", "cache_control", "reasoning_content", "hallutracer")
+    )  # fmt: skip
 
     role: Literal["user", "assistant", "system"]
     content: StrictStr | Annotated[list[Block], Field(fail_fast=True, min_length=1, max_length=1024)]
@@ -116,7 +129,7 @@ class MessagesTool(ForeignModel):
     ignored = frozenset(("cache_control", "strict", "input_examples", "eager_input_streaming"))
     neutral = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 
-    type: Literal["custom"] = "custom"
+    type: Literal["custom"] | None = None
     name: Name
     description: StrictStr | None = None
     input_schema: dict[str, Any]
@@ -135,7 +148,7 @@ class ToolChoice(ForeignModel):
     """Whether the model is told of the tools, and how many it may call at once."""
 
     type: Literal["auto", "none"]
-    disable_parallel_tool_use: StrictBool = False
+    disable_parallel_tool_use: StrictBool | None = None
 
 
 class OutputConfig(ForeignModel):
@@ -174,7 +187,7 @@ class Conversation(ForeignModel):
         try:
             size_within(inputs, levels=MOST_DEPTH + 1)
         except ValueError as error:
-            raise ValueError(f"'messages': {error}, in all blocks' 'input' together") from None
+            raise at_fault("messages", f"'messages': {error}, in all blocks' 'input' together") from None
         _ = self.offered
         return self
 
@@ -197,14 +210,16 @@ class MessagesRequest(AnswerRequest, Conversation):
 
     neutral = {
         "thinking": ({"type": "disabled"},),
-        "top_k": (-1, 0), "container": (), "mcp_servers": ([],), "context_management": (), "output_format": (),
+        **VLLM_NEUTRAL, "container": (), "mcp_servers": ([],), "context_management": (), "output_format": (),
         "speed": ("standard",),
     }  # fmt: skip
     ignored = frozenset(
         ("metadata", "service_tier", "cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")
-    )
+    ).union(VLLM_IGNORED)
 
-    max_tokens: StrictInt = Field(ge=1, description="an answer may end earlier, shortly before the deadline")
+    max_tokens: StrictInt = Field(
+        ge=1, description="an answer may end earlier: at the service's own limit, or shortly before the deadline"
+    )
     stop_sequences: StopTexts | None = None
     temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description="default 1; 0 is greedy")
 

@@ -100,8 +100,9 @@ async def _served(
     field = "messages" if to == "chat" else "prompt"
     tools, found = (body.offered, body.format) if isinstance(body, ChatRequest) else (None, None)
     wanted = Wanted(
-        route=route, kind=kind, prompts=prompts, field=field, most=limit, forwards=True, tools=tools, format=found
-    )
+        route=route, kind=kind, prompts=prompts, field=field, most=limit, most_field=body.length_field, forwards=True,
+        tools=tools, format=found,
+    )  # fmt: skip
     reply = await answered(request, service, body, wanted)
     forwarder: Forwarder = request.app.state.forwarder
     # The policy that judged: with a passage, a fetching policy has become one that abstains.

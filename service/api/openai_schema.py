@@ -8,7 +8,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.formats_schema import asked_format, check_alone
-from service.api.request_schema import AnswerRequest, Batches, Ids, Reference, RequestModel, StopText, StopTexts, Texts
+from service.api.request_schema import (
+    VLLM_IGNORED,
+    VLLM_NEUTRAL,
+    AnswerRequest,
+    Batches,
+    ForeignModel,
+    Ids,
+    Reference,
+    StopText,
+    StopTexts,
+    Texts,
+    at_fault,
+)
 from service.api.tools_schema import (
     MOST_TOOLS,
     Call,
@@ -30,23 +42,34 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "functions": ([],),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "web_search_options": (), "audio": (), "prediction": (),
+    **VLLM_NEUTRAL,
 }  # fmt: skip
 """Parameters that no engine here has -> the values that change nothing; null changes nothing either."""
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-     "reasoning_effort", "verbosity", "prompt_cache_retention")
+     "reasoning_effort", "verbosity", "prompt_cache_retention", *VLLM_IGNORED)
+)  # fmt: skip
+# Of an earlier answer, as clients keep it: no chat template is given any of it.
+OF_HISTORY = frozenset(
+    ("id", "index", "annotations", "cache_control", "reasoning", "reasoning_content", "reasoning_details",
+     "thinking_blocks", "parsed")
 )  # fmt: skip
 
 
-class TextPart(RequestModel):
+class TextPart(ForeignModel):
     """A part of a message; only text can be read."""
+
+    ignored = frozenset(("annotations", "cache_control", "id", "index", "prompt_cache_breakpoint"))
 
     type: Literal["text"]
     text: StrictStr
 
 
-class ChatMessage(RequestModel):
+class ChatMessage(ForeignModel):
     """One turn.  ``developer`` is OpenAI's newer name of ``system``; ``tool`` is the result of a call."""
+
+    neutral = {"audio": (), "function_call": ()}
+    ignored = OF_HISTORY
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
@@ -67,7 +90,7 @@ class ChatMessage(RequestModel):
         if isinstance(moved, dict):
             data = {"refusal": moved.get("refusal")} | data
             del data["provider_specific_fields"]
-        return {key: value for key, value in data.items() if value not in (None, [])}
+        return {key: value for key, value in data.items() if value is not None and value != []}
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
@@ -91,10 +114,12 @@ class ChatMessage(RequestModel):
         return turn | ({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})
 
 
-class StreamOptions(RequestModel):
+class StreamOptions(ForeignModel):
     """What a stream has besides."""
 
-    include_usage: StrictBool = False
+    neutral = {"continuous_usage_stats": (False,)}  # vLLM's
+
+    include_usage: StrictBool | None = None
     include_obfuscation: StrictBool | None = Field(None, description="ignored")
 
 
@@ -111,7 +136,7 @@ class OpenAIRequest(AnswerRequest):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> OpenAIRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' needs 'stream'")
+            raise at_fault("stream_options", "'stream_options' needs 'stream'")
         return self
 
     def stops(self) -> tuple[str, ...]:
@@ -121,11 +146,13 @@ class OpenAIRequest(AnswerRequest):
     @property
     def with_usage(self) -> bool:
         """Return whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
+
+    neutral = NEUTRAL | {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens")
@@ -175,9 +202,16 @@ class ChatRequest(OpenAIRequest):
         """Return how long an answer may be; None where the request does not say."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def length_field(self) -> str:
+        """Return the field that says so."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
 
 class TextRequest(OpenAIRequest):
     """POST /v1/completions: each prompt as it is, without the chat template."""
+
+    neutral = NEUTRAL | {"add_special_tokens": (True,)}
 
     prompt: StrictStr | Texts | Ids | Batches
 
@@ -185,6 +219,11 @@ class TextRequest(OpenAIRequest):
     def length(self) -> int | None:
         """Return how long an answer may be; None where the request does not say."""
         return self.max_tokens
+
+    @property
+    def length_field(self) -> str:
+        """Return the field that says so."""
+        return "max_tokens"
 
     def prompts(self) -> list[Any]:
         """Return texts, or lists of token ids."""

@@ -165,12 +165,13 @@ def errors(**descriptions: str) -> dict[int | str, dict[str, Any]]:
 
 
 FAILURES = errors(
-    _400="the body is not JSON",
+    _400="the body is not JSON, or not encoded as declared; on OpenAI's routes also a prompt that is too long",
     _401="no bearer key, or an unknown one",
     _403="the request lets more through than its caller may (--callers-may)",
     _404="no such model, bundle or policy is loaded",
     _408="the body did not arrive in time",
     _413="the body or a prompt is too large; prompts are never truncated",
+    _415="the body's Content-Encoding is not taken; Accept-Encoding names those that are",
     _422="a field is wrong, or not supported",
     _429="the queue is full",
     _500="the engine failed",
@@ -179,7 +180,7 @@ FAILURES = errors(
     _504="the deadline passed",
 )
 """Of every route that reads a prompt."""
-_AS_400 = "the body is not JSON, or a field is wrong or not supported"
+_AS_400 = "the body is not JSON, the prompt is too long, or a field is wrong or not supported"
 FAILURES_400 = {status: said for status, said in FAILURES.items() if status not in (422, 502)} | errors(_400=_AS_400)
 FAILURES_400["default"] = {"model": _ERROR_RESPONSE, "description": "any other error"}  # else FastAPI adds a 422
 """Of a route in whose protocol a wrong field is a 400, and where no other server answers."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic_core import PydanticCustomError
 
 from service.engines.base import MAX_STOP_CHARACTERS, MAX_STOPS
 from service.engines.chat import texts_in
@@ -29,6 +30,16 @@ Reference = Annotated[StrictStr, Field(max_length=1024)]  # what names a model, 
 MAX_FIELDS = 32
 EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parent / "examples.json").read_text("utf-8"))  # of OpenAPI
 TEMPLATE_CHARACTERS = 16  # added to a message by a chat template, roughly
+
+
+AT_FAULT = "field_at_fault"  # type of the validation errors that ``at_fault`` makes
+
+
+def at_fault(field: str, message: str) -> PydanticCustomError:
+    """Return the error that a validator of a whole object raises where one ``field`` of it is at fault.
+
+    ``field`` is the path from the object, such as ``tools`` or ``messages.2``.  The response's ``param`` names it."""
+    return PydanticCustomError(AT_FAULT, "{message}", {"field": field, "message": message})
 
 
 class Strict(BaseModel):
@@ -116,9 +127,9 @@ class ScoreRequest(RequestModel):
             found = " and ".join(given) or "none"
             raise ValueError(f"give exactly one of 'prompt', 'messages', 'input_ids'; found {found}")
         if self.stream and self.generate is None:
-            raise ValueError("'stream' needs 'generate'")
+            raise at_fault("stream", "'stream' needs 'generate'")
         if self.stream and len(self.given()[1]) != 1:
-            raise ValueError("'stream' takes exactly one prompt; send one request per prompt")
+            raise at_fault("stream", "'stream' takes exactly one prompt; send one request per prompt")
         return self
 
     def given(self) -> tuple[Kind, list[Any]]:
@@ -153,10 +164,36 @@ class ForeignModel(RequestModel):
             return data
         dropped = (cls.neutral.keys() | cls.ignored) - cls.model_fields.keys()
         for name, value in data.items():
-            if name in dropped and value is not None and value not in (allowed := cls.neutral.get(name, (value,))):
+            if name not in dropped or name in cls.ignored or value is None:
+                continue
+            if not _is_one_of(value, allowed := cls.neutral[name]):
                 than = f", except as {' or '.join(map(repr, allowed))}" if allowed else ""
-                raise ValueError(f"{name!r} is not supported here{than}; leave it out")
+                raise at_fault(name, f"{name!r} is not supported here{than}; leave it out")
         return {name: value for name, value in data.items() if name not in dropped}
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Return whether a JSON value is one of these; true is not 1, as Python has it, and 1.0 is."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+
+VLLM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,), "length_penalty": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,),
+    "repetition_penalty": (1,), "stop_token_ids": ([],), "allowed_token_ids": (), "bad_words": ([],),
+    "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (), "truncation_side": (),
+    "prompt_logprobs": (), "logprob_token_ids": ([],), "logits_processors": ([],), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "documents": ([],), "chat_template": (), "chat_template_kwargs": ({},),
+    "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "mm_payload": ({},), "prompt_embeds": ([],),
+    "structured_outputs": ({},), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "priority": (0,), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
+    "return_token_offsets": (False,), "return_prompt_text": (False,), "return_mm_kwargs": (False,),
+    "routed_experts_prompt_start": (0,), "kv_transfer_params": ({},), "ec_transfer_params": ({},),
+    "repetition_detection": (), "thinking_token_budget": (), "watermarking": (False,),
+    "enable_response_messages": (False,), "previous_input_messages": (),
+}  # fmt: skip
+"""vLLM's own parameters -> the values that they have there by default: its clients send them."""
+VLLM_IGNORED = frozenset(("include_reasoning", "request_id", "session_id", "cache_salt", "stream_interval"))
 
 
 TEMPERATURE = 1.0  # of a request that names none, as OpenAI, Anthropic and vLLM have it

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.formats_schema import asked_format, check_alone
-from service.api.request_schema import AnswerRequest, ForeignModel
+from service.api.request_schema import VLLM_IGNORED, VLLM_NEUTRAL, AnswerRequest, ForeignModel
 from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
@@ -30,7 +29,7 @@ from service.tool_calls import Tools
 class InputPart(ForeignModel):
     """A part of a message; only text can be read.  ``refusal``: of an earlier answer that was withheld."""
 
-    ignored = frozenset(("annotations", "logprobs", "prompt_cache_breakpoint"))
+    ignored = frozenset(("annotations", "cache_control", "id", "index", "logprobs", "prompt_cache_breakpoint"))
 
     type: Literal["input_text", "output_text", "refusal"]
     text: StrictStr | None = None
@@ -56,7 +55,10 @@ class InputItem(ForeignModel):
     """A message as people write it, an answer as it came, a call of a tool, or the result of one."""
 
     neutral = {"namespace": (), "async": (False,), "async_": (False,)}  # as the openai package dumps a call
-    ignored = frozenset(("id", "status", "phase", "caller"))
+    ignored = frozenset(
+        ("id", "status", "phase", "caller", "index", "annotations", "cache_control", "reasoning_content",
+         "parsed_arguments")
+    )  # fmt: skip
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = Field(None, description="of a message")
@@ -82,7 +84,7 @@ class InputItem(ForeignModel):
     def rendered(self) -> dict[str, Any]:
         """Return it for the chat template; a call is a turn of its own."""
         if self.type == "function_call":
-            call = called(self.call_id or "", self.name or "", json.loads(self.arguments or "{}"))
+            call = called(self.call_id or "", self.name or "", arguments_of(self.arguments))
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         if self.type == "function_call_output":
             return {"role": "tool", "content": joined(self.output or ""), "tool_call_id": self.call_id}
@@ -159,11 +161,12 @@ class ResponsesRequest(AnswerRequest):
     neutral = {
         "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
         "include": ([], ["reasoning.encrypted_content"]), "top_logprobs": (0,), "truncation": ("disabled",),
-        "context_management": ([],), "moderation": (), "access_programs": (), "image": ({},),
+        "context_management": ([],), "moderation": (), "access_programs": (), "image": ({},), "stop": ([],),
+        "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), **VLLM_NEUTRAL,
     }  # fmt: skip
     ignored = frozenset(
         ("user", "metadata", "store", "service_tier", "max_tool_calls", "safety_identifier",
-         "prompt_cache_key", "prompt_cache_retention")
+         "prompt_cache_key", "prompt_cache_retention", *VLLM_IGNORED)
     )  # fmt: skip
 
     input: StrictStr | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=1024)]

@@ -99,7 +99,22 @@ class ScoringRequest:
             raise RequestError("'retrieval_of' takes exactly one prompt", param="retrieval_of")
 
     def token_ids(self, settings: ServiceSettings) -> Sequence[list[int]]:
-        """Render and check every prompt, so that nothing a request says can spoil a batch it shares; slow."""
+        """Render and check every prompt, so that nothing a request says can spoil a batch it shares; slow.
+
+        Raises RequestError, which names the field of the route that was called, and not the engine's argument."""
+        try:
+            return self._token_ids(settings)
+        except RequestError as error:
+            error.param = self._named(error.param)
+            raise
+
+    def _named(self, param: str | None) -> str | None:
+        argument, _, within = (param or "").partition(".")
+        if argument not in ("prompt", "messages", "input_ids"):
+            return param
+        return param if self.field == argument == "messages" and within else self.field
+
+    def _token_ids(self, settings: ServiceSettings) -> Sequence[list[int]]:
         scorer, engine = self.scorer, self.scorer.engine
         ids: Sequence[list[int]] = self.prompts
         if self.kind == "messages":
@@ -145,6 +160,11 @@ def requested(
     scorer, policy = service.ready.choose(caller, route, session=session, **every)
     second = service.catalogue.second(scorer, policy) if every["bundle"] is None else None
     return ScoringRequest(scorer, policy, caller, kind, prompts, field or kind, second=second)
+
+
+def beyond_limit(limit: int, asked: int) -> str:
+    """Return what is said of an answer of more tokens than the service's limit."""
+    return f"at most {limit} answer tokens here, not {asked}; the operator raises it with --max-completion-tokens"
 
 
 def _beginning(kind: Kind, prompt: Any) -> str:
@@ -306,14 +326,13 @@ async def score(
 ) -> Response:
     """The risk of each prompt's answer, before its first token; with ``generate``, the answer where it may go on."""
     kind, prompts = body.given()
-    field = "input_ids" if body.prompt is None else "prompt"
     names = {name: getattr(body, name) for name in ("bundle", "model", "policy", "threshold")}
-    asked = requested(request, service, SCORE_ROUTES[0], kind, prompts, field, **names)
+    asked = requested(request, service, SCORE_ROUTES[0], kind, prompts, kind, **names)
     deadline_ms, most = body.deadline_ms, service.settings.deadline_s * 1e3
     sampling, wanted, limit = None, body.generate, service.settings.max_new_tokens
     if wanted is not None:
         if wanted.max_tokens > limit:
-            raise RequestError(f"generate.max_tokens is at most {limit} here", param="generate.max_tokens")
+            raise RequestError(beyond_limit(limit, wanted.max_tokens), param="generate.max_tokens")
         sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed, tuple(wanted.stop))
     if deadline_ms is not None and deadline_ms > most:
         raise RequestError(f"deadline_ms is at most {most:g} here", param="deadline_ms")

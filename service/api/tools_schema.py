@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictStr, field_validator
 
-from service.api.request_schema import RequestModel
+from service.api.request_schema import ForeignModel, at_fault
 from service.json_limits import MOST_CHARACTERS, MOST_VALUES, excess, lone_surrogate, size_within
 from service.tool_calls import MOST_CHARACTERS as MOST_OF_CALL
 from service.tool_calls import MOST_DEPTH, Tools
@@ -27,8 +27,10 @@ def _not_forced(found: Any) -> Any:
 ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]
 
 
-class Function(RequestModel):
+class Function(ForeignModel):
     """A function that the model may call."""
+
+    ignored = frozenset(("cache_control",))
 
     name: Name
     description: StrictStr | None = None
@@ -59,28 +61,34 @@ def check_parameters(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-class Tool(RequestModel):
+class Tool(ForeignModel):
     """A tool on offer."""
+
+    ignored = frozenset(("cache_control",))
 
     type: Literal["function"]
     function: Function
 
 
-class CalledFunction(RequestModel):
+class CalledFunction(ForeignModel):
     """What was called, with the arguments' JSON."""
 
+    ignored = frozenset(("parsed_arguments",))  # as the openai package keeps them, beside their JSON
+
     name: Name
-    arguments: StrictStr
+    arguments: StrictStr | None = Field(None, description="empty: none, of a tool without parameters")
 
     @field_validator("arguments")
     @classmethod
-    def _object(cls, text: str) -> str:
+    def _object(cls, text: str | None) -> str:
         arguments_of(text)
-        return text
+        return text or ""
 
 
-class Call(RequestModel):
-    """A call of an earlier turn."""
+class Call(ForeignModel):
+    """A call of an earlier turn; ``index`` is its number in a stream of the answer."""
+
+    ignored = frozenset(("index", "cache_control", "provider_specific_fields", "extra_content"))
 
     id: CallId
     type: Literal["function"] = "function"
@@ -88,7 +96,7 @@ class Call(RequestModel):
 
     def rendered(self) -> dict[str, Any]:
         """Return it for the chat template."""
-        return called(self.id, self.function.name, json.loads(self.function.arguments))
+        return called(self.id, self.function.name, arguments_of(self.function.arguments))
 
 
 def called(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +104,10 @@ def called(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def arguments_of(text: str) -> dict[str, Any]:
-    """Return a call's arguments.  Raises ValueError where they are not the JSON of an object."""
+def arguments_of(text: str | None) -> dict[str, Any]:
+    """Return a call's arguments; of an empty text none.  Raises ValueError where they are not the JSON of an object."""
+    if text is None or not text.strip():
+        return {}
     if len(text) > MOST_OF_CALL:
         raise ValueError(f"at most {MOST_OF_CALL} characters are taken")
     try:
@@ -147,13 +157,13 @@ def offered(tools: Sequence[_Tool], *, told: bool = True, parallel: bool = True)
     try:
         characters = size_within(definitions, levels=MOST_DEPTH + 3)  # around a schema: a list, a tool and its function
     except ValueError as error:
-        raise ValueError(f"'tools': {error}, in all tools together") from None
+        raise at_fault("tools", f"'tools': {error}, in all tools together") from None
     if not told or not definitions:
         return None
     seen = set[str]()
     for one in definitions:
         if (name := one["function"]["name"]) in seen:
-            raise ValueError(f"two tools are called {name!r}")
+            raise at_fault("tools", f"two tools are called {name!r}")
         seen.add(name)
     return Tools(definitions, parallel, characters)
 
@@ -167,4 +177,4 @@ def check_results(seen: Iterable[tuple[str | None, str]]) -> None:
         if place is None:
             known.add(call)
         elif call not in known:
-            raise ValueError(f"{place} is the result of {call!r}, which no earlier turn called")
+            raise at_fault(place, f"{place} is the result of {call!r}, which no earlier turn called")

@@ -47,8 +47,9 @@ def check_length(texts: Sequence[str], engine: LoadedModel) -> None:
 
 
 def _too_long(what: str, tokens: int, most: int) -> PromptTooLong:
-    said = f"{what} {tokens} tokens and the model's context holds {most}; shorten the prompt, which is never truncated"
-    return PromptTooLong(said, param="prompt")
+    # As Anthropic's clients and OpenAI's know it: many act on these words.
+    said = f"prompt is too long: {tokens} tokens > {most} maximum; this model's maximum context length is {most} tokens"
+    return PromptTooLong(f"{said} and {what} {tokens}: shorten the prompt, which is never truncated", param="prompt")
 
 
 def check_special_tokens(texts: Mapping[str, Sequence[str]], engine: LoadedModel) -> None:

@@ -245,6 +245,8 @@ class Catalogue:
         models = {one.engine.identity.model: one for one in reversed(self.scorers)}  # the default of each adapter, too
         base = self.scorers[0]
         models |= dict.fromkeys((base.engine.identity.model, *self.settings.model_names), base)
+        if model is not None and model not in models and model in self._other_names(base):
+            model = base.engine.identity.model
         if model is not None and not {model, "*"} & models.keys():
             listed = ", ".join(repr(name) for name in models)
             said = f"model {model!r} is not loaded; ask for {listed} (--served-model-name adds names)"
@@ -265,6 +267,14 @@ class Catalogue:
                 return scorer
         loaded = ", ".join(scorer.bundle.reference for scorer in self.scorers)
         raise NotFound(f"bundle {bundle!r} is not loaded; loaded: {loaded}", param="bundle")
+
+    def _other_names(self, base: Scorer) -> set[str]:
+        """Return what the default bundle's model is called elsewhere: as that bundle, which bears the short name of our
+        own commands, or as bundles' manifests have it.  None of an adapter's: its model is another than that alone."""
+        if base.engine.identity.adapter is not None:
+            return set()
+        own = [one.bundle.manifest for one in self.scorers if one.engine.identity.adapter is None]
+        return {base.bundle.manifest.name, *(manifest.model.name for manifest in own)}
 
     def choose(
         self, caller: Caller, route: str, *, bundle: str | None, model: str | None, policy: str | None,

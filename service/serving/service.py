@@ -242,7 +242,7 @@ class Lifecycle:
             raise NotReady(ENDS)
         if self.failure is not None:
             what = "loading failed" if self._dispatcher is None else "the engine broke, restart the service"
-            raise NotReady(f"{what}: {self.failure}")
+            raise NotReady(f"{what}: {self.failure}", retry=False)
         if self._dispatcher is None:
             raise NotReady("the model and its bundles are still loading")
         return self._dispatcher

@@ -65,7 +65,7 @@ def test_a_text_far_beyond_the_context_is_not_encoded_whole(monkeypatch: pytest.
     monkeypatch.setattr(engine, "tokenize", lambda text: encoded.append(len(text)) or tokenize(text))
     for texts in (["x" * 4_000_000], ["x" * 2000] * 2000):
         encoded.clear()
-        with pytest.raises(PromptTooLong, match="holds 512"):
+        with pytest.raises(PromptTooLong, match="context length is 512 tokens"):
             check_length(texts, engine)
         assert sum(encoded) <= SEGMENT + 2000
     encoded.clear()

@@ -335,8 +335,9 @@ def test_errors_are_said_in_the_protocol_s_words(tmp_path: Path, route: str) -> 
     with App(tmp_path, max_body_bytes=9000).started() as app:
         wrong = 422 if route == CHAT_ROUTE else 400
         for body, status in (
-            (body_of(route, model="other"), 404), (body_of(route, "x" * 8000), 413), (body_of(route, "x" * 9000), 413),
-            (body_of(route, tokens=10**6), wrong), (body_of(route, model=3), wrong), (body_of(route, []), wrong),
+            (body_of(route, model="other"), 404), (body_of(route, "x" * 8000), 400), (body_of(route, "x" * 9000), 413),
+            (body_of(route, tokens=-1 if route == MESSAGES_ROUTE else 10**6), wrong),
+            (body_of(route, model=3), wrong), (body_of(route, []), wrong),
             (body_of(route, [{"role": "tool", "content": "a"}]), wrong), (body_of(route, tokens=0), wrong),
             (body_of(route, [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), wrong),
             (body_of(route, [{"role": "user", "content": None}]), wrong), (body_of(route, top_p=0), wrong),

@@ -222,8 +222,9 @@ CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
     ("body", "status", "code", "param"),
     [
         *((body, 422, "invalid_request", None) for body in (
-            {}, {"prompt": "a", "input_ids": [1]}, {f"f{n}": 1 for n in range(40)}, {"prompt": "a", "stream": True},
-            {"prompt": ["a", "b"], "generate": {}, "stream": True})),
+            {}, {"prompt": "a", "input_ids": [1]}, {f"f{n}": 1 for n in range(40)})),
+        *((body, 422, "invalid_request", "stream") for body in (
+            {"prompt": "a", "stream": True}, {"prompt": ["a", "b"], "generate": {}, "stream": True})),
         *((body, 422, "empty_prompt", name) for name, body in (
             ("prompt", {"prompt": ""}), ("prompt", {"prompt": []}), ("prompt", {"prompt": ["a", " "]}),
             ("input_ids", {"input_ids": []}), ("input_ids", {"input_ids": [[1], []]}), ("messages", {"messages": []}))),
@@ -240,7 +241,8 @@ CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a"}]}
             ("generate.max_tokens", {"generate": {"max_tokens": 0}}), ("deadline_ms", {"deadline_ms": 0}),
             ("generate.max_tokens", {"generate": {"max_tokens": 10**6}}), ("deadline_ms", {"deadline_ms": 40_000}))),
         ({"prompt": "a" * 600}, 413, "prompt_too_long", "prompt"),
-        ({"input_ids": [65] * 3000}, 413, "prompt_too_long", "prompt"),
+        ({"input_ids": [65] * 3000}, 413, "prompt_too_long", "input_ids"),
+        ({"messages": [{"role": "user", "content": "a" * 600}]}, 413, "prompt_too_long", "messages"),
         ({"prompt": "a", "policy": "none"}, 404, "not_found", "policy"),
     ],
 )  # fmt: skip

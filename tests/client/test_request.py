@@ -25,6 +25,8 @@ GOOD: list[dict[str, Any]] = [
     {"input_ids": np.array([[1, 2], [3, 4]]), "model": "m"},
     {"input_ids": [np.int64(3), 4], "generate": Generate(16, 0.5, 0.9, 7, ("\n",))},
     {"input_ids": [], "generate": Generate()},
+    {"prompt": "a", "generate": {"max_tokens": 16, "temperature": 0.5, "stop": ["\n"]}},
+    {"prompt": "a", "generate": {}},
 ]  # fmt: skip
 
 
@@ -49,7 +51,9 @@ def test_a_stream_asks_for_an_answer_and_what_is_not_given_is_not_sent() -> None
     ("options", "error", "says"),
     [({}, ValueError, "exactly one"), ({"prompt": "a", "input_ids": [1]}, ValueError, "exactly one"),
      ({"promt": "a"}, TypeError, "'promt'"), ({"prompt": "a", "include": "trajectory"}, TypeError, "include="),
-     ({"prompt": "a", "generate": {"max_tokens": 3}}, TypeError, "Generate"),
+     ({"prompt": "a", "generate": {"max_token": 3}}, TypeError, "'max_token'; expected one of max_tokens"),
+     ({"prompt": "a", "generate": 3}, TypeError, "Generate"), ({"prompt": "a", "generate": [1]}, TypeError, "Generate"),
+     ({"prompt": "a", "generate": {"stop": "x"}}, TypeError, "stop="),
      ({"prompt": "a", "generate": Generate(stop="x")}, TypeError, "stop="),
      ({"prompt": "a", "threshold": float("nan")}, ValueError, "NaN"), ({"prompt": "\ud800"}, ValueError, "surrogate"),
      ({"input_ids": [1.5]}, TypeError, "integer"), ({"input_ids": "abc"}, TypeError, "integer")],
@@ -65,6 +69,26 @@ def test_wrong_arguments_fail_before_anything_is_sent(
         assert caught.value.__cause__ is None
         assert caught.value.__context__ is None  # a codec's error carries the whole prompt
     assert sent == []
+
+
+def test_a_prompt_may_be_given_by_its_place(make_client: MakeClient) -> None:
+    sent: list[httpx.Request] = []
+    made = make_client(recording(sent))
+
+    def score(*prompts: Any, **more: Any) -> None:
+        result = made.client.score(*prompts, **more)
+        if made.kind == "async":
+            made._loop.run_until_complete(result)
+
+    score("Why?", threshold=0.5)
+    score(["a", "b"], generate={"max_tokens": 16})
+    assert [json.loads(request.content) for request in sent] == [
+        {"prompt": "Why?", "threshold": 0.5}, {"prompt": ["a", "b"], "generate": {"max_tokens": 16}},
+    ]  # fmt: skip
+    for given, named, error in ((("a",), {"prompt": "b"}, TypeError), (("a",), {"input_ids": [1]}, ValueError)):
+        with pytest.raises(error):
+            score(*given, **named)
+    assert len(sent) == 2
 
 
 def recording(requests: list[httpx.Request]) -> Handler:

@@ -85,6 +85,36 @@ def test_the_risk_is_there_before_the_text(make_client: MakeClient) -> None:
     assert answer.score.bundle.reference == "demo:3"
 
 
+def iterated(made: BlockingClient, *given: Any, **options: Any) -> list[str]:
+    """The pieces of a stream that is read without a ``with``."""
+    if made.kind == "sync":
+        return list(made.client.stream(*given, **options))
+
+    async def read() -> list[str]:
+        return [piece async for piece in made.client.stream(*given, **options)]
+
+    return made._loop.run_until_complete(read())  # type: ignore[no-any-return]
+
+
+def test_a_stream_is_iterated_over_without_a_block(make_client: MakeClient) -> None:
+    body = Chunks([WHOLE])
+    assert "".join(iterated(make_client(answering(body)), "a", generate={"max_tokens": 4})) == " It is."
+    assert body.closed
+    gated = Chunks([bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))])
+    with pytest.raises(hc.Withheld):
+        iterated(make_client(answering(gated)), prompt="a")
+    assert gated.closed
+    body = Chunks([WHOLE], httpx.ReadError("reset"))
+    made = make_client(answering(body))
+    stream = made.client.stream("a")
+    assert not body.closed, "nothing is asked before somebody reads"
+    if made.kind == "sync":
+        pieces = iter(stream)
+        assert next(pieces) == " It"
+        pieces.close()
+        assert body.closed, "leaving a loop early closes the connection"
+
+
 def test_reading_a_withheld_answer_is_an_error(make_client: MakeClient) -> None:
     gated = bodies.events(bodies.result(bodies.row(0.9, "abstain", message="I am not sure.")))
     answer, _ = make_client(answering(gated)).stream(prompt="a", take=0)

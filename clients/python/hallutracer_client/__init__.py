@@ -18,7 +18,7 @@ from hallutracer_client.errors import (
     Unauthorized,
     UnexpectedAnswer,
 )
-from hallutracer_client.request import Generate, ScoreOptions
+from hallutracer_client.request import Generate, GenerateOptions, ScoreOptions
 from hallutracer_client.results import (
     Bundle,
     BundleGuarantee,
@@ -36,13 +36,13 @@ from hallutracer_client.results import (
     Usage,
     Withheld,
 )
-from hallutracer_client.stream import Answer, AsyncAnswer
+from hallutracer_client.stream import Answer, AsyncAnswer, AsyncStream, Stream
 from hallutracer_client.version import VERSION as __version__
 
 __all__ = [
-    "APIError", "Answer", "AsyncAnswer", "AsyncClient", "Bundle", "BundleGuarantee", "BundleList", "BundleUncertainty",
-    "Client", "ClientError", "Completion", "DeadlineExceeded", "Generate", "Guarantee", "LoadedBundle", "LoadedModel",
-    "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness", "RequestRefused", "Retrieval", "Risk",
-    "ScoreOptions", "ScoreResult", "ServerError", "TimedOut", "TransportError", "Unauthorized", "UnexpectedAnswer",
-    "Usage", "Withheld", "__version__",
+    "APIError", "Answer", "AsyncAnswer", "AsyncClient", "AsyncStream", "Bundle", "BundleGuarantee", "BundleList",
+    "BundleUncertainty", "Client", "ClientError", "Completion", "DeadlineExceeded", "Generate", "GenerateOptions",
+    "Guarantee", "LoadedBundle", "LoadedModel", "ModelList", "NotFound", "NotReady", "Overloaded", "Readiness",
+    "RequestRefused", "Retrieval", "Risk", "ScoreOptions", "ScoreResult", "ServerError", "Stream", "TimedOut",
+    "TransportError", "Unauthorized", "UnexpectedAnswer", "Usage", "Withheld", "__version__",
 ]  # fmt: skip

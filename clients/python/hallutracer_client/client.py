@@ -13,9 +13,9 @@ import httpx
 
 from hallutracer_client import wire
 from hallutracer_client.errors import ClientError, NotReady
-from hallutracer_client.request import ScoreOptions, request_body
+from hallutracer_client.request import Prompt, ScoreOptions, request_body, with_prompt
 from hallutracer_client.results import BundleList, ModelList, Readiness, ReadyBody, ScoreResult
-from hallutracer_client.stream import Answer, AsyncAnswer, BaseAnswer, done, now
+from hallutracer_client.stream import Answer, AsyncAnswer, AsyncStream, BaseAnswer, Stream, done, now
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # comes with pydantic; typing has them from 3.11 on
@@ -86,8 +86,8 @@ class BaseClient(Generic[Transport]):
             return Readiness(False, reason=error.message)
         return Readiness(True, body.model, body.bundles)
 
-    async def _stream(self, kind: type[StreamedAnswer], options: ScoreOptions) -> StreamedAnswer:
-        response = await self._call(wire.SCORE, request_body(options, stream=True), stream=True)
+    async def _stream(self, kind: type[StreamedAnswer], body: bytes) -> StreamedAnswer:
+        response = await self._call(wire.SCORE, body, stream=True)
         answer = kind(response, self._timeout_s)
         try:
             await answer._begin()
@@ -122,14 +122,20 @@ class Client(BaseClient[httpx.BaseTransport]):
         """Close the connections."""
         self._http.close()
 
-    def score(self, **options: Unpack[ScoreOptions]) -> ScoreResult:
+    def score(self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]) -> ScoreResult:
         """Return the risk of each prompt's answer, and with ``generate`` the answers that are not withheld."""
-        return now(self._get(wire.SCORE, ScoreResult, request_body(options)))
+        return now(self._get(wire.SCORE, ScoreResult, request_body(with_prompt(prompt, options))))
+
+    def stream(self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]) -> Stream:
+        """Give one prompt's risk, then its answer piece by piece: in a ``with``, or to be iterated over as it is.
+
+        Leaving the ``with`` early stops the decoding.  The request is sent where either begins."""
+        body = request_body(with_prompt(prompt, options), stream=True)
+        return Stream(lambda: self._streamed(body))
 
     @contextmanager
-    def stream(self, **options: Unpack[ScoreOptions]) -> Iterator[Answer]:
-        """Give one prompt's risk, then its answer piece by piece.  Leaving the ``with`` early stops the decoding."""
-        answer = now(self._stream(Answer, options))
+    def _streamed(self, body: bytes) -> Iterator[Answer]:
+        answer = now(self._stream(Answer, body))
         try:
             yield answer
         finally:
@@ -163,14 +169,18 @@ class AsyncClient(BaseClient[httpx.AsyncBaseTransport]):
         """Close the connections."""
         await self._http.aclose()
 
-    async def score(self, **options: Unpack[ScoreOptions]) -> ScoreResult:
+    async def score(self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]) -> ScoreResult:
         """Do as ``Client.score``."""
-        return await self._get(wire.SCORE, ScoreResult, request_body(options))
+        return await self._get(wire.SCORE, ScoreResult, request_body(with_prompt(prompt, options)))
+
+    def stream(self, prompt: Prompt | None = None, /, **options: Unpack[ScoreOptions]) -> AsyncStream:
+        """Do as ``Client.stream``, with ``async with`` or ``async for``."""
+        body = request_body(with_prompt(prompt, options), stream=True)
+        return AsyncStream(lambda: self._streamed(body))
 
     @asynccontextmanager
-    async def stream(self, **options: Unpack[ScoreOptions]) -> AsyncIterator[AsyncAnswer]:
-        """Do as ``Client.stream``."""
-        answer = await self._stream(AsyncAnswer, options)
+    async def _streamed(self, body: bytes) -> AsyncIterator[AsyncAnswer]:
+        answer = await self._stream(AsyncAnswer, body)
         try:
             yield answer
         finally:

@@ -8,7 +8,7 @@ import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,23 @@ class Generate:
         return {name: value for name, value in given.items() if value is not None}
 
 
+Prompt: TypeAlias = str | Sequence[str]  # a question, or a list of them
+
+
+class GenerateOptions(TypedDict, total=False):
+    """``Generate`` as a dictionary."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    stop: Sequence[str]
+
+
 class ScoreOptions(TypedDict, total=False):
     """Arguments of ``score`` and ``stream``: exactly one of the first three, all others optional."""
 
-    prompt: str | Sequence[str] | None  # a question, or a list of them
+    prompt: Prompt | None
     messages: Sequence[Mapping[str, str]] | None  # one conversation: [{"role": "user", "content": "..."}]
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None  # token ids ending at the answer onset
     model: str | None  # must be the loaded model
@@ -40,9 +53,18 @@ class ScoreOptions(TypedDict, total=False):
     policy: str | None  # what to do with a flagged prompt; None: the server's default
     threshold: float | None  # flag at or above this risk
     include: Sequence[str]  # "trajectory", "running_mean", "answer_risk"
-    generate: Generate | None  # decode the answer too
+    generate: Generate | GenerateOptions | None  # decode the answer too
     retrieval_of: str | None  # id of the answer whose decision was retrieve: the same question, with a passage
     deadline_ms: int | None  # at most the server's own deadline
+
+
+def with_prompt(prompt: Prompt | None, options: ScoreOptions) -> ScoreOptions:
+    """Return the arguments with a prompt that was given by its place.  Raises TypeError for two."""
+    if prompt is None:
+        return options
+    if options.get("prompt") is not None:
+        raise TypeError("the prompt is given twice: by its place, and as prompt=")
+    return {**options, "prompt": prompt}
 
 
 def request_body(options: ScoreOptions, *, stream: bool = False) -> bytes:
@@ -66,9 +88,7 @@ def request_body(options: ScoreOptions, *, stream: bool = False) -> bytes:
     if include := body.pop("include", None):
         body["include"] = list(include)
     if (generate := body.get("generate")) is not None:
-        if not isinstance(generate, Generate):
-            raise TypeError("generate is a Generate(...), for example Generate(max_tokens=64)")
-        body["generate"] = generate.body()
+        body["generate"] = _generate(generate).body()
     if stream:
         body.setdefault("generate", {})
         body["stream"] = True
@@ -80,6 +100,18 @@ def request_body(options: ScoreOptions, *, stream: bool = False) -> bytes:
     except ValueError:
         problem = "a number is NaN or infinite"
     raise ValueError(f"the request cannot be sent as JSON: {problem}")
+
+
+def _generate(given: Any) -> Generate:
+    if isinstance(given, Generate):
+        return given
+    known = Generate.__dataclass_fields__
+    if not isinstance(given, Mapping):
+        raise TypeError('generate is a Generate(...) or a dictionary, for example {"max_tokens": 64}')
+    if unknown := sorted(str(name) for name in given if name not in known):
+        raise TypeError(f"generate has an unknown {unknown[0]!r}; expected one of {', '.join(known)}")
+    stop = given.get("stop")
+    return Generate(**{**given, "stop": () if stop is None else stop})
 
 
 def _ids(value: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from inspect import isawaitable
 from typing import Any, TypeVar
 
@@ -213,3 +214,40 @@ class AsyncAnswer(BaseAnswer):
         """Yield non-empty pieces of text.  Raises Withheld, APIError, TransportError, UnexpectedAnswer."""
         while piece := await self._piece():
             yield piece
+
+
+class Stream(AbstractContextManager[Answer]):
+    """A stream that has not been asked for: ``with`` gives its ``Answer``; iterating gives the pieces of its text."""
+
+    def __init__(self, begin: Callable[[], AbstractContextManager[Answer]]) -> None:
+        self._begin, self._begun = begin, begin()
+
+    def __enter__(self) -> Answer:
+        return self._begun.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._begun.__exit__(*raised)
+
+    def __iter__(self) -> Iterator[str]:
+        """Ask, yield non-empty pieces of text, and close the connection.  Raises as ``Answer`` does."""
+        with self._begin() as answer:
+            yield from answer
+
+
+class AsyncStream(AbstractAsyncContextManager[AsyncAnswer]):
+    """``Stream`` of an ``AsyncClient``."""
+
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[AsyncAnswer]]) -> None:
+        self._begin, self._begun = begin, begin()
+
+    async def __aenter__(self) -> AsyncAnswer:
+        return await self._begun.__aenter__()
+
+    async def __aexit__(self, *raised: Any) -> bool | None:
+        return await self._begun.__aexit__(*raised)
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Do as ``Stream.__iter__``."""
+        async with self._begin() as answer:
+            async for piece in answer:
+                yield piece

@@ -1,0 +1,201 @@
+"""Bodies that a client has compressed: decoded within the body's limit, refused by name where they are not taken."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from service.api import encodings
+from service.api.encodings import PIECE, decoders
+from tests.running import App, running
+
+JSON = {"content-type": "application/json"}
+ASKED = json.dumps({"prompt": "What is the capital of France?"}).encode()
+ROUTES = {
+    "/score": {"prompt": "a"},
+    "/v1/chat/completions": {"model": "scripted", "messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"model": "scripted", "input": "a"},
+    "/v1/messages": {"model": "scripted", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "/classify": {"inputs": "a"},
+}
+
+
+def raw(body: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(body) + packer.flush()
+
+
+def members(body: bytes) -> bytes:
+    return gzip.compress(body[:7]) + gzip.compress(b"") + gzip.compress(body[7:])
+
+
+PACKED = {
+    "gzip": ("gzip", gzip.compress),
+    "capitals": ("GZIP", gzip.compress),
+    "x-gzip": ("x-gzip", gzip.compress),
+    "members": ("gzip", members),
+    "deflate": ("deflate", zlib.compress),
+    "raw deflate": ("deflate", raw),
+    "identity": ("identity", bytes),
+}
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    with App(tmp_path_factory.mktemp("app"), max_body_bytes=200_000).started() as app:
+        yield app
+
+
+def send(app: App, body: bytes, encoding: str, route: str = "/score", *, chunked: bool = False) -> httpx.Response:
+    def chunks() -> Iterator[bytes]:
+        yield from (body[start : start + 5] for start in range(0, len(body), 5))
+
+    return app.client.post(route, content=chunks() if chunked else body, headers=JSON | {"content-encoding": encoding})
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_compressed_body_is_read_as_a_plain_one(app: App, kind: str) -> None:
+    encoding, pack = PACKED[kind]
+    plain = app.client.post("/score", content=ASKED, headers=JSON).json()["data"]
+    for chunked in (False, True):
+        packed = send(app, pack(ASKED), encoding, chunked=chunked)
+        assert (packed.status_code, packed.json().get("data")) == (200, plain), packed.text
+    for route, body in ROUTES.items():
+        assert send(app, pack(json.dumps(body).encode()), encoding, route).status_code == 200, route
+
+
+@pytest.mark.parametrize("encoding", ["br", "compress", "gzip, gzip", "gzip, br", "nonsense" * 40])
+def test_another_encoding_is_refused_by_name_with_those_that_are_taken(app: App, encoding: str) -> None:
+    refused = send(app, ASKED, encoding)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], encoding[:80] in error["message"]) == (415, "unknown_encoding", True)
+    assert refused.headers["accept-encoding"].startswith("gzip, deflate")
+    assert send(app, ASKED, encoding, "/v1/messages").json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("kind", ["gzip", "members", "deflate", "raw deflate"])
+def test_a_bomb_ends_at_the_limit_and_costs_no_more(app: App, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    encoding, pack = PACKED[kind]
+    given = list[int]()
+    real = encodings.zlib.decompressobj
+
+    def counting(wbits: int) -> SimpleNamespace:
+        decoder = real(wbits)
+
+        def decompress(data: bytes, most: int) -> bytes:
+            piece = decoder.decompress(data, most)
+            given.append(len(piece))
+            for name in ("unconsumed_tail", "unused_data", "eof"):
+                setattr(counted, name, getattr(decoder, name))
+            return piece
+
+        counted = SimpleNamespace(decompress=decompress)
+        return counted
+
+    monkeypatch.setattr(encodings, "zlib", SimpleNamespace(decompressobj=counting, error=zlib.error))
+    bomb = pack(b'{"prompt": "' + b"a" * 30_000_000 + b'"}')
+    assert len(bomb) < 100_000
+    refused = send(app, bomb, encoding)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large"), refused.text
+    assert (sum(given) <= 200_000 + 2 * PIECE, max(given) <= PIECE) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", ASKED),
+        ("deflate", ASKED),
+        ("gzip", gzip.compress(ASKED)[:-3]),
+        ("deflate", zlib.compress(ASKED)[:-3]),
+        ("gzip", gzip.compress(ASKED)[:-5] + b"12345"),
+        ("gzip", gzip.compress(ASKED) + b"more"),
+        ("gzip", b"\x1f"),
+        ("gzip", zlib.compress(ASKED)),
+        ("deflate", gzip.compress(ASKED)),
+        ("deflate", zlib.compress(ASKED) * 2),
+        ("gzip", gzip.compress(ASKED) + gzip.compress(b"") * 2000),
+    ],
+)
+def test_what_is_not_as_declared_is_said_to_be_so(app: App, encoding: str, body: bytes) -> None:
+    for chunked in (False, True):
+        refused = send(app, body, encoding, chunked=chunked)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "invalid_encoding"), refused.text
+        assert f"Content-Encoding: {encoding}" in error["message"]
+
+
+def test_a_compressed_body_takes_the_memory_of_what_it_decodes_to(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[int]()
+    from service.api.middleware import FREE, BodyMemory
+
+    monkeypatch.setattr(BodyMemory, "take", lambda self, caller, size: taken.append(size))
+    monkeypatch.setattr(BodyMemory, "give_back", lambda self, caller, size: None)
+    body = json.dumps({"prompt": "a", "stop": "b" * 150_000}).encode()
+    assert send(app, gzip.compress(body), "gzip").status_code == 422
+    assert sum(taken) == len(body) - FREE
+
+
+def test_it_streams_and_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
+    """What waits for the client to leave asks again for the same connection."""
+    with running(tmp_path, policy="observe") as service:
+        body = ROUTES["/v1/chat/completions"] | {"stream": True}
+        packed = gzip.compress(json.dumps(body).encode())
+        found = httpx.post(
+            f"{service.url}/v1/chat/completions",
+            content=packed,
+            timeout=30,
+            headers=JSON | {"content-encoding": "gzip"},
+        )
+        assert (found.status_code, found.text.endswith("data: [DONE]\n\n")) == (200, True)
+
+
+class FakeZstd:
+    """The interface of compression.zstd, on zlib's format."""
+
+    ZstdError = zlib.error
+
+    class ZstdDecompressor:
+        def __init__(self) -> None:
+            self._decoder, self._kept, self.eof, self.unused_data, self.needs_input = (
+                zlib.decompressobj(),
+                b"",
+                False,
+                b"",
+                True,
+            )
+
+        def decompress(self, data: bytes, most: int) -> bytes:
+            piece = self._decoder.decompress(self._kept + data, most)
+            self._kept, self.eof = self._decoder.unconsumed_tail, self._decoder.eof
+            self.unused_data, self.needs_input = self._decoder.unused_data, not self._kept and len(piece) < most
+            return piece
+
+
+@pytest.mark.parametrize("there", [(), ("compression.zstd",), ("backports.zstd",)])
+def test_zstd_is_taken_where_a_module_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...]
+) -> None:
+    def imported(name: str) -> type[FakeZstd]:
+        if name not in there:
+            raise ImportError
+        return FakeZstd
+
+    monkeypatch.setattr(encodings, "import_module", imported)
+    assert ("zstd" in decoders()) == bool(there)
+    long = json.dumps({"prompt": "a", "pad": "".join(random.Random(1).choices("abcdef", k=300_000))}).encode()
+    with App(tmp_path, max_body_bytes=200_000).started() as app:
+        found = send(app, zlib.compress(ASKED), "zstd")
+        assert found.status_code == (200 if there else 415), found.text
+        if there:
+            assert send(app, zlib.compress(long), "zstd").status_code == 413
+            assert send(app, ASKED, "zstd").json()["error"]["code"] == "invalid_encoding"
+        else:
+            assert found.headers["accept-encoding"] == "gzip, deflate"
