@@ -2,7 +2,8 @@
 
     python -m benchmarks.guarantee --bundle qwen2.5-coder-1.5b:1 --rows docs/qwen2.5-coder-1.5b-rows.jsonl.gz
 
-The population is the bundle's training rows with their out-of-fold risks, of which groups are drawn with replacement.
+The population is the bundle's training rows with their out-of-fold risks, of which groups are drawn with replacement:
+those of a calibration, and those of the training rows whose profile fixes the thresholds, one of 20 such draws.
 ``random``: rows are drawn, labelled, and tested at thresholds up to 1.  ``first``: as many labels go to rows below the
 loosest threshold, of as many rows as that takes.  ``two strata``: that, apart for rows with and without a passage (by
 the form of their messages), at half of delta each."""
@@ -32,6 +33,7 @@ from service.trainer.presentation import markdown_table
 from service.trainer.publish import read_risks
 
 Index = NDArray[np.int64]
+PROFILES = 20
 
 
 class Population:
@@ -40,8 +42,11 @@ class Population:
     def __init__(self, label: Index, risk: NDArray[np.float64], group: Index) -> None:
         """Take label, risk and group of each row: [n]."""
         self.label, self.risk, self.group = label, risk, group
-        self.profile = gate_profile(label, risk, group)
         self.members = [np.flatnonzero(group == name) for name in np.unique(group)]
+        draw, self.profiles = np.random.default_rng(2), list[GateProfile]()
+        for _ in range(PROFILES):  # training saw a sample, too
+            place, name = self.drawn(draw, len(label))
+            self.profiles.append(gate_profile(label[place], risk[place], name))
         self.order = np.random.default_rng(1).permutation(len(label))
 
     def share_wrong(self, threshold: float) -> float:
@@ -51,27 +56,24 @@ class Population:
 
     def drawn(self, draw: np.random.Generator, rows: int) -> tuple[Index, Index]:
         """Return some ``rows`` rows, whole groups with replacement, and their new groups."""
-        places, names, count = [], [], 0
-        while count < rows:
-            own = self.members[int(draw.integers(len(self.members)))]
-            places.append(own)
-            names.append(np.full(len(own), len(names), np.int64))
-            count += len(own)
-        return np.concatenate(places)[:rows], np.concatenate(names)[:rows]
+        members = [self.members[place] for place in draw.integers(len(self.members), size=rows).tolist()]
+        names = np.repeat(np.arange(rows), [len(member) for member in members])
+        return np.concatenate(members)[:rows], names[:rows]
 
     def first(self, draw: np.random.Generator, labels: int, alpha: float, delta: float, seed: int) -> float:
         """Return the threshold by so many labels below the loosest one; 0: none passed."""
-        loosest = threshold_sequence(self.profile, alpha, delta, labels)[-1]
+        profile = self.profiles[seed % PROFILES]
+        loosest = threshold_sequence(profile, alpha, delta, labels)[-1]
         rows = round(labels / max(float(np.mean(self.risk < loosest)), 1e-3))
         place, group = self.drawn(draw, rows)
-        sequence = threshold_sequence(self.profile, alpha, delta, len(np.unique(group)))
+        sequence = threshold_sequence(profile, alpha, delta, len(np.unique(group)))
         below = np.flatnonzero(self.risk[place] < sequence[-1])[:labels]
         return self._certified(place[below], group[below], sequence, alpha, delta, seed)
 
     def random(self, draw: np.random.Generator, labels: int, alpha: float, delta: float, seed: int) -> float:
         """Return the threshold by so many labels of rows as they come; 0: none passed."""
         place, group = self.drawn(draw, labels)
-        sequence = up_to_one(self.profile, alpha, delta, len(np.unique(group)))
+        sequence = up_to_one(self.profiles[seed % PROFILES], alpha, delta, len(np.unique(group)))
         return self._certified(place, group, sequence, alpha, delta, seed)
 
     def _certified(

@@ -334,8 +334,9 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     atomic_write(rows.question, (json.dumps(made.question, indent=2, sort_keys=True) + "\n").encode())
     tests = {alpha: strata_tests(made, data, alpha) for alpha in options.alphas}
     named = len(made.strata) > 1
-    for one in (one for found in tests.values() for one in found if one.test is not None):
-        for line in table(one.test, one.stratum.name if named else ""):
+    for one in (one for found in tests.values() for one in found):
+        lines = [] if one.test is None else table(one.test, one.stratum.name if named else "")
+        for line in lines:
             console.print(line)
     passed = next((alpha for alpha, found in tests.items() if any(one.step is not None for one in found)), None)
     if passed is None and not options.publish_closed:
