@@ -165,6 +165,8 @@ class Manifest(Record):
     guarantee_shapes: tuple[Filled, ...] | None = None  # of conversations, that the guarantee was calibrated on
     # The guarantee is of answers whose own tokens were read, too, as a policy with recheck has it; absent elsewhere.
     guarantee_reads_answers: StrictBool | None = None
+    # What the guarantee is for each kind of question that it was tested on apart; absent where it was not.
+    guarantee_strata: tuple[records.GuaranteeStratum, ...] | None = None
     training: TrainingRecord
     files: dict[Text, FileRecord] = dataclasses.field(default_factory=dict)  # relative name -> size and hash
 
@@ -172,6 +174,22 @@ class Manifest(Record):
     def reference(self) -> str:
         """NAME:VERSION."""
         return f"{self.name}:{self.version}"
+
+    def stratum(self, passage: bool | None) -> records.GuaranteeStratum | None:
+        """Return the guarantee of the questions with or without a passage; None where it has none of their own.
+
+        ``passage`` None: it is not known whether one stands beside the question."""
+        return next((one for one in self.guarantee_strata or () if one.passage is passage), None)
+
+    def threshold_for(self, passage: bool | None) -> float:
+        """Return the risk from which on such a prompt is flagged; of one whose stratum is not known the strictest."""
+        stratum = self.stratum(passage)
+        return self.threshold if stratum is None else stratum.threshold
+
+    @property
+    def loosest_threshold(self) -> float:
+        """Return the largest risk from which on any prompt is flagged."""
+        return max([self.threshold, *(one.threshold for one in self.guarantee_strata or ())])
 
     @property
     def probe_dim(self) -> int:
@@ -220,6 +238,8 @@ class Manifest(Record):
         if (reads := self.guarantee_reads_answers) is not None:
             fine = reads and given is not None and self.answer is not None
             require(fine, "guarantee_reads_answers", "true, a guarantee and the record answer beside it", reads)
+        if (strata := self.guarantee_strata) is not None:
+            self._check_strata(strata)
         probes = {probe.name for probe in self.context.probes} if self.context is not None else None
         for name in signals:
             needed = records.CONTEXT_NEEDS.get(name, set())
@@ -233,10 +253,19 @@ class Manifest(Record):
             require(fine, f"files.{file}", "", None, "unexpected_keyword_argument")
         return self
 
+    def _check_strata(self, strata: tuple[records.GuaranteeStratum, ...]) -> None:
+        found = [one.passage for one in strata]
+        fine = self.guarantee is not None and 0 < len(found) == len(set(found))
+        require(fine, "guarantee_strata", "with a passage, without one, or both, and a guarantee beside them", found)
+        thresholds = [one.threshold for one in strata]
+        strictest = f"the least of its strata, {min(thresholds)}"
+        require(self.threshold == min(thresholds), "threshold", strictest, self.threshold)
+
 
 # Fields that came later -> what they hold.  They are absent where they are None: older bundles keep their bytes.
 _LATER: Final[Mapping[str, str]] = {
     "model.adapter": "a digest", "answer": "a record", "guarantee_reads_answers": "true",
+    "guarantee_strata": "a list of records",
 }  # fmt: skip
 
 

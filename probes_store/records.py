@@ -77,13 +77,15 @@ class Guarantee(Record):
 
     alpha: Between
     delta: Between  # of this guarantee alone, where several were tested on one set
-    threshold: Share  # the manifest's: what has a risk below it is answered; 0: nothing is
+    # The manifest's: what has a risk below it is answered; 0: nothing is.  Where the guarantee has strata, this and the
+    # next three are those of the strictest, by which a prompt is judged whose stratum is not known.
+    threshold: Share
     groups: Natural  # n: groups with an answered row
     hallucinated: Natural  # X: of their first answered rows in the seeded order
     p_value: Share  # P(Bin(n, alpha) <= X); 1 where nothing is answered
     answered: Share  # share of the rows
-    risk_control_threshold: Share | None  # loosest one with E[answered and hallucinated] <= alpha over groups
-    rows: Natural  # that were tested, with a verdict
+    risk_control_threshold: Share | None  # of older bundles, a second promise; none since
+    rows: Natural  # that were scored, without those whose answer had no verdict
     all_groups: Natural  # of these rows
     data_digest: Filled  # of the calibration file
     labels: Labels
@@ -94,7 +96,7 @@ class Guarantee(Record):
 
     @property
     def closed(self) -> bool:
-        """Whether no threshold qualified, so that nothing is answered."""
+        """Whether no threshold qualified; where the guarantee has strata, in one of them at least."""
         return self.threshold == CLOSED
 
     @model_validator(mode="after")
@@ -107,6 +109,32 @@ class Guarantee(Record):
 
 
 CLOSED: Final = 0.0  # a threshold that no risk is below: nothing is answered
+
+
+@dataclass(frozen=True)
+class GuaranteeStratum(Record):
+    """The guarantee for the questions with, or without, a passage beside them, which were tested apart.
+
+    It is about these alone, at confidence 1 - its own ``delta``."""
+
+    passage: Annotated[bool, Strict()]  # text to answer from stands beside the question, by the form of the message
+    delta: Between
+    threshold: Share  # 0: none qualified, and none of these questions is answered
+    groups: Natural  # as in ``Guarantee``, of the rows of this stratum
+    hallucinated: Natural
+    p_value: Share
+    answered: Share  # share of the stratum's rows
+    rows: Natural  # that were scored, without those whose answer had no verdict
+    labelled: Natural  # of these: a risk below the loosest threshold that was to be tested
+
+    @model_validator(mode="after")
+    def _relations(self) -> Self:
+        counts = [self.hallucinated, self.groups, self.labelled, self.rows]
+        require(counts == sorted(counts), "hallucinated", "hallucinated <= groups <= labelled <= rows", counts)
+        closed = self.threshold == CLOSED
+        require(self.p_value <= self.delta or closed, "p_value", f"at most delta, {self.delta}", self.p_value)
+        require(not closed or self.groups == 0, "groups", "0 at threshold 0", self.groups)
+        return self
 
 
 @dataclass(frozen=True)

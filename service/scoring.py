@@ -339,9 +339,10 @@ class Scorer:
             f"{manifest.readout.site} of {manifest.model.num_layers} layers"
         )
 
-    def threshold(self, policy: Policy) -> float:
-        """Return the risk from which on ``policy`` flags a prompt of this bundle."""
-        return self.bundle.manifest.threshold if policy.threshold is None else policy.threshold
+    def threshold(self, policy: Policy, standing: Standing = UNKNOWN) -> float:
+        """Return the risk from which on ``policy`` flags a prompt of this bundle; the strictest if little is known."""
+        own = self.bundle.manifest.threshold_for(standing.passage)
+        return own if policy.threshold is None else policy.threshold
 
     def withholds_outside(self, policy: Policy) -> bool:
         """Return whether ``policy`` treats prompts outside training as flagged ones.
@@ -371,7 +372,7 @@ class Scorer:
 
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
         that was rounded to 1 reaches it."""
-        manifest, threshold = self.bundle.manifest, self.threshold(policy)
+        manifest, threshold = self.bundle.manifest, self.threshold(policy, standing)
         if manifest.recalibration is not None:  # the engine compares the classifier's own risk; rather too late
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if not policy.action.withholds or threshold >= 1.0:
@@ -429,7 +430,7 @@ class Scorer:
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         known = uncertain(self.bundle, logits, vector, untrained=standing.untrained)
         outside = self.withholds(known, policy)
-        verdict = judge(value, policy, manifest.threshold, outside=outside, applies=context.applies)
+        verdict = judge(value, policy, self.threshold(policy, standing), outside=outside, applies=context.applies)
         return RiskReport(
             risk=value, depth_mean=mean, trajectory=trajectory, logits=logits, verdict=verdict,
             signals=tuple(vector.tolist()), uncertain=known, context=context, prompt_tokens=result.prompt_tokens,

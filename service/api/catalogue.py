@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field, create_model
 
 from probes_store.bundle import Bundle
-from probes_store.records import Applicability, Guarantee, Record, RefitInterval, Uncertainty
+from probes_store.records import Applicability, Guarantee, GuaranteeStratum, Record, RefitInterval, Uncertainty
 from service.access.routes import SAMPLE_ROUTE, SCORE_ROUTES
 from service.api.auth import TheService, check_page, who_of
 from service.api.reply import FAILURES, errors
@@ -50,6 +50,7 @@ def _mirror(name: str, record: type, says: str | None = None, **types: Any) -> A
 if TYPE_CHECKING:
     from probes_store.records import Applicability as BundleApplicability
     from probes_store.records import Guarantee as BundleGuarantee
+    from probes_store.records import GuaranteeStratum as BundleStratum
     from probes_store.records import Uncertainty as BundleUncertainty
     from service.feedback.rows import Tally as LabelsOut
     from service.judging.drift import Drift as DriftOut
@@ -61,6 +62,7 @@ else:
         "BundleGuarantee", Guarantee, labels=str, dtype=str,
         says="What the threshold of a bundle promises; the statement says for whom, and when it is void.",
     )  # fmt: skip
+    BundleStratum = _mirror("BundleStratum", GuaranteeStratum)
     BundleUncertainty = _mirror(
         "BundleUncertainty", Uncertainty,
         says="What a bundle knows of its risks' uncertainty; the statement says what it means.",
@@ -169,6 +171,10 @@ class BundleCard(Strict):
     )
     guarantee_shapes: list[str] | None = Field(
         None, description="shapes of conversation that the guarantee was calibrated on; null where it does not say"
+    )
+    guarantee_strata: list[BundleStratum] | None = Field(
+        None,
+        description="the guarantee with and without a passage beside the question; null where it was not tested apart",
     )
     role: Literal["default", "canary", "shadow", "none"] = Field(
         description="what it does for requests that name no bundle; none: nothing"
@@ -316,7 +322,7 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
     rollout, monitor = service.catalogue.rollout, service.catalogue.monitors.get(manifest.reference)
     role = rollout.role(scorer, service.catalogue.scorers[0])
     alike = ("name", "version", "digest", "created", "logit_scale", "signals", "prompt_format", "threshold",
-             "guarantee", "uncertainty", "guarantee_shapes")  # fmt: skip
+             "guarantee", "uncertainty", "guarantee_shapes", "guarantee_strata")  # fmt: skip
     compared = service.metrics.compared.get(manifest.reference, Comparison())
     return {name: getattr(manifest, name) for name in alike} | {
         "id": manifest.reference, "model": manifest.model.name, "site": manifest.readout.site,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from probes_store.store import Store
 
 Options = TypeVar("Options", bound=NewRowsOptions)
+Result = TypeVar("Result")
 
 
 def train(
@@ -67,14 +69,21 @@ def guarantee(
 
     With confidence 1 - delta, at most a share alpha of the question groups that are then answered, counted equally
     whatever their size, is answered with a hallucination.  The rows must be new to the bundle, in groups of their own,
-    and drawn as your questions are.  They are spent by one guarantee; where no threshold qualifies nothing is
-    published and the exit status is 1.
+    and drawn as your questions are.  Risks come first: only rows below the loosest threshold that is tested are
+    answered and judged, or need a label.  --dry-run prints these, a JSON object a line; then the others may have no
+    'label'.  Questions with a passage beside them and questions without one have thresholds of their own.  The rows
+    are spent by one guarantee; where no threshold qualifies nothing is published and the exit status is 1.
 
       hallutracer guarantee --bundle my-probe --data new.jsonl --alpha 0.1 --delta 0.05 --model ./my-model"""
     check(options)
     store, bundle = one_bundle(bundles, "to give a guarantee")
     from service.trainer.guarantee import guarantee as run
+    from service.trainer.guarantee import rows_to_label
 
+    if options.dry_run:
+        for row in _run_on(engine, store, bundle, rows_to_label, options):
+            print_line(json.dumps(row, ensure_ascii=False))
+        return
     found = _run_on(engine, store, bundle, run, options)
     if found is not None and found.manifest.guarantee is not None:
         print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}\n{found.manifest.guarantee.statement}")
@@ -131,9 +140,9 @@ def _console(resumes: Path | None = None) -> Iterator[Console]:
 
 
 def _run_on(
-    engine: EngineChoice, store: Store, bundle: Bundle, run: Callable[..., Bundle | None], options: Options
-) -> Bundle | None:
-    """Return what ``run`` of the trainer published, if anything, with an engine that is loaded when it is asked for."""
+    engine: EngineChoice, store: Store, bundle: Bundle, run: Callable[..., Result], options: Options
+) -> Result:  # fmt: skip
+    """Return what ``run`` of the trainer published or found, with an engine that is loaded when it is asked for."""
     from service.readout import Site
 
     engine.options_for([bundle.manifest.name])  # a wrong option is reported before rows are read

@@ -35,7 +35,10 @@ BatchRows = Annotated[int, option("Prompts in one call of the engine.", limits=A
 RunDir = Annotated[Path | None, option(
     "Activations and progress; an interrupted run resumes from here.  Default: runs/NAME, or "
     "runs/NAME-2 and so on where a finished run that read something else has that.")]  # fmt: skip
-DRY_RUN = option("Print what would be done.  Loads no model and spends nothing.  push: asks the hub, changes nothing.")
+DRY_RUN = option(
+    "Print what would be done.  Spends nothing, and loads no model, except that guarantee scores its "
+    "rows to print those that need a label.  push: asks the hub, changes nothing."
+)
 Seed = Annotated[int, option("Another seed draws others; of guarantee, the order of the rows.", limits=Range(0))]
 
 

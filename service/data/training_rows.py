@@ -161,11 +161,13 @@ class Dataset:
 
 
 def read_dataset(
-    path: Path, labels: Labels, *, folds: int | None, columns: Mapping[str, str] = MappingProxyType({})
-) -> Dataset:
+    path: Path, labels: Labels, *, folds: int | None, columns: Mapping[str, str] = MappingProxyType({}),
+    all_labelled: bool = True,
+) -> Dataset:  # fmt: skip
     """Read and check a whole file; ``labels`` says which of ``label`` and ``answers`` each row must have.
 
-    ``columns``: what the file calls fields of ours, by these.
+    ``columns``: what the file calls fields of ours, by these.  ``all_labelled``: false where a given ``label`` may be
+    missing.
 
     Each class must have ``folds`` groups; 0 requires one row of each class only (a held-out file), None nothing.
     Raises DataError: every problem of the file, by line number."""
@@ -174,7 +176,7 @@ def read_dataset(
     own_groups = False
     first: dict[str, int] = {}
     numbered: set[int] = set()
-    values, digest = _checked(path, problems, lambda value: _check_row(value, labels), columns)
+    values, digest = _checked(path, problems, lambda value: _check_row(value, labels, all_labelled), columns)
     for line, value in values:
         problems += [f"line {line}: {problem}" for problem in id_problem(value, line, first, numbered)]
         own_groups |= "group" in value
@@ -218,7 +220,7 @@ def _checked(
     return found, f"sha256:{digest.hexdigest()}"
 
 
-def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
+def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Iterator[str]:
     yield from check_id(value)
     yield from check_text(value, "group", required=False)
     asked = () if "messages" in value else ("prompt",)
@@ -234,7 +236,9 @@ def _check_row(value: dict[str, Any], labels: Labels) -> Iterator[str]:
             if key in value:
                 yield f'has {key!r} and "applies": false: what asks for no fact has no right answer, remove one'
     elif labels == "given":
-        if "label" not in value:
+        if "label" not in value and not all_labelled:
+            pass
+        elif "label" not in value:
             cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
             yield f"'label' is missing{cure}"
         elif label_of(value["label"]) is None:
@@ -352,8 +356,10 @@ def _across(rows: list[Row]) -> Iterator[str]:
         same = answered.setdefault((row.prompt_digest, row.group, row.answer), row)
         if other.applies != row.applies:
             yield f"line {row.line}: same prompt and group as line {other.line}, but only one of them applies"
-        elif same.label != row.label:
+        elif same.label != row.label and None not in (same.label, row.label):
             yield f"line {row.line}: same prompt and group as line {same.line}, but another label: remove one"
+        elif same.label is None:
+            answered[row.prompt_digest, row.group, row.answer] = row
 
 
 def _line_of(problem: str) -> int:

@@ -213,14 +213,17 @@ def threshold_sequence(profile: GateProfile, alpha: float, delta: float, calibra
     """Return thresholds from strict to loose, from where the profile makes a test on so many groups surest to pass.
 
     A stricter one has fewer groups to show its fewer wrong answers by; a sequence that begins too loose ends at once.
-    """
+    It ends with the loosest one whose share of wrong is at most alpha in the profile: a looser one could pass on rows
+    that are easier than the profile's alone, and whatever lies above the last one needs no label."""
     levels, answering = profile.thresholds, np.array(profile.groups) / profile.total * calibration_groups
     share = (np.array(profile.wrong) + 0.5) / (np.array(profile.groups) + 1)  # never 0: the profile is a sample, too
     enough = answering >= least_groups(alpha, delta)
     if not enough.any():
         return [levels[-1]]
     start = int(np.where(enough, (alpha - share) * np.sqrt(answering), -np.inf).argmax())  # a binomial test's z, scaled
-    chosen = np.unique(np.linspace(start, len(levels) - 1, CANDIDATES).round().astype(int))
+    kept = np.flatnonzero(share <= alpha)
+    last = max(start, int(kept[-1]) if len(kept) else start)
+    chosen = np.unique(np.linspace(start, last, CANDIDATES).round().astype(int))
     return [levels[place] for place in chosen]
 
 
@@ -240,17 +243,3 @@ def certify(
         if p > delta:
             break
     return GuaranteeTest(alpha, delta, tuple(steps))
-
-
-def risk_control(label: Labels, risk: Floats, group: Labels, alpha: float) -> float | None:
-    """Return the loosest threshold with E[answered and wrong] <= alpha for a row of a new group; None without one.
-    Conformal risk control (Angelopoulos et al. 2022): a group's loss is the share of its rows answered and wrong, and
-    the threshold is the largest with (sum of losses + 1) / (groups + 1) <= alpha."""
-    names, member = np.unique(group, return_inverse=True)
-    order = np.argsort(risk, kind="stable")
-    ranked = np.asarray(risk, np.float64)[order]
-    loss = np.cumsum(((np.asarray(label) == 0)[order]) / np.bincount(member)[member][order])  # over groups, up to here
-    levels = np.unique(np.append(ranked, 1.0))
-    losses = np.append(0.0, loss)[np.searchsorted(ranked, levels, "left")]
-    fine = (losses + 1) / (len(names) + 1) <= alpha
-    return float(levels[fine][-1]) if fine.any() else None

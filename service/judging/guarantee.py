@@ -61,6 +61,11 @@ class Standing:
         """Return whether training had no prompt like it, whatever its readings are."""
         return self.other_rendering or (self.shape is not None and self.shape.untrained)
 
+    @property
+    def passage(self) -> bool | None:
+        """Return whether text to answer from stands beside the question; None where that is not known."""
+        return None if self.shape is None or self.other_rendering else self.shape.passage
+
     def no_fact_below(self, limit: float) -> float:
         """Return the P(asks) below which nothing is left to ask; ``limit`` is the bundle's own.  0: there is none."""
         asks = None if self.shape is None or self.other_rendering else self.shape.asks
@@ -120,9 +125,12 @@ class GuaranteeStatus:
 
 
 def guarantee_status(
-    manifest: Manifest, policy: Policy, dtype: str, violations: tuple[str, ...] = ()
-) -> GuaranteeStatus | None:
-    """Return None where the bundle has no guarantee; ``dtype`` is the engine's, ``violations`` are further ones."""
+    manifest: Manifest, policy: Policy, dtype: str, violations: tuple[str, ...] = (),
+    shapes: Sequence[Shape | None] = (),
+) -> GuaranteeStatus | None:  # fmt: skip
+    """Return None where the bundle has no guarantee; ``dtype`` is the engine's, ``violations`` are further ones.
+
+    ``shapes`` of the request's prompts say which stratum of the guarantee it is held to."""
     guarantee = manifest.guarantee
     if guarantee is None:
         return None
@@ -132,8 +140,11 @@ def guarantee_status(
     if not outside_as_calibrated(manifest, policy):
         does, did = ("also withholds", "did not") if policy.withhold_outside else ("does not withhold", "did")
         found.append(f"policy: {policy.name!r} {does} prompts outside training, the calibration {did}")
-    if policy.threshold is not None and policy.threshold != guarantee.threshold:
-        found.append(f"threshold: {policy.threshold:g} applies, {guarantee.threshold:g} is guaranteed")
+    passages = {None if shape is None else shape.passage for shape in shapes} or {None}
+    if policy.threshold is not None:
+        guaranteed = sorted({manifest.threshold_for(passage) for passage in passages})
+        found += [f"threshold: {policy.threshold:g} applies, {threshold:g} is guaranteed"
+                  for threshold in guaranteed if threshold != policy.threshold]  # fmt: skip
     if policy.stop_at is not None:
         found.append(f"policy: {policy.name!r} ends answers under way, the calibration did not")
     if policy.recheck != bool(manifest.guarantee_reads_answers):
@@ -141,7 +152,9 @@ def guarantee_status(
         found.append(f"policy: {policy.name!r} {does} answers again, the calibration {did}")
     if dtype != guarantee.dtype:
         found.append(f"dtype: the engine computes in {dtype}, the calibration did in {guarantee.dtype}")
-    return GuaranteeStatus(guarantee.alpha, guarantee.delta, (*found, *violations))
+    stratum = manifest.stratum(next(iter(passages))) if len(passages) == 1 else None
+    delta = guarantee.delta if stratum is None else stratum.delta
+    return GuaranteeStatus(guarantee.alpha, delta, (*found, *violations))
 
 
 def outside_as_calibrated(manifest: Manifest, policy: Policy) -> bool:

@@ -371,7 +371,10 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     refuse("policy", f"{named} does not end an answer as early", looser=later)
     calls = own.tools == "gate" and policy.tools == "let_through"
     refuse("policy", f"{named} lets calls of tools through", looser=calls)
+    # Without a number of its own a policy may have several: another must lie below the strictest of them.
     most, wanted = scorer.threshold(own), scorer.threshold(policy)
+    if policy.threshold is None and own.threshold is not None:
+        wanted = scorer.bundle.manifest.loosest_threshold
     refuse("threshold", f"the threshold may be at most {most:g} here, not {wanted:g}", looser=wanted > most)
 
 

@@ -60,11 +60,12 @@ class Feedback:
 
     def _rows(self, judgement: Judgement) -> list[Answer]:
         manifest, policy, now, rows = judgement.scorer.bundle.manifest, judgement.policy, time.time(), []
-        same = outside_as_calibrated(manifest, policy) and judgement.scorer.threshold(policy) == manifest.threshold
-        guaranteed = same and not judgement.request_violations
+        guaranteed = outside_as_calibrated(manifest, policy) and not judgement.request_violations
         for one in judgement.prompts:
             report, verdict = one.report, one.report.verdict
             assert one.stored is not None
+            passage = None if one.shape is None else one.shape.passage
+            calibrated = guaranteed and verdict.threshold == manifest.threshold_for(passage)
             given = report.decision is Decision.CONTINUE and not verdict.flagged
             rows.append(Answer(
                 uid=uuid.uuid4().hex, request_id=judgement.request_id, index=one.index, caller=judgement.caller.name,
@@ -73,7 +74,7 @@ class Feedback:
                 threshold=verdict.threshold, risk=report.risk, flagged=verdict.flagged, decision=str(report.decision),
                 signals=dict(zip(manifest.signals, report.signals, strict=True)),
                 mark=one.stored.mark, prompt=one.stored.prompt,
-                drawn=guaranteed and report.context.applies and given and _CHANCE.random() < self._share,
+                drawn=calibrated and report.context.applies and given and _CHANCE.random() < self._share,
             ))  # fmt: skip
         return rows
 

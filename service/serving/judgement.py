@@ -285,7 +285,9 @@ class Judgement:
         """Return the bundle's guarantee as it stands for this request; None where it has none."""
         unjudged = any(not report.context.applies for report in self.reports) and not self.policy.withhold_no_fact
         violations = (*self.request_violations, *((NO_FACT,) if unjudged else ()), *(self.bundle_violations or ()))
-        return guarantee_status(self.scorer.bundle.manifest, self.policy, self.scorer.engine.identity.dtype, violations)
+        shapes = [prompt.shape for prompt in self.prompts]
+        manifest, dtype = self.scorer.bundle.manifest, self.scorer.engine.identity.dtype
+        return guarantee_status(manifest, self.policy, dtype, violations, shapes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from probes_store.bundle import Bundle
 from probes_store.manifest import Manifest
-from probes_store.records import CONTEXT_SIGNALS, Guarantee, RefitInterval
+from probes_store.records import CONTEXT_SIGNALS, Guarantee, GuaranteeStratum, RefitInterval
 from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Evaluation, Inputs
 from service.fitting.recalibration import ChosenMap
 from service.fitting.scores import gain
@@ -203,18 +204,50 @@ def group_warning(data: Mapping[str, Any]) -> str | None:
     return f"One group has {share:.0%} of the rows: {words}" if share > LARGE_GROUP else None
 
 
-def statement(guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, step: GuaranteeStep | None) -> str:
+@dataclass(frozen=True)
+class GuaranteePart:
+    """The guarantee of one stratum, as a statement has it."""
+
+    passage: bool | None  # None: of all rows
+    record: GuaranteeStratum
+    step: GuaranteeStep | None  # the threshold that passed; None: none did
+
+    @property
+    def name(self) -> str:
+        """Return what its questions are called."""
+        return "with a passage beside them" if self.passage else "without a passage"
+
+    @property
+    def wrong_rows(self) -> int:
+        """Return how many of the answered rows were hallucinated."""
+        return 0 if self.step is None else self.step.wrong_rows
+
+    @property
+    def answered_rows(self) -> int:
+        """Return how many rows are answered."""
+        return 0 if self.step is None else self.step.rows
+
+
+def statement(
+    guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]
+) -> str:  # fmt: skip
     """Return for whom the guarantee holds and what voids it."""
-    text = _render("statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate",
-                   max_new_tokens=max_new_tokens, by_row=step and say("by_row", step, guarantee.alpha))  # fmt: skip
+    step = parts[0].step if len(parts) == 1 else None
+    text = _render(
+        "statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate", parts=parts,
+        closed=all(part.step is None for part in parts), scored=sum(part.record.rows for part in parts),
+        labelled=sum(part.record.labelled for part in parts), max_new_tokens=max_new_tokens,
+        by_row=step and say("by_row", step, guarantee.alpha),
+    )  # fmt: skip
     return " ".join(text.split())
 
 
-def guaranteed_card(card: str, manifest: Manifest, step: GuaranteeStep | None = None) -> str:
-    """Return the card with this guarantee's section, in place of an earlier one; ``step`` is the test that passed."""
+def guaranteed_card(card: str, manifest: Manifest, parts: Sequence[GuaranteePart] = ()) -> str:
+    """Return the card with this guarantee's section, in place of an earlier one; ``parts``: its strata."""
     guarantee = manifest.guarantee
     assert guarantee is not None
-    section = _render("guarantee.md", g=guarantee, by_row=step and say("by_row", step, guarantee.alpha))
+    step = parts[0].step if len(parts) == 1 else None
+    section = _render("guarantee.md", g=guarantee, parts=parts, by_row=step and say("by_row", step, guarantee.alpha))
     found = _GUARANTEE.search(card)
     return card[: found.start()] + section + card[found.end() :] if found else _before_limits(card, section)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -23,7 +23,7 @@ from probes_store.manifest import PROBES, Manifest
 from probes_store.records import OUTSIDE
 from probes_store.store import Store
 from probes_store.tensors import Golden
-from service.data.labels import check_answers
+from service.data.labels import Labelled, check_answers
 from service.data.near_duplicates import content_of
 from service.data.rows import MARK_DIGITS, prompt_mark
 from service.data.training_rows import Dataset, Row, check_all_apply, read_dataset
@@ -155,14 +155,49 @@ class NewRows(Generic[Options]):
     def prepare(self, engine: Engine, *, folds: int | None, name: str = "", answers: bool = False) -> PreparedData:
         """Return the rows, read as the bundle reads them and labelled, in the folder ``name`` of the run; with
         ``answers`` the tokens of their answers, too."""
+        return self._prepared(engine, self.dataset, name or self.folder, folds, answers=answers)
+
+    def scored(self, engine: Engine) -> PreparedData:
+        """Return every row without an answer or a label, for its risk alone."""
+        return self._prepared(engine, self.dataset, f"{self.folder}/scored", None, labelled=False)
+
+    def labels_of(self, engine: Engine, places: NDArray[np.int64]) -> Labelled:
+        """Return labels of these rows alone, which are answered and judged where labels are generated.
+
+        Raises DataError where a row of them was given no label, and what ``judged_labels`` raises."""
+        if self.options.answers == "given":
+            check_labelled(self.dataset, places)
+            label = np.array([self.dataset.rows[place].label for place in places.tolist()], np.int64)
+            return Labelled(places, label, {})
+        if not len(places):
+            return Labelled(places, places, {})
+        part = self.dataset.part(places.tolist())
+        name = f"{self.folder}/answered-{part.digest.removeprefix('sha256:')[:12]}"
+        found = self._prepared(engine, part, name, None).labelled
+        return replace(found, index=places[found.index])
+
+    def _prepared(
+        self, engine: Engine, dataset: Dataset, name: str, folds: int | None, *, answers: bool = False,
+        labelled: bool = True,
+    ) -> PreparedData:  # fmt: skip
         manifest = self.bundle.manifest
-        return prepare(engine, self.dataset, self.options, as_prompt_format(manifest.prompt_format),
-                       name or self.folder, sites=[Site(manifest.readout.site)], folds=folds,
-                       answer_probes=answers)  # fmt: skip
+        return prepare(engine, dataset, self.options, as_prompt_format(manifest.prompt_format), name,
+                       sites=[Site(manifest.readout.site)], folds=folds, answer_probes=answers,
+                       labelled=labelled)  # fmt: skip
 
 
-def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int | None = None) -> NewRows[Options]:
-    """Check everything that needs no model; ``folds`` as in ``read_dataset``.
+def check_labelled(dataset: Dataset, places: NDArray[np.int64]) -> None:
+    """Raise DataError naming each of these rows that has no label."""
+    missing = [dataset.rows[place] for place in places.tolist() if dataset.rows[place].label is None]
+    cure = "give it one (--dry-run lists all that need one), or generate the labels (--labels generate)"
+    if missing:
+        raise DataError(str(dataset.path), [f"line {row.line}: 'label' is missing: {cure}" for row in missing])
+
+
+def read_new_rows(
+    bundle: Bundle, options: Options, store: Store, *, folds: int | None = None, all_labelled: bool = True
+) -> NewRows[Options]:
+    """Check everything that needs no model; ``folds`` and ``all_labelled`` as in ``read_dataset``.
 
     Raises DataError, TrainingError, and what the store raises."""
     options.check()
@@ -170,7 +205,8 @@ def read_new_rows(bundle: Bundle, options: Options, store: Store, *, folds: int 
     if options.new_name == bundle.manifest.name and not store.is_own(bundle.path):
         raise TrainingError(f"{bundle.reference} is not in {store.where}, and a version there would hide it: publish "
                             "under another name (--new-name)", param="name")  # fmt: skip
-    dataset = read_dataset(options.file, options.answers, folds=folds, columns=options.names)
+    dataset = read_dataset(options.file, options.answers, folds=folds, columns=options.names,
+                           all_labelled=all_labelled)  # fmt: skip
     check_all_apply(dataset)
     if options.answers == "generate":
         check_answers(dataset, options)

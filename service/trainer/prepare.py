@@ -31,6 +31,7 @@ from service.trainer.options import NewRowsOptions, TrainOptions
 
 LEAST_AUROC = 0.9  # of ``asks``: one that tells less would let questions pass for something else
 QUESTIONS_BELOW = 0.003  # share of the training questions that may pass for no question: users ask in more ways
+UNKNOWN_LABEL = -1  # of a row that is scored before it is labelled
 WITH_PASSAGE = ("passages", "long")  # families of forms
 
 
@@ -57,33 +58,36 @@ class PreparedData:
 
 def prepare(
     engine: Engine, dataset: Dataset, options: TrainOptions | NewRowsOptions, prompt_format: PromptFormat, name: str, *,
-    sites: Sequence[Site], folds: int | None, answer_probes: bool = False,
+    sites: Sequence[Site], folds: int | None, answer_probes: bool = False, labelled: bool = True,
 ) -> PreparedData:  # fmt: skip
     """Run one file through the engine, into the folder ``name`` of the run, where it resumes, and label it.
 
     sites: what is collected, the site that the probes read first; folds: how many groups each class must have once the
-    answers are judged; None: any number, also none; answer_probes: read answers, too, where the engine can.
+    answers are judged; None: any number, also none; answer_probes: read answers, too, where the engine can; labelled:
+    false has no answer decoded and no label read, and every row that applies has the label ``UNKNOWN_LABEL``.
     Raises what ``collect`` and ``judged_labels`` raise, and TrainingError for a class with too few groups."""
-    folder = options.folder / name
+    folder, generate = options.folder / name, labelled and options.answers == "generate"
     collection = collect(
         engine, dataset, folder, sites=sites, prompt_format=prompt_format, batch_rows=options.batch_rows,
-        max_new_tokens=options.answer_tokens if options.answers == "generate" else None,
-        answer_site=sites[0] if answer_probes and options.answers == "generate" and engine.reads_answers else None,
+        max_new_tokens=options.answer_tokens if generate else None,
+        answer_site=sites[0] if answer_probes and generate and engine.reads_answers else None,
     )  # fmt: skip
-    if options.answers == "given":
-        labelled = given_labels(dataset)
+    if not labelled:
+        found = Labelled(dataset.asking, np.full(len(dataset.asking), UNKNOWN_LABEL, np.int64), {})
+    elif not generate:
+        found = given_labels(dataset)
     else:
-        labelled = judged_labels(dataset, folder, options)
-        groups = dataset.groups[labelled.index]
-        problems = [] if folds is None else class_problems(labelled.label, groups, folds)
-        if problems and (unfinished := labelled.left_out.get(UNFINISHED)):
+        found = judged_labels(dataset, folder, options)
+        groups = dataset.groups[found.index]
+        problems = [] if folds is None else class_problems(found.label, groups, folds)
+        if problems and (unfinished := found.left_out.get(UNFINISHED)):
             problems.append(unfinished_thoughts(unfinished, len(dataset.asking)))
         if problems:
             raise TrainingError(f"{dataset.path}, labelled by its answers: {'; '.join(problems)}", param="labels")
-    index = labelled.index
+    index = found.index
     tokens = collection.prompts.lengths[index]
     inputs = Inputs(
-        readouts=Readouts(collection.rows[sites[0]], index, labelled.label),
+        readouts=Readouts(collection.rows[sites[0]], index, found.label),
         group=dataset.groups[index], first_token=collection.first_token[index], prompt_tokens=tokens,
         strata=tuple(dataset.rows[row].strata for row in index.tolist()),
         prompts=prompt_labels(dataset, index, tokens),
@@ -91,8 +95,8 @@ def prepare(
     read = collection.answers
     if answer_probes and engine.reads_answers and any(row.answer for row in dataset.rows):
         read = read_given(engine, dataset, collection.prompts, folder / "answers", sites[0], options.batch_rows)
-    answers = None if read is None else Readouts(read, index, labelled.label)
-    return PreparedData(dataset, collection, labelled, inputs, answers)
+    answers = None if read is None else Readouts(read, index, found.label)
+    return PreparedData(dataset, collection, found, inputs, answers)
 
 
 def was_read(answers: Readouts) -> NDArray[np.bool_]:

@@ -25,7 +25,7 @@ from service.fitting.nested_cv import Evaluation, Inputs, layer_aurocs, name_of,
 from service.fitting.probes import Floats, Index, ProbeFit
 from service.fitting.recalibration import LabelledRisks
 from service.fitting.scores import debiased_calibration_error, effective_groups, risk_auroc
-from service.fitting.thresholds import GateProfile
+from service.fitting.thresholds import GateProfile, gate_profile
 from service.fitting.uncertainty import TrajectoryReference
 from service.prompts import PromptFormat
 from service.readout import Probes
@@ -158,6 +158,22 @@ def evaluation_document(
     if nested is not None:
         document["cross_validation"] = nested.document
     return document
+
+
+LEAST_PROFILED = 100  # groups of a stratum, below which the profile of all rows says more
+
+
+def gates_by_passage(
+    label: NDArray[np.int64], risk: Floats, group: NDArray[np.int64], passage: NDArray[np.bool_]
+) -> dict[str, Any]:
+    """Return the profile of the rows with a passage beside the question ("true") and of those without ("false").
+
+    label, risk, group, passage [n]; of a stratum with few groups none."""
+    return {
+        str(beside).lower(): asdict(gate_profile(label[inside], risk[inside], group[inside]))
+        for beside in (False, True)
+        if len(np.unique(group[inside := passage == beside])) >= LEAST_PROFILED
+    }
 
 
 def risks_document(risk: Floats, label: NDArray[np.integer], group: NDArray[np.integer]) -> dict[str, str]:

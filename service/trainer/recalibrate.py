@@ -248,7 +248,8 @@ def choose_and_publish(
     new = float(np.clip(recalibration(old) if options.threshold_rule == "map" else old, _OPEN, 1 - _OPEN))
     manifest = replace(
         bundle.manifest, name=options.new_name or bundle.manifest.name, threshold=new, guarantee=None,
-        guarantee_shapes=None, guarantee_reads_answers=None, recalibration=recalibration,
+        guarantee_shapes=None, guarantee_reads_answers=None, guarantee_strata=None,
+        recalibration=recalibration,
     )  # fmt: skip
     gates = {"before": at_threshold(label, risk, old), "after": at_threshold(label, recalibration(risk), new)}
     figures = {
@@ -268,8 +269,10 @@ def choose_and_publish(
     }  # fmt: skip
     evaluation["recalibrations"] = [*evaluation.get("recalibrations", []), record]
     if "gates" in evaluation.get("out_of_fold", {}):  # where a guarantee of the new version begins
-        gate = evaluation["out_of_fold"]["gates"]  # 1, which everything lies below, stays
-        gate["thresholds"] = [1.0 if at >= 1.0 else float(recalibration(at)) for at in gate["thresholds"]]
+        found = evaluation["out_of_fold"]
+        for gate in (found["gates"], *found.get("gates_by_passage", {}).values()):
+            # 1, which everything lies below, stays.
+            gate["thresholds"] = [1.0 if at >= 1.0 else float(recalibration(at)) for at in gate["thresholds"]]
     golden = replace(bundle.golden, risk=recalibration(bundle.golden.risk))
     plot = draw_before_after(label, group, choice.before.held_out[0], choice.chosen.held_out[0])
     card = recalibrated_card(card_of(bundle), manifest, record, candidates_table(choice))

@@ -35,7 +35,7 @@ from service.trainer import publish
 from service.trainer.answer import fit_answer
 from service.trainer.cards import CHANCE, better_options, closing_lines, say, write_card
 from service.trainer.guarantee import carry_out, plan
-from service.trainer.new_rows import Marks
+from service.trainer.new_rows import Marks, standing_of
 from service.trainer.options import LEAST_ROWS, Console, TrainOptions
 from service.trainer.plots import draw
 from service.trainer.prepare import all_logits, fit_context, prepare, served_signals, trajectories, with_context
@@ -167,6 +167,12 @@ def _draft(
     first = risks[0]  # of one seed, so that each row counts once
     answering = gate_profile(inputs.label, first, inputs.group)
     document = publish.evaluation_document(options, names, data, probe, answering, first, nested)
+    if prompt_format == "chat":
+        rows = (data.dataset.rows[row] for row in data.labelled.index.tolist())
+        beside = np.array([standing_of(row, prompt_format).passage is True for row in rows], np.bool_)
+        document["out_of_fold"]["gates_by_passage"] = publish.gates_by_passage(
+            inputs.label, first, inputs.group, beside
+        )
     if context is not None:
         fits = [fit.record for fit in context.fits]
         document["context"] = rounded({fit.name: {"auroc": fit.auroc, "rows": fit.rows} for fit in fits})

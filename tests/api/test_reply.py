@@ -14,17 +14,29 @@ import pytest
 
 from hallutracer_client.results import BundleList, ScoreResult, parse
 from probes_store.bundle import Bundle
+from service.access.callers import Caller
 from service.engines.base import Sampling
+from service.errors import NotAllowed
 from service.feedback.databases import location
 from service.judging.drift import DriftLimits
-from service.judging.guarantee import NO_FACT, TOKEN_IDS, decoding_violations, guarantee_status, outside_as_calibrated
+from service.judging.guarantee import (
+    NO_FACT,
+    TOKEN_IDS,
+    Shape,
+    Standing,
+    decoding_violations,
+    guarantee_status,
+    outside_as_calibrated,
+)
 from service.policies.guard import GATE, OBSERVE, Action, Policy
+from service.scoring import Scorer
+from service.serving.catalogue import check_choice
 from service.serving.feedback import Feedback
 from service.serving.judgement import Judgement, Monitor, digest_of
 from service.vllm_plugin.note import Note
 from tests.feedback.made import rows
 from tests.matching import SMALL_TALKS, contextual_bundle, matching_draft
-from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle
+from tests.probes_store.factory import GUARANTEE, STRATA, UNCERTAINTY, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 
@@ -200,6 +212,58 @@ def test_a_guarantee_is_void_where_outside_is_treated_otherwise(
     assert other.violations[-1] == "dtype: the engine computes in bfloat16, the calibration did in float32"
     assert guarantee_status(dataclasses.replace(manifest, guarantee=None), OBSERVE, "float32") is None
     assert decoding_violations(manifest, None) == decoding_violations(manifest, Sampling()) == ()
+
+
+def test_a_request_is_held_to_the_guarantee_of_its_stratum(service: App) -> None:
+    manifest = dataclasses.replace(service.bundles[0].manifest, **GUARANTEED, guarantee_strata=STRATA)
+    alone, beside = (Shape("0", passage=passage, system=False) for passage in (False, True))
+    # What a policy's threshold may be, by the prompts, and the delta that is told.
+    cases: list[tuple[list[Shape | None], set[float], float]] = [
+        ([alone], {0.25}, 0.025), ([beside], {0.5}, 0.025), ([beside, beside], {0.5}, 0.025),
+        ([alone, beside], {0.25, 0.5}, 0.05), ([None], {0.25}, 0.05), ([], {0.25}, 0.05),
+        ([beside, None], {0.25, 0.5}, 0.05),
+    ]  # fmt: skip
+    for shapes, thresholds, delta in cases:
+        plain = guarantee_status(manifest, Policy("mine", Action.BLOCK), "float32", (), shapes)
+        assert plain is not None
+        assert (plain.delta, plain.holds) == (delta, True)
+        for own in (0.25, 0.5, 0.6):
+            status = guarantee_status(manifest, Policy("mine", Action.BLOCK, threshold=own), "float32", (), shapes)
+            assert status is not None
+            said = [f"threshold: {own:g} applies, {at:g} is guaranteed" for at in sorted(thresholds - {own})]
+            assert list(status.violations) == said
+
+
+def test_each_stratum_is_gated_at_its_own_threshold(service: App, tmp_path: Path) -> None:
+    """Also where the engine decides; of a prompt that is not known, at the strictest."""
+    drafted = matching_draft(service.engine, "strata", 0, threshold=GUARANTEE.threshold)
+    drafted.manifest = dataclasses.replace(drafted.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA)
+    scorer = Scorer(service.engine, write_bundle(drafted, tmp_path / "strata"))
+    alone, beside = (Standing(Shape("0", passage=passage, system=False)) for passage in (False, True))
+    moved = dataclasses.replace(beside, other_rendering=True)
+    cases = ((alone, 0.25), (beside, 0.5), (Standing(), 0.25), (moved, 0.25))
+    for standing, threshold in cases:
+        policy = Policy("mine", Action.ABSTAIN)
+        (report,) = scorer.score([NEAR], policy, [standing])
+        assert report.verdict.threshold == scorer.threshold(policy, standing) == threshold
+        gate = scorer.gate(policy, standing)
+        assert gate is not None
+        assert gate.threshold == threshold
+        assert scorer.score([NEAR], policy.at(0.7), [standing])[0].verdict.threshold == 0.7
+
+
+def test_a_caller_may_name_no_policy_that_is_looser_in_any_stratum(service: App, tmp_path: Path) -> None:
+    drafted = matching_draft(service.engine, "strata", 0, threshold=GUARANTEE.threshold)
+    drafted.manifest = dataclasses.replace(drafted.manifest, guarantee=GUARANTEE, guarantee_strata=STRATA)
+    scorer = Scorer(service.engine, write_bundle(drafted, tmp_path / "strata"))
+    bundles, block = Policy("bundle's", Action.BLOCK), Policy("fixed", Action.BLOCK)
+    fine = [(bundles, bundles), (bundles, block.at(0.25)), (block.at(0.5), bundles), (block.at(0.3), block.at(0.3))]
+    wrong = [(bundles, block.at(0.4)), (block.at(0.4), bundles), (block.at(0.3), block.at(0.31))]
+    for own, asked in fine:
+        check_choice(scorer, asked, scorer, own, Caller())
+    for own, asked in wrong:
+        with pytest.raises(NotAllowed, match="threshold"):
+            check_choice(scorer, asked, scorer, own, Caller())
 
 
 def test_vllms_note_has_it_all(service: App, contextual: App) -> None:

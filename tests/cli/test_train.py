@@ -40,23 +40,32 @@ def own(files: dict[str, str]) -> list[str]:
     return ["--trained-on", files["train"], "--trained-on", files["test"]]
 
 
-@pytest.mark.parametrize(
-    ("verb", "more", "words"),
-    [
-        ("guarantee", ["--alpha", "0.1,0.2"], ["1713 rows in 767 groups for the test, new to demo:1",
-                                               "alpha 0.2, delta 0.025: at least 17 answering groups"]),
-        ("recalibrate", [], ["1713 labelled rows in 767 groups, new to demo:1"]),
-    ],
-)  # fmt: skip
 def test_a_dry_run_loads_no_model_and_writes_nothing(
-    tmp_path: Path, files: dict[str, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str, more: list[str],
-    words: list[str],
-) -> None:  # fmt: skip
+    tmp_path: Path, files: dict[str, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("service.cli.train.load_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert run(*command(verb, files, tmp_path, *own(files), *more), "--dry-run") == 0
+    assert run(*command("recalibrate", files, tmp_path, *own(files)), "--dry-run") == 0
     said = capsys.readouterr()
-    assert (said.out, [word for word in words if word not in said.err]) == ("", [])
+    assert said.out == ""
+    assert "1713 labelled rows in 767 groups, new to demo:1" in said.err
     assert not any(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_a_guarantee_prints_the_rows_that_want_a_label(
+    tmp_path: Path, files: dict[str, str], capsys: Capture
+) -> None:
+    assert run(*command("guarantee", files, tmp_path, *own(files), "--alpha", "0.1,0.2"), "--dry-run") == 0
+    said = capsys.readouterr()
+    for words in ("1713 rows in 767 groups for the test, new to demo:1",
+                  "alpha 0.2, delta 0.025: at least 17 answering groups"):  # fmt: skip
+        assert words in said.err
+    rows = [json.loads(line) for line in said.out.splitlines()]
+    assert f"{len(rows)} of 1713 rows want a label" in said.err
+    assert 0 < len(rows) < 1713
+    asked = Path(files["dev"]).read_text(encoding="utf-8").splitlines()
+    assert all(json.loads(asked[row["line"] - 1])["prompt"] == row["prompt"] for row in rows)
+    assert not (tmp_path / "store").exists()
+    assert not list(tmp_path.rglob("question.json")), "nothing was spent"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from probes_store.records import (
     Context,
     ContextProbe,
     Guarantee,
+    GuaranteeStratum,
     RefitInterval,
     Uncertainty,
 )
@@ -28,6 +29,12 @@ GUARANTEE = Guarantee(
     alpha=0.1, delta=0.05, threshold=0.25, groups=100, hallucinated=3, p_value=0.0078, answered=0.5,
     risk_control_threshold=None, rows=400, all_groups=200, data_digest="sha256:" + "5" * 64, labels="given", judge=None,
     dtype="float32", seed=0, statement="It holds.",
+)  # fmt: skip
+STRATA = (
+    GuaranteeStratum(passage=False, delta=0.025, threshold=0.25, groups=100, hallucinated=3, p_value=0.0078,
+                     answered=0.4, rows=300, labelled=150),
+    GuaranteeStratum(passage=True, delta=0.025, threshold=0.5, groups=60, hallucinated=1, p_value=0.0138,
+                     answered=0.8, rows=100, labelled=90),
 )  # fmt: skip
 INTERVAL = RefitInterval(level=0.95, fits=15, centre=0.5, base=0.04, by_log_odds=0.01, by_distance=0.25)
 UNCERTAINTY = Uncertainty(outside_share=0.01, outside_rows=400, interval=INTERVAL, statement="What both mean.")
@@ -71,7 +78,7 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
         "name": "tiny", "model": model, "prompt_format": "chat", "dtype": "float32", "logit_scale": "unit_norm",
         "signals": signals, "classifier": Classifier((1.5, 0.25, -0.5, 0.125)[: len(signals)], -0.125),
         "threshold": 0.5, "training": TRAINING, "context": None, "guarantee": None, "guarantee_shapes": None,
-        "recalibration": None, "answer": None, "guarantee_reads_answers": None,
+        "recalibration": None, "answer": None, "guarantee_reads_answers": None, "guarantee_strata": None,
     }  # fmt: skip
     fields = {name: changes.pop(name, value) for name, value in fields.items()}
     near = "uncertainty" in changes

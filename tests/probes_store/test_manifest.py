@@ -33,6 +33,7 @@ from tests.probes_store.factory import (
     MODEL,
     PASSAGE,
     STATED,
+    STRATA,
     UNCERTAINTY,
     guaranteed,
     make_draft,
@@ -48,6 +49,7 @@ READING = ("depth_mean", "passage", "stated")
 FULL = make_draft(
     context=CONTEXT, signals=READING, guarantee=GUARANTEE, threshold=GUARANTEE.threshold, uncertainty=UNCERTAINTY,
     recalibration=PLATT, guarantee_shapes=("alone", "a chat"), answer=ANSWER,
+    guarantee_strata=STRATA,
 )  # fmt: skip
 EVERYTHING: dict[str, Any] = json.loads(manifest_bytes(render(FULL)[0]))
 
@@ -182,6 +184,10 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"data_digest": ""}, {"statement": ""}, {"seed": -1}, {"dtype": "float64"}, {"labels": "guessed"},
         {"threshold": 0.0, "named": "groups"}, {"threshold": 1.5}, {"threshold": 0.3},
     ],
+    "guarantee_strata/1": [
+        {"passage": 1}, {"passage": None}, {"delta": 0.0}, {"threshold": 1.5}, {"p_value": 0.03}, {"answered": -0.1},
+        {"hallucinated": 61}, {"groups": 91, "named": "hallucinated"}, {"labelled": 101, "named": "hallucinated"},
+    ],
     "uncertainty": [{"outside_share": 0.0}, {"outside_share": 1.0}, {"outside_rows": 0}, {"statement": ""}],
     "uncertainty/interval": [
         {"level": 1.0}, {"fits": 1}, {"base": -0.1}, {"by_log_odds": -0.1}, {"by_distance": -0.1}, {"centre": "0"},
@@ -221,7 +227,7 @@ def test_bad_values_and_senseless_records_are_refused_by_name() -> None:
     for document, where, named, change in cases:
         path = where.split("/") if where else []
         error = WrongShape if document is EVERYTHING and where == "classifier" else BadValue
-        field = ".".join([*path, named]).replace(".2.", "[2].")
+        field = ".".join([*path, named]).replace(".2.", "[2].").replace(".1.", "[1].")
         said = refuses(error, field, changed(document, path, change))
         for part in ("bundle.json field ", "expected", "found", BundleDamaged.default_cure or "never"):
             assert part in said or named == "format_version"
@@ -275,6 +281,26 @@ def test_a_guarantee_of_answers_that_were_read_needs_both() -> None:
     assert "guarantee_reads_answers" not in EVERYTHING
     for value in (None, False, 1, "true"):
         refuses(BadValue, "guarantee_reads_answers", EVERYTHING | {"guarantee_reads_answers": value})
+
+
+def test_strata_are_those_of_a_guarantee_whose_threshold_is_the_strictest() -> None:
+    alone, beside = STRATA
+    made = render(make_draft(guarantee=GUARANTEE, threshold=0.25, guarantee_strata=STRATA))[0]
+    assert [made.threshold_for(passage) for passage in (False, True, None)] == [0.25, 0.5, 0.25]
+    assert (made.stratum(True), made.stratum(None), made.loosest_threshold) == (beside, None, 0.5)
+    older = render(make_draft(guarantee=GUARANTEE, threshold=0.25))[0]
+    assert [older.threshold_for(passage) for passage in (False, True, None)] == [0.25] * 3
+    assert b"guarantee_strata" not in manifest_bytes(older)
+    for field, wrong in (
+        ("guarantee_strata", {"guarantee": None, "threshold": 0.25, "guarantee_strata": STRATA}),
+        ("guarantee_strata", {"guarantee": GUARANTEE, "threshold": 0.25, "guarantee_strata": ()}),
+        ("guarantee_strata", {"guarantee": GUARANTEE, "threshold": 0.25, "guarantee_strata": (alone, alone)}),
+        ("threshold", {"guarantee": GUARANTEE, "threshold": 0.25, "guarantee_strata": (beside,)}),
+    ):
+        with pytest.raises(BadValue) as caught:
+            render(make_draft(**wrong))
+        assert caught.value.field == field
+    refuses(BadValue, "guarantee_strata", EVERYTHING | {"guarantee_strata": None})
 
 
 def test_digest_ignores_time_and_version_and_the_seal_does_not() -> None:

@@ -23,8 +23,9 @@ from service.demo.questions import questions
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import DataError, NoThreshold, RunMismatch, TrainingError
+from service.scoring import Scorer
 from service.trainer import new_rows
-from service.trainer.guarantee import guarantee, plan
+from service.trainer.guarantee import guarantee, plan, rows_to_label
 from service.trainer.options import GuaranteeOptions
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
 from tests.trainer.made import Never, Rows, check_answer_kept, run, served, store_of, with_answer
@@ -220,6 +221,128 @@ def test_a_dry_run_says_what_would_be_tested_and_spends_nothing(tmp_path: Path, 
     assert "at least 14 answering groups" in console.lines[1]
     assert not (tmp_path / "run").exists()
     assert published(tmp_path, store, alpha="0.3")[0].reference == "planted:2"
+
+
+class Counting(PlantedEngine):
+    """It notes what it is asked to answer, and not only to read."""
+
+    answered: list[str] = []  # noqa: RUF012 - of the class: each run makes an engine of its own
+
+    def extract(self, prompts: Any, sites: Any, *others: Any, **read: Any) -> Any:
+        if len(others) > 1 and others[1] is not None:
+            self.answered += [self.detokenize(prompt) for prompt in prompts]
+        return super().extract(prompts, sites, *others, **read)
+
+
+def in_messages(rows: Rows, passages: int = 0) -> Rows:
+    """The rows, the first of which have a passage beside their question."""
+    return [row | {"prompt": f"Context: it is so.\n{row['prompt']}"} if place < passages else row
+            for place, row in enumerate(rows)]  # fmt: skip
+
+
+def listed(folder: Path, store: Store, rows: Rows, engine: Any = PlantedEngine, **changes: Any) -> list[dict[str, Any]]:
+    data = write_rows(folder / "calibration.jsonl", rows)
+    given: dict[str, Any] = {"data": (str(data),), "run_dir": folder / "run", "alpha": "0.2"} | changes
+    options = GuaranteeOptions(**given)
+    return rows_to_label(store.load("planted"), options, engine, store, console=Quiet())
+
+
+def test_only_rows_below_the_loosest_threshold_want_a_label(tmp_path: Path, store: Store) -> None:
+    rows = planted_rows(400, seed=5)
+    bare = [{key: value for key, value in row.items() if key != "label"} for row in rows]
+    wanted = listed(tmp_path, store, bare)
+    lines = {row["line"] for row in wanted}
+    assert 100 < len(lines) < 300
+    assert [row for row in wanted if row.keys() - {"line", "id", "prompt", "messages"}] == []  # above all no risk
+    assert all(rows[row["line"] - 1]["id"] == row["id"] for row in wanted)
+    assert not list((tmp_path / "run").rglob("question.json")), "nothing was spent"
+    some = [rows[line - 1] if line in lines else bare[line - 1] for line in range(1, 401)]
+    bundle, found, record = published(tmp_path, store, some)
+    (every := tmp_path / "every").mkdir()
+    (every / "store").mkdir()
+    whole, of_all, _ = published(every, store_of(store.load("planted:1"), every / "store"), rows)
+    assert (found.threshold, found.groups, found.answered) == (of_all.threshold, of_all.groups, of_all.answered)
+    assert record["data"]["labelled"] == len(lines)
+    assert f"400 rows were scored, and {len(lines)} labelled" in found.statement
+    assert "conformal" not in found.statement
+    assert found.risk_control_threshold is None
+    assert bundle.manifest.threshold == whole.manifest.threshold
+
+
+def test_a_row_that_wants_a_label_and_has_none_is_named_and_nothing_is_spent(tmp_path: Path, store: Store) -> None:
+    rows = planted_rows(400, seed=5)
+    line = listed(tmp_path, store, rows)[3]["line"]
+    del rows[line - 1]["label"]
+    with pytest.raises(DataError, match=f"line {line}: 'label' is missing: .*--dry-run"):
+        calibrated(tmp_path, store, rows)
+    assert not list((tmp_path / "run").rglob("question.json"))
+    rows[line - 1]["label"] = "perhaps"
+    with pytest.raises(DataError, match=f"line {line}: 'label' must be"):
+        calibrated(tmp_path, store, rows, Never)
+
+
+def test_only_rows_below_the_loosest_threshold_are_answered(tmp_path: Path) -> None:
+    run(tmp_path / "a", labels="generate", evaluate=False)
+    store, rows = Store(tmp_path / "a" / "store"), planted_rows(400, seed=5)
+    wanted = {row["prompt"] for row in listed(tmp_path, store, rows)}
+    Counting.answered = []
+    _, found, record = published(tmp_path, store, rows, engine=Counting)
+    assert len(Counting.answered) == len(wanted) == record["data"]["labelled"] + record["data"]["left_out"] < 300
+    assert all(any(prompt in text for prompt in wanted) for text in Counting.answered)
+    assert found.rows == 400 - record["data"]["left_out"]
+
+
+def test_two_strata_have_thresholds_of_their_own(tmp_path: Path, store: Store) -> None:
+    """Of questions with a passage half are answered wrong, whatever their risk: these are withheld, the others not."""
+    rows = in_messages(planted_rows(600, seed=5), 300)
+    rows = [row | {"label": place % 4 // 2} if place < 300 else row for place, row in enumerate(rows)]
+    bundle, found, record = published(tmp_path, store, rows)
+    strata = {one.passage: one for one in bundle.manifest.guarantee_strata or ()}
+    assert strata.keys() == {False, True}
+    assert {one.delta for one in strata.values()} == {found.delta / 2}
+    assert (strata[True].threshold, strata[True].answered, found.threshold) == (0.0, 0.0, 0.0)
+    assert strata[False].threshold > 0.1
+    assert [one.rows for one in strata.values()] == [300, 300]
+    assert {(one["passage"], one["threshold"]) for one in record["promises"]} == {
+        (False, strata[False].threshold), (True, None)}  # fmt: skip
+    reports = served(bundle, rows)
+    assert all(report.verdict.flagged for report in reports[:300])
+    given = [row for row, report in zip(rows[300:], reports[300:], strict=True) if not report.verdict.flagged]
+    assert len(given) / 300 == strata[False].answered == 2 * found.answered
+    assert {report.verdict.threshold for report in reports} == {0.0, strata[False].threshold}
+    scorer = Scorer(PlantedEngine(), bundle)
+    (unknown,) = scorer.score([scorer.render(rows[-1]["prompt"])])  # token ids alone: held to the stricter one
+    assert unknown.verdict.flagged
+    words = (
+        "Of questions with a passage beside them none is answered", f"risk below {strata[False].threshold:g}",
+        "confidence 0.975", "Both hold together with confidence 0.95", "0% of the answered rows had a passage",
+        f"without a passage, {sum(1 - row['label'] for row in given)} of {len(given)} answered rows were hallucinated",
+    )  # fmt: skip
+    for said in words:
+        assert said in found.statement
+    assert "questions with a passage beside them | no threshold qualified" in bundle.card()
+
+
+def test_a_stratum_with_too_few_groups_is_closed_and_takes_no_part_of_delta(tmp_path: Path, store: Store) -> None:
+    rows = in_messages(planted_rows(400, seed=5), 10)
+    bundle, found, _ = published(tmp_path, store, rows)
+    alone, beside = bundle.manifest.guarantee_strata or ()
+    assert (alone.passage, alone.delta, beside.passage) == (False, found.delta, True)
+    assert (beside.threshold, beside.groups, beside.labelled, beside.rows) == (0.0, 0, 0, 10)
+    assert alone.threshold > 0
+    assert all(report.verdict.flagged for report in served(bundle, rows[:10]))
+
+
+def test_training_records_where_the_thresholds_of_each_stratum_begin(tmp_path: Path) -> None:
+    bundle, _ = run(tmp_path, rows=in_messages(planted_rows(480), 240), evaluate=False)
+    kept = bundle.evaluation()["out_of_fold"]
+    assert {name: gate["total"] for name, gate in kept["gates_by_passage"].items()} == {"true": 120, "false": 120}
+    data = write_rows(tmp_path / "new.jsonl", in_messages(planted_rows(600, seed=5), 300))
+    options = GuaranteeOptions(data=(str(data),), run_dir=tmp_path / "more", alpha="0.2")
+    made = plan(bundle, options, Store(tmp_path / "store"))
+    for stratum in made.strata:
+        own = kept["gates_by_passage"][str(stratum.passage).lower()]
+        assert set(made.sequence(stratum, 0.2)) <= set(own["thresholds"])
 
 
 def test_an_older_bundle_needs_its_own_rows_and_gives_up_a_part_of_the_new_ones(tmp_path: Path, store: Store) -> None:

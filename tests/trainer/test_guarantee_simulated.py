@@ -1,0 +1,134 @@
+"""How often the promise is broken, and what it answers, in a thousand calibrations that are drawn from known truths.
+
+The product's own plan, choice of rows to label and tests run on each draw; only engine and files are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from service.fitting import thresholds
+from service.fitting.thresholds import CANDIDATES, GateProfile, certify, gate_profile
+from service.judging.guarantee import Shape, Standing
+from service.trainer.guarantee import CalibrationRows, GuaranteePlan, StratumResult, strata_tests
+from service.trainer.prepare import UNKNOWN_LABEL
+
+ALPHA, DELTA, DRAWS, ROWS = 0.2, 0.1, 1000, 1200
+BESIDE, ALONE = (Standing(Shape("0", passage=passage, system=False)) for passage in (True, False))
+Truth = Callable[[np.ndarray], np.ndarray]  # P(wrong) by the risk that is told
+
+TRUTHS: dict[str, Truth] = {
+    "calibrated": lambda risk: risk,
+    "told too low": lambda risk: np.minimum(1.4 * risk + 0.04, 1.0),
+    "wrong where it is surest": lambda risk: np.where(risk < 0.08, 0.5, risk / 2),
+    "just above alpha everywhere": lambda risk: np.full(len(risk), ALPHA + 0.003),
+}  # fmt: skip
+
+
+def drawn(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return risk and passage [rows]: with a passage most risks are low, without one few are."""
+    passage = rng.random(rows) < 0.45
+    return np.where(passage, rng.beta(1.2, 4, rows), rng.beta(1.3, 2.2, rows)), passage
+
+
+def labels(rng: np.random.Generator, risk: np.ndarray, truth: Truth) -> np.ndarray:
+    return (rng.random(len(risk)) >= truth(risk)).astype(np.int64)
+
+
+def profiles() -> tuple[GateProfile, dict[bool, GateProfile]]:
+    """Return what training recorded, which took its risks for the truth: of all rows, and by passage."""
+    rng = np.random.default_rng(5)
+    risk, passage = drawn(rng, 4000)
+    label, group = labels(rng, risk, TRUTHS["calibrated"]), np.arange(4000)
+    parts = {beside: gate_profile(label[rows], risk[rows], group[rows])
+             for beside in (False, True) for rows in [passage == beside]}  # fmt: skip
+    return gate_profile(label, risk, group), parts
+
+
+def share_wrong(truth: Truth) -> Callable[[bool, float], float]:
+    """Return the true share of wrong among the answered, by stratum and threshold."""
+    risk, passage = drawn(np.random.default_rng(6), 400_000)
+    found = {}
+    for beside in (False, True):
+        ranked = np.sort(risk[passage == beside])
+        found[beside] = ranked, np.cumsum(truth(ranked)) / np.arange(1, len(ranked) + 1)
+
+    def share(beside: bool, threshold: float) -> float:
+        ranked, mean = found[beside]
+        return float(mean[np.searchsorted(ranked, threshold) - 1])
+
+    return share
+
+
+def results_of(
+    rng: np.random.Generator, truth: Truth, made_of: tuple[GateProfile, dict[bool, GateProfile]], seed: int
+) -> list[StratumResult]:
+    """Return the tests of one calibration, two rows to a group, as a run makes them."""
+    (risk, passage), (gates, parts) = drawn(rng, ROWS), made_of
+    rows: Any = SimpleNamespace(
+        dataset=SimpleNamespace(groups=np.arange(ROWS) // 2), bundle=SimpleNamespace(
+            manifest=SimpleNamespace(prompt_format="chat")),
+        options=SimpleNamespace(alphas=(ALPHA,), delta=DELTA, seed=seed),
+    )  # fmt: skip
+    made = GuaranteePlan(rows, gates, parts)
+    made.__dict__["standings"] = tuple(BESIDE if beside else ALONE for beside in passage)
+    label = np.where(made.wants_label(risk), labels(rng, risk, truth), UNKNOWN_LABEL)
+    return strata_tests(made, CalibrationRows(np.arange(ROWS), risk, label, 0), ALPHA)
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_the_promises_of_both_strata_are_broken_no_more_often_than_delta(name: str) -> None:
+    truth, made_of = TRUTHS[name], profiles()
+    share, rng = share_wrong(truth), np.random.default_rng(7)
+    broken, each, served = 0, {False: 0, True: 0}, {False: 0, True: 0}
+    for seed in range(DRAWS):
+        wrong = set()
+        for one in results_of(rng, truth, made_of, seed):
+            beside, threshold = bool(one.stratum.passage), one.test and one.test.threshold
+            assert one.stratum.delta == DELTA / 2
+            assert one.labelled < one.rows
+            served[beside] += threshold is not None
+            if threshold is not None and share(beside, threshold) > ALPHA:
+                wrong.add(beside)
+                each[beside] += 1
+        broken += bool(wrong)
+    assert broken <= binom.ppf(0.999, DRAWS, DELTA)
+    assert max(each.values()) <= binom.ppf(0.999, DRAWS, DELTA / 2)
+    if name == "calibrated":
+        assert min(served.values()) > 0.8 * DRAWS
+    if name == "just above alpha everywhere":
+        assert broken > 0.4 * DELTA * DRAWS, "the bound is nearly reached, so that a test of it means something"
+
+
+def test_as_many_labels_answer_more_where_they_are_spent_below_the_loosest_threshold() -> None:
+    """Against labelling rows at random and testing thresholds up to 1, which is broken as seldom."""
+    budget, alpha, delta = 300, 0.12, 0.05
+    (_, parts), rng = profiles(), np.random.default_rng(8)
+    truth, gates = TRUTHS["calibrated"], parts[False]
+    share = share_wrong(truth)
+    answered: dict[str, list[float]] = {"first": [], "random": []}
+    broken = {"first": 0, "random": 0}
+    for seed in range(300):
+        risk, passage = drawn(rng, 6000)
+        risk = risk[~passage]
+        chosen = risk[:budget]
+        old = thresholds.threshold_sequence(gates, alpha, delta, budget)[0]
+        later = [at for at in gates.thresholds if at >= old]
+        levels = [later[place] for place in np.unique(np.linspace(0, len(later) - 1, CANDIDATES).round().astype(int))]
+        scored = int(budget / np.mean(risk < thresholds.threshold_sequence(gates, alpha, delta, len(risk))[-1]))
+        sequence = thresholds.threshold_sequence(gates, alpha, delta, scored)
+        below = risk[:scored][risk[:scored] < sequence[-1]]
+        assert len(below) < 1.2 * budget
+        for name, rows, order in (("random", chosen, levels), ("first", below[:budget], sequence)):
+            test = certify(labels(rng, rows, truth), rows, np.arange(len(rows)), order, alpha, delta, seed)
+            at = 0.0 if test.threshold is None else test.threshold
+            answered[name].append(float(np.mean(risk < at)))
+            broken[name] += at > 0 and share(False, at) > alpha
+    assert np.mean(answered["first"]) > 2 * np.mean(answered["random"])
+    assert np.mean(np.array(answered["first"]) == 0) < np.mean(np.array(answered["random"]) == 0)
+    assert max(broken.values()) <= binom.ppf(0.999, 300, delta)
