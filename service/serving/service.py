@@ -18,7 +18,7 @@ from service.access.keys import KeyRing
 from service.audit.auditor import SERVICE, Auditor, Who, recorded
 from service.engines.base import Engine
 from service.errors import AuditUnavailable, ClientGone, HalluTracerError, NotReady
-from service.policies.guard import Policy
+from service.policies.guard import Action, Policy
 from service.policies.policy import Policies, built_in
 from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
@@ -339,10 +339,17 @@ class Service:
             settings=settings, metrics=metrics, catalogue=self.catalogue, load=self.load, load_again=self.load_again,
             left_out=self.left_out, on_broken=self.on_broken, audit=self.audit,
         )  # fmt: skip
+        metrics.gauge("gate_configured", int(self._gates))
         self.access = Access(settings, self.keys, metrics, self.audit)
         self.tokenizing = Tokenizing(settings.max_queue)  # as many requests may be tokenized as prompts may wait
         # Answers to bundles' own questions: by digest, number, and the policy with its threshold that judged them.
         self.sampled: dict[tuple[str, int, Policy], Judgement] = {}
+
+    @property
+    def _gates(self) -> bool:
+        """Return whether a request that chooses nothing may meet a policy that does not only observe."""
+        names = {self.settings.policy, *(rule.policy for rule in self.policies.rules)}
+        return any(self.policies.named[name].action is not Action.OBSERVE for name in names)
 
     @property
     def ready(self) -> Catalogue:

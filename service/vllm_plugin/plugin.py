@@ -81,7 +81,10 @@ class HalluTracerPlugin:
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))
         app.add_middleware(
-            RiskNotes, refuses=lambda: not observes(service, {}), message_in_content=settings.message_in_content
+            RiskNotes,
+            metrics=metrics,
+            refuses=lambda: not observes(service, {}),
+            message_in_content=settings.message_in_content,
         )
         REGISTRY.register(metrics.collector)
 
