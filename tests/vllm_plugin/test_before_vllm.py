@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
+import re
 import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator
@@ -24,7 +27,7 @@ from service.demo import MODEL_DIR
 from service.errors import HalluTracerError
 from service.judging.guarantee import Shape, shape_of
 from service.serving.metrics import Metrics
-from service.vllm_plugin import load
+from service.vllm_plugin import front_end, load
 from service.vllm_plugin.engine_gate import open_gate
 from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
 from service.vllm_plugin.middleware import RiskNotes
@@ -190,6 +193,33 @@ def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(monkeypatch: p
     monkeypatch.setenv("HALLUTRACER_AUDIT_REQUIRED", "Yes")
     with pytest.raises(SystemExit, match="HALLUTRACER_AUDIT_REQUIRED is set, and the guard cannot be loaded"):
         check_vllm()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"BUNDLE": "none-such"}, "none-such"),
+        ({"BUNDLE": "demo", "POLICY": "gaet"}, "no policy 'gaet'"),
+        ({"POLICY": "gate"}, "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not"),
+    ],
+)
+def test_what_ends_a_start_is_in_vllms_log_with_time_and_level(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    vllms, out = logging.getLogger("vllm"), io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))  # as vLLM's
+    monkeypatch.setattr(vllms, "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a program's own, which would get it, too
+    monkeypatch.setattr(front_end, "log", logging.Logger("hallutracer"))
+    monkeypatch.delenv("HALLUTRACER_BUNDLE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HALLUTRACER_{name}", value)
+    with pytest.raises(SystemExit, match="^hallutracer: "):
+        front_end._options() if "BUNDLE" in variables else front_end._refuse_missing_bundle()
+    [line] = out.getvalue().splitlines()
+    assert re.match(r"CRITICAL \d\d-\d\d [\d:]{8} hallutracer: ", line)
+    assert said in line
 
 
 def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) -> Note:
