@@ -110,7 +110,7 @@ class Served(Running):
 
     def __init__(self, tmp_path: Path, **options: Any) -> None:
         super().__init__(tmp_path, **options)
-        self.server = make_server(self.app, self.state.settings, self.state.lifecycle.leave)
+        self.server = make_server(self.app, self.state.lifecycle)
 
     def connect(self, *chunks: bytes) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)

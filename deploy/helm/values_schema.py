@@ -16,7 +16,7 @@ from service.settings import DATABASE, SECRET, Range
 
 TARGET = Path(__file__).parent / "hallutracer" / "values.schema.json"
 # What the chart decides itself, and what may hold a password: that comes from a Secret (extraEnv).
-OWN = frozenset({"host", "port", "store", "policies", "api_key_file"})
+OWN = frozenset({"host", "port", "policies", "api_key_file"})
 WORD = {"type": "string", "pattern": r"^\S+$"}  # a variable separates the entries of a list by spaces
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"}
 VARIABLE = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
@@ -57,6 +57,8 @@ def options() -> dict[str, Any]:
                 bounds = {"minimum": limits.least, "maximum": limits.most}
                 schema |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
                 schema |= {"exclusiveMinimum": 0} if limits.positive else {}
+        if key == "store":  # the folder is the chart's own, where the claim is mounted
+            schema |= {"pattern": r"^[a-z0-9]+://\S+$"}
         if key == "bundle":  # one is the rule, and --set options.bundle=NAME gives a string
             schema = {"anyOf": [schema, WORD]}
         found[key] = schema | {"description": argument.parameter.help}

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import IPv6Address
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import httptools
 import uvicorn
@@ -25,6 +25,9 @@ from service.access.routes import is_health_check
 from service.api.error_bodies import error_body
 from service.errors import BodyTooSlow, HalluTracerError, HeadersTooLarge, HeadersTooSlow, NotHttp, Overloaded
 from service.settings import LEAST_CONNECTIONS, SPARE_FILES
+
+if TYPE_CHECKING:
+    from service.serving.service import Lifecycle
 
 
 class OneWrite:
@@ -410,19 +413,22 @@ class LeavingServer(uvicorn.Server):
     """Where it has clients it refuses new work until none has come for ``LEAVING_S``, and then stops.
 
     uvicorn closes its socket at once, and a request on its way would meet a reset.  After ``leave`` the app answers
-    503, which a balancer takes elsewhere."""
+    503, which a balancer takes elsewhere.  What still runs ``drain_s`` seconds later is ended by ``cut``: a stream with
+    an event that says so, which uvicorn, a little later, would only break off."""
 
-    def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
         super().__init__(config)
-        self._leave = leave
+        self._lifecycle = lifecycle
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse, then close; a second Ctrl-C ends the refusing."""
-        self._leave()
+        self._lifecycle.leave()
         if self.server_state.connections:
             setattr(self.config.http_protocol_class, "leaving", True)  # noqa: B010  (a Connection)
             await self._refuse()
+        cutting = asyncio.get_running_loop().call_later(self._lifecycle.settings.drain_s, self._lifecycle.cut)
         await super().shutdown(sockets)
+        cutting.cancel()
 
     async def _refuse(self) -> None:
         """Until no request was answered for ``LEAVING_S``, at most ``MOST_S``."""

@@ -56,7 +56,7 @@ class RequestFrame:
                 out["x-total-time"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
             await send(message)
 
-        scoring = has_engine_work(record.path)
+        scoring, arrived_late = has_engine_work(record.path), self._service.lifecycle.stopping
         if scoring:
             metrics.request_started()
         try:
@@ -87,6 +87,7 @@ class RequestFrame:
             record.write()
             if scoring:
                 metrics.request_ended(status, code, seconds)
+                self._service.lifecycle.count_ended(code, arrived_late=arrived_late)
             if record.trace is not None:
                 route = getattr(scope.get("route"), "path", None)
                 record.trace.end(record.request_id, route, status, code, record.judgement, record.answers)

@@ -220,10 +220,10 @@ async def _chunks(
 
 
 async def _in_time(reply: wire.Reply, foreign: Chunks) -> Chunks:
-    """Yield each chunk before the request's deadline.  Raises DeadlineExceeded."""
+    """Yield each chunk before the request's deadline, and the service's end.  Raises DeadlineExceeded, NotReady."""
     while True:
         try:
-            async with reply.handle.deadline.enforced():
+            async with reply.service.lifecycle.until_cut(), reply.handle.deadline.enforced():
                 chunk = await anext(foreign)
         except StopAsyncIteration:
             return

@@ -34,32 +34,34 @@ if TYPE_CHECKING:
     from service.engines.base import Engine
     from service.scoring import Scorer
     from service.serving.log_queue import Fate
-    from service.serving.service import Service
+    from service.serving.service import Lifecycle, Service
 
 log = logging.getLogger("hallutracer")
 Stamps = Mapping[str, str | None]
 Say = Callable[[str], None]  # prints a line for people
 HOST_NAME = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)  # as it stands in ``Host``
 SELDOM_S = 300.0
+SENDING_S = 1  # that the last events of streams may take that are cut
 FALLBACK = ("What is the capital of France?",)  # of a bundle without a sample
 _tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps none alive
 
 
-def make_server(app: object, settings: ServiceSettings, leave: Callable[[], None]) -> uvicorn.Server:
-    """Return uvicorn around the app; ``leave``: refuse work, it will stop."""
+def make_server(app: object, lifecycle: Lifecycle) -> uvicorn.Server:
+    """Return uvicorn around the app; ``lifecycle`` is told when it will stop, and when its time to drain is over."""
     import uvicorn
 
     from service.api.connections import LeavingServer, connections
 
+    settings = lifecycle.settings
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         host=settings.host, port=settings.port, http=connections(settings.max_connections), ws="none",
         log_config=None, access_log=False, server_header=False,
         proxy_headers=False,  # an address that a client could choose would get it another one's share
-        timeout_graceful_shutdown=math.ceil(settings.drain_s),
+        timeout_graceful_shutdown=math.ceil(settings.drain_s) + SENDING_S,
         timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # seconds, and a fraction will do
     )  # fmt: skip
-    return LeavingServer(config, leave)
+    return LeavingServer(config, lifecycle)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def serve(
 
     streams = ExitStack()
     say = streams.enter_context(running.standard_streams(metrics.log_lines))
-    server = running.make_server(create_app(service, loaded), settings, service.lifecycle.leave)
+    server = running.make_server(create_app(service, loaded), service.lifecycle)
     for warning in common.warnings:
         log.warning(warning)
     if open_to_all:
@@ -122,6 +122,10 @@ def serve(
         print_line(hint)
     print_line(f"listening on {address}, loading {loading.model} ...")
     with streams:
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        finally:  # Ctrl-C ends it with KeyboardInterrupt
+            if service.lifecycle.error is None:
+                service.lifecycle.log_stopped()
     if service.lifecycle.error is not None:
         raise service.lifecycle.error

@@ -51,13 +51,17 @@ class Adapters:
         if request is not None and request.load_inplace:
             self._replaced.add(request.lora_int_id)
 
-    def keep(self, request: Any) -> None:
-        """Raise EngineError for an adapter that takes the place of one that a bundle reads; else ``note`` it."""
-        number, read = request.lora_int_id, self._scorers
+    def check_place(self, number: int, request: Any) -> None:
+        """Raise EngineError where a request would replace the adapter of this number, and a bundle reads that."""
+        read = self._scorers
         if request.load_inplace and any(key[0] == number and one in read for key, one in self._digests.items()):
             raise EngineError(
                 f"a bundle reads the adapter {request.lora_name!r}: load its successor under another name"
             )
+
+    def keep(self, request: Any) -> None:
+        """Raise EngineError for an adapter that takes the place of one that a bundle reads; else ``note`` it."""
+        self.check_place(request.lora_int_id, request)
         self.note(request)
 
     def scorer(self, request: Any) -> Scorer:

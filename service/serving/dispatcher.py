@@ -252,7 +252,7 @@ class Dispatcher:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
 
     async def _close(self) -> None:
-        self._give_up()
+        self.give_up()
         late = (await asyncio.wait(self._tasks, timeout=CLOSING_S))[1] if self._tasks else ()
         if late:
             log.warning("the engine still held %d requests %g s after they were ended", len(late), CLOSING_S)
@@ -425,11 +425,11 @@ class Dispatcher:
     def _break(self, error: Exception) -> None:
         if not self._closing:
             log.critical("the engine broke; nothing can be scored any more", exc_info=error)
-            self._give_up()
+            self.give_up()
             self._on_broken(error)
 
-    def _give_up(self) -> None:
-        """End everything, whether the dispatcher was closed or its engine broke."""
+    def give_up(self) -> None:
+        """Refuse and end everything with NotReady.  On the event loop, also more than once."""
         self._closing = True
         if self._watch is not asyncio.current_task():
             self._watch.cancel()

@@ -147,6 +147,8 @@ _SERIES: tuple[tuple[str, str, Any, tuple[str, ...], str], ...] = (
     ("Gauge", "running_decodes", "livesum", (), "Answers being decoded."),
     ("Gauge", "requests_in_flight", "livesum", (), "Scoring requests being served."),
     ("Gauge", "ready", "livemin", (), "1 once scores can be served, else 0."),
+    ("Gauge", "gate_configured", "livemax", (),
+     "1 where the policy of requests that choose none, or a rule's, does not only observe, else 0."),
     ("Gauge", "keys_stale", "livemax", (),
      "1 while the file of named keys has changed and could not be read again, else 0."),
     ("Gauge", "bundle_info", "livemax", (*BUNDLE, "digest"), "Always 1: a loaded bundle."),
@@ -223,7 +225,7 @@ class Metrics:
             made, more = getattr(prometheus, kind), {_EXTRA[kind]: extra} if kind in _EXTRA else {}
             self._all[name] = made(f"hallutracer_{name}", text, labels, registry=self.collector, **more)
         self._all["build_info"].labels(__version__).set(1)
-        for name in ("queue_depth", "running_decodes", "requests_in_flight", "ready", "keys_stale"):
+        for name in ("queue_depth", "running_decodes", "requests_in_flight", "ready", "keys_stale", "gate_configured"):
             self.gauge(name, 0)  # a shared folder may hold values of an earlier process with this id
         self.gauge("last_reload_successful", 1)
         for name, first in _FIRST.items():

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,8 +17,8 @@ from service.access.callers import OWNERS, Caller, Key, on_loopback
 from service.access.keys import KeyRing
 from service.audit.auditor import SERVICE, Auditor, Who, recorded
 from service.engines.base import Engine
-from service.errors import AuditUnavailable, HalluTracerError, NotReady
-from service.policies.guard import Policy
+from service.errors import AuditUnavailable, ClientGone, HalluTracerError, NotReady
+from service.policies.guard import Action, Policy
 from service.policies.policy import Policies, built_in
 from service.serving.admission import Tokenizing
 from service.serving.catalogue import Catalogue, Loaded, RolloutPlan, Scorers
@@ -122,6 +124,11 @@ class Lifecycle:
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
     reload_error: str | None = None  # why the newest reload changed nothing
     failing_since: float | None = None  # when the first of those reloads failed that changed nothing, one after another
+    ended: Counter[str] = field(
+        default_factory=Counter
+    )  # scoring requests since ``leave``: finished, unfinished, refused
+    _left_at: float | None = None  # on the monotonic clock
+    _limits: set[asyncio.Timeout] = field(default_factory=set)  # of what waits for others than the engine
     _dispatcher: Dispatcher | None = None
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -190,7 +197,43 @@ class Lifecycle:
 
     def leave(self) -> None:
         """Refuse new work; what runs goes on."""
+        if self._left_at is None:
+            self._left_at = time.monotonic()
         self.stopping = True
+
+    def cut(self) -> None:
+        """End what still runs: whoever waits for it gets NotReady.  On the event loop, after ``leave``."""
+        if self._dispatcher is not None:
+            self._dispatcher.give_up()
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def until_cut(self) -> AsyncIterator[None]:
+        """Raise NotReady inside the block, which waits for no engine, once what still runs is ended."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limits.add(limit)
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise NotReady(ENDS) from None
+        finally:
+            self._limits.discard(limit)
+
+    def count_ended(self, code: str | None, *, arrived_late: bool) -> None:
+        """Count a scoring request that ended; ``arrived_late``: it came after ``leave``."""
+        if self.stopping:
+            cut_short = code in (NotReady.code, ClientGone.code)
+            self.ended["refused" if arrived_late else "unfinished" if cut_short else "finished"] += 1
+
+    def log_stopped(self) -> None:
+        """Log what became of the requests since ``leave``, once all has ended."""
+        counts = {name: self.ended[name] for name in ("finished", "unfinished", "refused")}
+        seconds = 0.0 if self._left_at is None else time.monotonic() - self._left_at
+        log.info("stopped", extra={"fields": counts | {"seconds": round(seconds, 3)}})
 
     def stop(self) -> None:
         """End what still runs, wait until the engine is idle, free the model; after ``leave``."""
@@ -296,10 +339,17 @@ class Service:
             settings=settings, metrics=metrics, catalogue=self.catalogue, load=self.load, load_again=self.load_again,
             left_out=self.left_out, on_broken=self.on_broken, audit=self.audit,
         )  # fmt: skip
+        metrics.gauge("gate_configured", int(self._gates))
         self.access = Access(settings, self.keys, metrics, self.audit)
         self.tokenizing = Tokenizing(settings.max_queue)  # as many requests may be tokenized as prompts may wait
         # Answers to bundles' own questions: by digest, number, and the policy with its threshold that judged them.
         self.sampled: dict[tuple[str, int, Policy], Judgement] = {}
+
+    @property
+    def _gates(self) -> bool:
+        """Return whether a request that chooses nothing may meet a policy that does not only observe."""
+        names = {self.settings.policy, *(rule.policy for rule in self.policies.rules)}
+        return any(self.policies.named[name].action is not Action.OBSERVE for name in names)
 
     @property
     def ready(self) -> Catalogue:

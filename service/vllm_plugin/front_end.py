@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import sys
-import threading
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
@@ -195,7 +194,7 @@ def _options() -> PluginOptions:
     try:
         return read_options()
     except (HalluTracerError, BundleError) as error:
-        raise SystemExit(f"hallutracer: {error}") from error
+        _exit(str(error))
 
 
 def _end(reason: str) -> NoReturn:
@@ -204,8 +203,8 @@ def _end(reason: str) -> NoReturn:
 
 def _exit(reason: str) -> NoReturn:
     said = f"hallutracer: {reason}"
-    if threading.current_thread() is not threading.main_thread():
-        log.critical(said)  # a thread ends without a word
+    log_beside_vllm()
+    log.critical(said)  # with time and level, and also from a thread, which ends without a word
     raise SystemExit(said)
 
 

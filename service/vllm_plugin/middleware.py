@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -9,24 +10,49 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access.routes import RESPONSES_ROUTE
 from service.audit.auditor import Who
+from service.errors import ClientGone, HalluTracerError
+from service.serving.metrics import Metrics
 from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, PATHS, Note, read
 from service.vllm_plugin.writer import ResponseWriter
 
 
 class RiskNotes:
-    """Gives each request a note and, on ``PATHS``, writes its content into the response."""
+    """Gives each request a note and, on ``PATHS``, counts it and writes the note's content into the response."""
 
-    def __init__(self, app: ASGIApp, refuses: Callable[[], bool], message_in_content: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, refuses: Callable[[], bool], message_in_content: bool = False
+    ) -> None:
         """``refuses`` tells whether an answer without a verdict must not be sent.
 
         ``message_in_content`` also puts the policy's message where the answer's text would be."""
-        self.app, self._refuses, self._message_in_content = app, refuses, message_in_content
+        self.app, self._metrics = app, metrics
+        self._refuses, self._message_in_content = refuses, message_in_content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path not in PATHS:
+            return await self._serve(path, scope, receive, send)
+        started, status = time.perf_counter(), ClientGone.status
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._metrics.request_started()
+        try:
+            await self._serve(path, scope, receive, counted)
+        except Exception:
+            status = HalluTracerError.status
+            raise
+        finally:
+            self._metrics.request_ended(status, None, time.perf_counter() - started)
+
+    async def _serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         address = scope["client"][0] if scope.get("client") else None
         note = Note(carries=path in PATHS, who=Who(address=address), route=path)
         token = CURRENT.set(note)
@@ -53,7 +79,7 @@ class RiskNotes:
                 held.append(await reading())
             if note.background and held:
                 await writer.failed(400, IN_BACKGROUND)
-                return None
+                return
             await self.app(scope, replayed, writer.send if note.carries else send)
         except Exception:
             # A stream that vLLM begins before it generates ends in an exception where its request is refused.

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from prometheus_client import REGISTRY
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,7 +20,7 @@ from service.access.routes import SCORE_ROUTES
 from service.api.app import create_app
 from service.audit.auditor import Auditor
 from service.engines.vllm.engine import VllmEngine
-from service.errors import HalluTracerError, ProbeReplaced
+from service.errors import EngineError, HalluTracerError, ProbeReplaced
 from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.metrics import Metrics
@@ -81,7 +81,10 @@ class HalluTracerPlugin:
         for path in OWN_PATHS:
             app.router.routes.append(Route(path, _Endpoint(own)))
         app.add_middleware(
-            RiskNotes, refuses=lambda: not observes(service, {}), message_in_content=settings.message_in_content
+            RiskNotes,
+            metrics=metrics,
+            refuses=lambda: not observes(service, {}),
+            message_in_content=settings.message_in_content,
         )
         REGISTRY.register(metrics.collector)
 
@@ -95,7 +98,9 @@ class HalluTracerPlugin:
         self._generate = engine_client.generate
         engine_client.generate = judging_generate(self._generate, self.service, lambda: self._engine, self._adapters)
         engine_client.add_lora = partial(self._add_lora, engine_client.add_lora)
-        self._models, self._loading = state.openai_serving_models, asyncio.create_task(self._start())
+        self._models = models = state.openai_serving_models
+        models.load_lora_adapter = partial(self._load_adapter, models.load_lora_adapter)
+        self._loading = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
         lifecycle = self.service.lifecycle
@@ -111,6 +116,15 @@ class HalluTracerPlugin:
         log.critical(said)
         if not self._client.errored:  # else vLLM ends by itself, or was told to
             raise SystemExit(said)  # with status 1; no other exception of a task ends the event loop
+
+    async def _load_adapter(self, load: Callable[..., Awaitable[Any]], request: Any, *args: Any) -> Any:
+        """Have vLLM ``load`` an adapter that its route is asked for; it would say 500 to what ``_add_lora`` refuses."""
+        if (loaded := self._models.lora_requests.get(request.lora_name)) is not None:
+            try:
+                self._adapters.check_place(loaded.lora_int_id, request)
+            except EngineError as error:
+                raise HTTPException(400, str(error)) from error
+        return await load(request, *args)
 
     async def _add_lora(self, add: Callable[[Any], Awaitable[bool]], lora_request: Any) -> bool:
         """Have vLLM ``add`` an adapter while it runs, and its bundles read it."""

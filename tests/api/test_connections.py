@@ -23,9 +23,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
+from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.api import connections
+from service.errors import NotReady
+from service.policies.guard import Action, Policy, Upstream
+from service.serving.dispatcher import ENDS
+from tests.api.protocols import body_of
 from tests.matching import Held
-from tests.running import Served, listening, until
+from tests.running import Served, listening, running, until
 
 BODY = b'{"prompt": "a"}'
 POST = b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -567,6 +572,70 @@ def test_a_request_under_way_is_answered(leaving: tuple[Served, threading.Thread
     asking.join(30)
     assert [answer.status_code for answer in answers] == [200]
     assert thread.is_alive()  # it goes on refusing
+
+
+def cut_stream(served: Served, route: str, body: Any, began: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """Have a stream cut once it has ``began``, with no time to drain; return its events."""
+    lines: list[str] = []
+    with httpx.Client(timeout=60) as client, client.stream("POST", served.url + route, json=body) as response:
+        for line in response.iter_lines():
+            if not served.server.should_exit and began(line):
+                served.server.should_exit = True
+            lines.append(line)
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("route", ["/score", CHAT_ROUTE, "/v1/completions", RESPONSES_ROUTE, MESSAGES_ROUTE])
+def test_a_stream_that_is_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str) -> None:
+    monkeypatch.setattr(connections, "LEAVING_S", 0.0)
+    bodies: dict[str, dict[str, Any]] = {
+        "/score": {"prompt": "x", "generate": {"max_tokens": 400}, "stream": True},
+        "/v1/completions": {"model": "scripted", "prompt": "x", "max_tokens": 400, "stream": True},
+    }
+    served = Served(tmp_path, drain_s=0.0, policy="observe")
+    served.engine.answer = "~" * 400
+    with listening(served):
+        served.engine.sleep_s = 0.05  # 20 s for the whole answer
+        body = bodies.get(route) or body_of(route, tokens=400, stream=True)
+        events = cut_stream(served, route, body, lambda line: "~" in line)
+    *answer, last = events
+    assert "~" in json.dumps(answer)
+    error = last["error"]
+    assert (ENDS in error["message"], error.get("code", NotReady.code)) == (True, NotReady.code)
+    assert last.get("type", "error") == "error"  # as OpenAI's newer protocol and Anthropic's name the event
+    assert dict(served.state.lifecycle.ended) == {"unfinished": 1}
+
+
+def test_a_stream_from_another_server_that_is_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LEAVING_S", 0.0)
+    with running(tmp_path / "other", policy="observe") as other:
+        other.engine.answer = "~" * 400
+        other.engine.sleep_s = 0.05
+        send = Policy("send", Action.FALLBACK, 0.0, upstream=Upstream(f"{other.url}/v1", "scripted"))
+        served = Served(tmp_path / "own", drain_s=0.0, policy="send", policies={"send": send})
+        with listening(served):
+            body = body_of(CHAT_ROUTE, tokens=400, stream=True)
+            *answer, last = cut_stream(served, CHAT_ROUTE, body, lambda line: "~" in line)
+        other.engine.sleep_s = 0.0
+    assert "~" in json.dumps(answer)
+    assert last["error"]["code"] == NotReady.code
+
+
+def test_what_becomes_of_requests_is_counted_from_the_signal_on(leaving: tuple[Served, threading.Thread]) -> None:
+    served, _ = leaving
+    lifecycle = served.state.lifecycle
+    served.post(prompt="before")
+    served.engine.before = held = Held()
+    asking = threading.Thread(target=lambda: served.post(prompt="x"))
+    asking.start()
+    assert held.entered.wait(30)
+    told_to_stop(served)
+    assert served.post(prompt="late").status_code == 503
+    assert httpx.get(f"{served.url}/health/live").status_code == 200
+    held.release.set()
+    asking.join(30)
+    until(lambda: lifecycle.ended.total() == 2)
+    assert dict(lifecycle.ended) == {"finished": 1, "refused": 1}
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,18 @@ def test_a_log_that_cannot_be_written_is_counted() -> None:
         service.process.send_signal(signal.SIGHUP)  # what it says of it on standard output goes on
         ask(client, 5)
     assert service.process.returncode == 0
+
+
+def test_a_service_that_stops_logs_what_became_of_its_requests_and_nothing_else() -> None:
+    reader, writer = os.pipe()
+    with serving(writer) as (service, client):
+        os.close(writer)
+        ask(client, 1)
+    assert service.process.returncode == 0
+    with open(reader, "rb") as file:
+        *_, asked, last = [json.loads(line) for line in file.read().splitlines()]
+    assert (asked["path"], last["message"], last["level"]) == ("/score", "stopped", "info")
+    assert {name: last[name] for name in ("finished", "unfinished", "refused")} == dict.fromkeys(
+        ("finished", "unfinished", "refused"), 0
+    )
+    assert last["seconds"] >= 0

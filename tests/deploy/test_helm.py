@@ -136,6 +136,7 @@ def test_the_schema_is_up_to_date_with_the_options_of_serve() -> None:
 REFUSED = [
     ("options.max_qeue=3", "'max_qeue' not allowed"), ("options.port=9", "'port' not allowed"),
     ("options.api_key=abcdefghijklmnopqrst", "'api_key' not allowed"), ("options.threshold=2", "want 1"),
+    ("options.store=/probes", "does not match pattern"),
     ("options.deadline_s=0", "want 0"), ("options.drain_s=null", "drain_s"), ("options.shadow=one", "want array"),
     ("options.bundle={a b}", "does not match pattern"), ("replica=2", "'replica' not allowed"),
     ("gpus=two", "want integer"), ("image.digest=latest", "does not match pattern"),
@@ -207,6 +208,20 @@ def test_the_clusters_own_user_may_run_it_and_root_may_not(value: str, user: dic
 )
 def test_a_bundle_is_given_by_its_name_or_as_a_list(value: str, variable: str) -> None:
     assert p.variables(container(rendered(values=(value,))))["HALLUTRACER_BUNDLE"] == variable
+
+
+def test_the_values_that_the_page_shows_fetch_the_first_bundle_from_a_url(tmp_path: Path) -> None:
+    page = (ROOT / "deploy/README.md").read_text().split("### Your own model, on a GPU")[1]
+    shown, *_ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (mine := tmp_path / "mine.yaml").write_text(shown)
+    found = rendered(GPU, mine)
+    variables = p.variables(container(found))
+    assert (variables["HALLUTRACER_STORE"], variables["HALLUTRACER_BUNDLE"]) == ("hf://OWNER/my-probe", "my-probe")
+    mounts = {mount["mountPath"] for mount in container(found)["volumeMounts"]}
+    assert str(Path(variables["HALLUTRACER_STORE_CACHE"]).parent) in mounts  # the root file system is read-only
+    claims = [item["metadata"]["name"] for item in found if item["kind"] == "PersistentVolumeClaim"]
+    assert claims == ["hallutracer-huggingface"]
+    assert schema_errors(list(found), KUBERNETES[-1]) == []
 
 
 def test_an_image_by_digest_wins_over_the_tag() -> None:

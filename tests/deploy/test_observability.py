@@ -134,6 +134,16 @@ def test_an_alert_is_tested_and_leads_to_its_runbook_and_to_a_panel_of_what_it_r
         assert shown & ({"hallutracer_ready"} if name == "HalluTracerDown" else read(rule["expr"])), (name, panel)
 
 
+def test_no_rule_and_no_share_on_a_dashboard_mixes_services() -> None:
+    """One of many that fails whole must not vanish in the average of all."""
+    shares = [one.expression for one in QUERIES if " / " in one.expression or "histogram_quantile" in one.expression]
+    for expression in [rule["expr"] for rule in rules("expr")] + shares:
+        kept = [by for by in re.findall(r"\b(?:by|on) \((.*?)\)", expression) if not by.startswith("job, namespace")]
+        assert kept == [], expression
+        aggregations = re.findall(r"\b(?:sum|min|max|count|avg)\b(?! by \(job, namespace)", expression)
+        assert aggregations == [], expression
+
+
 def test_every_cause_of_a_void_guarantee_has_a_text_and_a_cure() -> None:
     [rule] = [rule for rule in rules("alert") if rule["alert"] == "HalluTracerPromiseVoid"]
     named = re.findall(r'eq \$labels\.cause\s+"(\w+)"', rule["annotations"]["description"])

@@ -18,6 +18,8 @@ from service.demo import MODEL_DIR
 from service.engines.base import Engine, EngineOptions
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
+from service.policies.guard import Action, Policy
+from service.policies.policy import Policies, Rule, built_in
 from service.scoring import Scorer
 from service.serving.judgement import Retrievals
 from service.serving.service import Service
@@ -52,6 +54,19 @@ async def serving(make: Callable[[], Engine], bundle: Bundle) -> AsyncIterator[t
     async with httpx.AsyncClient(transport=transport, base_url="http://service", timeout=60) as client:
         yield state, client
     await asyncio.to_thread(state.stop)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ruled", "gates"),
+    [("observe", None, 0), ("gate", None, 1), ("block", None, 1), ("observe", "gate", 1), ("observe", "observe", 0),
+     ("warn", None, 1)],
+)  # fmt: skip
+def test_a_gauge_says_whether_a_gate_is_configured(policy: str, ruled: str | None, gates: int) -> None:
+    """Not whether a caller may choose one: ``gate`` and ``block`` are always there to be chosen."""
+    rules = () if ruled is None else (Rule(policy=ruled, route="/classify"),)
+    known = Policies(built_in() | {"warn": Policy("warn", Action.ANNOTATE, None, "Take care.")}, rules)
+    state = Service(dict, settings=ServiceSettings(policy=policy), policies=known)
+    assert f"hallutracer_gate_configured {gates}.0" in state.metrics.render()[0].decode().splitlines()
 
 
 @pytest.mark.anyio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +33,11 @@ from tests.scripted_engine import ScriptedEngine
 vllm_or_skip()
 
 from vllm import SamplingParams  # noqa: E402
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels  # noqa: E402
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.utils.counter import AtomicCounter  # noqa: E402
 
 from service.judging.conversation import ConversationReader  # noqa: E402
 from service.serving.adapters import Adapters  # noqa: E402
@@ -185,7 +189,17 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
         return SimpleNamespace(outputs=lambda start: scorer.bundle.manifest.name)
 
     monkeypatch.setattr(generation, "Turn", named)
-    client, served = Client(), SimpleNamespace(lora_requests={})
+    client = Client()
+    served: Any = object.__new__(OpenAIServingModels)  # vLLM's own, whose route asks it for adapters
+    served.engine_client, served.lora_requests, served.registry = (
+        client,
+        {},
+        SimpleNamespace(is_base_model=lambda _: False),
+    )
+    served.lora_resolver_lock, served.lora_id_counter = defaultdict(asyncio.Lock), AtomicCounter(10)
+
+    def asked(name: str, folder: Path, **more: Any) -> LoadLoRAAdapterRequest:
+        return LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder), **more)
 
     def ask(adapter: Any, **xargs: Any) -> tuple[Any, str | None]:
         note = Note()
@@ -219,9 +233,15 @@ def test_the_plugin_reads_the_adapters_that_vllm_starts_with_and_loads(
         assert await client.add_lora(other)
         assert client.loaded == ["later", "other"]
         assert ask(later) == ("adapted", None)
+        with pytest.raises(HTTPException, match="400: a bundle reads the adapter 'terse'"):
+            await served.load_lora_adapter(asked("terse", made.other, load_inplace=True))
+        again = await served.load_lora_adapter(asked("terse", made.other))
+        assert (again.error.code, client.loaded) == (400, ["later", "other"])
         with pytest.raises(EngineError, match="a bundle reads the adapter 'later'"):
             await client.add_lora(made.request(3, "later", made.other, load_inplace=True))
         assert ask(later) == ("adapted", None)
+        assert "Success" in await served.load_lora_adapter(asked("new", made.other, load_inplace=True))
+        client.loaded.remove("new")
         await client.add_lora(made.request(2, "other", made.terse, load_inplace=True))  # which none has read
         assert client.loaded == ["later", "other", "other"]
         for replaced in (other, made.request(2, "other", made.terse, load_inplace=True)):
@@ -243,7 +263,7 @@ def test_an_adapter_that_vllm_loads_while_it_runs_is_read_from_then_on(
     async def scenario() -> None:
         guard, client = HalluTracerPlugin(), Client()
         guard.attach_router(FastAPI())
-        state = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}))
+        state = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}, load_lora_adapter=None))
         await guard.init_state(client, state, Namespace())
         assert await client.add_lora(made.request())  # waits until the model itself is read
         names = [one.bundle.manifest.name for one in guard.service.catalogue.scorers]

@@ -156,7 +156,7 @@ def test_vllms_server_judges_each_adapter_by_its_own_bundle(made: Made, tmp_path
         check("later", "adapted", made.adapted)
         load = {"lora_name": "later", "lora_path": str(made.other), "load_inplace": True}
         answer = client.post("/v1/load_lora_adapter", json=load)
-        assert answer.status_code == 500
+        assert answer.status_code == 400
         assert "a bundle reads the adapter 'later'" in answer.text
         check("later", "adapted", made.adapted)
         load = {"lora_name": "other", "lora_path": str(made.terse), "load_inplace": True}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
+import re
 import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +26,8 @@ from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
 from service.demo import MODEL_DIR
 from service.errors import HalluTracerError
 from service.judging.guarantee import Shape, shape_of
-from service.vllm_plugin import load
+from service.serving.metrics import Metrics
+from service.vllm_plugin import front_end, load
 from service.vllm_plugin.engine_gate import open_gate
 from service.vllm_plugin.front_end import GROUPS, name_plugins, unguarded
 from service.vllm_plugin.middleware import RiskNotes
@@ -190,6 +195,33 @@ def test_a_guard_that_cannot_be_loaded_ends_the_process_each_time(monkeypatch: p
         check_vllm()
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"BUNDLE": "none-such"}, "none-such"),
+        ({"BUNDLE": "demo", "POLICY": "gaet"}, "no policy 'gaet'"),
+        ({"POLICY": "gate"}, "HALLUTRACER_POLICY=gate is set and HALLUTRACER_BUNDLE is not"),
+    ],
+)
+def test_what_ends_a_start_is_in_vllms_log_with_time_and_level(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    vllms, out = logging.getLogger("vllm"), io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))  # as vLLM's
+    monkeypatch.setattr(vllms, "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a program's own, which would get it, too
+    monkeypatch.setattr(front_end, "log", logging.Logger("hallutracer"))
+    monkeypatch.delenv("HALLUTRACER_BUNDLE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HALLUTRACER_{name}", value)
+    with pytest.raises(SystemExit, match="^hallutracer: "):
+        front_end._options() if "BUNDLE" in variables else front_end._refuse_missing_bundle()
+    [line] = out.getvalue().splitlines()
+    assert re.match(r"CRITICAL \d\d-\d\d [\d:]{8} hallutracer: ", line)
+    assert said in line
+
+
 def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) -> Note:
     """The note of a request whose body comes in ``parts``; ``held``: the memory once the app has read it."""
 
@@ -209,8 +241,37 @@ def noted(path: str, parts: Iterator[Message], held: list[int] | None = None) ->
 
     found: list[Note] = []
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-    asyncio.run(RiskNotes(app, refuses=lambda: True)(scope, receive, send))
+    asyncio.run(RiskNotes(app, Metrics(), refuses=lambda: True)(scope, receive, send))
     return found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "counted"),
+    [("/v1/chat/completions", 200, "200"), ("/v1/messages", 503, "503"), ("/v1/completions", None, "500"),
+     ("/tokenize", 200, None), ("/v1/risk/score", 200, None)],
+)  # fmt: skip
+def test_requests_for_answers_are_counted_by_status(path: str, status: int | None, counted: str | None) -> None:
+    """Those of our own route are counted where it is served."""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if status is None:
+            raise RuntimeError("vLLM's own")
+        await Response(status_code=status)(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        pass
+
+    metrics = Metrics()
+    with suppress(RuntimeError):
+        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+        asyncio.run(RiskNotes(app, metrics, refuses=lambda: False)(scope, receive, send))
+    lines = [line for line in metrics.render()[0].decode().splitlines() if line.startswith("hallutracer_http_requests")]
+    ones = [] if counted is None else [f'hallutracer_http_requests_total{{status="{counted}"}} 1.0']
+    assert [line for line in lines if not line.endswith(" 0.0")] == ones
+    assert "hallutracer_requests_in_flight 0.0" in metrics.render()[0].decode().splitlines()
 
 
 def test_only_a_completion_s_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

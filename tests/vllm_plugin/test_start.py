@@ -87,7 +87,7 @@ class Server:
         guard.attach_router(FastAPI())
 
         async def scenario() -> None:
-            models = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}))
+            models = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={}, load_lora_adapter=None))
             await guard.init_state(self.client, models, self.arguments)
             assert guard._loading is not None
             await guard._loading

@@ -212,6 +212,7 @@ POINTS = [
     Point("plugin", "plugins/endpoint_plugins/interface.py", "EndpointPlugin", has="name required_tasks"),
     Point("plugin", "plugins/endpoint_plugins/interface.py", "EndpointPlugin.attach_router", "app"),
     Point("plugin", "plugins/endpoint_plugins/interface.py", "EndpointPlugin.init_state", "engine_client state args"),
+    Point("plugin", "entrypoints/openai/models/serving.py", "OpenAIServingModels.load_lora_adapter", "request"),
     Point("middleware", "entrypoints/openai/chat_completion/protocol.py", "ChatCompletionRequest", has=(
         "messages continue_final_message add_generation_prompt chat_template chat_template_kwargs add_special_tokens "
         "truncate_prompt_tokens kv_transfer_params vllm_xargs use_beam_search")),
