@@ -38,7 +38,7 @@ Signal = Literal["depth_mean", "log_max_prob", "entropy", "passage", "stated", "
 FIRST_TOKEN_SIGNALS: tuple[Signal, Signal] = ("log_max_prob", "entropy")
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 SiteName = Literal["attention_head", "residual_stream"]
-LogitScale = Literal["unit_norm", "standardized", "weighted"]  # no trainer makes the last one any more
+LogitScale = Literal["unit_norm", "standardized", "joint", "weighted"]  # no trainer makes the last one any more
 Digest = Annotated[Text, matching(DIGEST, "sha256: and 64 hex digits")]
 LOCAL = "local"  # the revision of a folder or file, which has no commit
 

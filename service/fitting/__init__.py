@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from probes_store.manifest import FIRST_TOKEN_SIGNALS
 
-LogitScale = Literal["unit_norm", "standardized"]
+LogitScale = Literal["unit_norm", "standardized", "joint"]
 ClassBalance = Literal["weights", "downsample"]
 
 DEPTH_MEAN: Final = "depth_mean"

@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 from probes_store.records import CONTEXT_SIGNALS
 from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
 from service.fitting.folds import group_folds
+from service.fitting.joint import joined
 from service.fitting.probes import (
     ActivationArray,
     Floats,
@@ -40,6 +41,7 @@ class OutOfFold(NamedTuple):
 
     unit_norm: Floats  # [seeds, n, m]
     standardized: Floats  # [seeds, n, m] each logit over its own fold's within-class training deviation
+    joint: Floats  # [seeds, n, m] by directions that are fitted together; NaN where the cross-fit has none
     best_head: Floats  # [seeds, n] the logit of the fold's single best head
 
 
@@ -75,7 +77,8 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Args:
         C: Inverse strength of the probes' penalty, or "auto": the best of ``c_grid`` by ``inner_folds`` folds.
         c_grid: What "auto" chooses from.
-        logit_scale: What a layer's logit is divided by: "unit_norm" (the paper) or "standardized".
+        logit_scale: "unit_norm" (the paper), "standardized" (each layer's logit over its deviation), or "joint": all
+            layers' directions from one regression, at the heads chosen by the paper's rule.
         class_balance: Of the probe fits: "weights", or "downsample" the larger class.
         folds: Of the cross-fit whose out-of-fold depth means the classifier is fitted on.
         inner_folds: Of the choice of C.
@@ -165,10 +168,16 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         ``fold``: for a part of the data, whose probes are never served, a layer may lack a direction.
         Raises NoDirection (not with ``fold``), TrainingError."""
         rows = np.arange(len(readouts.label)) if rows is None else rows
+        rules = {self.logit_scale, *scales}
+        test = rows if test is None else test
         self.C_, self.c_search_ = self.choose_c(readouts, group, rows, self.seeds[0], must=not fold)
-        self.cross_fit_ = self.cross_fit(readouts, group, rows, self.C_)
-        self.probes_ = self.refit(readouts, rows, rows if test is None else test, self.C_, zero_layers=fold)
-        self.scaled_ = {rule: self._scaled(rule) for rule in {self.logit_scale, *scales}}
+        self.cross_fit_ = self.cross_fit(readouts, group, rows, self.C_, joint="joint" in rules)
+        fit = self.refit(readouts, rows, test, self.C_, zero_layers=fold)
+        task, together = Task(rows, test, self.C_), fit
+        if "joint" in rules:
+            together = joined(readouts, task, fit, self.class_balance, zero_layers=fold)
+        self.probes_ = together if self.logit_scale == "joint" else fit
+        self.scaled_ = {rule: _scaled(rule, self.cross_fit_, together if rule == "joint" else fit) for rule in rules}
         own = self.scaled_[self.logit_scale]
         self.out_of_fold_, self.scale_ = own.out_of_fold, own.scale
         return self
@@ -213,20 +222,25 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             fit_probes(readouts, tasks, **options)
         return ChosenC(max(grid) if best is None else best[1], table)
 
-    def cross_fit(self, readouts: Readouts, group: Index, rows: Index, c: float) -> OutOfFold:
-        """Return logits of ``rows`` [n], in their order, for each seed; zeros where a fold's layer has no direction."""
+    def cross_fit(self, readouts: Readouts, group: Index, rows: Index, c: float, *, joint: bool = False) -> OutOfFold:
+        """Return logits of ``rows`` [n], in their order, for each seed; zeros where a fold's layer has no direction.
+        ``joint``: also those of directions that are fitted together."""
         pairs = [
             (place, train, test)
             for place, seed in enumerate(self.seeds)
             for train, test in group_folds(readouts.label, group, rows, self.folds, seed, what="cross-fit fold")
         ]
-        fits = self._fit(readouts, [Task(train, test, c) for _, train, test in pairs], zero_layers=True)
+        tasks = [Task(train, test, c) for _, train, test in pairs]
+        fits = self._fit(readouts, tasks, zero_layers=True)
         where = np.full(len(readouts.label), -1)
         where[rows] = np.arange(len(rows))
         unit = np.full((len(self.seeds), len(rows), readouts.file.geometry.num_layers), np.nan)
-        crossed = OutOfFold(unit, unit.copy(), unit[:, :, 0].copy())
-        for (place, _, test), fit in zip(pairs, fits, strict=True):
+        crossed = OutOfFold(unit, unit.copy(), unit.copy(), unit[:, :, 0].copy())
+        for (place, _, test), task, fit in zip(pairs, tasks, fits, strict=True):
             at = place, where[test]
+            if joint:
+                together = joined(readouts, task, fit, self.class_balance, zero_layers=True)
+                crossed.joint[at] = together.standardized
             crossed.unit_norm[at], crossed.standardized[at] = fit.trajectory, fit.standardized
             crossed.best_head[at] = fit.trajectory[:, fit.best_layer]
         return crossed
@@ -239,11 +253,12 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         options: dict[str, Any] = {"balance": self.class_balance, "jobs": self.n_jobs, "zero_layers": zero_layers}
         return fit_probes(readouts, tasks, retry_larger_c=True, **options)
 
-    def _scaled(self, rule: LogitScale) -> ScaledLogits:
-        crossed, refitted = self.cross_fit_, self.probes_
-        if rule == "unit_norm":
-            return ScaledLogits(crossed.unit_norm, refitted.trajectory, np.ones_like(refitted.scale))
-        return ScaledLogits(crossed.standardized, refitted.standardized, refitted.scale)
+
+def _scaled(rule: LogitScale, crossed: OutOfFold, refitted: ProbeFit) -> ScaledLogits:
+    if rule == "unit_norm":
+        return ScaledLogits(crossed.unit_norm, refitted.trajectory, np.ones_like(refitted.scale))
+    out_of_fold = crossed.joint if rule == "joint" else crossed.standardized
+    return ScaledLogits(out_of_fold, refitted.standardized, refitted.scale)
 
 
 def fit_classifier(signals: Floats, label: Labels) -> FinalClassifier:

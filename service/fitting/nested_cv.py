@@ -23,6 +23,7 @@ from service.fitting.estimator import DepthMeanProbe, FinalClassifier, extra_sig
 from service.fitting.folds import OuterFold, outer_folds
 from service.fitting.probes import Floats, Index, Readouts
 from service.fitting.recalibration import cox_line
+from service.readout import Site
 
 FUSED: tuple[Signal, ...] = (DEPTH_MEAN, *FIRST_TOKEN)
 SCALES: tuple[LogitScale, ...] = get_args(LogitScale)
@@ -49,6 +50,11 @@ PROTOCOL = {
     "best_head": "the head with the best training AUROC (the ITI rule)",
     "best_layer": "the layer whose selected head has the best inner out-of-fold AUROC",
 }
+
+
+def scales_at(site: Site) -> tuple[LogitScale, ...]:
+    """Return the rules of ``logit_scale`` there: the residual streams of all layers are too many columns at once."""
+    return SCALES if site is Site.ATTENTION_HEAD else tuple(scale for scale in SCALES if scale != "joint")
 
 
 class FoldScores(NamedTuple):
@@ -206,7 +212,8 @@ def probe_columns(
     group [n], first_token [n, 2]; ``probe`` has the options.  Without ``prompts`` none of ``CONTEXT_NAMES``."""
     folds = probe.inner_folds
     inner = clone(probe).set_params(folds=folds, seeds=(seed,), logit_scale="unit_norm")
-    inner.fit_readouts(readouts, group, train, test, scales=SCALES, fold=True)
+    scales = scales_at(readouts.file.site)
+    inner.fit_readouts(readouts, group, train, test, scales=scales, fold=True)
     kinds: list[tuple[Signal, ...]] = [(DEPTH_MEAN,), FUSED]
     context = None
     # ``folds`` groups of each class are fewer than ``LEAST``, which all rows have where the run reads the context.
@@ -217,7 +224,7 @@ def probe_columns(
     columns: Columns = []
     for names in kinds:
         extra = extra_signals(names, first_token, context)
-        for scale in SCALES:
+        for scale in scales:
             scaled = inner.scaled_[scale]
             sides = (scaled.out_of_fold[0], train), (scaled.trajectory, test)
             of_train, of_test = (signal_matrix(side, None if extra is None else extra[rows]) for side, rows in sides)

@@ -34,7 +34,7 @@ DECISIONS = {
     "e_aurc": "E-AURC", "caught_at_5": "caught at 5 %", "caught_at_10": "caught at 10 %",
     "caught_at_20": "caught at 20 %",
 }  # fmt: skip
-_SCALES = {"unit_norm": "unit norm", "standardized": "standardised"}
+_SCALES = {"unit_norm": "unit norm", "standardized": "standardised", "joint": "fitted together"}
 _READ = {
     "fused": "fused: depth mean ({}) and first token",
     "context": "depth mean ({}), passage and its answer",
@@ -43,6 +43,7 @@ _READ = {
 SIGNALS = {
     "bundle": "this bundle", "depth_mean_unit_norm": "depth mean, unit norm (the paper's rule)",
     "depth_mean_standardized": "depth mean, standardised logits",
+    "depth_mean_joint": "depth mean, directions fitted together",
     **{f"{kind}_{scale}": text.format(word) for kind, text in _READ.items() for scale, word in _SCALES.items()},
     "best_head": "best single head", "best_layer": "best single layer",
     "first_token_max_prob": "first-token maximum probability", "first_token_entropy": "first-token entropy",

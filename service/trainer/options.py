@@ -242,7 +242,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     readout: Annotated[SiteName, option(
         "attention_head is the paper's default.")] = "attention_head"  # where a_l is taken (Eq. readout)  # fmt: skip
     logit_scale: Annotated[LogitScale, option(
-        "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation."
+        "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; joint "
+        "fits the directions of all layers together, which reads less of a question's wording."
     )] = "unit_norm"  # fmt: skip
     signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
     class_balance: Annotated[ClassBalance, option("In the probe fit only.")] = "weights"

@@ -244,7 +244,7 @@ def plot_data(
             "first-token probability": "first_token_max_prob", "prompt length": "prompt_length",
         }  # fmt: skip
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
-    units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std"}
+    units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "joint": "log odds"}
     return PlotData(
         inputs.label, inputs.group, risks, class_mean, class_std, layers, means, logit_unit=units[options.logit_scale],
         own=own, threshold=threshold, ranking_only=("prompt length",),

@@ -64,7 +64,7 @@ def test_the_larger_class_is_the_factual_one_whatever_its_name() -> None:
     assert np.mean(by_name.predict(rows) == names) > 0.7
 
 
-@pytest.mark.parametrize("scale", ["unit_norm", "standardized"])
+@pytest.mark.parametrize("scale", ["unit_norm", "standardized", "joint"])
 def test_a_layer_s_logit_is_that_of_its_served_probe(scale: str) -> None:
     rows, label = signal()
     probe = DepthMeanProbe(0.3, seeds=(0, 1), logit_scale=scale).fit(rows, label)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def test_columns_of_the_nested_classifiers_are_out_of_fold() -> None:
     inside = probe.refit(given.readouts, train, train, 1.0).trajectory.mean(axis=1)
     assert auroc(given.label[train], inside) > 0.75
     _, found = columns(given, train, np.arange(260, 300), probe)
-    assert len(found) == 6
+    assert len(found) == 8
     for name, (of_train, _) in found:
         assert 0.35 < auroc(given.label[train], of_train[:, 0]) < 0.65, name
         assert np.all(np.isfinite(of_train))
@@ -114,7 +114,7 @@ def test_the_nested_evaluation_finds_a_signal_and_none_where_there_is_none() -> 
         signals = found.document["signals"]
         assert tuple(signals) == tuple(name for name in NAMES if name not in CONTEXT_NAMES)
         assert len(found.document["folds"]) == 3
-        for name in ("depth_mean_unit_norm", "depth_mean_standardized", "fused_unit_norm"):
+        for name in ("depth_mean_unit_norm", "depth_mean_standardized", "depth_mean_joint", "fused_unit_norm"):
             assert low <= signals[name]["auroc"]["mean"] <= high
             assert signals[name]["auroc_within_kind"] is not None
             assert np.all(np.isfinite(found.risk[name]))
