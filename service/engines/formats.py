@@ -205,6 +205,8 @@ class Compiled:
     def __init__(self, channel: socket.socket, waiting: Waiting) -> None:
         self.waiting = waiting
         self._channel, self.closed = channel, False
+        # No __del__: while one runs, another thread would still get this from ``Grammars._live``.
+        finalize(self, channel.close)
         self._numbers = count()
         self._replies: dict[int, list[tuple[int, bytes]]] = {}  # by answer, what came while another was waited for
 
@@ -255,9 +257,6 @@ class Compiled:
         self.closed = True
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-
-    def __del__(self) -> None:
-        self._channel.close()
 
 
 class Grammars:

@@ -34,7 +34,8 @@ class JointFit(NamedTuple):
 
     def trajectory(self, activations: NDArray[np.float32]) -> Floats:
         """Return each layer's truth logit, not yet divided by its scale: activations [n, m, d], [n, m]."""
-        return np.einsum("nmd,md->nm", activations, self.direction, dtype=np.float64) + self.bias
+        logits: Floats = np.einsum("nmd,md->nm", activations, self.direction, dtype=np.float64) + self.bias
+        return logits
 
 
 def joined(readouts: Readouts, task: Task, fit: ProbeFit, balance: ClassBalance, *, zero_layers: bool) -> ProbeFit:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -231,6 +232,29 @@ def test_what_costs_too_much_to_compile_is_refused_and_leaves_nothing(
         prepared(grammars, COSTLY[name])
     assert refused.value.param == "response_format"
     until(lambda: not processes(grammars))
+
+
+def test_a_format_that_nobody_uses_any_more_is_not_given_to_another_request(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_while_closing = list[int]()
+
+    class Channel(socket.socket):
+        def close(self) -> None:
+            known_while_closing.append(len(list(grammars._live.items())))
+            super().close()
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = real_pair()
+        return Channel(fileno=ours.detach()), theirs
+
+    prepared(grammars, {"const": "the process of all formats runs"})
+    gc.collect()
+    real_pair = socket.socketpair
+    monkeypatch.setattr(socket, "socketpair", pair)
+    prepared(grammars, {"const": "used once"})
+    until(lambda: len(known_while_closing) == 1)
+    assert known_while_closing == [0]
 
 
 @pytest.mark.parametrize(("cpu_s", "memory"), [(60.0, 32 << 20), (0.3, 4 << 30)])

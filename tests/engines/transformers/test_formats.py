@@ -35,12 +35,16 @@ def engine() -> TransformersEngine:
 
 def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion]:
     """All at once, through the scheduler: they share the steps of decoding."""
-    served, together = Scheduled(engine), list[int]()
-    step = engine.step_together
+    served, together, arrived = Scheduled(engine), list[int](), list[Any]()
+    step, add, next_batch = engine.step_together, served._queue.add, served._queue.next_batch
 
     def noted(continuations: Any) -> None:
         together.append(len(continuations))
         step(continuations)
+
+    def added(request: Any) -> None:
+        arrived.append(request)
+        add(request)
 
     async def one(number: int, sampling: Sampling) -> Completion:
         found: Completion | None = None
@@ -55,6 +59,9 @@ def answers(engine: TransformersEngine, *samplings: Sampling) -> list[Completion
         return await asyncio.gather(*(one(number, sampling) for number, sampling in enumerate(samplings)))
 
     engine.step_together = noted  # type: ignore[method-assign]
+    served._queue.add = added  # type: ignore[method-assign]
+    # Until all are there none begins: the first would have ended before the last has come.
+    served._queue.next_batch = lambda: next_batch() if len(arrived) == len(samplings) else []  # type: ignore[method-assign]
     try:
         found = asyncio.run(every())
     finally:
