@@ -167,7 +167,8 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
     before = (run / "train-000.labels.jsonl").read_bytes()
     export(folder, run, to)
     prefix = gzipped(tmp_path / "demo-crossed-rows.jsonl.gz")
-    assert {row["id"] for row in prefix} <= {row["id"] for row in ASKED[:5]} - {ASKED[1]["id"]}
+    names = {row["id"].replace("+plain", "+wording_plain"): row for row in ASKED}
+    assert {row["id"] for row in prefix} <= {*names} - {"facts/capital:L1+wording_plain"}
     answer(folder, run, "demo", limit=None)
     assert (run / "train-000.labels.jsonl").read_bytes() == before
     monkeypatch.setattr(crossed_rows.library, "load_engine", None)
@@ -179,7 +180,7 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
     for row in rows[:-1]:
         assert row["label"] == 0
         assert row["answer"]
-        assert row["messages"] == next(asked["messages"] for asked in ASKED if asked["id"] == row["id"])
+        assert row["messages"] == names[row["id"]]["messages"]
     assert {row["id"].partition(" ")[0] for row in gzipped(tmp_path / "demo-crossed-test-rows.jsonl.gz")} <= {"test"}
     lengths = {path.name for path in run.iterdir() if path.is_dir()}
     assert lengths == {
@@ -189,3 +190,10 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
         f"test-000-{ANSWER_TOKENS}",
     }
     assert "3 of 3 chunks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["smollm2", "qwen2.5-coder-1.5b"])
+def test_the_rows_of_a_model_are_one_training_file(model: str) -> None:
+    files = [Path("docs") / f"{model}{part}-rows.jsonl.gz" for part in ("", "-crossed", "-crossed-test")]
+    names = [row["id"] for file in files for row in gzipped(file)]
+    assert len(names) == len(set(names))
