@@ -338,7 +338,7 @@ def better_options(inputs: Inputs, nested: Evaluation, own: str) -> Iterator[str
     kinds = ("context", "fused_context") if own in CONTEXT_NAMES else ("depth_mean", "fused")  # what flags would read
     for kind, signals in zip(kinds, ("depth_mean", "depth_mean,first_token"), strict=True):
         for scale in _SCALES:
-            if (name := f"{kind}_{scale}") == own:
+            if (name := f"{kind}_{scale}") == own or name not in nested.tests:
                 continue
             found = gain(inputs.label, inputs.group, nested.tests[name], nested.tests[own])
             if found.low > 0:

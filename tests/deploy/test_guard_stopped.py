@@ -69,4 +69,4 @@ def test_a_service_that_cannot_read_answers_nothing_whatever_its_policy(
     with patch.object(service.state.lifecycle, "error", OSError("the engine is gone")):
         refused = httpx.post(f"{service.url}{path}", json=body, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
-    assert refused.headers["retry-after"]
+    assert "retry-after" not in refused.headers, "an engine that has failed does not come back by waiting"

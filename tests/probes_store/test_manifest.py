@@ -146,6 +146,8 @@ def test_unknown_and_missing_fields_and_files() -> None:
             del at(edited, path)[field]
             if (*path, field) == ("answer",):  # the one record that may be absent; then its file is unknown
                 refuses(UnknownField, "files.answer.safetensors", edited)
+            elif (*path, field) == ("guarantee_strata",):  # of bundles before there were any
+                assert read_manifest(reseal(edited)).guarantee_strata is None
             else:
                 refuses(MissingField, ".".join((*path, field)), edited)
     files, record = DOCUMENT["files"], {"bytes": 1, "sha256": "0" * 64}

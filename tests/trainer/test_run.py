@@ -369,7 +369,11 @@ class OneLayer(PlantedEngine):
 def test_an_option_that_would_gain_is_named(tmp_path: Path) -> None:
     _, console = run(tmp_path, OneLayer(1.0), folds=2)
     gains = [line for line in console.lines if line.startswith("--logit-scale ")]
-    assert [line.partition(" gains ")[0] for line in gains] == ["--logit-scale standardized --signals depth_mean"]
+    assert [line.partition(" gains ")[0] for line in gains] == [
+        "--logit-scale standardized --signals depth_mean",
+        "--logit-scale joint --signals depth_mean",
+        "--logit-scale joint --signals depth_mean,first_token",
+    ]
 
 
 class ConstantEngine(PlantedEngine):
