@@ -235,8 +235,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         "Held-out rows, scored with the final bundle and used for nothing else.")] = None  # fmt: skip
     labels: GeneratedLabels = "given"
     forms: Annotated[str | None, option(
-        "Forms of conversation that questions are asked in.  mixture: all, by weight, and requests that ask for no "
-        "fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  Default: "
+        "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter of the questions in "
+        "three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  Default: "
         "mixture; none with given labels, which belong to the prompts as they are.",
         metavar="NAMES")] = None  # fmt: skip
     readout: Annotated[SiteName, option(

@@ -14,6 +14,8 @@ import numpy as np
 from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
 from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_said
+from service.data.forms.crossed import held_out_families, in_wordings, training_families
+from service.data.forms.several import no_fact_rows
 from service.data.forms.tasks import task_rows
 from service.data.judges import normalise, parts_of
 from service.data.run_folder import IN_FORMS
@@ -33,6 +35,9 @@ ASKED_ALONE = 600  # questions whose own answers stand in earlier turns; more wo
 WITH_OWN_ANSWERS = ("turn_own", "turns_own")
 ANSWERS, PATTERNS = "answers", "patterns"  # the latter are a judge's alone: no passage and no earlier turn states them
 TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and so many at least
+LIKE_QUESTIONS = 1 / 3  # of these requests: key words and follow-ups that look like questions
+REWORDED, WORDINGS_EACH = 0.25, 3  # questions that are asked in other wordings, too: a share of them, and in how many
+LONGEST_REWORDED = 240  # characters of a question whose wordings are made by rule
 
 
 def draw_sample(
@@ -181,9 +186,13 @@ def _in_forms(
     made += in_forms(left, [FORMS["lone"]])  # no form fits them, and to lose them would help nobody
     if left:
         console.print(f"{len(left):,} rows of {dataset.path.name} fit none of the forms and are asked alone")
-    mixture = options.wanted_forms == (MIXTURE,) and fits.prompt_format == "chat"
-    if name == "train" and mixture and not len(dataset.others):
-        tasks = task_rows(max(LEAST_TASKS, round(TASKS * len(dataset))), seed)
+    mixture = options.wanted_forms == (MIXTURE,)
+    if mixture:
+        made += _reworded(rows, made, name, seed, fits)
+    if name == "train" and mixture and fits.prompt_format == "chat" and not len(dataset.others):
+        count = max(LEAST_TASKS, round(TASKS * len(dataset)))
+        alike = round(LIKE_QUESTIONS * count)
+        tasks = [*task_rows(count - alike, seed), *no_fact_rows(alike, (), seed)]
         made += [row for row in tasks if fits.takes(row["messages"])]
     made = [{ANSWERS if name == PATTERNS else name: value for name, value in row.items()} for row in made]
     path = options.folder / IN_FORMS.format(name)
@@ -195,6 +204,19 @@ def _in_forms(
     console.print(f"{len(result.asking):,} rows of {dataset.path.name} in {len(forms_met)} forms"
                   + (f", and {added:,} requests that ask for no fact" if added else "") + f": {path}")  # fmt: skip
     return result
+
+
+def _reworded(
+    rows: Sequence[dict[str, Any]], made: Sequence[dict[str, Any]], name: str, seed: int, fits: Fits
+) -> list[dict[str, Any]]:
+    """Return some questions again, each in several wordings: a probe that meets each question in a single one may take
+    the wording for knowledge.  Held-out rows have wordings that no training row has."""
+    asking = [row for row in rows if len(row.get("prompt", "")) in range(1, LONGEST_REWORDED) and "applies" not in row]
+    drawn = random.Random(f"{seed} reworded").sample(asking, round(REWORDED * len(asking)))
+    families = training_families() if name == "train" else held_out_families()
+    taken = {row["messages"][0]["content"] for row in made if len(row.get("messages", ())) == 1}
+    wordings = in_wordings(drawn, families, per_row=WORDINGS_EACH, seed=seed, taken=taken)
+    return [row for row in wordings if fits.takes(row["messages"], fits.reserve)]
 
 
 def _said(options: TrainOptions, dataset: Dataset, folder: str, fits: Fits) -> dict[str, str]:

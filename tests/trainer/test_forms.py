@@ -12,6 +12,7 @@ import pytest
 
 from probes_store.store import Store
 from service.data.forms import FORMS, is_one_message
+from service.data.forms.crossed import held_out_families
 from service.data.training_rows import read_dataset
 from service.engines.base import Extraction
 from service.engines.chat import check_turns
@@ -56,6 +57,10 @@ def in_forms(folder: Path, name: str = "train") -> Rows:
     return lines(folder / "run" / f"{name}-forms.jsonl")
 
 
+def reworded(row: dict[str, Any]) -> bool:
+    return str(row["form"]).startswith("wording_")
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder of a run with everything by default, and what it printed."""
@@ -67,8 +72,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, list[str]]) -> None:
     folder, told = mixed
     rows = in_forms(folder)
-    asking, tasks = [row for row in rows if "answers" in row], [row for row in rows if "answers" not in row]
-    assert (len(asking), len(tasks)) == (240, 200)
+    tasks, worded = [row for row in rows if "answers" not in row], [row for row in rows if reworded(row)]
+    asking = [row for row in rows if "answers" in row and not reworded(row)]
+    assert (len(asking), len(worded), len(tasks)) == (240, 180, 200)
     assert all(row["form"] == "task" and row["applies"] is False for row in tasks)
     counts = Counter(row["form"] for row in asking)
     assert len(counts) > 20
@@ -76,13 +82,29 @@ def test_generated_labels_are_asked_in_a_mixture_by_default(mixed: tuple[Path, l
     own = next(row for row in asking if row["form"] == "turn_own")
     assert own["messages"][1]["content"] in said
     data = Store(folder / "store").load("planted").evaluation()["data"]
+    counts.update(row["form"] for row in worded)
     assert data["forms"] == dict(sorted(counts.items())) | {"task": 200}
-    assert (data["rows"], data["others"]) == (240, 200)
-    assert data["factual"] + data["hallucinated"] + data["left_out"] == 240
-    [line] = [line for line in told if line.startswith("240 rows of rows.jsonl in")]
-    assert line.startswith(f"240 rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact")
+    assert (data["rows"], data["others"]) == (420, 200)
+    assert data["factual"] + data["hallucinated"] + data["left_out"] == 420
+    [line] = [line for line in told if line.startswith("420 rows of rows.jsonl in")]
+    assert line.startswith(f"420 rows of rows.jsonl in {len(counts)} forms, and 200 requests that ask for no fact")
     before = {row["id"]: row["group"] for row in questions()}
-    assert all(row["group"] == before[row["id"].partition("+")[0]] for row in asking)  # kept whatever the form
+    assert all(row["group"] == before[row["id"].partition("+")[0]] for row in (*asking, *worded))  # whatever the form
+    kinds = Counter(row["kind"] for row in tasks)
+    assert kinds["task/key_words"] + kinds["task/after_request"] > 10, "they look like questions of fact"
+
+
+def test_some_questions_are_asked_in_three_wordings_and_held_out_ones_in_others(mixed: tuple[Path, list[str]]) -> None:
+    folder, _ = mixed
+    rows = {name: [row for row in in_forms(folder, name) if reworded(row)] for name in ("train", "test")}
+    asked = Counter(row["id"].partition("+")[0] for row in rows["train"])
+    assert (len(asked), set(asked.values())) == (60, {3}), "a quarter of 240"
+    assert len({row["form"] for row in rows["train"]}) > 10
+    assert {row["form"] for row in rows["test"]} <= {f"wording_{family.name}" for family in held_out_families()}
+    assert len(rows["test"]) > 25
+    texts = [row["messages"][0]["content"] for name in ("train", "test") for row in in_forms(folder, name)
+             if len(row["messages"]) == 1 and "answers" in row]  # fmt: skip
+    assert len(texts) == len(set(texts))
 
 
 def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, list[str]]) -> None:
@@ -99,7 +121,7 @@ def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, l
                      for one in (file, f"run/{name}-forms.jsonl"))  # fmt: skip
         assert (record["file"], record["digest"]) == (file, own)
         assert own != made
-    assert bundle.manifest.training.rows == 240
+    assert bundle.manifest.training.rows == 420
 
 
 def test_the_same_run_again_reads_nothing_and_gives_the_same_bundle(mixed: tuple[Path, list[str]]) -> None:
@@ -149,7 +171,7 @@ def test_conversations_stay_as_they_are_and_rows_that_do_not_apply_bring_no_othe
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "x"}]
     poem = {"id": "t", "prompt": "Write a poem.", "applies": False}
     run(tmp_path, Roomy(), [*questions(), {"id": "c", "messages": chat, "answers": ["Paris"]}, poem], **MIXED)
-    found = {row["id"]: row for row in in_forms(tmp_path)}
+    found = {row["id"]: row for row in in_forms(tmp_path) if not reworded(row)}
     assert len(found) == 242
     assert (found["c"]["messages"], found["c"]["form"]) == (chat, "messages")
     assert (found["t"]["form"], found["t"]["prompt"]) == ("task", "Write a poem.")
@@ -172,7 +194,7 @@ def test_what_is_too_long_for_the_model_takes_another_form(tmp_path: Path) -> No
     bundle, console = run(tmp_path, PlantedEngine(max_tokens=limit), questions(), **MIXED)
     forms = bundle.evaluation()["data"]["forms"]
     assert not {"context_1k", "context_4k"} & set(forms)
-    assert sum(count for name, count in forms.items() if name != "task") == 240
+    assert sum(count for name, count in forms.items() if name in FORMS) == 240
     assert 0 < forms["task"] < 200
     [line] = [line for line in console.lines if line.startswith(f"beyond the model's {limit} tokens")]
     assert "context_1k" in line
@@ -194,7 +216,8 @@ def test_without_a_template_a_form_is_one_message(tmp_path: Path, how: str) -> N
     bundle, console = run(tmp_path, engine, questions(), **options)
     rows = in_forms(tmp_path)
     assert all("prompt" in row and "messages" not in row for row in rows)
-    forms = {row["form"] for row in rows}
+    forms = {row["form"] for row in rows if not reworded(row)}
+    assert any(map(reworded, rows))
     assert forms <= {name for name, form in FORMS.items() if is_one_message(form)}
     assert len(forms) > 8
     assert bundle.manifest.prompt_format == "text"

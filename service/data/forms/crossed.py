@@ -2,8 +2,7 @@
 
 ``relations.toml`` holds the wordings.  A row that names its ``relation`` and its ``subject`` is worded in phrases,
 questions and key words of that relation; any other question is changed by rule.  A family is a set of frames that look
-alike; the families that are held out are for test rows alone.  The texts of ``in_forms`` do not come from here: a
-mixture of forms draws what it drew before there were wordings."""
+alike; the families that are held out are for test rows alone."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ def in_wordings(
                 continue
             seen.add(text)
             kept = {key: value for key, value in row.items() if key != "prompt"}
-            name = {"id": f"{row['id']}+{family.name}", "form": f"wording_{family.name}"}
+            name = {"id": f"{row['id']}+wording_{family.name}", "form": f"wording_{family.name}"}
             made.append(kept | name | {"messages": [{"role": "user", "content": text}]})
             count += 1
     return made

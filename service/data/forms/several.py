@@ -237,7 +237,7 @@ FORMS: Sequence[RequestForm] = (
 def no_fact_rows(count: int, answered: Sequence[Row], seed: int = 0) -> list[Row]:
     """Return so many rows that ask for no fact and look like those that do; the same arguments give the same.
 
-    ``answered`` are rows of facts with a statement, which stand before a closing."""
+    ``answered`` are rows of facts with a statement, which stand before a closing; without any, small talk does."""
     draw = random.Random(f"{seed} no fact")
     kinds = list(_NO_FACT)
     made: list[Row] = []
@@ -295,7 +295,7 @@ def _open(name: str) -> Callable[[random.Random, Sequence[Row]], tuple[list[Mess
 
 def _exchange(draw: random.Random, answered: Sequence[Row]) -> list[str]:
     """Return a question and its answer, of a fact or of small talk."""
-    if draw.random() < 0.3:
+    if not answered or draw.random() < 0.3:
         return list(draw.choice([*TURNS["small_talk"], *TURNS["greetings"]]))
     row = draw.choice(answered)
     families = training_families()
