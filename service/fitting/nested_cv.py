@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import clone
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import OneHotEncoder
 from tqdm import tqdm
 
 from probes_store.manifest import Signal
@@ -28,11 +30,16 @@ from service.readout import Site
 FUSED: tuple[Signal, ...] = (DEPTH_MEAN, *FIRST_TOKEN)
 SCALES: tuple[LogitScale, ...] = get_args(LogitScale)
 CONTEXT_NAMES = tuple(f"{kind}_{scale}" for kind in ("context", "fused_context") for scale in SCALES)  # with passages
+KIND_AND_FORM = "kind_and_form"  # what is known without a model
 NAMES = (
     *(f"{kind}_{scale}" for kind in ("depth_mean", "fused") for scale in SCALES), *CONTEXT_NAMES,
-    "best_head", "best_layer", "first_token_max_prob", "first_token_entropy", "prompt_length",
+    "best_head", "best_layer", "first_token_max_prob", "first_token_entropy", "prompt_length", KIND_AND_FORM,
 )  # fmt: skip
-STRATA = {"kind": ("kind",), "kind_x_template": ("kind", "template"), "form": ("form",)}
+CLOSED_BOOK = "kind_x_form_closed_book"  # no pair of rows has a passage beside its question
+STRATA = {
+    CLOSED_BOOK: ("kind", "form"), "kind": ("kind",), "kind_x_template": ("kind", "template"), "form": ("form",),
+}  # fmt: skip
+WITH_INTERVALS = (CLOSED_BOOK, "kind")
 PROTOCOL = {
     "splits": "stratified, group-disjoint; scaling, head, C, classifier from the training side",
     "mean_and_std": "over the test sides of all folds and seeds; population standard deviation",
@@ -45,6 +52,8 @@ PROTOCOL = {
     "low_and_high": "95 % interval of the mean, over training and test rows: jackknife over groups with the "
     "fits held fixed, its variance times folds / (folds - 1) for what other training rows would change",
     "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
+    "within_kind_x_form_closed_book": "the same in kinds and forms of conversation, rows without a passage",
+    KIND_AND_FORM: "logistic regression on kind and form of conversation, one column for each value: no model is read",
     "e_aurc": "area under the curve of wrong among answered over coverage, less that of a perfect order",
     "caught_at": "share of the wrong answers that is withheld where so many percent of the right ones are",
     "best_head": "the head with the best training AUROC (the ITI rule)",
@@ -108,6 +117,21 @@ class Inputs:
         """[n] 1 factual, 0 hallucinated."""
         return self.readouts.label
 
+    def stratum_of_rows(self) -> dict[str, Index]:
+        """Return each row's stratum [n] by the names in ``STRATA`` whose keys every row has.
+
+        In ``CLOSED_BOOK`` a row with a passage is a stratum of its own, so that it is in no pair."""
+        found = {}
+        for name, keys in STRATA.items():
+            if all(key in row for row in self.strata for key in keys):
+                codes: dict[tuple[str, ...], int] = {}
+                of_row = [codes.setdefault(tuple(row[key] for key in keys), len(codes)) for row in self.strata]
+                found[name] = np.array(of_row, np.int64)
+        if CLOSED_BOOK in found and self.prompts is not None:
+            passage = np.flatnonzero(self.prompts.passage)
+            found[CLOSED_BOOK][passage] = len(self.strata) + passage
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
@@ -128,7 +152,7 @@ def name_of(signals: Sequence[str], scale: LogitScale) -> str:
 def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMeanProbe) -> Evaluation:
     """Return the nested cross-validation of every signal in ``NAMES``; ``probe`` has the options.
     Raises TrainingError."""
-    label, group = inputs.label, inputs.group
+    label, group, strata = inputs.label, inputs.group, inputs.stratum_of_rows()
     records: list[dict[str, Any]] = []
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
@@ -137,12 +161,10 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
         c, signals = probe_columns(*given, train, test, fold.seed, probe, inputs.prompts)
         signals += [(name, (column[train], column[test])) for name, column in _references(inputs)]
         record: dict[str, Any] = {"seed": fold.seed, "fold": fold.fold, "c": c, "rows": len(test), "signals": {}}
-        risks = {}
-        strata = [inputs.strata[int(row)] for row in test]
-        for name, (of_train, of_test) in signals:
-            classifier = fit_classifier(of_train, label[train])
-            risks[name] = risk = classifier.risk(of_test)
-            record["signals"][name] = scores_of(label[test], risk, strata)
+        risks = {name: fit_classifier(of_train, label[train]).risk(of_test) for name, (of_train, of_test) in signals}
+        risks |= _without_a_model(inputs, train, inputs, test)
+        of_test_rows = {name: stratum[test] for name, stratum in strata.items()}
+        record["signals"] = {name: scores_of(label[test], risk, of_test_rows) for name, risk in risks.items()}
         records.append(record)
         return risks
 
@@ -153,19 +175,16 @@ def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMe
     risks = {name: by_row(scores[name], len(label)) for name in names}
     tests = {name: test_sides(scores[name]) for name in names}
     signals: dict[str, Any] = {}
-    kinds = [row["kind"] for row in inputs.strata if "kind" in row]
-    kind = np.unique(kinds, return_inverse=True)[1] if len(kinds) == len(label) else None
     for name in names:
         signals[name] = row = _summarise([record["signals"][name] for record in records])
         row["ece_pooled"] = _over([measures.ece(label, risk) for risk in risks[name]])
         row["calibration_debiased"] = _over([measures.debiased_calibration_error(label, risk) for risk in risks[name]])
         row |= rounded(cox_line(label, group, risks[name], folds))
         row["auroc"] |= rounded(measures.auroc_interval(label, group, tests[name])._asdict())
-        if kind is not None and row["auroc_within_kind"] is not None:
-            ends = measures.auroc_interval(label, group, tests[name], kind)
-            row["auroc_within_kind"] = rounded(
-                {"mean": measures.mean_auroc(label, tests[name], kind), **ends._asdict()}
-            )
+        for within in WITH_INTERVALS:
+            if row.get(key := f"auroc_within_{within}") is not None:
+                ends = measures.auroc_interval(label, group, tests[name], strata[within])
+                row[key] = rounded({"mean": measures.mean_auroc(label, tests[name], strata[within]), **ends._asdict()})
     protocol = {"folds": folds, "inner_folds": probe.inner_folds, "seeds": list(seeds), **PROTOCOL}
     return Evaluation({"protocol": protocol, "signals": signals, "folds": rounded(records)}, risks, tests)
 
@@ -179,7 +198,9 @@ def held_out(
     risks = {"bundle": classifier.risk(signals)}
     for (name, of_train), (_, of_test) in zip(_references(references), _references(inputs), strict=True):
         risks[name] = fit_classifier(of_train, references.label).risk(of_test)
-    scores = {name: scores_of(label, risk, inputs.strata) for name, risk in risks.items()}
+    risks |= _without_a_model(references, np.arange(len(references.label)), inputs, np.arange(len(label)))
+    strata = inputs.stratum_of_rows()
+    scores = {name: scores_of(label, risk, strata) for name, risk in risks.items()}
     gate = decisions.at_threshold(label, risks["bundle"], threshold)
     calibration = cox_line(label, inputs.group, risks["bundle"][None])
     counts = {"rows": len(label), "factual": factual, "hallucinated": len(label) - factual}
@@ -244,18 +265,30 @@ def _references(inputs: Inputs) -> Iterator[tuple[str, Floats]]:
     yield "prompt_length", inputs.prompt_tokens[:, None].astype(np.float64)
 
 
-def scores_of(label: NDArray[np.int64], risk: Floats, strata: Sequence[Mapping[str, str]]) -> dict[str, float | None]:
-    """Return every score of one signal's risks [n], and the AUROC within each stratification whose keys every row
-    has."""
+def _without_a_model(fitted: Inputs, train: Index, inputs: Inputs, rows: Index) -> dict[str, Floats]:
+    """Return the risk of ``rows`` of ``inputs`` by kind and form alone, as ``train`` rows of ``fitted`` have them;
+    nothing where a row has neither."""
+    keys = [key for key in ("kind", "form") if all(key in row for row in (*fitted.strata, *inputs.strata))]
+    if not keys:
+        return {}
+    of_train, of_rows = (
+        np.array([[source.strata[row][key] for key in keys] for row in index.tolist()], np.object_)
+        for source, index in ((fitted, train), (inputs, rows))
+    )
+    columns = OneHotEncoder(handle_unknown="ignore")
+    model = LogisticRegression().fit(columns.fit_transform(of_train), fitted.label[train])
+    factual: Floats = model.predict_proba(columns.transform(of_rows))[:, 1]
+    return {KIND_AND_FORM: 1 - factual}
+
+
+def scores_of(label: NDArray[np.int64], risk: Floats, strata: Mapping[str, Index]) -> dict[str, float | None]:
+    """Return every score of one signal's risks [n], and the AUROC within each of the ``strata``, [n] each."""
     return {
         **measures.summary(label, risk),
         **decisions.decisions(label, risk),
         **{
-            f"auroc_within_{name}": measures.within_stratum_auroc(
-                label, risk, [tuple(row[key] for key in keys) for row in strata]
-            )
-            for name, keys in STRATA.items()
-            if all(key in row for row in strata for key in keys)
+            f"auroc_within_{name}": measures.within_stratum_auroc(label, risk, stratum.tolist())
+            for name, stratum in strata.items()
         },
     }
 

@@ -47,9 +47,10 @@ SIGNALS = {
     **{f"{kind}_{scale}": text.format(word) for kind, text in _READ.items() for scale, word in _SCALES.items()},
     "best_head": "best single head", "best_layer": "best single layer",
     "first_token_max_prob": "first-token maximum probability", "first_token_entropy": "first-token entropy",
-    "prompt_length": "prompt length",
+    "prompt_length": "prompt length", "kind_and_form": "kind and form of the question, no model",
 }  # fmt: skip
 WITHIN = {
+    "auroc_within_kind_x_form_closed_book": "within kind x form, closed book",
     "auroc_within_kind": "within kind", "auroc_within_kind_x_template": "within kind x template",
     "auroc_within_form": "within form",
 }  # fmt: skip

@@ -236,8 +236,9 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     labels: GeneratedLabels = "given"
     forms: Annotated[str | None, option(
         "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter of the questions in "
-        "three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or names of 'hallutracer data forms', with commas.  Default: "
-        "mixture; none with given labels, which belong to the prompts as they are.",
+        "three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or names of "
+        "'hallutracer data forms', with commas.  Default: mixture; none with given labels, which belong to the "
+        "prompts as they are.",
         metavar="NAMES")] = None  # fmt: skip
     readout: Annotated[SiteName, option(
         "attention_head is the paper's default.")] = "attention_head"  # where a_l is taken (Eq. readout)  # fmt: skip

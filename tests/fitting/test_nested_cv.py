@@ -12,9 +12,22 @@ from hypothesis import strategies as st
 from sklearn.model_selection import StratifiedGroupKFold
 
 from service.errors import TrainingError
+from service.fitting.context import PromptLabels
 from service.fitting.estimator import DepthMeanProbe
 from service.fitting.folds import OuterFold, group_folds, outer_folds, unchecked_folds
-from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Columns, Inputs, by_row, evaluate, nested_cv, probe_columns
+from service.fitting.nested_cv import (
+    CLOSED_BOOK,
+    CONTEXT_NAMES,
+    KIND_AND_FORM,
+    NAMES,
+    Columns,
+    Inputs,
+    _without_a_model,
+    by_row,
+    evaluate,
+    nested_cv,
+    probe_columns,
+)
 from service.fitting.probes import ActivationArray, Readouts
 from service.fitting.scores import auroc
 from service.readout import Site
@@ -119,6 +132,43 @@ def test_the_nested_evaluation_finds_a_signal_and_none_where_there_is_none() -> 
             assert signals[name]["auroc_within_kind"] is not None
             assert np.all(np.isfinite(found.risk[name]))
         assert signals["prompt_length"]["auroc"]["mean"] < 0.6
+
+
+def test_within_kind_and_form_a_row_with_a_passage_is_in_no_pair_and_what_needs_no_model_ranks_nothing() -> None:
+    planted = inputs(0.8)
+    rng = np.random.default_rng(6)
+    strata = tuple(
+        row | {"form": "xy"[int(form)]} for row, form in zip(planted.strata, rng.integers(0, 2, 300), strict=True)
+    )
+    passage = np.arange(300) % 3 == 0
+    stated = np.where(passage, planted.label == 1, False)
+    prompts = PromptLabels(passage, stated, planted.prompt_tokens)
+    rows = replace(planted, strata=strata, prompts=prompts)
+    stratum = rows.stratum_of_rows()
+    assert set(stratum) == {"kind", "form", CLOSED_BOOK}
+    _, sizes = np.unique(stratum[CLOSED_BOOK][passage], return_counts=True)
+    assert (len(sizes), sizes.max()) == (100, 1)
+    assert len(np.unique(stratum[CLOSED_BOOK][~passage])) == 4
+    assert not set(stratum[CLOSED_BOOK][~passage]) & set(stratum[CLOSED_BOOK][passage])
+    signals = evaluate(rows, folds=3, seeds=(0,), probe=PROBE).document["signals"]
+    within = f"auroc_within_{CLOSED_BOOK}"
+    assert signals["depth_mean_unit_norm"][within]["low"] > 0.6
+    assert signals[KIND_AND_FORM][within]["mean"] == 0.5
+
+
+def test_what_is_known_without_a_model_is_the_share_of_each_kind_and_form() -> None:
+    """Additive: kind a is right three times as often in either form; a value that training never had tells nothing."""
+    kind, form = np.repeat(["a", "a", "b", "b"], 100), np.tile(np.repeat(["x", "y"], 100), 2)
+    label = np.concatenate([np.arange(100) < count for count in (75, 60, 25, 10)]).astype(np.int64)
+    rows = replace(
+        inputs(0.0, 400), readouts=readouts(noise(400, seed=4)[0], label),
+        strata=tuple({"kind": one, "form": other} for one, other in zip(kind.tolist(), form.tolist(), strict=True)),
+    )  # fmt: skip
+    risk = _without_a_model(rows, np.arange(400), rows, np.array([0, 100, 200, 300]))[KIND_AND_FORM]
+    assert risk.tolist() == pytest.approx([0.25, 0.4, 0.75, 0.9], abs=0.05)
+    unknown = replace(rows, strata=({"kind": "c", "form": "z"},) * 400)
+    assert 0.4 < _without_a_model(rows, np.arange(400), unknown, np.array([0]))[KIND_AND_FORM][0] < 0.7
+    assert _without_a_model(rows, np.arange(400), replace(rows, strata=({},) * 400), np.array([0])) == {}
 
 
 @pytest.mark.parametrize("site", list(Site))
