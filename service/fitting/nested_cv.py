@@ -149,16 +149,19 @@ def name_of(signals: Sequence[str], scale: LogitScale) -> str:
     return f"{kind.get((fused, context), 'fused_context')}_{scale}"
 
 
-def evaluate(inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMeanProbe) -> Evaluation:
+def evaluate(
+    inputs: Inputs, *, folds: int, seeds: Sequence[int], probe: DepthMeanProbe, context: bool = True
+) -> Evaluation:
     """Return the nested cross-validation of every signal in ``NAMES``; ``probe`` has the options.
-    Raises TrainingError."""
+
+    Without ``context`` no signal tells passages from other prompts.  Raises TrainingError."""
     label, group, strata = inputs.label, inputs.group, inputs.stratum_of_rows()
     records: list[dict[str, Any]] = []
 
     def fit(fold: OuterFold) -> dict[str, Floats]:
         train, test = fold.train, fold.test
         given = inputs.readouts, group, inputs.first_token
-        c, signals = probe_columns(*given, train, test, fold.seed, probe, inputs.prompts)
+        c, signals = probe_columns(*given, train, test, fold.seed, probe, inputs.prompts if context else None)
         signals += [(name, (column[train], column[test])) for name, column in _references(inputs)]
         record: dict[str, Any] = {"seed": fold.seed, "fold": fold.fold, "c": c, "rows": len(test), "signals": {}}
         risks = {name: fit_classifier(of_train, label[train]).risk(of_test) for name, (of_train, of_test) in signals}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logit
 
 import service
 from probes_store import manifest as stored
@@ -202,6 +203,37 @@ def strata_tables(
     """Return ``by_stratum`` for each of ``BY_STRATUM`` that every row names, and of kinds where there are few."""
     found = {name: by_stratum(label, risk, strata, threshold, key) for name, key in BY_STRATUM.items()}
     return {name: table for name, table in found.items() if table and (name != "by_kind" or len(table) <= MOST_KINDS)}
+
+
+WORDING = "wording_"  # begins the form of a question that was asked in further words
+LEAST_WORDINGS = 3  # of a question, where a decision could differ
+
+
+def rewording(data: PreparedData, risk: Floats, threshold: float) -> dict[str, Any]:
+    """Return how decisions hold where a question is asked in other words, for evaluation.json: risk [seeds, n] of the
+    labelled rows; empty where no question has ``LEAST_WORDINGS``.
+
+    ``decided_differently``: share of the questions that were answered alike, all right or all wrong, whose decision is
+    not the same in every wording; ``log_odds_spread``: standard deviation of a risk's log odds within a question."""
+    label, wordings = data.inputs.label, defaultdict[str, list[int]](list)
+    for position, number in enumerate(data.labelled.index.tolist()):
+        row = data.dataset.rows[number]
+        if (form := row.strata.get(FORM, "")).startswith(WORDING):
+            wordings[row.id.partition(f"+{form}")[0]].append(position)
+    questions = [index for index in map(np.array, wordings.values()) if len(index) >= LEAST_WORDINGS]
+    if not questions:
+        return {}
+    alike = [index for index in questions if len(np.unique(label[index])) == 1]
+    differ = [len(np.unique(of_seed[index] < threshold)) > 1 for index in alike for of_seed in risk]
+    variances = [logit(risk[:, index]).var(axis=1, ddof=1).mean() for index in questions]
+    record = {
+        "questions": len(questions),
+        "wordings": sum(map(len, questions)) / len(questions),
+        "answered_alike": len(alike),
+        "decided_differently": float(np.mean(differ)) if alike else None,
+        "log_odds_spread": float(np.sqrt(np.mean(variances))),
+    }
+    return {"rewording": rounded(record)}
 
 
 def by_stratum(

@@ -150,12 +150,13 @@ def _draft(
     own = name_of(names, options.logit_scale)
     nested: Evaluation | None = None
     if options.evaluate:
-        seen = inputs if columns is not None else replace(inputs, prompts=None)  # only what the bundle can read
-        nested = evaluate(seen, folds=options.folds, seeds=options.shuffles, probe=probe)
+        read = columns is not None  # by the bundle
+        nested = evaluate(inputs, folds=options.folds, seeds=options.shuffles, probe=probe, context=read)
         crossed = nested.risk[own]
         nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed, threshold))
         nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed))
         nested.document.update(publish.strata_tables(inputs.label, crossed, inputs.strata, threshold))
+        nested.document.update(publish.rewording(data, crossed, threshold))
         auroc = nested.document["signals"][own]["auroc"]
         if auroc["low"] <= CHANCE and not options.allow_no_signal:
             raise TrainingError(f"no signal: the nested AUROC is {auroc['mean']:.3f} [{auroc['low']:.3f}, "
@@ -190,6 +191,7 @@ def _draft(
         }  # fmt: skip
         risk = classifier.risk(read)[None]
         document["held_out"] |= publish.strata_tables(held.inputs.label, risk, held.inputs.strata, threshold)
+        document["held_out"] |= publish.rewording(held, risk, threshold)
     plots = draw(publish.plot_data(options, names, inputs, out_of_fold, class_mean, class_std, nested, threshold))
 
     # Publish: golden prompts replayed through the serving path, manifest, card.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from scipy.special import logit
 
 from probes_store.store import Store
 from service.data.forms import FORMS, is_one_message
@@ -21,6 +23,7 @@ from service.readout import Site
 from service.trainer.new_rows import Marks, check_unspent
 from service.trainer.options import TrainOptions
 from service.trainer.prepare import prepare
+from service.trainer.publish import rewording
 from service.trainer.training_set import group_names
 from tests.fitting.planted import PlantedEngine, planted_rows, write_rows
 from tests.trainer.made import Rows, run
@@ -47,6 +50,20 @@ def questions(count: int = 240, seed: int = 0) -> Rows:
     """Planted rows whose first answers differ, so that one can be the company of another."""
     rows = planted_rows(count, seed=seed)
     return [row | {"answers": [f"Town{seed}{number:03}", "Paris"]} for number, row in enumerate(rows)]
+
+
+class Row(NamedTuple):
+    id: str
+    strata: dict[str, str]
+
+
+class Labelled:
+    """As prepared data has them."""
+
+    def __init__(self, rows: list[Row], label: np.ndarray) -> None:
+        self.dataset = SimpleNamespace(rows=rows)
+        self.inputs = SimpleNamespace(label=label)
+        self.labelled = SimpleNamespace(index=np.arange(len(rows)))
 
 
 def lines(path: Path) -> Rows:
@@ -105,6 +122,35 @@ def test_some_questions_are_asked_in_three_wordings_and_held_out_ones_in_others(
     texts = [row["messages"][0]["content"] for name in ("train", "test") for row in in_forms(folder, name)
              if len(row["messages"]) == 1 and "answers" in row]  # fmt: skip
     assert len(texts) == len(set(texts))
+
+
+def test_the_card_says_how_decisions_hold_under_other_wordings(mixed: tuple[Path, list[str]]) -> None:
+    bundle = Store(mixed[0] / "store").load("planted")
+    crossed, held = (bundle.evaluation()[name]["rewording"] for name in ("cross_validation", "held_out"))
+    for record, most in ((crossed, 60), (held, 25)):
+        assert 0 < record["questions"] <= most
+        assert record["wordings"] == 3
+        assert record["answered_alike"] <= record["questions"]
+        assert record["log_odds_spread"] > 0
+    text = bundle.card()
+    assert text.count("## In other words") == 1
+    assert text.count("questions were asked in 3.0 wordings each") == 2
+
+
+def test_decisions_under_other_wordings_are_counted_by_question() -> None:
+    asked = [Row(f"{name}+wording_{family}", {"form": f"wording_{family}"}) for name in "abc" for family in "xyz"]
+    asked += [Row("d+wording_x", {"form": "wording_x"}), Row("a+lone", {"form": "lone"})]
+    label = np.array([0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1])
+    risk = np.array([[0.6, 0.7, 0.9, 0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.9, 0.1]])
+    data = Labelled(asked, label)
+    assert rewording(data, risk, 0.65)["rewording"] == {  # type: ignore[arg-type]
+        "questions": 3, "wordings": 3.0, "answered_alike": 2, "decided_differently": 0.5,
+        "log_odds_spread": pytest.approx(
+            np.sqrt(np.mean([np.var(logit(risk[0, at : at + 3]), ddof=1) for at in (0, 3, 6)])), abs=1e-5
+        ),
+    }  # fmt: skip
+    assert rewording(data, np.vstack([risk, risk - 0.05]), 0.65)["rewording"]["decided_differently"] == 0.5  # type: ignore[arg-type]
+    assert rewording(Labelled(asked[-2:], label[-2:]), risk[:, -2:], 0.65) == {}  # type: ignore[arg-type]
 
 
 def test_held_out_rows_have_a_table_by_form_and_no_requests(mixed: tuple[Path, list[str]]) -> None:
