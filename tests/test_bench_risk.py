@@ -92,6 +92,26 @@ def test_an_interval_counts_groups_and_not_rows() -> None:
     assert copied == interval  # copies of the groups tell nothing new
 
 
+def test_a_difference_is_held_against_chance_by_group_and_by_how_many_forms_there_are() -> None:
+    rng, alone = np.random.default_rng(1), np.arange(400)
+    risk = rng.uniform(0.2, 0.9, 400)
+    z = [forms.difference_z((rng.random(400) > risk).astype(np.int64), risk, alone) for _ in range(300)]
+    assert 0.9 < float(np.std(np.array(z, np.float64))) < 1.1
+    label = (rng.random(400) > risk - 0.1).astype(np.int64)
+    apart, together_ = (forms.difference_z(label, risk, group) for group in (alone, alone // 40))
+    assert apart is not None
+    assert together_ is not None
+    assert apart > 3.5 > together_ > 0
+    certain = forms.difference_z(np.zeros(60, np.int64), np.full(60, 0.98), np.arange(60))
+    assert certain is not None
+    assert -2 < certain < 0, "sixty of sixty wrong is what .98 says"
+    assert forms.difference_z(label, risk, np.zeros(400, np.int64)) is None
+    assert forms.beyond_chance({"a": 2.1}) == {"a"}
+    assert forms.beyond_chance({"a": 2.1, "b": 0.0, "c": -1.0}) == set()
+    assert forms.beyond_chance({"a": 2.3, "b": -4.0, "c": 0.1}) == {"a", "b"}
+    assert forms.beyond_chance({}) == set()
+
+
 def test_each_target_names_the_forms_that_miss_it() -> None:
     lines = [
         *form_rows("lone", 30, 30, 0.75, 0.25),
@@ -100,7 +120,7 @@ def test_each_target_names_the_forms_that_miss_it() -> None:
         *form_rows("long", 60, 0, 0.98, 0.0),  # one class, none answered
     ]
     off, ranking, answered = targets(worths(lines))
-    assert (off.passed, off.figure, off.note) == (False, "met by 3 of 4", "missed by turns +0.150")
+    assert (off.passed, off.figure, off.note) == (False, "met by 3 of 4", "missed by turns +0.150 (z +2.9)")
     assert (ranking.passed, ranking.figure) == (False, "met by 2 of 3")
     assert ranking.note.startswith("missed by facts -1.000; 1 not judged")
     assert (answered.passed, answered.figure) == (False, "met by 1 of 3")  # lone and turns answer right ones only
