@@ -13,7 +13,7 @@ from sklearn.base import clone
 from service.fitting import context
 from service.fitting.context import LEAST, SIDES, ContextFit, PromptLabels, fit_context_probe, fit_passage_probes
 from service.fitting.estimator import DepthMeanProbe
-from service.fitting.nested_cv import CONTEXT_NAMES, NAMES, Inputs, evaluate
+from service.fitting.nested_cv import CONTEXT_NAMES, KIND_AND_FORM, NAMES, Inputs, evaluate
 from service.fitting.scores import auroc, ece
 from tests.fitting.made import readouts
 
@@ -171,9 +171,9 @@ def reading() -> Inputs:
 def test_the_nested_evaluation_reads_the_context_where_rows_have_passages(reading: Inputs) -> None:
     found = evaluate(reading, folds=3, seeds=(0,), probe=PROBE)
     signals = found.document["signals"]
-    assert tuple(signals) == NAMES
+    assert (*signals, KIND_AND_FORM) == NAMES, "no row names its kind"
     assert all(np.all(np.isfinite(found.risk[name])) for name in CONTEXT_NAMES)
-    assert set(found.document["folds"][0]["signals"]) == set(NAMES)
+    assert set(found.document["folds"][0]["signals"]) == set(signals)
     for scale in ("unit_norm", "standardized"):
         for plain, name in (("depth_mean", "context"), ("fused", "fused_context")):
             without, with_it = (signals[f"{kind}_{scale}"] for kind in (plain, name))
@@ -189,7 +189,8 @@ def test_no_signal_reads_the_context_without_passages_and_every_fold_does_where_
     no = np.zeros(ROWS, np.bool_)
     for prompts in (None, PromptLabels(no, no, LENGTHS)):
         found = evaluate(replace(reading, prompts=prompts), folds=2, seeds=(0,), probe=PROBE)
-        assert set(found.document["signals"]) == set(found.risk) == set(found.tests) == set(NAMES) - set(CONTEXT_NAMES)
+        names = set(NAMES) - {*CONTEXT_NAMES, KIND_AND_FORM}
+        assert set(found.document["signals"]) == set(found.risk) == set(found.tests) == names
     stated = np.isin(EVERY, np.flatnonzero(reading.prompts.stated)[: LEAST + 5])
     few = replace(reading.prompts, stated=stated)
     assert fit_passage_probes(reading.readouts, few, EVERY, EVERY, clone(PROBE).set_params(folds=2)) is not None
