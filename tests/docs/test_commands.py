@@ -157,8 +157,11 @@ def test_the_readmes_table_is_every_third_question_by_risk(smollm2: str) -> None
     """A rule that leaves nothing to choose."""
     with httpx.Client(base_url=smollm2, timeout=120) as client:
         answers = [client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)]
-    wanted = sorted(answers, key=lambda answer: float(answer["risk"]))[::3]
-    table = re.findall(r"^\| (0\.\d\d) \| (.*?) \| (.*?) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    ranked, page = sorted(answers, key=lambda answer: float(answer["risk"])), (ROOT / "README.md").read_text()
+    lower, others = (sum(one["verdict"] == "right" for one in half) for half in (ranked[:12], ranked[12:]))
+    assert f"Of the 24, {lower} of the 12 with lower risks are right, {others} of the others." in page
+    wanted = ranked[::3]
+    table = re.findall(r"^\| (0\.\d\d) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
     assert len(table) == len(wanted)
     for (risk, question, answer, verdict), real in zip(table, wanted, strict=True):
         assert (risk, question) == (f"{real['risk']:.2f}", real["prompt"])
