@@ -16,7 +16,7 @@ response = litellm.completion(
 print(response)
 
 # A withheld answer has a refusal in provider_specific_fields, and the finish reason content_filter.
-for question in ("What is the capital of Italy?", "What is the capital of the Solomon Islands?"):
+for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
     choice = litellm.completion(
         model="openai/mistral",
         api_key=KEY,

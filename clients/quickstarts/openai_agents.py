@@ -26,5 +26,5 @@ agent = Agent(name="Assistant", instructions="You are a helpful assistant")
 print(shown(agent, "Write a haiku about recursion in programming."))
 
 agent = Agent(name="Assistant", model_settings=ModelSettings(temperature=0))
-for question in ("What is the capital of Italy?", "What is the capital of the Solomon Islands?"):
+for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
     print(question, shown(agent, question))

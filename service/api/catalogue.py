@@ -380,7 +380,8 @@ async def sample_answer(bundle: str, number: int, request: Request, service: The
     else:
         id, who = record_of(request).request_id, who_of(request)
         await observers.judged(service, replace(judgement, request_id=id, caller=asked.caller, who=who))
-    found = judged(sample, number, judgement.reports[0])
+    (prompt,) = judgement.prompts
+    found = judged(sample, number, asked.scorer, prompt.token_ids, prompt.report)
     question, report = found.question, found.report
     return SampleAnswerOut(
         number=number, prompt=question.prompt, kind=question.kind, risk=report.risk, flagged=report.verdict.flagged,

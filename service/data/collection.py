@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from probes_store.local import atomic_write
+from service.data.labels import said_in
 from service.data.run_folder import AppendLog, RowsFile, claim, write_at
 from service.data.training_rows import Dataset
 from service.engines.base import Completion, Engine, Sampling
 from service.engines.checks import beyond_onset
-from service.engines.thoughts import OPENED, TAIL, opens_thought, spoken, with_marks
 from service.errors import DataError, NonFiniteReadout, RequestError, RunMismatch, TrainingError
 from service.progress import size_text
 from service.prompts import PromptFormat, continuation, render
@@ -237,8 +237,7 @@ def _records(
     for row, completion in zip(batch.tolist(), completions, strict=True):
         record: dict[str, Any] = {"id": dataset.rows[row].id, "row": row, "answer": completion.text}
         record["finish"] = completion.finish_reason
-        whole = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
-        said = spoken(OPENED + whole if opens_thought(engine.spell(prompts.of(row)[-TAIL:])) else whole)
+        whole, said = said_in(completion, prompts.of(row), engine)
         if said != completion.text:
             record |= {"answer": said or "", "with_thought": whole, "thought_ends": said is not None}
         records.append(record | ({"tokens": list(completion.token_ids)} if tokens else {}))

@@ -20,7 +20,8 @@ from service.data.judges import Judge, answer_problems, make_judge
 from service.data.options import JudgeOptions
 from service.data.run_folder import AppendLog
 from service.data.training_rows import Dataset
-from service.engines.thoughts import spoken
+from service.engines.base import Completion, LoadedModel, TokenIds
+from service.engines.thoughts import OPENED, TAIL, opens_thought, spoken, with_marks
 from service.errors import DataError, RunMismatch, TrainingError
 
 Verdict = Literal["factual", "hallucinated", "abstained", "empty", "unfinished thought"]
@@ -84,6 +85,14 @@ def unfinished_thoughts(unfinished: int, answers: int) -> str:
 def _judged(record: dict[str, Any]) -> str | None:
     """Return what is said in a line of answers.jsonl; None for a thought that does not end."""
     return spoken(record["answer"]) if record.get("thought_ends", True) else None
+
+
+def said_in(completion: Completion, prompt: TokenIds, engine: LoadedModel) -> tuple[str, str | None]:
+    """Return the text of an answer to ``prompt`` with the marks of its thoughts, and what it says without them.
+
+    The latter is None where a thought, which the prompt may have opened, does not end."""
+    text = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
+    return text, spoken(OPENED + text if opens_thought(engine.spell(prompt[-TAIL:])) else text)
 
 
 def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]) -> Verdict:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from service.data.judges import make_judge
-from service.data.labels import verdict_on
+from service.data.labels import UNFINISHED, said_in, verdict_on
 from service.data.options import JudgeOptions
-from service.engines.base import Sampling
+from service.engines.base import Sampling, TokenIds
 from service.judging.evaluation import Sample, SampleQuestion
 from service.policies.guard import OBSERVE, Decision
 from service.scoring import RiskReport, Scorer
@@ -29,24 +29,28 @@ class Answered:
     question: SampleQuestion
     report: RiskReport
     verdict: Verdict | None  # as in training; None where the policy withholds the answer, or ends it under way
-    answer: str | None  # what the model said; None where the policy withholds it
+    answer: str | None  # what the model said, or thinks where that never ends; None where the policy withholds it
 
 
 async def ask(scorer: Scorer, sample: Sample, number: int) -> Answered:
     """Score and answer question ``number``, whatever the risk.  Raises what ``Scorer.run`` raises."""
     sampling = Sampling(max_tokens=sample.max_tokens)
-    report = await scorer.last_report(scorer.render(sample.questions[number].prompt), OBSERVE, sampling)
-    return judged(sample, number, report)
+    prompt = scorer.render(sample.questions[number].prompt)
+    return judged(sample, number, scorer, prompt, await scorer.last_report(prompt, OBSERVE, sampling))
 
 
-def judged(sample: Sample, number: int, report: RiskReport) -> Answered:
-    """Return question ``number`` with its last report, and whether the answer in it is right."""
+def judged(sample: Sample, number: int, scorer: Scorer, prompt: TokenIds, report: RiskReport) -> Answered:
+    """Return question ``number``, rendered as ``prompt``, with its last report, judged.
+
+    A thought does not count, whether the answer or the end of the prompt opened it."""
     question, completion = sample.questions[number], report.completion
     if completion is None or report.decision is not Decision.CONTINUE:
         return Answered(question, report, None, None)
-    text = completion.text
     if completion.finish_reason == "content_filter":
-        return Answered(question, report, None, text.strip())
+        return Answered(question, report, None, completion.text.strip())
+    text, said = said_in(completion, prompt, scorer.engine)
     judge = make_judge(JudgeOptions("exact" if sample.judge == "exact" else "contains"))
-    verdict = verdict_on(text, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern))
-    return Answered(question, report, VERDICTS[verdict], text.strip())
+    verdict = UNFINISHED
+    if said is not None:
+        verdict = verdict_on(said, question.prompt, question.answers, judge, re.compile(sample.abstain_pattern))
+    return Answered(question, report, VERDICTS[verdict], (text if said is None else said).strip())

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,19 @@ from typing import Any
 
 import pytest
 
-from tests.running import running
+from service.engines.places import PACKAGED
+from tests.docs.pages import blocks
 from tests.serve_process import CLIENT, MAY_CHOOSE, PATHS, ROOT, inherited, serve
 
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 QUICKSTARTS = ROOT / "clients" / "quickstarts"
 SCRIPTS = sorted(path.name for path in QUICKSTARTS.glob("*.py"))
-UNKNOWN = "What is the capital of the Solomon Islands?"
+PAGE = blocks(ROOT / "docs" / "apps.md")
+KNOWN, UNKNOWN = "What is the capital of China?", "Do you know the capital of American Samoa?"
+# What the service without options answers: SmolLM2, as after `make run`, else the demo model.
+ANSWERS = {"plain": "It is Beijing.", "page": "It is Beijing."}
+if PACKAGED["smollm2"].is_installed:
+    ANSWERS["page"] = "The capital of China is Beijing."
 # What a withheld answer looks like in each, as the service writes it by default, and with --message-in-content.
 REFUSED = "refused: I am not sure. (content_filter)"
 IN_ANTHROPICS = "refused: I am not sure. (refusal)"
@@ -47,19 +54,27 @@ def in_their_environment(*arguments: str | Path, **variables: str) -> subprocess
     """Its Python, with our client on the path and without what these libraries look up on the internet."""
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
     environment = inherited() | quiet | {"LANGSMITH_TRACING": "false", "PYTHONPATH": PATHS} | variables
-    return subprocess.run([PYTHON, *arguments], capture_output=True, text=True, timeout=900, env=environment)
+    return subprocess.run([PYTHON, *arguments], capture_output=True, text=True, timeout=1800, env=environment)
 
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """``plain``: the demo model.  ``text``: a scripted one that is refused everything, with --message-in-content.
+    """``plain``: the demo model, without --message-in-content.  ``page``: what apps.md starts, on its reader's model.
 
     Both take any model name, as one that has a quick start's requests needs."""
     needed()
-    shut = {"model_names": ("*",), "message_in_content": True, "threshold": 0.0}
-    folder = tmp_path_factory.mktemp("bundles")
-    with serve("--served-model-name", "*", **MAY_CHOOSE) as plain, running(folder, **shut) as text:
-        yield {"plain": plain.url, "text": text.url}
+    program, command, *options = shlex.split(next(block.text for block in PAGE if "hallutracer serve" in block.text))
+    assert (program, command) == ("hallutracer", "serve")
+    # Model and policy as nobody has set them.  Answers of more than the 100 tokens that a script asks for would take
+    # minutes, and a busy machine may take longer for these than the default deadline.
+    unset = {"HALLUTRACER_MODEL": "", "HALLUTRACER_POLICY": ""}
+    limits = {"HALLUTRACER_MAX_COMPLETION_TOKENS": "100", "HALLUTRACER_DEADLINE_S": "600"}
+    store = str(tmp_path_factory.mktemp("store"))
+    with (
+        serve("--served-model-name", "*", **MAY_CHOOSE) as plain,
+        serve(*options, HALLUTRACER_STORE=store, **unset, **limits) as page,
+    ):
+        yield {"plain": plain.url, "page": page.url}
 
 
 RUN, FRAMEWORKS = ROOT / "tests/client/run_scripts.py", ROOT / "tests/client/frameworks"
@@ -74,17 +89,16 @@ def found(urls: dict[str, str]) -> dict[str, Any]:
     return {name: found[url] for name, url in urls.items()} | {"tests": found["tests"]}
 
 
-@pytest.mark.parametrize("service", ["plain", "text"])
+@pytest.mark.parametrize("service", ["plain", "page"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_quick_start_runs_and_shows_a_refusal(found: dict[str, Any], script: str, service: str) -> None:
     out, error = found[service][script]
     assert not error, error
     lines = out.splitlines()
-    (known,) = [line for line in lines if line.startswith("What is the capital of Italy?")]
-    if service == "plain":
-        # LangChain takes the temperature out of requests to a model of the quick start's name: its answers vary.
-        assert "? answered: " in known
-        assert known.endswith("It is Rome.") or script == "langchain_chat.py"
+    (known,) = [line for line in lines if line.startswith(KNOWN)]
+    assert known.startswith(f"{KNOWN} answered: ")
+    # LangChain takes the temperature out of requests to a model of the quick start's name: its answers vary.
+    assert known.endswith(ANSWERS[service]) or script == "langchain_chat.py"
     (unknown,) = [line for line in lines if line.startswith(UNKNOWN)]
     assert unknown == f"{UNKNOWN} {(PLAIN if service == 'plain' else AS_TEXT).get(script, REFUSED)}"
     if script == "langchain_chat.py":
@@ -93,7 +107,18 @@ def test_a_quick_start_runs_and_shows_a_refusal(found: dict[str, Any], script: s
     elif script.startswith("langchain"):
         assert lines[-1] == f"streamed: {(PLAIN | AS_TEXT).get(script, REFUSED)}"
     told = [line for line in lines if line.startswith("risk: ")]
-    assert not told or service == "text" or told == ["risk: 0.81"]
+    assert not told or service == "page" or told == ["risk: 0.85"]
+
+
+@pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
+def test_a_quick_start_prints_what_the_page_says(found: dict[str, Any]) -> None:
+    shown = [block.text.splitlines() for block in PAGE if block.language == "console"]
+    assert shown
+    for command, *printed in shown:
+        named = re.fullmatch(r"\$ python clients/quickstarts/(\w+\.py) \| tail -n (\d+)", command)
+        assert named, command
+        out, _ = found["page"][named[1]]
+        assert out.splitlines()[-int(named[2]) :] == printed
 
 
 def test_the_adapters(found: dict[str, Any]) -> None:
@@ -111,7 +136,7 @@ def test_the_newest_openai_client_too(urls: dict[str, str]) -> None:
         out, error = json.loads(done.stdout)[urls["plain"]][script]
         assert not error, error
         assert f"{UNKNOWN} {REFUSED}" in out
-        assert "Italy? answered:  It is Rome." in out
+        assert f"{KNOWN} answered:  {ANSWERS['plain']}" in out
 
 
 def test_a_quick_start_names_what_it_changed() -> None:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from probes_store.bundle import Bundle
 from service.data.judges import make_judge
 from service.data.labels import verdict_on
 from service.data.options import JudgeOptions
 from service.engines.base import Completion, Sampling
+from service.engines.bridge import wait_for
 from service.engines.thoughts import opens_thought, spoken
 from service.errors import TrainingError
+from service.serving.sampled import ask
 from tests.fitting.planted import PlantedEngine, planted_rows
+from tests.judging.test_evaluation import SAMPLE
+from tests.matching import matching_bundle
+from tests.running import App
+from tests.scripted_engine import ScriptedEngine
 from tests.trainer.made import run
 
 WRAPPED = [
@@ -115,3 +123,39 @@ def test_too_many_thoughts_without_an_end_are_refused_with_the_cure(tmp_path: Pa
     rows = [row | {"answers": ["Berlin"]} for row in planted_rows(240)]
     with pytest.raises(TrainingError, match="factual.*120 of 240 answers are thoughts that do not end"):
         run(tmp_path / "half", Thinking(2), rows=rows, labels="generate", judge="contains", evaluate=False)
+
+
+# --- the questions that a bundle carries: `hallutracer try`, the playground's list ---
+
+# What the model writes -> verdict and answer where the chat template opens nothing, and where it ends in <think>.
+WRITTEN = [
+    ("Paris or Rome? </think>It is Rome.", ("wrong", "It is Rome."), ("wrong", "It is Rome.")),
+    ("Rome? I am not sure. </think>Paris.", ("right", "Paris."), ("right", "Paris.")),
+    ("<think>Paris</think>Rome", ("wrong", "Rome"), ("wrong", "Rome")),
+    ("Paris or", ("right", "Paris or"), ("abstained", "Paris or")),
+]
+
+
+def carrying(engine: ScriptedEngine, folder: Path) -> Bundle:
+    long = replace(SAMPLE, max_tokens=64)
+    return matching_bundle(engine, folder, "carrying", evaluation={"sample": long.document()})
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n", "<reasoning>"])
+def test_a_bundles_own_question_is_judged_without_a_thought_that_the_prompt_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: str
+) -> None:
+    def render_chat(engine: ScriptedEngine, *given: Any) -> list[int]:
+        return [*plain(engine, *given), *opening.encode()]
+
+    plain = ScriptedEngine.render_chat
+    monkeypatch.setattr(ScriptedEngine, "render_chat", render_chat)
+    found = {}
+    for written, *_ in WRITTEN:
+        with App(tmp_path / f"{len(found)}", names=(), add=[carrying], policy="observe").started() as app:
+            app.engine.answer = written
+            served = app.client.get("/v1/bundles/carrying/sample/0").json()
+            asked = wait_for(ask(app.state.catalogue.scorers[0], replace(SAMPLE, max_tokens=64), 0))
+            assert (served["verdict"], served["answer"]) == (asked.verdict, asked.answer)
+            found[written] = asked.verdict, asked.answer
+    assert found == {written: opened if opening else alone for written, alone, opened in WRITTEN}

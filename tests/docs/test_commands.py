@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.serve_process import PATHS, inherited, serve
 
 ALL = {page: blocks(page) for page in PAGES}
 ADDRESS = "http://127.0.0.1:8765"  # of the service in the pages; the tests take a free port
+PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 NOT_FOLLOWED = {"id", "created"}  # fields of an answer that differ each time
 
 
@@ -78,7 +80,9 @@ class Sandbox:
         if ADDRESS in text:
             text = text.replace(ADDRESS, self.request.getfixturevalue(block.model))
         if block.language == "python":
-            return self._output(block, [sys.executable, "-c", text])
+            output = self._output(block, [sys.executable, "-c", text])
+            check_printed(text, output, block.place)
+            return output
         if block.language == "console":
             return "".join(self._session(block, text))
         # A command that fails ends the block; `... | head` may close the pipe early.
@@ -99,6 +103,13 @@ class Sandbox:
         )  # fmt: skip
         assert done.returncode == 0, f"{block.place}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
+
+
+def check_printed(code: str, output: str, place: str) -> None:
+    """Fail where a comment behind a ``print`` of a page is not what it prints, in the order of the page."""
+    lines = iter(lines_of(output))
+    for shown in PRINTED.findall(code):
+        assert shown in lines, f"{place}: {shown!r} is not printed, or not there: {lines_of(output)}"
 
 
 def lines_of(text: str) -> list[str]:
@@ -146,8 +157,11 @@ def test_the_readmes_table_is_every_third_question_by_risk(smollm2: str) -> None
     """A rule that leaves nothing to choose."""
     with httpx.Client(base_url=smollm2, timeout=120) as client:
         answers = [client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)]
-    wanted = sorted(answers, key=lambda answer: float(answer["risk"]))[::3]
-    table = re.findall(r"^\| (0\.\d\d) \| (.*?) \| (.*?) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    ranked, page = sorted(answers, key=lambda answer: float(answer["risk"])), (ROOT / "README.md").read_text()
+    lower, others = (sum(one["verdict"] == "right" for one in half) for half in (ranked[:12], ranked[12:]))
+    assert f"Of the 24, {lower} of the 12 with lower risks are right, {others} of the others." in page
+    wanted = ranked[::3]
+    table = re.findall(r"^\| (0\.\d\d) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
     assert len(table) == len(wanted)
     for (risk, question, answer, verdict), real in zip(table, wanted, strict=True):
         assert (risk, question) == (f"{real['risk']:.2f}", real["prompt"])
@@ -177,6 +191,22 @@ def test_a_block_runs_or_says_why_not() -> None:
             assert len((block.reason or "").split()) >= 3, f"{block.place}: the reason is missing"
             for path in re.findall(r"\btests/[\w/.-]*[\w/]", block.reason or ""):
                 assert (ROOT / path).exists(), f"{block.place}: {path}"
+
+
+def test_what_a_page_shows_of_the_service_is_of_the_model_that_make_run_serves() -> None:
+    for found in ALL.values():
+        for block, after in zip_longest(found, found[1:]):
+            shows = bool(PRINTED.search(block.text)) or (after is not None and after.answers)
+            if block.runs and shows and ADDRESS in block.text:
+                assert block.model == "smollm2", f"{block.place}: mark it 'run: on smollm2'"
+
+
+def test_a_comment_behind_a_print_is_what_it_prints() -> None:
+    code = "print(f(x))  # 0.5 (or so)\nif x:\n    print(1)\n    print([2])  # [2]\n"
+    check_printed(code, "0.5 (or so)\n1\n[2]\n", "here")
+    for output in ("0.6 (or so)\n1\n[2]\n", "[2]\n0.5 (or so)\n", ""):
+        with pytest.raises(AssertionError, match=r"here: '.*' is not printed"):
+            check_printed(code, output, "here")
 
 
 def test_an_unknown_mark_is_noticed(tmp_path: Path) -> None:
