@@ -36,5 +36,5 @@ async def count_tokens(body: Annotated[CountRequest, Body()], request: Request, 
         "messages", tools=body.offered,
     )  # fmt: skip
     async with while_connected(request), Deadline(service.settings.deadline_s).enforced():
-        ids = await service.tokenizing.run(asked.size, lambda: asked.rendered(service.settings))
+        ids = await service.tokenizing.run(asked.caller.name, asked.size, lambda: asked.rendered(service.settings))
     return TokensCount(input_tokens=len(ids))

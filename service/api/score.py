@@ -258,7 +258,7 @@ async def answer(request: Request, service: Service, asked: ScoringRequest) -> w
     try:
         async with while_connected(request):
             async with handle.deadline.enforced():
-                prompts = await service.tokenizing.run(asked.size, lambda: _read(asked, service))
+                prompts = await service.tokenizing.run(asked.caller.name, asked.size, lambda: _read(asked, service))
                 if (sampling := handle.sampling) is not None and (found := sampling.format) is not None:
                     prepared, caller, deadline = asked.scorer.engine.prepared, asked.caller.name, handle.deadline
                     compiled = await service.tokenizing.compile(caller, lambda: prepared(found, caller, deadline.left))

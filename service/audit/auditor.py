@@ -3,7 +3,8 @@
 Changes are on disk before they begin, decisions are written in batches.  Nobody is told of a decision before its line
 is written.  Where that fails, the decision goes on and is counted as missed; ``required`` refuses it instead.  A change
 is always refused.  After refusals in a row ``refusing`` says why, until a line was written: where no other one comes,
-the thread itself tries, every second, to write that lines are written again.
+the thread itself tries, every second, to write that lines are written again.  A disk that hangs refuses, too, after
+``REQUIRED_WAIT_S``, until what it was given is written.
 
 No line has a prompt, an answer or a key's secret, nor a prompt's digest, by which a guess could be confirmed.  Whatever
 happened: ``event``, ``time``, and who it was: ``key`` (its name), ``address``, ``by``.  A decision (``event``
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -30,6 +32,7 @@ log = logging.getLogger("hallutracer")
 MOST_WAITING = 10_000  # lines, those that are being written among them
 BATCH = 256
 WAIT_S = 1.0  # that a decision waits for its line, at most, unless it is required
+REQUIRED_WAIT_S = 5.0  # that a required line or a change waits, and that a disk may hang before all of them are refused
 CLOSING_S = 5.0
 RETRY_S = 1.0  # until the thread tries by itself whether lines that are required can be written again
 MOST_REFUSED = 3  # lines and tries in a row, before the log counts as refusing
@@ -72,6 +75,10 @@ def change(who: Who, event: str, outcome: Outcome, what: Mapping[str, Any]) -> L
     return _line(event, who, outcome=outcome, what=dict(what))
 
 
+def _hanging() -> str:
+    return f"the disk of the audit log hangs, or is too slow: a line has waited {REQUIRED_WAIT_S:g} s for it"
+
+
 def _resumed(refused: int) -> Line:
     """Return the line that says that lines are written again, and how many were refused before it."""
     return change(SERVICE, "audit.resume", "done", {"refused": refused})
@@ -96,6 +103,8 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._stuck, self._failing, self._missed = False, False, 0
         self._refused = self._tries = 0  # required lines, and own tries, that failed since the last line was written
         self._why = ""  # the newest of them failed
+        self._began: float | None = None  # writing, what is being written; on the monotonic clock
+        self._late = False  # some line was too late since the last one was written
         self._file.append([change(SERVICE, "service.start", "done", {})], sync=True)
         super().__init__("audit", most=MOST_WAITING, batch=BATCH, closing_s=CLOSING_S)
 
@@ -113,6 +122,8 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
     @property
     def refusing(self) -> str | None:
         """Return why decisions are refused for want of a line; None where they are not, or not yet several in a row."""
+        if self._required and self._hangs:
+            return _hanging()
         return self._why if self._refused + self._tries >= MOST_REFUSED else None
 
     def wake_s(self) -> float | None:
@@ -124,12 +135,28 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
             with self.changed:
                 self._refused, self._tries, self._why = self._refused + lines, self._tries + tries, why
 
+    @property
+    def _hangs(self) -> bool:
+        """Whether what is being written has been for ``REQUIRED_WAIT_S``."""
+        began = self._began
+        return began is not None and time.monotonic() - began >= REQUIRED_WAIT_S
+
     async def _on_disk(self, line: Line) -> None:
+        """Return once the line is on disk.  Raises AuditUnavailable; a line that is too late may be written still."""
+        if self._hangs:  # nothing more waits for it
+            raise AuditUnavailable(_hanging())
         if not self.put((line, True), done=(done := Future[None]())):
             why = "too much waits for the audit log, or the service is shutting down"
             self._refuse(1, 0, why)
             raise AuditUnavailable(why)
-        await asyncio.wrap_future(done)
+        written = asyncio.wrap_future(done)
+        written.add_done_callback(lambda future: future.cancelled() or future.exception())  # told, or too late to be
+        if not (await asyncio.wait([written], timeout=REQUIRED_WAIT_S))[0]:
+            if not self._late:
+                log.error("%s; what has to be in it is refused", _hanging())
+            self._late = True
+            raise AuditUnavailable(_hanging())
+        written.result()
 
     def close(self) -> None:
         """Write what waits and that the service stops."""
@@ -143,6 +170,14 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
 
     def write(self, batch: Waiting) -> Waiting:
         """Append the lines; those that could not be written are not tried again.  None: try whether one can be."""
+        self._began = time.monotonic()
+        try:
+            self._write(batch)
+        finally:
+            self._began = None
+        return []
+
+    def _write(self, batch: Waiting) -> None:
         error: AuditUnavailable | None = None
         with self.changed:
             missed, self._missed = self._missed, 0
@@ -157,6 +192,7 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
             written = 0
         if written:
             self._count("written", written)
+            self._late = False
             with self.changed:
                 self._refused = self._tries = 0
         else:
@@ -171,7 +207,6 @@ class Auditor(BatchWriter[tuple[Line, bool]]):
         self._failing, self._stuck = error is not None, False
         self._settle(batch[:written], None)
         self._settle(batch[written:], error)
-        return []
 
     def _settle(self, batch: Waiting, error: AuditUnavailable | None) -> None:
         """Tell those who wait; with an error, decisions that nobody refuses for it are missed."""

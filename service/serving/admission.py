@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
@@ -17,7 +18,7 @@ T = TypeVar("T")
 SPARE, SPARE_S = 0.05, 0.5  # of a deadline's time, and seconds at least, to end an answer and to send it
 INLINE = 512  # characters or ids up to which a thread costs more than the work, about 0.2 ms
 LONG = 16_384  # characters or ids from which a request takes the slow lane
-MAX_LONG = 16  # requests in the slow lane
+MAX_LONG = 16  # requests of a caller in the slow lane
 MAX_FORMATS, MAX_FORMATS_OF_CALLER = 64, 16  # requests whose formats are being compiled, of a caller one at a time
 MAX_COMPILING = 8  # callers whose formats are being compiled at once
 RESERVE = 8  # one caller leaves one of this many free places to those who wait for nothing yet
@@ -57,25 +58,85 @@ class Deadline:
             ) from None
 
 
+class Lane:
+    """A thread whose callers take turns.  Each leaves half of the places that the others leave free."""
+
+    def __init__(self, name: str, most: int) -> None:
+        """``most`` requests of a caller that is alone may wait or run."""
+        self._places = 2 * most
+        self._pending: Counter[str] = Counter()  # by caller, those that wait and the one that runs
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._waiting: dict[
+            str, deque[tuple[Callable[[], None], Future[Any]]]
+        ] = {}  # by caller, whose turn it is first
+
+    async def run(self, caller: str, work: Callable[[], T]) -> T:
+        """Return ``work()`` from the thread; raises what it raises, Overloaded, or NotReady after ``close``."""
+        loop = asyncio.get_running_loop()
+        own, total = self._pending[caller], self._pending.total()
+        free = self._places - (total - own)
+        if own >= (free // 2 if own else free):
+            waiting = f"{own} requests of this caller, {total} in all"
+            raise Overloaded(f"{waiting}, are waiting to be tokenized; try again in 1 s")
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        with self._lock:
+            self._waiting.setdefault(caller, deque()).append((run, done))
+        try:
+            self._thread.submit(self._next)
+        except RuntimeError:
+            raise NotReady("the service is shutting down") from None
+        self._pending[caller] += 1
+        done.add_done_callback(
+            lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(_add, self._pending, caller, -1)
+        )
+        return await asyncio.wrap_future(done)
+
+    def _next(self) -> None:
+        """Run the first request of the caller whose turn it is.  On the thread, once for each request."""
+        with self._lock:
+            caller = next(iter(self._waiting))
+            own = self._waiting.pop(caller)
+            run, done = own.popleft()
+            if own:
+                self._waiting[caller] = own  # behind all others
+        if done.set_running_or_notify_cancel():
+            run()
+
+    def close(self) -> None:
+        """Drop requests that have not begun, and wait for the one that has."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            left = [done for own in self._waiting.values() for _, done in own]
+        for done in left:
+            done.cancel()
+        self._thread.shutdown(wait=True)
+
+
 class Tokenizing:
     """Text to token ids: short texts on the event loop, others in two bounded lanes: none waits for a long one.
 
     Formats have a lane for each caller: none waits for another's."""
 
     def __init__(self, max_pending: int) -> None:
-        """``max_pending`` requests may wait for the fast lane."""
-        self._most = {"tokenize": max_pending, "tokenize-long": MAX_LONG}
-        self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in self._most}
-        self._pending: Counter[str] = Counter()
+        """``max_pending`` requests of a caller may wait for the fast lane."""
+        self._fast, self._slow = Lane("tokenize", max_pending), Lane("tokenize-long", MAX_LONG)
         self._compilers = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="format")
         self._formats: Counter[str] = Counter()  # by caller, those that wait and those that are being compiled
         self._turns: dict[str, asyncio.Lock] = {}
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
+    async def run(self, caller: str, size: int, work: Callable[[], T]) -> T:
         """Return ``work()`` from the lane for ``size`` characters or ids; raises what it raises, or Overloaded."""
         if size <= INLINE:
             return work()
-        return await self._run("tokenize-long" if size >= LONG else "tokenize", "to be tokenized", work)
+        return await (self._slow if size >= LONG else self._fast).run(caller, work)
 
     async def compile(self, caller: str, work: Callable[[], T]) -> T:
         """Return ``work()`` from the caller's lane for formats; raises what it raises, or Overloaded."""
@@ -108,24 +169,11 @@ class Tokenizing:
         if not self._formats[caller]:
             del self._formats[caller], self._turns[caller]
 
-    async def _run(self, lane: str, what: str, work: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
-        if self._pending[lane] >= self._most[lane]:
-            raise Overloaded(f"{self._pending[lane]} requests are waiting {what}; try again in 1 s")
-        self._pending[lane] += 1
-
-        def leave() -> None:
-            self._pending[lane] -= 1
-
-        done = self._threads[lane].submit(work)
-        done.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(leave))
-        return await asyncio.wrap_future(done)
-
     def close(self) -> None:
         """Drop requests that have not begun, and wait for the others, but for formats: these end with the engine."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        for thread in self._threads.values():
-            thread.shutdown(wait=True, cancel_futures=True)
+        for lane in (self._fast, self._slow):
+            lane.close()
 
 
 class FairShare:

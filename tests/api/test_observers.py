@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +28,9 @@ from service.access.routes import (
     RESPONSES_ROUTE,
     TEXT_ROUTE,
 )
+from service.audit import auditor
 from service.audit.auditor import Auditor, Who
-from service.audit.file import verify
+from service.audit.file import AuditFile, verify
 from service.policies.guard import GATE
 from service.serving import metrics, observers
 from service.serving.judgement import Judgement
@@ -295,6 +297,28 @@ def test_where_the_log_is_required_nothing_is_told_that_is_not_in_it(tmp_path: P
         text = app.client.get("/metrics").text
         assert f'hallutracer_errors_total{{code="audit_unavailable"}} {len(ASKED) + 1}.0' in text
     assert len(lines(tmp_path, "decision")) == 2
+
+
+def test_a_required_log_that_hangs_refuses_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with audited(tmp_path, required=True) as app:
+        goes_on, append = threading.Event(), AuditFile.append
+        monkeypatch.setattr(
+            AuditFile, "append", lambda *given, **options: goes_on.wait(60) and append(*given, **options)
+        )
+        monkeypatch.setattr(auditor, "REQUIRED_WAIT_S", 0.05)
+        try:
+            for body in (ASKED["/score"], ASKED["/score"] | {"stream": True}):
+                refused = app.client.post("/score", json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "audit_unavailable")
+                assert "hangs" in refused.json()["error"]["message"]
+            until(lambda: app.client.get("/health/ready").status_code == 503)
+            assert "hangs" in app.client.get("/health/ready").json()["error"]["message"]
+            assert app.client.get("/health/live").status_code == 200
+            monkeypatch.setattr(auditor, "REQUIRED_WAIT_S", 60)
+        finally:
+            goes_on.set()
+        assert app.client.post("/score", json=ASKED["/score"]).status_code == 200
+        assert app.client.get("/health/ready").status_code == 200
 
 
 def test_keys_that_change_are_audited_and_without_the_log_none_is_added(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from service.audit import auditor as module
 from service.audit.auditor import Auditor, JudgedEvent, Who, decision, recorded
-from service.audit.file import verify
+from service.audit.file import AuditFile, verify
 from service.errors import AuditUnavailable
 
 WHO = Who("ann", "10.0.0.7")
@@ -185,6 +186,34 @@ async def test_refusals_in_a_row_are_told_of_until_a_line_is_written(
     assert log.auditor.refusing is None
     log.auditor.close()
     assert verify([log.path]).events == {"service.start": 1, "decision": 1, "service.stop": 1}
+
+
+async def test_a_disk_that_hangs_refuses_what_is_required_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, goes_on, append = Watched(tmp_path, required=True), threading.Event(), AuditFile.append
+    monkeypatch.setattr(AuditFile, "append", lambda *given, **options: (goes_on.wait(60), append(*given, **options))[1])
+    monkeypatch.setattr(module, "REQUIRED_WAIT_S", 0.05)
+    try:
+        with pytest.raises(AuditUnavailable, match="hangs, or is too slow"):
+            await log.decide(0)
+        while log.auditor.refusing is None:
+            await asyncio.sleep(0.01)
+        assert "hangs, or is too slow" in log.auditor.refusing
+        with pytest.raises(AuditUnavailable, match="hangs, or is too slow"):
+            await log.decide(1)
+        with pytest.raises(AuditUnavailable):
+            async with recorded(log.auditor, WHO, "bundles.reload", {}):
+                pytest.fail("it began")
+        assert not log.auditor._queue, "nothing more is put before a disk that hangs"
+        monkeypatch.setattr(module, "REQUIRED_WAIT_S", 3600)
+    finally:
+        goes_on.set()
+    await log.decide(2)
+    assert log.auditor.refusing is None
+    log.auditor.close()
+    found = verify([log.path])
+    assert (found.events, found.problems) == ({"service.start": 1, "decision": 2, "service.stop": 1}, [])
 
 
 async def test_a_log_that_was_mended_is_found_without_a_request(

@@ -135,15 +135,15 @@ def lanes() -> Iterator[Tokenizing]:
 @pytest.mark.anyio
 async def test_short_texts_pass_a_long_one_and_results_come_back(lanes: Tokenizing) -> None:
     release = threading.Event()
-    long = asyncio.create_task(lanes.run(LONG, lambda: release.wait(20)))
-    assert await lanes.run(LONG - 1, lambda: "short") == "short"
+    long = asyncio.create_task(lanes.run("me", LONG, lambda: release.wait(20)))
+    assert await lanes.run("me", LONG - 1, lambda: "short") == "short"
     assert not long.done()
     release.set()
     assert await long is True
     for size, here in ((INLINE, True), (INLINE + 1, False)):  # only the shortest are rendered on the loop
-        assert (await lanes.run(size, threading.current_thread) is threading.current_thread()) is here
+        assert (await lanes.run("me", size, threading.current_thread) is threading.current_thread()) is here
         with pytest.raises(ZeroDivisionError):  # what a text does wrong is raised
-            await lanes.run(size, lambda: 1 // 0)
+            await lanes.run("me", size, lambda: 1 // 0)
 
 
 def test_many_empty_prompts_are_not_short() -> None:
@@ -155,16 +155,81 @@ def test_many_empty_prompts_are_not_short() -> None:
 @pytest.mark.anyio
 async def test_a_lane_is_bounded_and_those_who_leave_make_room(lanes: Tokenizing) -> None:
     release = threading.Event()
-    waiting = [asyncio.create_task(lanes.run(LONG, lambda: release.wait(20))) for _ in range(admission.MAX_LONG)]
+    waiting = [asyncio.create_task(lanes.run("me", LONG, lambda: release.wait(20))) for _ in range(admission.MAX_LONG)]
     await asyncio.sleep(0.05)
     with pytest.raises(Overloaded):
-        await lanes.run(LONG, lambda: True)
+        await lanes.run("me", LONG, lambda: True)
     waiting[-1].cancel()
     await asyncio.sleep(0.05)
-    last = asyncio.create_task(lanes.run(LONG, lambda: True))
+    last = asyncio.create_task(lanes.run("me", LONG, lambda: True))
     release.set()
     assert await last is True
     await asyncio.gather(*waiting[:-1])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("size", [INLINE + 1, LONG])
+async def test_one_callers_texts_lock_nobody_out_and_callers_take_turns(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(admission, "MAX_LONG", 4)
+    lanes, begun, release, order = Tokenizing(4), threading.Event(), threading.Event(), list[str]()
+
+    def work(caller: str) -> None:
+        begun.set()
+        assert release.wait(60)
+        order.append(caller)
+
+    async def refused(caller: str) -> bool:
+        further = asyncio.create_task(lanes.run(caller, size, lambda: None))
+        await asyncio.sleep(0)
+        if not further.done():
+            return not further.cancel()
+        return isinstance(further.exception(), Overloaded)
+
+    waiting, turned_away = [], dict[str, bool]()
+    for caller, places in [("a", 4), ("b", 2), ("c", 1), ("d", 1)]:  # half of what the others leave, and one at least
+        for _ in range(places):
+            waiting.append(asyncio.create_task(lanes.run(caller, size, partial(work, caller))))
+            await asyncio.sleep(0)
+            assert await asyncio.to_thread(begun.wait, 60), "the first one runs before the next comes"
+        turned_away[caller] = await refused(caller)
+    turned_away["e"] = await refused("e")  # all places are taken
+    release.set()
+    await asyncio.gather(*waiting)
+    assert turned_away == dict.fromkeys("abcde", True)
+    assert order == ["a", *"abcd", *"ab", "a"]
+    await until_free(lanes)
+    lanes.close()
+
+
+async def until_free(lanes: Tokenizing) -> None:
+    for _ in range(6000):
+        if not any((*lane._pending, *lane._waiting) for lane in (lanes._fast, lanes._slow)):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("places are still taken")
+
+
+@pytest.mark.anyio
+async def test_closing_ends_the_texts_that_wait() -> None:
+    own, begun, release = Tokenizing(4), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return release.wait(60)
+
+    running = asyncio.create_task(own.run("me", LONG, work))
+    assert await asyncio.to_thread(begun.wait, 60)
+    waiting = asyncio.create_task(own.run("me", LONG, lambda: True))
+    waiting.add_done_callback(lambda _: release.set())  # it does not wait for what runs
+    await asyncio.sleep(0)
+    await asyncio.to_thread(own.close)
+    assert await running is True
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    with pytest.raises(NotReady):
+        await own.run("me", LONG, lambda: True)
 
 
 @pytest.mark.anyio

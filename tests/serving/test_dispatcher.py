@@ -648,3 +648,37 @@ async def test_others_wait_for_one_pass_of_a_long_prompt(bench: Bench) -> None:
         ahead.append(bench.dispatcher._queue.tokens_ahead("busy", answers=True))
     held = len(bench.script.tokenize("the one that is held"))  # another caller's, of which it counts what it asks for
     assert [ahead[1] - held - 2, ahead[2] - ahead[1]] == [100, 50]
+
+
+async def test_of_random_failures_each_request_is_told_and_the_engine_is_kept(tmp_path: Path) -> None:
+    """Failures of passes and steps, of which the bench checks that they leave nothing behind."""
+    bench, chance, ended = Bench(tmp_path, KINDS[0]), random.Random(0), list[str]()
+    bench.script.answer, failures, risks = "x" * 8, 0, dict[int, float]()
+
+    def fail(*_: Any) -> None:
+        nonlocal failures
+        if chance.random() < 0.1:
+            failures += 1
+            raise RuntimeError("injected")
+
+    async def client(number: int) -> None:
+        while failures < 200:
+            text = "y" * chance.randrange(1, 60)  # up to four passes
+            kind = ANSWER if chance.random() < 0.7 else {}
+            handle = bench.request(text, caller=str(number % 3), streams=bool(kind), seconds=600, **kind)
+            try:
+                [report] = await (handle.answers() if kind else handle.risks())
+            except EngineError:
+                ended.append("told")
+                continue
+            ended.append("answered")
+            assert report.risk == pytest.approx(risks[len(text)])
+            if kind:
+                assert report.completion is not None
+                assert "".join(piece.text for piece in await text_of(handle)) == report.completion.text == "x" * 8
+
+    async with bench.open(max_batch_tokens=16):
+        risks.update({length: bench.report("y" * length).risk for length in range(1, 60)})
+        bench.script.before = bench.script.wait = fail  # type: ignore[method-assign]
+        await asyncio.gather(*map(client, range(20)))
+        assert (bench.broke, bench.engine.alive, set(ended)) == ([], True, {"told", "answered"})
