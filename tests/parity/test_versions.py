@@ -28,8 +28,7 @@ from tests.vllm_plugin.conftest import KNOWN, UNKNOWN, serving  # noqa: E402
 
 MATRIX = {
     (version, runner, family)
-    for version in (*versions.OTHERS, versions.INSTALLED)
-    for runner in versions.RUNNERS
+    for version, runner in (*versions.RUNS, *((versions.INSTALLED, runner) for runner in versions.RUNNERS))
     for family in versions.FAMILIES
 }
 
@@ -74,11 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", versions.FAMILIES)
-@pytest.mark.parametrize(
-    ("packages", "measure"),
-    [(version, runner) for version in versions.OTHERS for runner in versions.RUNNERS],
-    indirect=True, ids=[f"{version}-{runner}" for version in versions.OTHERS for runner in versions.RUNNERS],
-)  # fmt: skip
+@pytest.mark.parametrize(("packages", "measure"), versions.RUNS, indirect=True, ids=map("-".join, versions.RUNS))
 def test_another_version_reads_what_transformers_does(
     family: str, packages: Path, measure: Measurer, folder: Path, request: pytest.FixtureRequest
 ) -> None:

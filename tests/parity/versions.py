@@ -35,6 +35,8 @@ OTHERS, TRANSFORMERS = (
 )
 FAMILIES = ("qwen3", "gemma3_text")
 RUNNERS = ("V1", "V2")  # compiled; Triton's interpreter
+NOT_COMPARED = {("0.33.0", "V2")}  # not run to its end yet
+RUNS = [(version, runner) for version in OTHERS for runner in RUNNERS if (version, runner) not in NOT_COMPARED]
 BEGIN, END = "<!-- matrix: written by tests/parity/versions.py -->", "<!-- end of matrix -->"
 HEADER = ["| vLLM | runner | family | largest difference |", "| --- | --- | --- | --- |"]
 NOT_MET = {"torchaudio", "torchcodec", "torchvision"}  # deploy/vllm-overrides.txt says why
