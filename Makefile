@@ -95,7 +95,7 @@ test-long: install vllm clients platforms $(VENV)/.smollm2   ## vLLM in many way
 	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'long and not matrix and not alone'
 	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'alone' --numprocesses 0
 
-test-matrix: install vllm                ## every model family, quantization and version on vLLM: before a release, and where vLLM's range changes
+test-matrix: install vllm                ## every family, quantization and version on vLLM, and versions of transformers: before a release, or another range
 	$(PYTEST) -m matrix
 
 docs: install    ## the documentation as a site, build/docs/index.html; a warning is an error

@@ -16,7 +16,8 @@ from typing import Self
 
 ROOT = Path(__file__).parent.parent
 CLIENT = ROOT / "clients" / "python"
-PATHS = f"{ROOT}{os.pathsep}{CLIENT}"  # PYTHONPATH of a process that is to see this checkout
+PACKAGES = os.environ.get("TESTED_PACKAGES")  # a folder of other versions, which tests/parity/test_transformers.py sets
+PATHS = os.pathsep.join([*filter(None, [PACKAGES]), str(ROOT), str(CLIENT)])  # of a process that sees this checkout
 MAY_CHOOSE = {"HALLUTRACER_CALLERS_MAY": "policy threshold bundle"}  # for tests that choose what a caller may not
 
 

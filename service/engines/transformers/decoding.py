@@ -21,7 +21,7 @@ from service.engines.base import AnswerReading, BatchEngine, Completion, Prefill
 from service.engines.checks import check_sampling
 from service.engines.families import text_config
 from service.engines.formats import Held
-from service.engines.transformers.hooks import Batch
+from service.engines.transformers.hooks import Batch, with_cache
 from service.errors import EngineError, NonFiniteReadout
 from service.readout import Probes, Site
 
@@ -296,12 +296,12 @@ _implementation: ContextVar[str] = ContextVar("the model's own attention")
 def next_logits(model: Any, rows: Sequence[KvContinuation], device: torch.device) -> Tensor:
     """Read each row's last token: float32 logits [rows, vocab].  The caches are extended in place."""
     tokens, positions = torch.tensor([row.last for row in rows], device=device).T[..., None]
-    inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
+    inputs = {"input_ids": tokens, "position_ids": positions}
     if len(rows) == 1:
-        output = model(past_key_values=rows[0].cache, **inputs)
+        output = model(**inputs, **with_cache(model, rows[0].cache))
     else:
         with _row_by_row(model):
-            output = model(past_key_values=_RowCaches([row.cache for row in rows]), **inputs)
+            output = model(**inputs, **with_cache(model, _RowCaches([row.cache for row in rows])))
     return cast(Tensor, output.logits[:, -1].float())
 
 

@@ -157,7 +157,7 @@ class TransformersEngine:
             with self._running(()), hooks.ended_after(self._modules.blocks[-1]):
                 self.counters.forward_tokens += sum(chunk.lengths)
                 with suppress(hooks.LastReadout):
-                    self._model(**hooks.inputs_of(chunk, cache))
+                    self._model(**hooks.inputs_of(self._model, chunk, cache))
             yield None
         with self._running(()):
             sink = TruthLogits(stack, 1, self._device)
@@ -388,7 +388,7 @@ class TransformersEngine:
             cache = self._new_cache(batch)
         with hooks.reading(self._modules, self._head, sink, onset, stop=not full):
             try:
-                logits = self._model(**hooks.inputs_of(batch, cache)).logits
+                logits = self._model(**hooks.inputs_of(self._model, batch, cache)).logits
             except hooks.LastReadout:
                 return None
         if logits.shape[1] != 1:

@@ -5,6 +5,8 @@ A *sink* takes the activations at t* [batch, width], views in the model's dtype 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,11 +91,23 @@ def pad(
     return Batch(tuple(index), tuple(lengths), tuple(starts), input_ids, mask, positions, prefix)
 
 
-def inputs_of(batch: Batch, cache: Any) -> dict[str, Any]:
-    """Return what the model is called with, ``cache`` None: without one."""
+@functools.cache
+def _cache_argument(kind: type[torch.nn.Module]) -> str:
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+
+
+def with_cache(model: Any, key_value_cache: Any) -> dict[str, Any]:
+    """Return the arguments with which ``model`` uses a cache and extends it.
+
+    transformers 5.24 calls it ``cache``; older versions, and the code that comes with a model, ``past_key_values``."""
+    return {_cache_argument(type(model)): key_value_cache, "use_cache": True}
+
+
+def inputs_of(model: Any, batch: Batch, key_value_cache: Any) -> dict[str, Any]:
+    """Return what the model is called with, ``key_value_cache`` None: without one."""
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
     given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    return given | {"use_cache": cache is not None} | ({} if cache is None else {"past_key_values": cache})
+    return given | ({"use_cache": False} if key_value_cache is None else with_cache(model, key_value_cache))
 
 
 def chunks(batch: Batch, most: int, doubled_at: float) -> list[Batch]:
@@ -144,7 +158,7 @@ class Prefix:
         if not self._layers:
             own: Any = DynamicCache()
             ids = torch.tensor([self.tokens], device=device)
-            model(input_ids=ids, past_key_values=own, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids, logits_to_keep=1, **with_cache(model, own))
             self._layers = [(layer.keys, layer.values) for layer in own.layers]
         cache = DynamicCache()
         for place, (keys, values) in enumerate(self._layers):
@@ -380,10 +394,10 @@ def check_decoder(model: Any, modules: ModelModules, name: str, device: torch.de
     try:
         with torch.inference_mode():
             whole = model(input_ids=ids, use_cache=False, output_hidden_states=True)
-            seen, cache = called[:], DynamicCache(config=model.config)
-            model(input_ids=ids[:1, :2], past_key_values=cache, use_cache=True)
-            last = {"position_ids": torch.tensor([[2]], device=device), "past_key_values": cache, "use_cache": True}
-            stepped = model(input_ids=ids[:1, 2:], **last).logits[:, -1]
+            seen, cached = called[:], with_cache(model, DynamicCache(config=model.config))
+            model(input_ids=ids[:1, :2], **cached)
+            third = torch.tensor([[2]], device=device)
+            stepped = model(input_ids=ids[:1, 2:], position_ids=third, **cached).logits[:, -1]
     except Exception as error:  # whatever a model's own code raises
         raise EngineError(f"{name}: {type(model).__name__} does not run as a decoder ({error})") from error
     finally:

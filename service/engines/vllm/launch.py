@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hallutracer")
 WORKER = "service.engines.vllm.worker.Worker"
 # Oldest and newest version of vLLM that the tests run: earlier ones have no ``prompt_token_id_logprobs``.
-TESTED = ("0.31.0", "0.32.0")
+TESTED = ("0.31.0", "0.33.0")
 RANGE = " to ".join(TESTED)
 CPU_CACHE_BYTES = 1 << 30
 RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # that vLLM makes room for
@@ -91,7 +91,8 @@ def check_installed() -> str:
             installed = importlib.metadata.version(distribution)
             at, low, high = ([int(one) for one in re.findall(r"\d+", of)[:3]] for of in (installed, *TESTED))
             if at < low:
-                said = f"this engine needs {TESTED[0]} or newer: pip install {distribution}=={TESTED[1]}"
+                cure = f"pip install '{distribution}>={TESTED[0]},<={TESTED[1]}'"
+                said = f"this engine needs {TESTED[0]} or newer: {cure}"
                 raise ModelLoadError(f"{distribution} {installed} is installed, and {said}", param="engine")
             if at > high:
                 log.warning(

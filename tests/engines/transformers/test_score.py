@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -271,6 +272,37 @@ def test_numbers_and_answers_are_those_of_whole_prompts(family: str) -> None:
     for prompt, continuation in zip(prompts, ours.begin(prompts, [probe]), strict=True):
         answer = decoded(continuation, Sampling(max_tokens=8)).token_ids
         assert list(answer) == reference(tiny.modules(ours).model, prompt, 8)
+
+
+def newer(self: Any, cache: Any = None, **rest: Any) -> Any:
+    return self.run(cache, rest)
+
+
+def older(self: Any, past_key_values: Any = None, **rest: Any) -> Any:
+    return self.run(past_key_values, rest)
+
+
+@pytest.mark.parametrize("forward", [newer, older])
+def test_the_cache_is_given_by_the_name_that_the_model_has_for_it(forward: Any) -> None:
+    """By either name, whatever the installed transformers calls it: a model can come with code of its own."""
+    model, plain = tiny.model("llama"), chatting()
+    names, caches = {"cache", "past_key_values"}, set()
+    kind = type(model)
+    [name] = names & set(inspect.signature(kind.forward).parameters)
+
+    def run(self: Any, cache: Any, rest: dict[str, Any]) -> Any:
+        assert not names & set(rest)
+        caches.add(type(cache).__name__)
+        return kind.forward(self, **{name: cache}, **rest)
+
+    model.__class__ = type("Renamed", (kind,), {"forward": forward, "run": run})
+    ours = TransformersEngine(model, tiny.tokenizer(template=TEMPLATE), options=EngineOptions(model="tiny-llama"))
+    prompts, probe = chats(plain), tiny.probes(ours.identity.geometry)
+    for found, expected in zip(*(engine.score(prompts, [probe]) for engine in (ours, plain)), strict=True):
+        np.testing.assert_allclose(found.trajectories[0], expected.trajectories[0], atol=1e-5)
+    answers = [[one.token_ids for one in engine.generate(prompts, Sampling(max_tokens=6))] for engine in (ours, plain)]
+    assert answers[0] == answers[1]
+    assert caches == {"NoneType", "DynamicCache", "_RowCaches"}
 
 
 def test_the_beginning_is_run_once() -> None:

