@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, check_answers, check_golden
 from probes_store.manifest import SIGNALS, check_identity
-from probes_store.records import Context, least_reaching
+from probes_store.records import Context, Decoding, least_reaching
 from service.engines import base
 from service.engines.base import Completion, Engine, EngineGate, PrefillResult, Sampling, TokenIds, Update
 from service.engines.bridge import gather_all, wait_for
@@ -26,6 +26,7 @@ from service.engines.chat import Message, ToolDefinition
 from service.engines.checks import check_sampling
 from service.errors import EngineFailed, HalluTracerError, NonFiniteReadout
 from service.judging.conversation import ConversationReader
+from service.judging.decoding import departure
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.judging.uncertainty import Uncertain, uncertain
 from service.policies.guard import GATE, Decision, Policy, Verdict, judge, stopped_by
@@ -76,6 +77,7 @@ class RiskReport:
     shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
     held: bool = False  # decoded although withheld, until it is known whether it is a call of a tool
     tool_call: bool = False  # it was held, and is given: it is nothing but calls
+    decoding: str | None = None  # how its answer is decoded otherwise than those were that the risk is about
     decided_by: str | None = None  # name:version of the second bundle, where its verdict and not this bundle's decides
 
     @property
@@ -259,6 +261,8 @@ class Scorer:
                     if sampling is None:
                         yield report, update
                         return
+                    decoding = Decoding(sampling.temperature, sampling.top_p)
+                    report = replace(report, decoding=departure(self.bundle.manifest, decoding))
                     if report.decision is not Decision.CONTINUE:
                         if tools is None:
                             yield report, replace(update, piece="", tokens=0, completion=None)
