@@ -77,6 +77,8 @@ class RiskOut(Strict):
         "calls of the request's tools, and is given")
     decoding: str | None = Field(None, description="how the answer is decoded otherwise than those were that `risk` "
         "and `answer_risk` were trained on; null: it is not, or none is wanted")
+    passage_truth: float | None = Field(None, description="where a passage stands beside the question and the policy "
+        "takes only this share of passages for true; `risk` and `interval` are so already")
     decided_by: str | None = Field(None, description="the default bundle, as name:version, where its verdict on the "
         "same prefill decides although `bundle`, a canary, lets the answer pass")
     # fmt: on
@@ -248,6 +250,7 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         interval=list(known.interval) if known.interval else None, outside_training=known.outside,
         distance=known.distance, applies=report.context.said, asks=report.context.asks,
         tool_call=report.tool_call or None, decoding=report.decoding, decided_by=report.decided_by,
+        passage_truth=report.passage_truth,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
         completion=completion_out(report.completion), **answer_note(report.answer),

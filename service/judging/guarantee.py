@@ -146,6 +146,10 @@ def guarantee_status(
         guaranteed = sorted({manifest.threshold_for(passage) for passage in passages})
         found += [f"threshold: {policy.threshold:g} applies, {threshold:g} is guaranteed"
                   for threshold in guaranteed if threshold != policy.threshold]  # fmt: skip
+    if policy.passage_truth < 1.0:
+        found.append(
+            f"policy: {policy.name!r} takes {policy.passage_truth:g} of passages for true, the calibration all"
+        )
     if policy.stop_at is not None:
         found.append(f"policy: {policy.name!r} ends answers under way, the calibration did not")
     if policy.recheck != bool(manifest.guarantee_reads_answers):
