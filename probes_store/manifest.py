@@ -114,6 +114,7 @@ class TrainingRecord(Record):
     c_grid: tuple[records.AboveZero, ...]  # what it was chosen from; empty where it was given
     class_balance: Filled
     hallutracer_version: Filled
+    decoding: records.Decoding | None = None  # of the answers that the labels are about; absent where it is not known
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
@@ -174,6 +175,20 @@ class Manifest(Record):
     def reference(self) -> str:
         """NAME:VERSION."""
         return f"{self.name}:{self.version}"
+
+    @property
+    def decoding(self) -> records.Decoding | None:
+        """Return how the answers were decoded that the risk is about; None where that is not recorded.
+
+        Answers that a training run generates have always been greedy, also before they were recorded as such."""
+        recorded = self.training.decoding
+        return records.GREEDY if recorded is None and self.training.labels == "generate" else recorded
+
+    @property
+    def calibrated_decoding(self) -> records.Decoding:
+        """Return how the answers of the guarantee's calibration were decoded; greedy ones where nothing says so."""
+        generated = self.guarantee is not None and self.guarantee.labels == "generate"
+        return records.GREEDY if generated else self.decoding or records.GREEDY
 
     def stratum(self, passage: bool | None) -> records.GuaranteeStratum | None:
         """Return the guarantee of the questions with or without a passage; None where it has none of their own.
@@ -265,7 +280,7 @@ class Manifest(Record):
 # Fields that came later -> what they hold.  They are absent where they are None: older bundles keep their bytes.
 _LATER: Final[Mapping[str, str]] = {
     "model.adapter": "a digest", "answer": "a record", "guarantee_reads_answers": "true",
-    "guarantee_strata": "a list of records",
+    "guarantee_strata": "a list of records", "training.decoding": "a record",
 }  # fmt: skip
 
 

@@ -70,6 +70,27 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Decoding(Record):
+    """How answers were decoded."""
+
+    temperature: NotNegative  # 0 is greedy
+    top_p: Annotated[AboveZero, Field(le=1)]  # 1 leaves no token out
+
+    def __str__(self) -> str:
+        """Return it in words, such as ``sampled at temperature 0.7``."""
+        if self.temperature == 0:
+            return "greedy"
+        return f"sampled at temperature {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
+
+    def same(self, other: Decoding) -> bool:
+        """Return whether both give answers of the same distribution: of greedy ones ``top_p`` changes nothing."""
+        return self.temperature == other.temperature and (self.temperature == 0 or self.top_p == other.top_p)
+
+
+GREEDY: Final = Decoding(0.0, 1.0)
+
+
+@dataclass(frozen=True)
 class Guarantee(Record):
     """Of the answered question groups, each by a random answered question, at most alpha is hallucinated.
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, check_answers, check_golden
 from probes_store.manifest import SIGNALS, check_identity
-from probes_store.records import Context, least_reaching
+from probes_store.records import Context, Decoding, least_reaching
 from service.engines import base
 from service.engines.base import Completion, Engine, EngineGate, PrefillResult, Sampling, TokenIds, Update
 from service.engines.bridge import gather_all, wait_for
@@ -26,9 +26,10 @@ from service.engines.chat import Message, ToolDefinition
 from service.engines.checks import check_sampling
 from service.errors import EngineFailed, HalluTracerError, NonFiniteReadout
 from service.judging.conversation import ConversationReader
+from service.judging.decoding import departure
 from service.judging.guarantee import UNKNOWN, Standing, shape_of
 from service.judging.uncertainty import Uncertain, uncertain
-from service.policies.guard import GATE, Decision, Policy, Verdict, judge, stopped_by
+from service.policies.guard import GATE, Decision, Policy, Verdict, judge, risk_beside_passage, stopped_by
 from service.prompts import as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
@@ -76,12 +77,20 @@ class RiskReport:
     shadows: tuple[ShadowRisk, ...] = ()  # they decide nothing
     held: bool = False  # decoded although withheld, until it is known whether it is a call of a tool
     tool_call: bool = False  # it was held, and is given: it is nothing but calls
+    decoding: str | None = None  # how its answer is decoded otherwise than those were that the risk is about
+    passage_truth: float | None = None  # where a passage counted as true in this share only; the risk is so already
+    trained_risk: float | None = None  # the bundle's own, where the risk is another
     decided_by: str | None = None  # name:version of the second bundle, where its verdict and not this bundle's decides
 
     @property
     def decision(self) -> Decision:
         """What happens to the request."""
         return self.verdict.decision
+
+    @property
+    def bundle_risk(self) -> float:
+        """The risk as the bundle has it, whose passages are true, for what compares it with training's."""
+        return self.risk if self.trained_risk is None else self.trained_risk
 
     def before_answer(self) -> RiskReport:
         """Return what is sent before an answer, which may be complete.  What was withheld has none to come."""
@@ -259,6 +268,8 @@ class Scorer:
                     if sampling is None:
                         yield report, update
                         return
+                    decoding = Decoding(sampling.temperature, sampling.top_p)
+                    report = replace(report, decoding=departure(self.bundle.manifest, decoding))
                     if report.decision is not Decision.CONTINUE:
                         if tools is None:
                             yield report, replace(update, piece="", tokens=0, completion=None)
@@ -373,6 +384,8 @@ class Scorer:
         It only saves work: the decision is ``judge``'s.  At threshold 1 there is nothing to save, since only a risk
         that was rounded to 1 reaches it."""
         manifest, threshold = self.bundle.manifest, self.threshold(policy, standing)
+        if policy.passage_truth < 1.0 and standing.passage is True:  # else the probes tell, too late for the engine
+            threshold = max(0.0, 1.0 - (1.0 - threshold) / policy.passage_truth * (1.0 - _ROUNDING))
         if manifest.recalibration is not None:  # the engine compares the classifier's own risk; rather too late
             threshold = least_reaching(manifest.recalibration, threshold) * (1 + _ROUNDING)
         if not policy.action.withholds or threshold >= 1.0:
@@ -430,12 +443,26 @@ class Scorer:
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
         known = uncertain(self.bundle, logits, vector, untrained=standing.untrained)
         outside = self.withholds(known, policy)
-        verdict = judge(value, policy, self.threshold(policy, standing), outside=outside, applies=context.applies)
+        truth = policy.passage_truth if beside_passage(standing, context) else 1.0
+        told = risk_beside_passage(value, truth)
+        if truth < 1.0 and (interval := known.interval) is not None:
+            low, high = (risk_beside_passage(one, truth) for one in interval)
+            known = replace(known, interval=(low, high))
+        verdict = judge(told, policy, self.threshold(policy, standing), outside=outside, applies=context.applies)
         return RiskReport(
-            risk=value, depth_mean=mean, trajectory=trajectory, logits=logits, verdict=verdict,
+            passage_truth=truth if truth < 1.0 else None, trained_risk=value if truth < 1.0 else None, risk=told,
+            depth_mean=mean, trajectory=trajectory, logits=logits, verdict=verdict,
             signals=tuple(vector.tolist()), uncertain=known, context=context, prompt_tokens=result.prompt_tokens,
             cached_tokens=cached_tokens, judge_s=time.perf_counter() - started,
         )  # fmt: skip
+
+
+def beside_passage(standing: Standing, context: base.PromptContext) -> bool:
+    """Return whether text to answer from stands beside the question, by its form or by what the bundle reads.
+
+    A prompt of which neither tells counts as one with such text: its risk may only be too high."""
+    reads = None if context.passage is None else context.passage >= 0.5
+    return True in (standing.passage, reads) or (standing.passage is None and reads is None)
 
 
 def _is_call(tools: Tools, completion: Completion) -> bool:

@@ -11,7 +11,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -134,6 +134,12 @@ PoliciesFile = Annotated[Path | None, option(
     "TOML file of named policies: [name] action = observe|annotate|abstain|block|retrieve|fallback, threshold, "
     "message.", everyday=True)]  # fmt: skip
 AbstainMessage = Annotated[str, option("What an abstaining policy says instead of an answer.")]
+DecodingChoice = Literal["bundle", "openai"]
+Decoding = Annotated[DecodingChoice | None, option(
+    "How an answer is decoded where a request names no temperature.  bundle: as the answers were that the risk is "
+    "about, greedily where the bundle does not say.  openai: as that API does, at temperature 1, and in vLLM's own "
+    "server by the model's generation_config.  Default: bundle; in vLLM's own server openai under a policy that "
+    "observes.")]  # fmt: skip
 MessageInContent = Annotated[bool, option(
     "Say the abstain message as the answer's text, too, for clients that show nothing else.")]  # fmt: skip
 
@@ -181,6 +187,7 @@ class ServiceSettings:
         "Name that requests may give the model beside its own, repeatable; *: any.",
         "served-model-name")] = ()  # fmt: skip
     message_in_content: MessageInContent = False
+    decoding: Decoding = None
     cors_origins: Annotated[
         tuple[str, ...], option("Origin whose pages may call the service, repeatable.  Default: none.", "cors-origin")
     ] = ()  # none: no cross-origin page may read an answer

@@ -10,11 +10,12 @@ from typing import Any
 from fastapi import Request, Response
 
 from service.api import reply as wire
-from service.api.request_schema import TEMPERATURE, AnswerRequest, Arguments, Kind
+from service.api.request_schema import AnswerRequest, Arguments, Kind
 from service.api.score import answer, beyond_limit, requested
 from service.engines.base import Sampling
 from service.engines.formats import Format
 from service.errors import RequestError
+from service.judging.decoding import decoding_for
 from service.policies.guard import Action, Decision
 from service.scoring import RiskReport
 from service.serving.admission import Deadline
@@ -58,10 +59,10 @@ async def answered(request: Request, service: Service, body: AnswerRequest, want
         raise RequestError(f"policy {policy.name!r} may send a prompt on: give exactly one, as text", param="prompt")
     if wanted.most > limit:
         raise RequestError(beyond_limit(limit, wanted.most), param=wanted.most_field)
+    decoding = decoding_for(asked.scorer.bundle.manifest, service.settings.decoding, body.temperature, body.top_p)
     sampling = Sampling(
-        wanted.most, TEMPERATURE if body.temperature is None else body.temperature,
-        1.0 if body.top_p is None else body.top_p, body.seed, body.stops(), format=wanted.format,
-    )  # fmt: skip
+        wanted.most, decoding.temperature, decoding.top_p, body.seed, body.stops(), format=wanted.format
+    )
     return await answer(request, service, replace(
         asked, sampling=sampling, deadline=deadline, stream=bool(body.stream),
         retrieval_of=chosen.hallutracer_retrieval_of, running=bool(chosen.hallutracer_include),

@@ -176,7 +176,7 @@ async def _events(reply: wire.Reply, tools: Tools | None) -> AsyncIterator[bytes
 
     def over(reports: list[RiskReport]) -> bytes:
         stop = (told(reader.end()) if reader is not None and reports[0].completion is not None else b"") + blocks.end()
-        more = beside(wire.answer_note(reports[0].answer))
+        more = beside(wire.answer_note(reports[0].answer, reports[0].decoding))
         ended = event("message_delta", delta=_ended(reports[0], blocks.calls), usage=_counted(reports), **more)
         return stop + ended + event("message_stop")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.request_schema import (
+    OWN_TEMPERATURE,
     VLLM_IGNORED,
     VLLM_NEUTRAL,
     AnswerRequest,
@@ -221,7 +222,7 @@ class MessagesRequest(AnswerRequest, Conversation):
         ge=1, description="an answer may end earlier: at the service's own limit, or shortly before the deadline"
     )
     stop_sequences: StopTexts | None = None
-    temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description="default 1; 0 is greedy")
+    temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description=OWN_TEMPERATURE)
 
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""

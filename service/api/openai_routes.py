@@ -197,7 +197,7 @@ async def _chunks(
     def last(reports: list[RiskReport]) -> bytes:
         rest = b"".join(map(chunk, deltas.rest()))
         ended = _finish_reason(reports[0], deltas.calls)
-        return rest + chunk({}, ended, wire.answer_note(reports[0].answer)) + used(reports)
+        return rest + chunk({}, ended, wire.answer_note(reports[0].answer, reports[0].decoding)) + used(reports)
 
     if foreign is None and withheld(report):
         said = {"role": "assistant", **_refusal(report, in_content)}

@@ -75,6 +75,10 @@ class RiskOut(Strict):
         "it; null: the bundle cannot tell")
     tool_call: bool | None = Field(None, description="an answer would have been withheld; this is nothing but "
         "calls of the request's tools, and is given")
+    decoding: str | None = Field(None, description="how the answer is decoded otherwise than those were that `risk` "
+        "and `answer_risk` were trained on; null: it is not, or none is wanted")
+    passage_truth: float | None = Field(None, description="where a passage stands beside the question and the policy "
+        "takes only this share of passages for true; `risk` and `interval` are so already")
     decided_by: str | None = Field(None, description="the default bundle, as name:version, where its verdict on the "
         "same prefill decides although `bundle`, a canary, lets the answer pass")
     # fmt: on
@@ -245,7 +249,8 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         flagged=verdict.flagged, threshold=verdict.threshold, message=verdict.message,
         interval=list(known.interval) if known.interval else None, outside_training=known.outside,
         distance=known.distance, applies=report.context.said, asks=report.context.asks,
-        tool_call=report.tool_call or None, decided_by=report.decided_by,
+        tool_call=report.tool_call or None, decoding=report.decoding, decided_by=report.decided_by,
+        passage_truth=report.passage_truth,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
         completion=completion_out(report.completion), **answer_note(report.answer),
@@ -284,9 +289,14 @@ def risk_headers(scorer: Scorer, reports: Sequence[RiskReport]) -> dict[str, str
     return headers
 
 
-def answer_note(answer: AnswerRisk | None) -> dict[str, Any]:
-    """Return what is said of a finished answer; nothing where it was not read."""
-    return running_note(answer) | ({} if answer is None else {"answer_flagged": answer.flagged})
+def answer_note(answer: AnswerRisk | None, decoding: str | None = None) -> dict[str, Any]:
+    """Return what is said of a finished answer; nothing where it was not read.
+
+    ``decoding``: how it departs from the answers that its own risk was trained on, too."""
+    if answer is None:
+        return {}
+    departs = {} if decoding is None else {"decoding": decoding}
+    return running_note(answer) | {"answer_flagged": answer.flagged} | departs
 
 
 def running_note(answer: AnswerRisk | None) -> dict[str, Any]:

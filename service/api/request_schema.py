@@ -66,12 +66,15 @@ class Message(RequestModel):
     content: StrictStr
 
 
+TEMPERATURE = "0 is greedy; default: as the answers were decoded that the bundle's risk is about, else greedy"
+
+
 class Generate(RequestModel):
     """Continue decoding from the same KV cache if the decision is ``continue``."""
 
     max_tokens: StrictInt = Field(64, ge=1, description="at most this many answer tokens")
-    temperature: float = Field(0.0, ge=0.0, le=2.0, strict=True, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, strict=True)
+    temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description=TEMPERATURE)
+    top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopTexts = Field(default_factory=list)
 
@@ -196,9 +199,6 @@ VLLM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 VLLM_IGNORED = frozenset(("include_reasoning", "request_id", "session_id", "cache_salt", "stream_interval"))
 
 
-TEMPERATURE = 1.0  # of a request that names none, as OpenAI, Anthropic and vLLM have it
-
-
 class Arguments(RequestModel):
     """``vllm_xargs``: what a request may choose, as ``bundle``, ``policy`` and ``threshold`` of /v1/risk/score."""
 
@@ -209,11 +209,14 @@ class Arguments(RequestModel):
     hallutracer_include: Annotated[list[Literal["answer_risk"]], Field(max_length=1)] | None = None
 
 
+OWN_TEMPERATURE = f"{TEMPERATURE}; or 1, where the operator wants it as OpenAI has it (--decoding openai)"
+
+
 class AnswerRequest(ForeignModel):
     """What every protocol's request for an answer takes."""
 
     model: Reference = Field(description="must be the loaded model, as GET /v1/models names it")
-    temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description="default 1; 0 is greedy")
+    temperature: float | None = Field(None, ge=0.0, le=2.0, strict=True, description=OWN_TEMPERATURE)
     top_p: float | None = Field(None, gt=0.0, le=1.0, strict=True)
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63)
     stream: StrictBool | None = None

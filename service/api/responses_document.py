@@ -8,7 +8,6 @@ from typing import Any
 
 from service.api import reply as wire
 from service.api.answering import annotation
-from service.api.request_schema import TEMPERATURE
 from service.api.responses_items import Output, refusal_parts
 from service.api.responses_schema import ResponsesRequest
 from service.scoring import RiskReport
@@ -56,6 +55,8 @@ class Told:
     def response(self, noted: Mapping[str, Any], report: RiskReport | None = None) -> dict[str, Any]:
         """Return the response; without a report as it is before the answer."""
         body, judgement = self._body, self.reply.judgement
+        sampling = judgement.sampling
+        assert sampling is not None, "every request on this route wants an answer"
         status, why = ("in_progress", None) if report is None else _status(report)
         return {
             "id": judgement.answer_id, "object": "response", "created_at": judgement.created,
@@ -64,8 +65,7 @@ class Told:
             "output": [] if report is None else self.output.items,
             "usage": None if report is None else _counted(report), "store": False, "background": False,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "temperature": TEMPERATURE if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "temperature": sampling.temperature, "top_p": sampling.top_p,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tools": [tool.told() for tool in body.tools or ()], "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": self.tools is not None and self.tools.parallel,

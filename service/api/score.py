@@ -26,6 +26,7 @@ from service.engines.chat import ToolDefinition, texts_in
 from service.engines.checks import check_length, check_special_tokens
 from service.errors import ClientGone, EmptyPrompt, RequestError
 from service.judging import guarantee
+from service.judging.decoding import decoding_for
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer
 from service.serving import observers
@@ -333,7 +334,8 @@ async def score(
     if wanted is not None:
         if wanted.max_tokens > limit:
             raise RequestError(beyond_limit(limit, wanted.max_tokens), param="generate.max_tokens")
-        sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed, tuple(wanted.stop))
+        decoding = decoding_for(asked.scorer.bundle.manifest, "bundle", wanted.temperature, wanted.top_p)
+        sampling = Sampling(wanted.max_tokens, decoding.temperature, decoding.top_p, wanted.seed, tuple(wanted.stop))
     if deadline_ms is not None and deadline_ms > most:
         raise RequestError(f"deadline_ms is at most {most:g} here", param="deadline_ms")
     deadline = None if deadline_ms is None else Deadline(deadline_ms / 1e3)
@@ -361,7 +363,7 @@ async def _events(reply: wire.Reply, first: str) -> AsyncIterator[bytes]:
     def last(reports: list[RiskReport]) -> bytes:
         completion = wire.completion_out(reports[0].completion)
         assert completion is not None
-        known = wire.answer_note(reports[0].answer)
+        known = wire.answer_note(reports[0].answer, reports[0].decoding)
         return chunk("", completion.finish_reason, usage=wire.usage(reports).model_dump(), **known)
 
     yield wire.event(first)

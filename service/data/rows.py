@@ -9,11 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from probes_store.records import GREEDY, Decoding
 from service.data.row_files import read_lines
 
 Message = dict[str, str]
 MARK_DIGITS = 16  # hexadecimal
 LABELS = {"factual": 1, "hallucinated": 0}  # as a row may say it; the numbers, too
+DECODINGS = "greedy, or temperature=T or temperature=T,top_p=P, as in temperature=0.7,top_p=0.9"
 LIKELY = {  # field -> what others call it
     "prompt": ("question", "query", "input", "instruction", "text", "problem"),
     "answers": ("answer", "accepted", "accepted_answers", "ground_truth", "reference", "expected", "target", "output"),
@@ -26,6 +28,22 @@ def label_of(value: Any) -> int | None:
     if isinstance(value, str):
         return LABELS.get(value.strip().lower())
     return int(value) if type(value) in (int, float) and value in (0, 1) else None
+
+
+def decoding_of(value: Any) -> Decoding | None:
+    """Return what ``greedy``, ``temperature=0.7`` or ``temperature=0.7,top_p=0.9`` says; None for anything else."""
+    if value == "greedy":
+        return GREEDY
+    pairs = [part.partition("=") for part in value.split(",")] if isinstance(value, str) else []
+    given = {name.strip(): number for name, _, number in pairs}
+    if len(given) < len(pairs) or not {"temperature"} <= given.keys() <= {"temperature", "top_p"}:
+        return None
+    try:
+        found = Decoding(float(given["temperature"]), float(given.get("top_p", 1)))
+    except ValueError:
+        return None
+    fine = 0 <= found.temperature < float("inf") and 0 < found.top_p <= 1
+    return (found if found.temperature else GREEDY) if fine else None
 
 
 def accepted_of(value: Any) -> Any:

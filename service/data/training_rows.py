@@ -1,9 +1,10 @@
 """JSONL training rows, parsed once; every problem is reported by line number before a model is loaded.
 
 A row: ``id``, else it is called by the number of its line; ``prompt`` or ``messages``; ``label`` ("factual" or
-"hallucinated", or 1 and 0) and, where it is known, the ``answer`` that it is about, with which ``messages`` may end
-instead, or ``answers`` (accepted answers, or one, for labels that are generated and judged); ``group`` (rows that folds
-keep together; rows with the same prompt always are, and so are rows without a group that ask the same in other words);
+"hallucinated", or 1 and 0) and, where they are known, the ``answer`` that it is about, with which ``messages`` may end
+instead, and its ``decoding`` (``rows.decoding_of``), or ``answers`` (accepted answers, or one, for labels that are
+generated and judged); ``group`` (rows that folds keep together; rows with the same prompt always are, and so are rows
+without a group that ask the same in other words);
 ``applies``, false for a row that asks for no fact: it has neither ``label`` nor ``answers``.
 Other keys are metadata; ``kind``, ``template`` and ``form`` name strata of the evaluation.
 
@@ -24,14 +25,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from probes_store.records import Decoding
 from service.data.near_duplicates import near_duplicates
 from service.data.options import Labels
 from service.data.rows import (
+    DECODINGS,
     Message,
     accepted_of,
     check_id,
     check_prompt,
     check_text,
+    decoding_of,
     id_of,
     id_problem,
     label_of,
@@ -64,6 +68,7 @@ class Row:
     applies: bool = True  # False: it asks for no fact, so that no answer to it is right or wrong
     statement: str = ""  # a sentence that gives the answer, for the forms that state facts
     answer: str = ""  # the answer that ``label`` is about, character for character as it stands behind the prompt
+    decoding: Decoding | None = None  # how that answer was decoded; None where the row does not say
 
     @property
     def question(self) -> str:
@@ -127,6 +132,11 @@ class Dataset:
         """Return the rows that do not apply."""
         return np.flatnonzero(~self.applies)
 
+    @property
+    def decodings(self) -> set[Decoding | None]:
+        """Return how the answers were decoded that the rows' own labels are about; None of rows that do not say."""
+        return {row.decoding for row in self.rows if row.applies}
+
     @cached_property
     def groups(self) -> NDArray[np.int64]:
         """Return the group number of each row, in order of first appearance: [N].
@@ -157,6 +167,9 @@ class Dataset:
                 else f"{count} rows ask the same as another one in other words and share its group, such as {example}, "
                 f"as {other}"
             )
+        if len(decodings := self.decodings) > 1:
+            listed = ", ".join(sorted("none" if one is None else str(one) for one in decodings))
+            remarks.append(f"the rows' 'decoding' differs ({listed}), so no decoding of the answers is recorded")
         return remarks
 
 
@@ -192,6 +205,7 @@ def read_dataset(
             applies=value.get("applies", True),
             statement=value["statement"] if isinstance(value.get("statement"), str) else "",
             answer=(value.get("answer") or answer) if labels == "given" else "",
+            decoding=decoding_of(value.get("decoding")) if labels == "given" else None,
         ))  # fmt: skip
     problems += _across(rows)
     if not problems and not any(row.applies for row in rows):
@@ -249,6 +263,9 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
             yield f"'answer' must be a string, the answer that 'label' is about, found {found}"
         elif value.get("answer") and _answer_in(value) not in ("", value["answer"]):
             yield "'messages' ends with an answer, and 'answer' is another: keep one"
+        if value.get("decoding") is not None and decoding_of(value["decoding"]) is None:
+            found = json.dumps(value["decoding"])[:60]
+            yield f"'decoding', how the answer that 'label' is about was decoded, must be {DECODINGS}, found {found}"
     elif "answers" not in value:
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
         cure = cure or (renamed if likely.startswith("answers=") else "")

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from probes_store.manifest import Manifest
+from probes_store.records import GREEDY, Decoding
 from service.engines.base import Sampling
 from service.judging.asking import Asks, asks_of
 from service.judging.passages import has_passage, text_of
@@ -145,6 +146,10 @@ def guarantee_status(
         guaranteed = sorted({manifest.threshold_for(passage) for passage in passages})
         found += [f"threshold: {policy.threshold:g} applies, {threshold:g} is guaranteed"
                   for threshold in guaranteed if threshold != policy.threshold]  # fmt: skip
+    if policy.passage_truth < 1.0:
+        found.append(
+            f"policy: {policy.name!r} takes {policy.passage_truth:g} of passages for true, the calibration all"
+        )
     if policy.stop_at is not None:
         found.append(f"policy: {policy.name!r} ends answers under way, the calibration did not")
     if policy.recheck != bool(manifest.guarantee_reads_answers):
@@ -187,13 +192,24 @@ def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tupl
 
 
 def decoding_violations(manifest: Manifest, sampling: Sampling | None) -> tuple[str, ...]:
-    """Return how an answer that is decoded here departs from a greedy one; where none is, whether one is needed."""
+    """Return how an answer that is decoded here departs from the calibration's; without one, whether it is needed."""
     if sampling is None:
         return (NO_ANSWER,) if manifest.guarantee_reads_answers else ()
-    warm = () if sampling.temperature == 0 else (f"decoding: temperature {sampling.temperature:g}, not greedy",)
+    decoding = Decoding(sampling.temperature, sampling.top_p)
+    other = sampling_violations(manifest, decoding)
     held = () if sampling.format is None else ("decoding: held to a format, where the calibration's answers were free",)
     stops = ("decoding: ends at texts of the request's own",) if sampling.stop else ()
-    return (*warm, *stops, *held, *length_violations(sampling.max_tokens))
+    return (*other, *stops, *held, *length_violations(sampling.max_tokens))
+
+
+def sampling_violations(manifest: Manifest, decoding: Decoding) -> tuple[str, ...]:
+    """Return whether tokens are chosen otherwise than in the answers of the calibration."""
+    calibrated = manifest.calibrated_decoding
+    if decoding.same(calibrated):
+        return ()
+    if calibrated.same(GREEDY):
+        return (f"decoding: temperature {decoding.temperature:g}, not greedy",)
+    return (f"decoding: {decoding}, where the calibration's answers were {calibrated}",)
 
 
 def length_violations(max_tokens: int | None) -> tuple[str, ...]:

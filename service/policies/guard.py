@@ -95,7 +95,9 @@ class Policy:
     ``stop_at``: an answer ends where the running risk of its own tokens reaches this, or a token was not read; what was
     said before stays.
     ``tools``: of a request that offers tools, a turn of nothing but calls is no answer and is let through, whatever the
-    risk; or it is gated as an answer is."""
+    risk; or it is gated as an answer is.
+    ``passage_truth``: the share of passages that say the truth, above 0 and at most 1, as in training.  The risk of a
+    prompt with a passage beside it rises by that, before any threshold (``risk_beside_passage``)."""
 
     name: str
     action: Action
@@ -107,9 +109,13 @@ class Policy:
     stop_at: float | None = None
     upstream: Upstream | None = None  # of a fallback
     tools: ToolTurns = "let_through"
+    passage_truth: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises RequestError for a threshold outside [0, 1]."""
+        """Raises RequestError for a threshold outside [0, 1], or a share of true passages outside (0, 1]."""
+        if not 0.0 < self.passage_truth <= 1.0:
+            said = f"passage_truth must lie above 0 and be at most 1, not {self.passage_truth}"
+            raise RequestError(said, param="passage_truth")
         if self.threshold is not None:
             check_threshold(self.threshold)
 
@@ -150,6 +156,13 @@ def check_threshold(threshold: float) -> float:
     if not 0.0 <= threshold <= 1.0:
         raise RequestError(f"threshold must lie in [0, 1], not {threshold}", param="threshold")
     return threshold
+
+
+def risk_beside_passage(risk: float, truth: float) -> float:
+    """Return the risk of an answer from a passage that says the truth with probability ``truth``.
+
+    ``risk`` is that of an answer from a true passage; what repeats a false one is wrong."""
+    return risk if truth == 1.0 else 1.0 - truth * (1.0 - risk)
 
 
 def judge(

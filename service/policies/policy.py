@@ -97,6 +97,7 @@ class PolicyTable(BaseModel):
     recheck: bool = False
     stop_at: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     tools: ToolTurns = "let_through"
+    passage_truth: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     upstream: Text | None = None
     upstream_model: Text | None = None
     upstream_key_env: Text | None = None
@@ -167,4 +168,4 @@ def _policy(path: Path, name: str, table: Any, message: str) -> Policy:
         raise HalluTracerError(f"{where}: {error}") from None
     says = (found.message or found.action.message or message) if found.action.says else None
     chosen = found.withhold_outside, found.withhold_no_fact, found.recheck, found.stop_at
-    return Policy(name, found.action, found.threshold, says, *chosen, upstream, found.tools)
+    return Policy(name, found.action, found.threshold, says, *chosen, upstream, found.tools, found.passage_truth)

@@ -361,6 +361,8 @@ def check_choice(scorer: Scorer, policy: Policy, own_scorer: Scorer, own: Policy
     refuse("policy", f"{named} lets prompts outside training through", looser=outside)
     no_fact = policy.withhold_no_fact < own.withhold_no_fact
     refuse("policy", f"{named} lets prompts that ask for no fact through", looser=no_fact)
+    truer = policy.passage_truth > own.passage_truth
+    refuse("policy", f"{named} takes more passages for true", looser=truer)
     again = policy.recheck < own.recheck
     refuse("policy", f"{named} does not read the answer again", looser=again)
     # One that rechecks shows what its bundle's threshold for answers lets through.

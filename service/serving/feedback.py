@@ -60,7 +60,8 @@ class Feedback:
 
     def _rows(self, judgement: Judgement) -> list[Answer]:
         manifest, policy, now, rows = judgement.scorer.bundle.manifest, judgement.policy, time.time(), []
-        guaranteed = outside_as_calibrated(manifest, policy) and not judgement.request_violations
+        guaranteed = outside_as_calibrated(manifest, policy) and policy.passage_truth == 1.0
+        guaranteed = guaranteed and not judgement.request_violations
         for one in judgement.prompts:
             report, verdict = one.report, one.report.verdict
             assert one.stored is not None
@@ -71,7 +72,8 @@ class Feedback:
                 uid=uuid.uuid4().hex, request_id=judgement.request_id, index=one.index, caller=judgement.caller.name,
                 time=now, route=judgement.route, model=judgement.model, bundle=judgement.bundle,
                 digest=manifest.digest, probes=manifest.files[PROBES].sha256, policy=policy.name,
-                threshold=verdict.threshold, risk=report.risk, flagged=verdict.flagged, decision=str(report.decision),
+                threshold=verdict.threshold, risk=report.bundle_risk, flagged=verdict.flagged,
+                decision=str(report.decision),
                 signals=dict(zip(manifest.signals, report.signals, strict=True)),
                 mark=one.stored.mark, prompt=one.stored.prompt,
                 drawn=calibrated and report.context.applies and given and _CHANCE.random() < self._share,

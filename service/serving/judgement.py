@@ -78,7 +78,7 @@ class Monitor:
         for report, prompt in zip(reports, prompts, strict=True):
             if not report.context.applies:
                 continue
-            self._window[prompt] = (report.risk, report.uncertain.outside)
+            self._window[prompt] = (report.bundle_risk, report.uncertain.outside)
             self._window.move_to_end(prompt)
             if len(self._window) > self.limits.window:
                 self._window.popitem(last=False)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.manifest import PROBES, Manifest
-from probes_store.records import OUTSIDE
+from probes_store.records import GREEDY, OUTSIDE
 from probes_store.store import Store
 from probes_store.tensors import Golden
 from service.data.labels import Labelled, check_answers
@@ -210,6 +210,11 @@ def read_new_rows(
     check_all_apply(dataset)
     if options.answers == "generate":
         check_answers(dataset, options)
+    asked = bundle.manifest.decoding or GREEDY  # as requests are that name no temperature
+    if other := next((one for one in dataset.decodings if one is not None and not one.same(asked)), None):
+        raise TrainingError(f"rows of {dataset.path} have answers that were {other}, and under {bundle.reference} "
+                            f"answers are {asked} where a request names no temperature: label answers that "
+                            "were decoded so", param="data")  # fmt: skip
     return NewRows(bundle, bundle.evaluation(), dataset, options)
 
 

@@ -1,5 +1,6 @@
 """The options of training, guarantee and recalibration: the commands take these dataclasses as they are."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar, cast
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeV
 from cyclopts import Group, Parameter
 
 from probes_store.manifest import Signal, SiteName, TrainingRecord
+from probes_store.records import GREEDY, Decoding
 from service.data.options import (
     BATCH_ROWS,
     DRY_RUN,
@@ -21,6 +23,7 @@ from service.data.options import (
     RunDir,
     Seed,
 )
+from service.data.rows import DECODINGS, decoding_of
 from service.errors import HalluTracerError, TrainingError
 from service.fitting import C_GRID, DEPTH_MEAN, FIRST_TOKEN, ClassBalance, LogitScale
 from service.readout import Site
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     from service.fitting.estimator import DepthMeanProbe
     from service.fitting.thresholds import GateRule
 
-FIELDS = ("prompt", "messages", "answers", "answer", "label", "group", "id", "kind", "applies")
+FIELDS = ("prompt", "messages", "answers", "answer", "label", "group", "id", "kind", "applies",
+          "decoding")  # fmt: skip
 LEAST_ROWS = 40  # below, whether there is a signal cannot be told
 MIXTURE = "mixture"  # of all forms of conversation, by weight, with requests that ask for no fact
 SIGNALS: dict[str, tuple[Signal, ...]] = {
@@ -234,6 +238,10 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     test: Annotated[Path | None, option(
         "Held-out rows, scored with the final bundle and used for nothing else.")] = None  # fmt: skip
     labels: GeneratedLabels = "given"
+    answers_decoding: Annotated[str | None, option(
+        f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle records it, and requests "
+        "that name no temperature are decoded so.  Default: what the rows' own field 'decoding' says, if all say the "
+        "same.", metavar="DECODING")] = None  # fmt: skip
     forms: Annotated[str | None, option(
         "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter of the questions in "
         "three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or names of "
@@ -291,6 +299,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
             if not fine:
                 raise TrainingError(f"{field} must be {expected}, not {getattr(self, field)!r}", param=field)
         _ = self.rule
+        self.decoding(())
         if self.forms is not None and not self.forms.strip(" ,"):
             raise TrainingError("forms is empty: none, mixture, or names of forms with commas", param="forms")
         if self.forms is None or self.wanted_forms == ():
@@ -335,6 +344,26 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     def reads(self) -> tuple[Signal, ...]:
         """Return the signals that the classifier reads, by the manifest's names."""
         return SIGNALS[self.signals]
+
+    def decoding(self, of_rows: Collection[Decoding | None]) -> Decoding | None:
+        """Return how the answers were decoded that the labels are about; None where that is not known.
+
+        ``of_rows``: what the rows say of their own answers.  Raises TrainingError where they and the options differ."""
+        told = None if self.answers_decoding is None else decoding_of(self.answers_decoding)
+        if self.answers_decoding is not None and told is None:
+            raise TrainingError(f"answers_decoding must be {DECODINGS}, not {self.answers_decoding!r}",
+                                param="answers_decoding")  # fmt: skip
+        if self.answers == "generate":
+            if told not in (None, GREEDY):
+                raise TrainingError("generated labels are of greedy answers: answers_decoding belongs to given ones",
+                                    param="answers_decoding")  # fmt: skip
+            return GREEDY
+        if told is None:
+            return next(iter(of_rows)) if len(of_rows) == 1 else None
+        if other := next((one for one in of_rows if one is not None and not one.same(told)), None):
+            raise TrainingError(f"answers_decoding says that the answers are {told}, and rows of {self.file.name} say "
+                                f"{other}: correct one of them", param="answers_decoding")  # fmt: skip
+        return told
 
     @property
     def rule(self) -> "GateRule":

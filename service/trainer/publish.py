@@ -112,7 +112,8 @@ def manifest_of(
         data_digest=data.dataset.origin.file_digest, labels=options.answers,
         judge=options.judged_by if options.answers == "generate" else None, seeds=options.shuffles,
         folds=options.folds, c=c, c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
-        class_balance=options.class_balance, hallutracer_version=service.__version__, **counts,
+        class_balance=options.class_balance, hallutracer_version=service.__version__,
+        decoding=options.decoding(data.dataset.origin.decodings), **counts,
     )  # fmt: skip
     return stored.Manifest(
         name=options.name, model=model_record(identity), tokenizer=stored.TokenizerRecord(identity.tokenizer),

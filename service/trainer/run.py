@@ -224,6 +224,7 @@ def _check_fitted(probe: DepthMeanProbe, readouts: Readouts) -> None:
 
 def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
     dataset = read_dataset(options.file, options.answers, folds=options.folds, columns=options.names)
+    options.decoding(dataset.decodings)
     test = None
     if options.test is not None:
         test = read_dataset(options.test, options.answers, folds=0, columns=options.names)

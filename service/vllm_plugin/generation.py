@@ -14,6 +14,7 @@ from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from probes_store import records
 from service.access.callers import Caller
 from service.api.request_schema import Arguments
 from service.engines.vllm.engine import VllmEngine
@@ -24,7 +25,7 @@ from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.adapters import Adapters
 from service.serving.service import Service
-from service.settings import env
+from service.settings import DecodingChoice, env
 from service.vllm_plugin.note import CURRENT, IN_BACKGROUND, NO_PLACE, OURS, Note
 from service.vllm_plugin.turn import Turn
 
@@ -96,7 +97,11 @@ def judging_generate(
             said = f"policy {policy.name!r} has {field}, which reads one answer to a prompt: leave 'n' out"
             raise VLLMValidationError(said, parameter="n")
         note.choices = parameters.n
-        note.violations = tuple(dict.fromkeys((*note.violations, *_violations(parameters))))
+        manifest = scorer.bundle.manifest
+        if (service.settings.decoding or _own_choice(policy)) == "bundle":
+            _decode_as_trained(note, parameters, manifest.decoding or records.GREEDY)
+        violations = _violations(parameters, manifest.calibrated_decoding)
+        note.violations = tuple(dict.fromkeys((*note.violations, *violations)))
         same, rendering = partial(adapters.check, adapter, scorer), _rendering(note, scorer, prompt)
         compared = scorer.prompt_format == "chat" and rendering in ((), note.answered)
         turn = Turn(
@@ -170,6 +175,30 @@ def _rendering(note: Note, scorer: Scorer, prompt: Any) -> tuple[str, ...]:
     return (*(f"rendering: the request's own {name!r}" for name in note.moves), *note.answered)
 
 
+def _own_choice(policy: Policy) -> DecodingChoice:
+    """Return how answers are decoded where the operator has not said.
+
+    A gate promises something of the answers that its risk is about; under a policy that observes, a server answers as
+    it did before."""
+    return "openai" if policy.action is Action.OBSERVE else "bundle"
+
+
+def _decode_as_trained(note: Note, parameters: Any, decoding: records.Decoding) -> None:
+    """Have an answer decoded as those were that its risk is about, unless the request names a temperature.
+
+    What vLLM filled in by the model's ``generation_config`` goes, too.  Several answers to a prompt (n) are meant to
+    differ, which greedy ones do not, and which vLLM refuses at temperature 0: they are sampled as vLLM has it."""
+    greedy = decoding.same(records.GREEDY)
+    if "temperature" in note.sampling or (greedy and parameters.n > 1):
+        return
+    trained = {"top_k": 0, "min_p": 0.0, "top_p": decoding.top_p, "repetition_penalty": 1.0}
+    parameters.temperature = decoding.temperature
+    for name, value in trained.items():
+        if name not in note.sampling or (greedy and name != "repetition_penalty"):
+            setattr(parameters, name, value)
+    note.decoded = {"temperature": parameters.temperature, "top_p": parameters.top_p}
+
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 SAME_ANSWER = {
     "n",
@@ -195,16 +224,19 @@ SAME_ANSWER = {
 TRANSFER = "kv_transfer_params"  # of ``extra_args``: how the prompt's cache gets here
 
 
-def _violations(parameters: Any) -> tuple[str, ...]:
-    """Return how the answer departs from a greedy one, on which guarantees are calibrated.
+def _violations(parameters: Any, calibrated: records.Decoding = records.GREEDY) -> tuple[str, ...]:
+    """Return how the answer departs from those that a guarantee was calibrated on.
 
     Whatever else vLLM's sampling knows, now or later, departs where it is not as in ``GREEDY``."""
-    changed = [f"temperature {parameters.temperature:g}"] if parameters.temperature else []
+    same = records.Decoding(parameters.temperature, parameters.top_p).same(calibrated)
+    changed = [] if same else [f"temperature {parameters.temperature:g}"]
     told = SAME_ANSWER | {"temperature", "max_tokens", "extra_args"}
+    told |= {"top_p"} if same else set()
     names = [name for name in parameters.__struct_fields__ if name not in told and not name.startswith("_")]
     changed += [name for name in names if not _is_same(getattr(parameters, name), getattr(GREEDY, name))]
     changed += ["vllm_xargs"] if (parameters.extra_args or {}).keys() - {TRANSFER} else []
-    own = (f"decoding: not plainly greedy ({', '.join(changed)})",) if changed else ()
+    trained = f"{'plainly ' if calibrated.same(records.GREEDY) else ''}{calibrated}"
+    own = (f"decoding: not {trained} ({', '.join(changed)})",) if changed else ()
     return (*own, *length_violations(parameters.max_tokens))
 
 

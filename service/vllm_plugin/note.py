@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE
-from service.api.reply import risk_headers, risk_note, risk_out
+from service.api.reply import answer_note, risk_headers, risk_note, risk_out
 from service.audit.auditor import Who
 from service.engines.chat import texts_in
 from service.judging.guarantee import TOOLS, chat_violations
@@ -43,6 +43,8 @@ AS_TRAINED: dict[str, Any] = {
     "add_special_tokens": False, "truncate_prompt_tokens": None,
 }  # fmt: skip
 """Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of a body that a model's ``generation_config`` fills in where they are missing."""
 ELSEWHERE = ("previous_response_id", "prompt")  # of a request to /v1/responses: turns that its body does not have
 _FLAG = TypeAdapter(bool)
 NO_PLACE = (
@@ -75,6 +77,8 @@ class Note:
     chats: list[Chat | None] = field(default_factory=list)  # of its prompts; None where none is known
     prompts: list[Sequence[int]] = field(default_factory=list)  # their token ids; empty where none are known
     moved: set[int] = field(default_factory=set)  # the prompts that are not what the template makes of their messages
+    sampling: frozenset[str] = frozenset()  # its fields that say how tokens are chosen
+    decoded: dict[str, float] = field(default_factory=dict)  # temperature and top_p, where vLLM's own are others
     misplaced: tuple[str, ...] = ()  # arguments of ours outside vllm_xargs
     xargs: dict[str, Any] = field(default_factory=dict)  # vllm_xargs of a beam search, which vLLM drops
     reads_answers: bool = False  # whether answers' own tokens are read
@@ -133,6 +137,12 @@ class Note:
         whole = replace(judged[-1], prompts=prompts, request_violations=self.violations)
         return risk_note(whole, [risk_out(one.index, one.report) for one in prompts])
 
+    def answer_note(self, place: int) -> dict[str, Any]:
+        """Return what is said of this prompt's answer where a stream of it ends; nothing where it was not read."""
+        judgement = self.judgements[place] if place < len(self.judgements) else None
+        decoding = None if judgement is None else judgement.reports[0].decoding
+        return answer_note(self.answers.get(place), decoding)
+
     def headers(self) -> dict[str, str]:
         """Return those of ``/v1/risk/score``, where there is one prompt."""
         if len(self.judgements) != 1 or (judgement := self.judgements[0]) is None:
@@ -154,6 +164,7 @@ def read(note: Note, body: bytes) -> None:
     """Note what vLLM loses, such as arguments of ours outside ``vllm_xargs``, and what a chat template may write."""
     content = parsed(body) or {}
     note.misplaced = tuple(name for name in content if OURS.match(name))
+    note.sampling = frozenset(name for name in SAMPLING if content.get(name) is not None)
     chats = _chats(note.route, content)
     note.templated = chats is not None and not ("prompt" in content and note.route == EITHER)  # which may read either
     note.written = () if chats is None else tuple(content[name] for name in RENDERED if name in content)

@@ -41,6 +41,7 @@ class PluginVariables:
     threshold: settings.Threshold = None
     callers_may: settings.CallersMay = ()
     message_in_content: settings.MessageInContent = False
+    decoding: settings.Decoding = None
     audit_log: settings.AuditLogFile = None
     audit_required: settings.AuditRequired = False
     deadline_s: settings.DeadlineS = ServiceSettings.deadline_s
@@ -130,7 +131,8 @@ def read_options(environment: Mapping[str, str] | None = None) -> PluginOptions:
     for policy in policies.named.values():
         if policy.action in (Action.ANNOTATE, Action.RETRIEVE, Action.FALLBACK):
             raise HalluTracerError(f"policy {policy.name!r}: action {policy.action.value!r} {own}")
-    names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content")
+    names = ("policy", "threshold", "callers_may", "deadline_s", "max_queue", "message_in_content",
+             "decoding")  # fmt: skip
     served = ServiceSettings(**{name: getattr(variables, name) for name in names})
     bundles = {name: store.load(name) for name in variables.bundle}
     if next(iter(bundles.values())).manifest.model.adapter is not None:

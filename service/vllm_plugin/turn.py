@@ -10,10 +10,12 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 
+from probes_store.records import Decoding
 from service.access.routes import canonical
 from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
 from service.errors import HalluTracerError
+from service.judging.decoding import departure
 from service.judging.guarantee import OTHER_RENDERING, UNKNOWN, Shape, Standing, shape_of, shape_violations
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer, called
@@ -178,6 +180,8 @@ class Turn:
         result, _ = lease.prefill(output, len(token_ids))
         cached = int(output.num_cached_tokens or 0)
         report = self._scorer.judge(result, self._policy, standing=self._standing, cached_tokens=cached)
+        decoding = Decoding(self._parameters.temperature, self._parameters.top_p)
+        report = replace(report, decoding=departure(self._scorer.bundle.manifest, decoding))
         timings = PromptTimings(*times(output))
         prompt = JudgedPrompt(self._place, report, token_ids, timings, shape=self._standing.shape)
         return Judgement(

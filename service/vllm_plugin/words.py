@@ -81,7 +81,7 @@ class ChatWords:
                 self.complete = told and not note.reads_answers
             if streams:
                 ended = [one["index"] // note.choices for one in content["choices"] if one.get("finish_reason")]
-                said = [wire.answer_note(note.answers.get(place)) for place in ended]
+                said = [note.answer_note(place) for place in ended]
                 found = (found if found.get("data", True) else {}) | (said[0] if said else {})
             if found:
                 content["hallutracer"] = found
@@ -125,7 +125,7 @@ class MessagesWords:
         elif kind == "content_block_start":
             self._blocks += 1
         elif kind == "message_delta":
-            content = self._ended(content, content["delta"]) | wire.answer_note(self._note.answers.get(0))
+            content = self._ended(content, content["delta"]) | self._note.answer_note(0)
             if verdict is not None and verdict.message is not None:
                 blocks = anthropic.Blocks(self._blocks)
                 before = blocks.text(verdict.message) + blocks.end()
@@ -175,7 +175,7 @@ class ResponsesWords:
         """Return what was held, with the risk."""
         first, self._first = self._first or (), None
         for one in first:
-            one["response"] |= _beside(self._note)
+            one["response"] |= self._note.decoded | _beside(self._note)
         return b"".join(self._event(**one) for one in first)
 
     def _refused(self, response: Body) -> bytes:
@@ -204,7 +204,7 @@ class ResponsesWords:
                 usage["total_tokens"] -= 1
         if verdict is not None or note.stopped:
             response |= {"status": "incomplete", "incomplete_details": {"reason": WITHHELD}}
-        return response | _beside(note)
+        return response | note.decoded | _beside(note)
 
 
 def _beside(note: Note) -> Body:

@@ -285,7 +285,7 @@ def test_a_guarantee_is_void_for_the_reasons_of_chats(tmp_path: Path, route: str
 
         assert status()["holds"], status()
         for given, reason in (
-            (status(temperature=None), "temperature 1"), (status({"hallutracer_threshold": 0.1}), "threshold"),
+            (status(temperature=1), "temperature 1"), (status({"hallutracer_threshold": 0.1}), "threshold"),
             (status({"hallutracer_policy": "observe"}), "withholds nothing"), (status(messages=SYSTEM), "conversation"),
             (status(messages=PREFILL), "the last message is the assistant's"),
         ):  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from probes_store.records import GREEDY, Decoding
 from service.data.options import Labels
 from service.data.training_rows import Dataset, check_all_apply, check_disjoint, read_dataset, read_traffic
 from service.errors import DataError
@@ -328,3 +329,36 @@ def test_a_conversation_with_its_answer_is_scored_before_the_answer(tmp_path: Pa
     with_answer, without = map(json.loads, done.stdout.splitlines())
     assert with_answer["risk"] == pytest.approx(without["risk"], abs=1e-6)
     assert with_answer["messages"] == [USER, ANSWER]  # what was given is written out again
+
+
+# how given answers were decoded
+
+
+@pytest.mark.parametrize(
+    ("said", "decoding"),
+    [
+        ("greedy", GREEDY), ("temperature=0", GREEDY), ("temperature=0, top_p=0.5", GREEDY),
+        ("temperature=0.7", Decoding(0.7, 1.0)), ("top_p=0.9,temperature=1", Decoding(1.0, 0.9)), (None, None),
+    ],
+)  # fmt: skip
+def test_a_row_says_how_its_answer_was_decoded(tmp_path: Path, said: Any, decoding: Decoding | None) -> None:
+    rows = [row | {"decoding": said} for row in enough(2)] + [{"prompt": "Write.", "applies": False}]
+    dataset = read(tmp_path / "rows.jsonl", rows)
+    assert dataset.decodings == {decoding}
+    assert "decoding" not in str(dataset.remarks)
+    mixed = read(tmp_path / "mixed.jsonl", [*rows, GOOD | {"decoding": "temperature=0.3"}])
+    assert mixed.decodings == {decoding, Decoding(0.3, 1.0)}
+    assert "'decoding' differs" in mixed.remarks[-1]
+    generated = [{"prompt": one["prompt"], "answers": "y", "decoding": said} for one in enough(2)]
+    assert read(tmp_path / "generated.jsonl", generated, "generate").decodings == {None}
+
+
+@pytest.mark.parametrize("said", [
+    "", "warm", "temperature", "temperature=", "temperature=x", "temperature=-1", "temperature=nan", "temperature=inf",
+    "top_p=0.5", "temperature=1,top_p=0", "temperature=1,top_p=1.1", "temperature=1,top_k=5", "greedy,top_p=1",
+    "temperature=1,temperature=1", 0, True, {"temperature": 0.7},
+])  # fmt: skip
+def test_a_decoding_that_cannot_be_read_is_named(tmp_path: Path, said: Any) -> None:
+    [found] = problems_of(tmp_path, [*enough(), GOOD | {"decoding": said}], folds=0)
+    assert found.startswith("line 7: 'decoding'")
+    assert "temperature=T,top_p=P" in found

@@ -19,7 +19,15 @@ from probes_store import errors
 from probes_store.bundle import render
 from probes_store.errors import BadValue, BundleDamaged, DigestMismatch, MissingField, UnknownField, WrongShape
 from probes_store.manifest import MAX_FILE, check_identity, manifest_bytes, read_manifest, sealed
-from probes_store.records import Applicability, Context, ContextProbe, Recalibration, least_reaching
+from probes_store.records import (
+    GREEDY,
+    Applicability,
+    Context,
+    ContextProbe,
+    Decoding,
+    Recalibration,
+    least_reaching,
+)
 from probes_store.syntax import canonical_json, parse_json, plain, readable_json
 from service.engines.base import ModelIdentity
 from service.readout import Geometry
@@ -34,6 +42,7 @@ from tests.probes_store.factory import (
     PASSAGE,
     STATED,
     STRATA,
+    TRAINING,
     UNCERTAINTY,
     guaranteed,
     make_draft,
@@ -395,6 +404,43 @@ def test_an_adapter_is_named_where_there_is_one_and_no_field_where_there_is_none
     check_identity(tuned, dataclasses.replace(LOADED, adapter=OTHER))
     with pytest.raises(errors.WrongModel, match="another adapter.*expected sha256:9.*found none.*Load the adapter of"):
         check_identity(tuned, LOADED)
+
+
+def test_a_decoding_is_recorded_where_it_is_known_and_there_is_no_field_where_it_is_not() -> None:
+    assert "decoding" not in DOCUMENT["training"]
+    assert MANIFEST.decoding is None
+    assert MANIFEST.calibrated_decoding == GREEDY
+    for labels, recorded, decoding in (
+        ("generate", None, GREEDY), ("given", GREEDY, GREEDY), ("given", Decoding(0.7, 0.9), Decoding(0.7, 0.9)),
+    ):  # fmt: skip
+        training = dataclasses.replace(TRAINING, labels=labels, decoding=recorded)
+        made = render(make_draft(training=training))[0]
+        data = manifest_bytes(made)
+        assert read_manifest(data) == made
+        assert ("decoding" in json.loads(data)["training"]) == (recorded is not None)
+        assert made.decoding == made.calibrated_decoding == decoding
+    warm = dataclasses.replace(TRAINING, decoding=Decoding(0.7, 0.9))
+    for labels, calibrated in (("given", Decoding(0.7, 0.9)), ("generate", GREEDY)):
+        guarantee = dataclasses.replace(GUARANTEE, labels=labels)
+        made = render(make_draft(training=warm, guarantee=guarantee, threshold=GUARANTEE.threshold))[0]
+        assert made.calibrated_decoding == calibrated
+    for wrong in (None, {}, {"temperature": 1.0}, {"temperature": -0.1, "top_p": 1.0}, {"temperature": 0, "top_p": 1.0},
+                  {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_p": 1.5}, "greedy",
+                  {"temperature": 1.0, "top_p": 1.0, "top_k": 5}):  # fmt: skip
+        with pytest.raises(BundleDamaged) as caught:
+            read_manifest(reseal(changed(DOCUMENT, ["training"], {"decoding": wrong})))
+        assert str(caught.value.field).startswith("training.decoding")
+
+
+@pytest.mark.parametrize(
+    ("decoding", "words"),
+    [(GREEDY, "greedy"), (Decoding(0.0, 0.5), "greedy"), (Decoding(1.0, 1.0), "sampled at temperature 1"),
+     (Decoding(0.7, 0.9), "sampled at temperature 0.7, top_p 0.9")],
+)  # fmt: skip
+def test_a_decoding_in_words(decoding: Decoding, words: str) -> None:
+    assert str(decoding) == words
+    assert decoding.same(decoding)
+    assert decoding.same(GREEDY) == (decoding.temperature == 0)
 
 
 def test_an_answer_probe_has_a_record_and_there_is_no_field_where_there_is_none() -> None:

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
 from probes_store.errors import StoreNotWritable
+from probes_store.records import GREEDY, Decoding
 from probes_store.store import Store
+from service.data.rows import decoding_of
 from service.data.training_rows import read_dataset
 from service.engines.base import TokenIds
 from service.engines.scheduler import Scheduled
@@ -28,7 +30,8 @@ from service.readout import Probes, Site
 from service.scoring import Scorer
 from service.trainer import run as trainer_run
 from service.trainer.cards import group_warning
-from service.trainer.options import TrainOptions
+from service.trainer.guarantee import plan
+from service.trainer.options import GuaranteeOptions, TrainOptions
 from service.trainer.publish import golden_rows, model_record, read_risks
 from service.trainer.run import train
 from tests.engines import tiny
@@ -37,6 +40,7 @@ from tests.trainer.made import FAST, FUSED, ONE, Never, killed, run, section, se
 
 NO_SIGNAL = "The interval of the bundle's own AUROC reaches chance"
 LAYER = 2
+WARM = Decoding(0.7, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +145,7 @@ def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) ->
     assert training.left_out > 10
     assert training.factual + training.hallucinated + training.left_out == 240
     assert (training.labels, training.judge) == ("generate", "contains")
+    assert training.decoding == GREEDY
     assert f"| left out | {training.left_out} ({training.left_out} abstained)" in bundle.card()
     assert "how well it works is not known" in bundle.card()
     assert "cross_validation" not in bundle.evaluation()
@@ -148,6 +153,49 @@ def test_generated_labels_are_judged_and_abstentions_left_out(tmp_path: Path) ->
     again, _ = run(tmp_path, engine, labels="generate", judge="regex", evaluate=False)
     assert engine.extracts == engine.generates == 0  # another judge reads the answers that are there
     assert (again.manifest.training.judge, engine.closed) == ("regex", True)
+
+
+@pytest.mark.parametrize(
+    ("of_rows", "option", "recorded"),
+    [
+        (None, None, None), ("greedy", None, GREEDY), (None, "greedy", GREEDY), ("temperature=0", "greedy", GREEDY),
+        ("temperature=0.7", None, WARM), (None, "temperature=0.7", WARM), ("temperature=0.7", "temperature=0.7", WARM),
+    ],
+)  # fmt: skip
+def test_how_given_answers_were_decoded_is_told_by_an_option_or_the_rows(
+    of_rows: str | None, option: str | None, recorded: Decoding | None
+) -> None:
+    rows = {None if of_rows is None else decoding_of(of_rows)}
+    options = TrainOptions(name="a", data=("rows.jsonl",), answers_decoding=option)
+    assert options.decoding(rows) == recorded
+    some = {None, *rows}
+    assert options.decoding(some) == (recorded if option else None if len(some) > 1 else recorded)
+
+
+def test_options_and_rows_that_differ_are_refused() -> None:
+    for given, said in (
+        ({"answers_decoding": "warm"}, "temperature=T"), ({"answers_decoding": "greedy"}, "say sampled at temperature"),
+        ({"answers_decoding": "temperature=1", "labels": "generate"}, "belongs to given ones"),
+    ):  # fmt: skip
+        options = TrainOptions(name="a", data=("rows.jsonl",), **given)
+        with pytest.raises(TrainingError, match=said) as refused:
+            options.decoding({WARM})
+        assert refused.value.param == "answers_decoding"
+    assert TrainOptions(name="a", labels="generate").decoding({None}) == GREEDY
+
+
+def test_the_manifest_and_the_card_say_how_answers_were_decoded(tmp_path: Path) -> None:
+    rows = [row | {"decoding": "temperature=0.7"} for row in planted_rows(160)]
+    bundle, _ = run(tmp_path, rows=rows, **ONE)
+    assert bundle.manifest.training.decoding == bundle.manifest.decoding == WARM
+    assert "the data file's own, of answers that were sampled at temperature 0.7" in bundle.card()
+    store = Store(tmp_path / "store")
+    new = write_rows(tmp_path / "new.jsonl", [row | {"decoding": "greedy"} for row in planted_rows(200, seed=5)])
+    options = GuaranteeOptions(data=(str(new),), run_dir=tmp_path / "run")
+    with pytest.raises(TrainingError, match="answers that were greedy, and under planted:1 answers are sampled at"):
+        plan(bundle, options, store)
+    with pytest.raises(TrainingError, match="answers_decoding says"):
+        run(tmp_path, Never, answers_decoding="greedy", **ONE)
 
 
 def test_a_group_with_much_of_the_rows_is_named_at_the_end_and_in_the_card(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,13 @@ from vllm.sampling_params import (  # noqa: E402
     StructuredOutputsParams,
 )
 
+from probes_store.records import GREEDY, Decoding  # noqa: E402
+from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE  # noqa: E402
 from service.judging.guarantee import LEAST_TOKENS  # noqa: E402
+from service.policies.guard import BLOCK, GATE, OBSERVE  # noqa: E402
 from service.vllm_plugin import generation  # noqa: E402
-from service.vllm_plugin.generation import SAME_ANSWER, _violations  # noqa: E402
+from service.vllm_plugin.generation import SAME_ANSWER, _decode_as_trained, _own_choice, _violations  # noqa: E402
+from service.vllm_plugin.note import CHATS, EITHER, TEXTS, Note, read  # noqa: E402
 
 # Each field that makes another answer -> a value that does.
 OTHER: dict[str, Any] = {
@@ -84,3 +89,48 @@ def test_a_field_that_vllm_may_have_tomorrow_voids_a_guarantee_where_it_is_set(
     (said,) = _violations(asked)
     assert "beam_shape" in said
     assert _violations(Tomorrow(temperature=0.0, max_tokens=64)) == ()
+
+
+ROUTES = (TEXTS, CHATS, f"{CHATS}/batch", EITHER, RESPONSES_ROUTE, MESSAGES_ROUTE)
+# A model's own, as vLLM fills them in: Qwen2.5's.
+FILLED_IN: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1}
+WARMER = Decoding(0.5, 0.9)
+
+
+def decoded(route: str, trained: Decoding, n: int = 1, **named: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """How tokens are chosen, and what that violates, of a request whose body has these fields alone."""
+    note = Note(route=route)
+    read(note, json.dumps({"model": "m", "n": n} | named).encode())
+    given = FILLED_IN | {name: value for name, value in named.items() if value is not None}
+    parameters = SamplingParams(max_tokens=64, n=n, seed=1, **given)
+    _decode_as_trained(note, parameters, trained)
+    return {name: getattr(parameters, name) for name in FILLED_IN}, _violations(parameters, trained)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_a_request_leaves_open_is_as_in_training_and_what_it_names_is_taken(route: str) -> None:
+    plain = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert decoded(route, GREEDY) == decoded(route, GREEDY, temperature=None, top_p=None) == (plain, ())
+    assert decoded(route, GREEDY, top_p=0.5, top_k=3)[0] == plain, "which say nothing of a greedy answer"
+    found, void = decoded(route, GREEDY, repetition_penalty=1.3)
+    assert (found, "repetition_penalty" in str(void)) == (plain | {"repetition_penalty": 1.3}, True)
+    found, void = decoded(route, GREEDY, temperature=0.3)
+    assert found == FILLED_IN | {"temperature": 0.3}
+    assert "temperature 0.3" in str(void)
+
+    warm = plain | {"temperature": 0.5, "top_p": 0.9}
+    assert decoded(route, WARMER) == (warm, ())
+    found, void = decoded(route, WARMER, top_k=3)
+    assert (found, "top_k" in str(void)) == (warm | {"top_k": 3}, True)
+    assert "temperature 0" in str(decoded(route, WARMER, temperature=0.0)[1])
+    assert decoded(route, WARMER, temperature=0.5, top_p=0.9, top_k=0, repetition_penalty=1.0)[1] == ()
+
+
+def test_several_answers_to_a_prompt_are_meant_to_differ() -> None:
+    found, void = decoded(CHATS, GREEDY, n=2)
+    assert (found, "temperature 0.7" in str(void)) == (FILLED_IN, True)
+    assert decoded(CHATS, WARMER, n=2)[0]["temperature"] == 0.5
+
+
+def test_where_the_operator_has_not_said_a_gate_decodes_as_in_training_and_an_observer_as_before() -> None:
+    assert [_own_choice(policy) for policy in (GATE, BLOCK, OBSERVE)] == ["bundle", "bundle", "openai"]

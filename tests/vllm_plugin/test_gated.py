@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -123,6 +124,25 @@ def test_an_answer_is_withheld_and_a_route_without_a_place_for_a_verdict_refused
         assert MESSAGE in unknown.text or "text_completion" in unknown.text
         assert known.headers["x-hallutracer-decision"] == "continue"
         assert unknown.headers["x-hallutracer-decision"] == "abstain"
+
+
+@pytest.mark.parametrize("path", WITHHOLDS)
+def test_a_request_that_names_no_temperature_is_decoded_as_in_training(gated: str, path: str) -> None:
+    """Greedily, by the demo's bundle; vLLM's own default is temperature 1, and what is named is taken."""
+    greedy, warm = (WITHHOLDS[path](KNOWN) | {"temperature": one} for one in (None, 1.0))
+    del greedy["temperature"]
+    for extra in streams(path):
+        silent, named = (post(f"{gated}{path}", body | extra) for body in (greedy, warm))
+        assert (silent.status_code, named.status_code) == (200, 200), silent.text
+        assert ANSWER in silent.text
+        assert '"decoding"' not in silent.text
+        assert "sampled at temperature 1, where the answers that the risk was trained on were greedy" in named.text
+        if path == RESPONSES_ROUTE:
+            assert re.findall(r'"temperature": ?([0-9.]+)', silent.text)[0] == "0.0"
+    if path == CHATS:
+        several = post(f"{gated}{path}", greedy | {"n": 2})
+        assert several.status_code == 200, several.text
+        assert "sampled at temperature 1" in several.json()["hallutracer"]["data"][0]["decoding"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

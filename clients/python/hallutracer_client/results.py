@@ -113,6 +113,8 @@ class Risk(Checked):
     answer_risk: Share | None = None  # that the answer is wrong, by its own tokens; None: nothing reads answers
     answer_flagged: bool | None = None  # that risk reached the bundle's threshold for answers
     answer_tokens: Count | None = None  # that were read for it
+    passage_truth: Share | None = None  # the policy takes only this share of passages for true; ``risk`` is so already
+    decoding: str | None = None  # how the answer is decoded otherwise than those were that both risks are about
 
     @property
     def gated(self) -> bool:

@@ -1,0 +1,117 @@
+"""A policy that takes only a share of passages for true: the risk beside a passage, before the threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
+from service.engines.base import PromptContext
+from service.errors import HalluTracerError, RequestError
+from service.judging.guarantee import UNKNOWN, Shape, Standing
+from service.policies.guard import OBSERVE, Action, Policy, risk_beside_passage
+from service.policies.policy import read_policies
+from service.scoring import beside_passage
+from tests.api.protocols import body_of, post, read, read_stream
+from tests.api.test_reply import guaranteed
+from tests.running import App
+
+TRUTH = 0.5
+HALF, WATCH = Policy("half", Action.ABSTAIN, message="No.", passage_truth=TRUTH), replace(OBSERVE, name="watch")
+POLICIES = {"half": HALF, "watch": replace(WATCH, passage_truth=TRUTH), "plain": WATCH}
+QUESTION = "Why?"
+BESIDE = f"Context: {'A fact. ' * 60}\n\n{QUESTION}"
+STREAMS = pytest.mark.parametrize("stream", [False, True])
+EACH = pytest.mark.parametrize("route", [CHAT_ROUTE, RESPONSES_ROUTE, MESSAGES_ROUTE])
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    with App(tmp_path_factory.mktemp("app"), add=[guaranteed], policies=POLICIES, policy="plain").started() as app:
+        yield app
+
+
+def scored(app: App, policy: str, **body: Any) -> dict[str, Any]:
+    response = app.client.post("/score", json={"policy": policy} | body)
+    assert response.status_code == 200, response.text
+    document: dict[str, Any] = response.json()
+    return document
+
+
+def test_the_risk_beside_a_passage_rises_before_the_threshold_and_is_said(app: App) -> None:
+    [alone, beside] = scored(app, "plain", prompt=[QUESTION, BESIDE])["data"]
+    [same, raised] = scored(app, "watch", prompt=[QUESTION, BESIDE])["data"]
+    assert same == alone
+    assert "passage_truth" not in beside
+    assert raised["risk"] == pytest.approx(1 - TRUTH * (1 - beside["risk"]))
+    assert raised["passage_truth"] == TRUTH
+    for past, flagged in ((1e-6, False), (-1e-6, True)):
+        [row] = scored(app, "half", prompt=BESIDE, threshold=raised["risk"] + past)["data"]
+        assert (row["flagged"], row["decision"]) == (flagged, "abstain" if flagged else "continue")
+    [unknown] = scored(app, "watch", input_ids=[1, 2])["data"]
+    [read_so] = scored(app, "plain", input_ids=[1, 2])["data"]
+    assert unknown["risk"] == pytest.approx(1 - TRUTH * (1 - read_so["risk"])), "it may be a passage"
+
+
+@STREAMS
+@EACH
+def test_each_protocol_withholds_by_it(app: App, route: str, stream: bool) -> None:
+    [own] = scored(app, "plain", prompt=BESIDE)["data"]
+    between = (own["risk"] + 1 - TRUTH * (1 - own["risk"])) / 2
+    decoded = app.engine.counters.decode_steps
+    for policy, withheld in (("half", True), ("plain", False)):
+        xargs = {"hallutracer_policy": policy, "hallutracer_threshold": between}
+        response = post(app, route, body_of(route, BESIDE, xargs, stream=stream))
+        answer = (read_stream if stream else read)(route, response.text)
+        assert (answer.reason == "content_filter") is withheld, policy
+        if withheld:
+            assert answer.first["data"][0]["passage_truth"] == TRUTH
+            assert app.engine.counters.decode_steps == decoded, "no token of it"
+
+
+def test_a_guarantee_is_void(app: App) -> None:
+    void = scored(app, "half", prompt=QUESTION, bundle="sure")["guarantee"]["void"]
+    assert void == ["policy: 'half' takes 0.5 of passages for true, the calibration all"]
+
+
+def test_a_caller_cannot_choose_a_policy_that_takes_more_for_true(tmp_path: Path) -> None:
+    fewer = {"few": replace(HALF, name="few", passage_truth=0.3), "half": HALF}
+    with App(tmp_path, callers_may=(), policies=fewer, policy="half").started() as app:
+        assert scored(app, "few", prompt=BESIDE)["policy"] == "few"
+        refused = app.client.post("/score", json={"prompt": BESIDE, "policy": "gate"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "policy")
+        assert "takes more passages for true" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("form", "reads", "beside"),
+    [(True, None, True), (False, None, False), (None, None, True), (False, 0.6, True), (True, 0.1, True),
+     (False, 0.4, False), (None, 0.4, False), (None, 0.6, True)],
+)  # fmt: skip
+def test_a_passage_is_told_by_its_form_or_by_what_the_bundle_reads(
+    form: bool | None, reads: float | None, beside: bool
+) -> None:
+    standing = UNKNOWN if form is None else Standing(Shape("0", form, system=False))
+    assert beside_passage(standing, PromptContext(passage=reads)) is beside
+
+
+@pytest.mark.parametrize("wrong", ["0", "0.0", "-0.1", "1.01", "nan", "inf", "true", '"0.5"'])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
+    (path := tmp_path / "policies.toml").write_text(f'[a]\naction = "block"\npassage_truth = {wrong}\n')
+    with pytest.raises(HalluTracerError, match="passage_truth"):
+        read_policies(path)
+    for right in ("1", "1.0", "0.01"):
+        path.write_text(f'[a]\naction = "block"\npassage_truth = {right}\n')
+        assert read_policies(path).named["a"].passage_truth == float(right)
+
+
+def test_the_arithmetic() -> None:
+    assert [risk_beside_passage(risk, 0.8) for risk in (0.0, 0.5, 1.0)] == pytest.approx([0.2, 0.6, 1.0])
+    assert risk_beside_passage(0.123456789, 1.0) == 0.123456789
+    for truth in (0.0, -1.0, 1.1, float("nan")):
+        with pytest.raises(RequestError, match="passage_truth"):
+            Policy("a", Action.BLOCK, passage_truth=truth)
