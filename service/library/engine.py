@@ -257,7 +257,8 @@ def _refuse_other_files(options: "EngineOptions", bundle: "Bundle") -> None:
     from probes_store.manifest import LOCAL, another_commit
     from service.engines import checkpoint
 
-    own, weights, place = bundle.manifest.model, None, place_of(options.model)
+    own, place = bundle.manifest.model, place_of(options.model)
+    weights: str | None = None
     if place is not None and is_gguf(place):
         name, commit, told = place.name, LOCAL, checkpoint.gguf_shape(place)
         if _agree(told, own) and (folder := unpacked(place)) is not None:
