@@ -21,7 +21,7 @@ from hallutracer_research.demo.build import KNOWN, UNKNOWN
 from probes_store.store import Store
 from service.demo import MODEL_DIR
 from service.demo.questions import questions
-from service.engines import loading
+from service.engines import checkpoint
 from service.engines.base import EngineOptions, Sampling
 from service.engines.places import PACKAGED
 from service.engines.transformers.engine import TransformersEngine
@@ -222,7 +222,7 @@ def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
 
     monkeypatch.setattr(TransformersEngine, "load", once)
     monkeypatch.setattr(TransformersEngine, "close", lambda _: None)
-    monkeypatch.setattr(loading, "folder_fingerprint", functools.cache(loading.folder_fingerprint))
+    monkeypatch.setattr(checkpoint, "folder_fingerprint", functools.cache(checkpoint.folder_fingerprint))
     known_fact, confabulated = "Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"
 
     def score(*arguments: str) -> Any:

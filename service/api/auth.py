@@ -139,14 +139,20 @@ def _check_host(headers: Headers, version: str, hosts: Collection[str]) -> None:
         if version != "1.0":
             raise WrongHost("there is no Host header, which HTTP/1.1 asks for")
     elif not _names_us(host, hosts):
-        raise WrongHost("the Host header names another service; the operator can add it: --allowed-host")
+        raise WrongHost(f"the Host header names another service, {_shown(host)}; the operator can add its name: "
+                        "--allowed-host")  # fmt: skip
+
+
+def _shown(host: str, limit: int = 80) -> str:
+    """Return a ``Host`` as an error may repeat it."""
+    return repr(host if len(host) <= limit else f"{host[:limit]}...")
 
 
 def _names_us(host: str, hosts: Collection[str]) -> bool:
     """Return whether ``Host``, its port left out, is one of ``hosts`` or an IP address as browsers write it."""
     name, _, port = host.rpartition(":")
     name = (name if name and port.isdigit() else host).lower()
-    if name in hosts:
+    if name in hosts or (name.removesuffix(".") in hosts and name != "."):  # a last dot: a whole name, as DNS has it
         return True
     try:
         if name.startswith("[") and name.endswith("]"):

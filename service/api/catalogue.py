@@ -245,6 +245,7 @@ router = APIRouter(tags=["catalogue"])
 RESPONSES = errors(_401="no bearer key, or an unknown one", _503="not ready: loading, or shutting down")
 
 
+@router.get("/v1/models/", include_in_schema=False)  # else the model of the name ""
 @router.get("/v1/models", summary="The loaded model and its names", responses=RESPONSES)
 async def models(service: TheService) -> ModelList:
     """The loaded model, then the other names that requests may give it."""

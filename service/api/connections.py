@@ -151,6 +151,15 @@ class Places:
             log.warning("%s: %s", where, what)
 
 
+def _in_words(error: httptools.HttpParserError) -> str:
+    """Return what the parser says of a head or a body, without what the client sent."""
+    if isinstance(error, httptools.HttpParserCallbackError):
+        return "a request before the last one was answered"
+    if isinstance(error, httptools.HttpParserInvalidMethodError):
+        return "it begins with no method; for HTTPS there is a proxy in front"
+    return str(error)[:100]
+
+
 class Connection(HttpToolsProtocol):
     """One connection, with a clock for each of its states: a head, a body, an answer being read, and none of these."""
 
@@ -167,7 +176,7 @@ class Connection(HttpToolsProtocol):
         self._advanced = False
         self._last = False  # the answer under way is the connection's last: what else arrives is dropped
         self._health_only = self.ended = False
-        self._reason: HalluTracerError = NotHttp("this is not HTTP/1.1")
+        self._reason: HalluTracerError | None = None  # why the parser is ended; None: by what the client sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Find a place for it; where there is none, it may ask for the server's health alone."""
@@ -207,11 +216,11 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(part)
             except httptools.HttpParserUpgrade:
                 self._end_after_answer()  # a WebSocket's handshake is answered as the GET that it is
-            except httptools.HttpParserError:
+            except httptools.HttpParserError as error:
                 if self._answers() and not self.cycle.more_body:  # an answer under way is not to be written into
                     self._end_after_answer()
                 else:
-                    self._refuse(self._reason)
+                    self._refuse(self._reason or NotHttp(f"this is not HTTP/1.1: {_in_words(error)}"))
             self._unread = 0 if self._advanced else self._unread + len(part)
 
     def on_message_begin(self) -> None:

@@ -126,19 +126,26 @@ class EncodedBodies:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self._most, self._decoders = app, service.settings.max_body_bytes, decoders()
+        self._accepted = ", ".join(name for name in self._decoders if not name.startswith("x-"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         named = ", ".join(headers.getlist("content-encoding")).strip().lower()
         has_body = "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+        coding = ", ".join(headers.getlist("transfer-encoding")).strip().lower()
+        if coding not in ("", "chunked"):  # the server takes chunks apart, and nothing else that they may be in
+            said = (
+                f"Transfer-Encoding {coding[:80]!r} is not taken, only chunked: Content-Encoding is for packed bodies"
+            )
+            await respond(UnknownEncoding(said, accepted=self._accepted), scope, receive, send)
+            return
         if named in ("", "identity") or not has_body:
             await self.app(scope, receive, send)
             return
         if named not in self._decoders:
-            accepted = ", ".join(name for name in self._decoders if not name.startswith("x-"))
-            said = f"Content-Encoding {named[:80]!r} is not taken; send the body plain, or as one of {accepted}"
-            await respond(UnknownEncoding(said, accepted=accepted), scope, receive, send)
+            said = f"Content-Encoding {named[:80]!r} is not taken; send the body plain, or as one of {self._accepted}"
+            await respond(UnknownEncoding(said, accepted=self._accepted), scope, receive, send)
             return
         body = self._decoded(self._decoders[named](), named, receive)
         whole = False

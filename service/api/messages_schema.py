@@ -49,13 +49,18 @@ def joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
+THOUGHTS = frozenset(("thinking", "redacted_thinking"))  # of earlier turns: no chat template is given any
+
+
 class Block(ForeignModel):
-    """A block of a turn: a text, a call of a tool, or the result of one."""
+    """A block of a turn: a text, a call of a tool, the result of one, or what an earlier answer was thought with."""
 
     neutral = {"toolset_name": ()}
-    ignored = frozenset(("cache_control", "citations", "caller", "is_error", "annotations", "index"))
+    ignored = frozenset(
+        ("cache_control", "citations", "caller", "is_error", "annotations", "index", "thinking", "signature", "data")
+    )
 
-    type: Literal["text", "tool_use", "tool_result"]
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: StrictStr | None = None
     id: CallId | None = None
     name: Name | None = None
@@ -65,7 +70,8 @@ class Block(ForeignModel):
 
     @model_validator(mode="after")
     def _is_what_it_says(self) -> Block:
-        needed = {"text": {"text"}, "tool_use": {"id", "name", "input"}, "tool_result": {"tool_use_id"}}[self.type]
+        of_kind = {"text": {"text"}, "tool_use": {"id", "name", "input"}, "tool_result": {"tool_use_id"}}
+        needed = of_kind.get(self.type, set())
         given = {name for name in type(self).model_fields if name != "type" and getattr(self, name) is not None}
         if missing := needed - given:
             raise ValueError(f"a block of type {self.type!r} needs {min(missing)!r}")
@@ -93,10 +99,12 @@ class AnthropicMessage(ForeignModel):
 
     @model_validator(mode="after")
     def _calls_are_the_models(self) -> AnthropicMessage:
-        by = {"tool_use": "assistant", "tool_result": "user"}
+        by = {"tool_use": "assistant", "tool_result": "user"} | dict.fromkeys(THOUGHTS, "assistant")
         for block in self.blocks:
             if by.get(block.type, self.role) != self.role:
                 raise ValueError(f"a block of type {block.type!r} belongs into a turn of role {by[block.type]!r}")
+        if self.blocks and all(block.type in THOUGHTS for block in self.blocks):
+            raise ValueError("a turn has a text, a call or a result beside its thoughts, which are not read")
         return self
 
     @property
@@ -114,7 +122,7 @@ class AnthropicMessage(ForeignModel):
                 texts.append(block.text or "")
             elif block.type == "tool_use":
                 calls.append(called(block.id or "", block.name or "", block.input or {}))
-            else:
+            elif block.type == "tool_result":
                 turns += [{"role": self.role, "content": "".join(texts)}] if texts else []
                 texts = []
                 result = joined(block.content or "")
@@ -210,9 +218,13 @@ class MessagesRequest(AnswerRequest, Conversation):
     """POST /v1/messages."""
 
     neutral = {
-        "thinking": ({"type": "disabled"},),
-        **VLLM_NEUTRAL, "container": (), "mcp_servers": ([],), "context_management": (), "output_format": (),
-        "speed": ("standard",),
+        # As much as the model sees fit, which may be nothing.
+        "thinking": ({"type": "disabled"}, {"type": "adaptive"}, {"type": "adaptive", "display": "omitted"},
+                     {"type": "adaptive", "display": "summarized"}),
+        **VLLM_NEUTRAL, "container": (), "mcp_servers": ([],), "output_format": (), "speed": ("standard",),
+        # What is cleared are thoughts, of which none are read.
+        "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015"}]},
+                               {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     }  # fmt: skip
     ignored = frozenset(
         ("metadata", "service_tier", "cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")

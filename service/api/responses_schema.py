@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from service.api.formats_schema import asked_format, check_alone
-from service.api.request_schema import VLLM_IGNORED, VLLM_NEUTRAL, AnswerRequest, ForeignModel
+from service.api.request_schema import VLLM_IGNORED, VLLM_NEUTRAL, AnswerRequest, ForeignModel, at_fault
 from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
@@ -47,12 +47,13 @@ Parts = Annotated[list[InputPart], Field(fail_fast=True, min_length=1, max_lengt
 # Type of an item -> what it has; all of it, and nothing else.
 _HAS = {
     "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
+    "function_call_output": ("call_id", "output"), "reasoning": (),
 }  # fmt: skip
 
 
 class InputItem(ForeignModel):
-    """A message as people write it, an answer as it came, a call of a tool, or the result of one."""
+    """A message as people write it, an answer as it came, a call of a tool, the result of one, or what an earlier
+    answer was thought with, of which a chat template is given nothing."""
 
     neutral = {"namespace": (), "async": (False,), "async_": (False,)}  # as the openai package dumps a call
     ignored = frozenset(
@@ -60,13 +61,18 @@ class InputItem(ForeignModel):
          "parsed_arguments")
     )  # fmt: skip
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = Field(None, description="of a message")
     content: StrictStr | Parts | None = Field(None, description="of a message")
     call_id: CallId | None = None
     name: Name | None = None
     arguments: StrictStr | None = None
     output: StrictStr | Parts | None = Field(None, description="of a function_call_output")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_thoughts(cls, data: Any) -> Any:
+        return {"type": "reasoning"} if isinstance(data, dict) and data.get("type") == "reasoning" else data
 
     @model_validator(mode="after")
     def _is_what_it_says(self) -> InputItem:
@@ -138,8 +144,8 @@ class TextConfig(ForeignModel):
 class Reasoning(ForeignModel):
     """How the model is to reason, which is its own affair here."""
 
-    neutral = {"summary": (), "generate_summary": ()}
-    ignored = frozenset(("effort", "context"))
+    # There are no thoughts to summarize.
+    ignored = frozenset(("effort", "context", "summary", "generate_summary"))
 
 
 class CacheOptions(ForeignModel):
@@ -189,6 +195,8 @@ class ResponsesRequest(AnswerRequest):
     @model_validator(mode="after")
     def _tools_belong_together(self) -> ResponsesRequest:
         items = () if isinstance(self.input, str) else self.input
+        if items and all(item.type == "reasoning" for item in items):
+            raise at_fault("input", "'input' has a message beside its thoughts, which are not read")
         check_results(
             (f"input.{number}" if one.type == "function_call_output" else None, one.call_id)
             for number, one in enumerate(items)
@@ -215,7 +223,7 @@ class ResponsesRequest(AnswerRequest):
             turns.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*turns, {"role": "user", "content": self.input}]
-        for turn in (item.rendered() for item in self.input):
+        for turn in (item.rendered() for item in self.input if item.type != "reasoning"):
             if "tool_calls" in turn and turns and turns[-1]["role"] == "assistant":
                 turns[-1] = turns[-1] | {"tool_calls": [*turns[-1].get("tool_calls", ()), *turn["tool_calls"]]}
             else:

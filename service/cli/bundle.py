@@ -44,7 +44,7 @@ def list_(*, store: StoreOptions = StoreOptions(), as_json: Json = False, common
         return
     columns = [name for name in rows[0] if name not in ("path", "problem") and any(row[name] for row in rows)]
     shown = [row | {"digest": (row["digest"] or "").removeprefix("sha256:")[:12]} for row in rows]
-    print_table(shown, columns, [name for name in columns if name not in ("bundle", "model", "digest")])
+    print_table(shown, columns)
     for row in filter(lambda row: row["problem"], rows):
         Console(highlight=False).print(f"{row['bundle']} is damaged: {row['problem']}", style="red", soft_wrap=True,
                                        markup=False)  # fmt: skip

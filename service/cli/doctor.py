@@ -22,7 +22,7 @@ from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOpt
 from service.doctor import machine, model
 from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from service.errors import HalluTracerError
-from service.library.engine import refuse_another_model
+from service.library.engine import refuse_another_name
 from service.options import Common
 from service.settings import ServiceSettings, option
 
@@ -60,7 +60,7 @@ def doctor(
 
     def model_checks() -> Iterator[Finding]:
         options = engine.options_for(list(loaded))
-        refuse_another_model(options, list(loaded.values())[:1])  # as the start does
+        refuse_another_name(options, list(loaded.values())[:1])  # as the start does
         yield from model.check_model(options, loaded, load)
 
     def rollout_checks() -> Iterator[Finding]:

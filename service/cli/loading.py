@@ -50,6 +50,7 @@ def load_engine(choice: EngineChoice, *, bundles: Sequence[Bundle] = (), **more:
     gc.disable()  # collections during imports take a second, and find nothing
     try:
         chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
+        library.refuse_another_model(chosen, bundles)
         if choice.engine == "transformers":
             _import_engine()
         return library.load_engine(chosen, bundles=bundles, threads=choice.threads, **more)

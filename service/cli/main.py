@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import os
 import sys
@@ -144,6 +145,9 @@ def make_app(sources: Sources, *, whole_help: bool = True, given: Sequence[str] 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):  # questions and answers are in any script, whatever the locale can write
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(encoding="utf-8")
     # Without a home that can be written it works all the same, and tells of its folders in two lines.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     sources = Sources()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +31,7 @@ FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 IMAGE = re.compile(r"!\[(?P<title>[^\]]*)\]\((?P<path>[^)]*)\)")
 NAMES = 30  # characters of a wide table's first column, which every part of it repeats, where it has so many
 PADDING = 2
+UNBOUNDED = 1 << 16  # characters of a line that is for no terminal
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a card may be a stranger's: nothing in it moves the cursor
 
 
@@ -45,19 +46,43 @@ def print_json(document: Any) -> None:
     print_line(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], fold: Iterable[str]) -> None:
-    """Print columns of rows: lists in words, nothing for None; the columns in ``fold`` may take several lines."""
+def output_console() -> Console:
+    """Return a console as wide as the terminal; elsewhere, as in a pipe or a file, so wide that nothing is cut."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=UNBOUNDED)
+
+
+def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], console: Console | None = None) -> None:
+    """Print columns of rows: lists in words, nothing for None.
+
+    No cell is broken: where a terminal is too narrow there are several tables, each with the first column."""
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name not in fold)
-    for row in rows:
-        table.add_row(
-            *(", ".join(cell) if isinstance(cell := row[name], list) else str(cell or "") for name in columns)
-        )
-    Console(highlight=False).print(table)
+    console = console or output_console()
+    cells = {
+        name: [", ".join(cell) if isinstance(cell := row[name], list) else str(cell or "") for row in rows]
+        for name in columns
+    }
+    widths = {name: max(map(cell_len, (name, *texts))) for name, texts in cells.items()}
+    first, *rest = columns
+    whole = Console(file=console.file, highlight=False, width=UNBOUNDED, no_color=console.no_color)
+    while rest:
+        taken = [first, rest.pop(0)]
+        while rest and sum(widths[name] + PADDING for name in (*taken, rest[0])) - PADDING <= console.width:
+            taken.append(rest.pop(0))
+        table = Table(box=None, pad_edge=False)
+        for name in taken:
+            table.add_column(name, no_wrap=True)
+        for place in range(len(rows)):
+            table.add_row(*(Text(cells[name][place]) for name in taken))
+        whole.print(table)
+        if rest:
+            whole.print()
 
 
 def progress_bar(total: int, doing: str | None, unit: str) -> tqdm[Any]:
@@ -172,10 +197,9 @@ class Tried:
 
 def draw_sorted(tried: Tried, console: Console | None = None) -> None:
     """Print the table of questions, the tenths as bars, and the two numbers that matter."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = console or Console(highlight=False)
+    console = console or output_console()
     console.print(_table(tried, console.width))
     if tried.tenths:
         lines = [Text("right answers among the training questions, in tenths by risk (risks by folds that never saw "
@@ -203,13 +227,15 @@ def _not_judged(tried: Tried) -> str:
 
 
 def _table(tried: Tried, width: int) -> Table:
+    """Return the questions, cut to fit a terminal; whole where there is none."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, width=min(width, 120), header_style="bold")
+    whole = width == UNBOUNDED
+    table = Table(box=None, pad_edge=False, width=None if whole else min(width, 120), header_style="bold")
     table.add_column("risk", justify="right", no_wrap=True)
     for title, ratio in (("question", 5), ("answer", 4), ("right?", 2)):
-        table.add_column(title, ratio=ratio, no_wrap=True, overflow="ellipsis")
+        table.add_column(title, ratio=None if whole else ratio, no_wrap=True, overflow="ellipsis")
     above = False
     for one in tried.seen:
         if one.flagged and not above:

@@ -75,7 +75,7 @@ def list_keys(*, keys: KeysFile = None, as_json: Json = False, common: Common = 
         return
     limits = [name for name in ("policies", "may") if any(row[name] for row in rows)]
     shown = [row | {"expires": (row["expires"] or "never")[:10]} for row in rows]
-    print_table(shown, ["name", "scopes", "state", "expires", *limits], limits)
+    print_table(shown, ["name", "scopes", "state", "expires", *limits])
 
 
 def _row(key: Key) -> dict[str, Any]:

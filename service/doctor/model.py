@@ -92,16 +92,11 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
     if place is None and not places.reachable(options.model, options.revision):
         yield warn("model", f"{options.model}: the hub cannot be reached, the cache is read", HUB_ADVICE)
     from service.engines.adapters import digest_of
+    from service.engines.checkpoint import folder_fingerprint, weight_files
     from service.engines.checks import Tokens
     from service.engines.devices import choose_device
     from service.engines.families import geometry
-    from service.engines.loading import (
-        DTYPES,
-        choose_dtype,
-        find_model_files,
-        folder_fingerprint,
-        weight_files,
-    )  # fmt: skip
+    from service.engines.loading import DTYPES, choose_dtype, find_model_files
 
     files = find_model_files(options)
     weights = weight_files(files.folder)

@@ -142,7 +142,7 @@ def reachable(model: str, revision: str | None) -> bool:
         why = "is not asked (HF_HUB_OFFLINE)" if offline else f"cannot be reached ({last})"
         problem = problem or (
             f"{model} is no folder or GGUF file here, was not downloaded before, and {hub} {why}: check the name, or "
-            "give a folder"
+            f"fetch it where the hub can be reached (hf download {model} --local-dir FOLDER) and give that folder"
         )
     raise ModelLoadError(problem, param="model") from None
 

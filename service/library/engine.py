@@ -7,7 +7,7 @@ import difflib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from probes_store.errors import WrongModel
-from service.engines.places import CONFIG, PACKAGED, place_of, sha256_of
-from service.errors import HalluTracerError, ModelLoadError
+from service.engines.places import CONFIG, PACKAGED, is_gguf, place_of, reachable, sha256_of, unpacked
+from service.errors import HalluTracerError, ModelLoadError, TrainingError
 from service.progress import Report, note, progress
 from service.settings import AT_LEAST_1, KV_TOKENS, option, section
 
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
+    from probes_store.manifest import ModelRecord
     from probes_store.store import Store
     from service.engines import base
     from service.engines.base import EngineOptions
@@ -66,14 +67,28 @@ def default_bundles(model: str | None) -> tuple[str, ...]:
         size = file.stat().st_size  # told before anything is read
         if size in {known for known, _ in FILES} and (own := FILES.get((size, sha256_of(file)))):
             return own
-    near = difflib.get_close_matches(chosen.lower(), SHIPPED, n=1, cutoff=0.75)
-    if "/" not in chosen and not Path(chosen).exists():
+    one_file = next((name for names in FILES.values() for name in names if name in chosen.lower()), None)
+    also = "" if one_file is None else (
+        f"; or give the GGUF file that the shipped bundle {one_file} reads, which 'hallutracer bundle show {one_file}' "
+        "names"
+    )  # fmt: skip
+    elsewhere = not Path(chosen).exists()
+    if elsewhere and "/" not in chosen:
+        near = difflib.get_close_matches(chosen.lower(), SHIPPED, n=1, cutoff=0.75)
         meant = f"did you mean {near[0]}?  Else" if near else "for a model of the hub"
-        raise NoDefaultBundle(f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
-                              f"{' and '.join(SHIPPED)}; {meant} name the bundle, too, with --bundle ('hallutracer "
-                              "train' makes one)", param="model")  # fmt: skip
-    raise NoDefaultBundle(f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it "
-                          "('hallutracer bundle list'), or make one ('hallutracer train')", param="bundle")  # fmt: skip
+        raise NoDefaultBundle(
+            f"no folder or file is called {chosen!r} here, and the models that come with bundles are "
+            f"{' and '.join(SHIPPED)}{also}; {meant} name the bundle, too, with --bundle ('hallutracer train' makes "
+            "one)",
+            param="model",
+        )
+    if elsewhere:
+        also += f"; without the hub, fetch the model where it can be reached (hf download {chosen}) and name its folder"
+    raise NoDefaultBundle(
+        f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it ('hallutracer bundle "
+        f"list'), or make one (hallutracer train --model {chosen} --data rows.jsonl --name my-probe){also}",
+        param="bundle",
+    )
 
 
 Threads = Annotated[int | None, option(
@@ -105,10 +120,16 @@ class Engine:
     def options(self, model: str | None, bundles: Sequence[str] = ()) -> "EngineOptions":
         """Return what an engine takes for a model, or for the default one of these bundles.
 
-        Raises ModelLoadError for a device that is not there, before anything is loaded for it."""
+        Raises ModelLoadError for a value that no field has, and for a device that is not there, before anything is
+        loaded for it."""
+        from service.data.options import check_fields
         from service.demo import MODEL_DIR
         from service.engines.base import EngineOptions
 
+        try:
+            check_fields(replace(self, device="auto"))  # from Python also such as cuda:1
+        except TrainingError as error:
+            raise ModelLoadError(error.message, param=error.param) from None
         if self.device not in ("auto", "cpu"):
             from service.engines.devices import choose_device
 
@@ -148,11 +169,9 @@ def load_engine(
     ``max_kv_tokens`` and ``max_wait_s`` (the batching delay) are for engines that do not schedule by themselves;
     ``report`` takes lines about what takes long.
 
-    Raises WrongModel before the weights are read where the first bundle, the default, is another model's, and
+    Raises WrongModel, before anything is imported for it, where the first bundle, the default, is another model's, and
     ModelLoadError; where a model is not to be had, it names the one that the bundle is for."""
     refuse_another_model(options, bundles)
-    if bundles:
-        refuse_another_adapter(options, bundles[0])
     try:
         if options.engine == "vllm":
             return _vllm(options, bundles, rows, threads, report)
@@ -176,8 +195,6 @@ def _transformers(
         from service.engines.transformers.engine import TransformersEngine
         from service.engines.transformers.threads import AdaptiveThreads
 
-    if bundles:  # before weights are read, which may take minutes
-        _refuse_other_weights(options, bundles[0])
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     adapt, most = threads is None and "OMP_NUM_THREADS" not in os.environ, threads or cpu_count()
     if threads is not None or adapt:
@@ -187,27 +204,6 @@ def _transformers(
     if adapt and loaded is not None and loaded.device.type == "cpu" and most > 1:
         AdaptiveThreads(loaded.model, most)
     return Scheduled(batch, max_kv_tokens=max_kv_tokens, max_wait_s=max_wait_s)
-
-
-def _refuse_other_weights(options: "EngineOptions", bundle: "Bundle") -> None:
-    """Raise WrongModel or WrongRevision for another model in a folder, or in what was downloaded of the hub's."""
-    from probes_store.manifest import another_commit
-    from service.engines.loading import check_folder, fingerprint_on_disk, snapshot_of
-
-    place = place_of(options.model)
-    if place is not None and not place.is_dir():
-        return
-    name, folder = options.model, place
-    if folder is None:
-        folder = snapshot_of(options)
-    else:
-        check_folder(folder)
-        name = folder.resolve().name
-    if fingerprint_on_disk(folder) in (None, bundle.manifest.model.fingerprint):
-        return
-    raise another_commit(bundle.manifest, name, folder.name) or _wrong(
-        bundle, f"{name} has other weights or another configuration"
-    )
 
 
 def _vllm(
@@ -228,20 +224,63 @@ def _vllm(
 
 
 def refuse_another_model(options: "EngineOptions", bundles: Sequence["Bundle"]) -> None:
-    """Raise, by the name alone and before torch is imported, where it cannot be the first bundle's model."""
+    """Raise where it cannot be the first bundle's model, by name, files and adapter; before torch is imported.
+
+    Raises WrongModel, WrongRevision, and ModelLoadError where the model is not to be had."""
+    refuse_another_name(options, bundles)
+    if not bundles:
+        return
+    try:
+        _refuse_other_files(options, bundles[0])
+        refuse_another_adapter(options, bundles[0])
+    except ModelLoadError as error:
+        raise _with_owner(error, bundles) from None
+
+
+def refuse_another_name(options: "EngineOptions", bundles: Sequence["Bundle"]) -> None:
+    """Raise, by the name alone, where it cannot be the first bundle's model, or is not to be had of the hub."""
     try:
         if place_of(options.model) is not None:
             return
         if bundles:
-            _refuse_another_name(options, bundles[0])
-        from service.engines.places import reachable
-
+            _refuse_model_of_hub(options, bundles[0])
         reachable(options.model, options.revision)
     except ModelLoadError as error:
         raise _with_owner(error, bundles) from None
 
 
-def _refuse_another_name(options: "EngineOptions", bundle: "Bundle") -> None:
+def _refuse_other_files(options: "EngineOptions", bundle: "Bundle") -> None:
+    """Raise WrongModel or WrongRevision for another model in a folder, a GGUF file, or what is here of the hub's.
+
+    By the weights; where these are still to be made or downloaded, or vLLM may change them as it loads them, by the
+    architecture and the shape that the files tell of."""
+    from probes_store.manifest import LOCAL, another_commit
+    from service.engines import checkpoint
+
+    own, place = bundle.manifest.model, place_of(options.model)
+    weights: str | None = None
+    if place is not None and is_gguf(place):
+        name, commit, told = place.name, LOCAL, checkpoint.gguf_shape(place)
+        if _agree(told, own) and (folder := unpacked(place)) is not None:
+            weights = checkpoint.fingerprint_on_disk(folder)
+    else:
+        if place is not None:
+            checkpoint.check_folder(place)
+        folder = place or checkpoint.snapshot_of(options.model, options.revision)
+        name, commit = (options.model, folder.name) if place is None else (place.resolve().name, LOCAL)
+        weights, told = checkpoint.fingerprint_on_disk(folder), checkpoint.shape_of(folder)
+    if weights == own.fingerprint or ((weights is None or options.engine == "vllm") and _agree(told, own)):
+        return
+    raise another_commit(bundle.manifest, name, commit) or _wrong(
+        bundle, f"{name} has other weights or another configuration"
+    )
+
+
+def _agree(told: Mapping[str, str | int], own: "ModelRecord") -> bool:
+    return all(getattr(own, field) == value for field, value in told.items())
+
+
+def _refuse_model_of_hub(options: "EngineOptions", bundle: "Bundle") -> None:
     """Raise WrongModel for a model of the hub where the bundle was trained on a folder or file of another name.
 
     A bundle of 1.0.0 may name a model of the hub without its commit.  What was downloaded before is compared by its
@@ -253,7 +292,7 @@ def _refuse_another_name(options: "EngineOptions", bundle: "Bundle") -> None:
         return
     config = try_to_load_from_cache(options.model, CONFIG, revision=options.revision)
     if isinstance(config, str):
-        from service.engines.loading import fingerprint_on_disk
+        from service.engines.checkpoint import fingerprint_on_disk
 
         if fingerprint_on_disk(Path(config).parent) == own.fingerprint:
             return

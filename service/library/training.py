@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from service.errors import RequestError
 from service.library.detector import as_prompts, frame
 from service.library.engine import Engine, load_engine, open_store
 from service.progress import Report, note
@@ -111,7 +112,8 @@ def train(
             or ``answers``, and where several rows share a question or an entity their ``group``.
         name, model: Name of the bundle; the model as of ``load``.
         labels: "given": each row's label.  "generate": the model answers and a judge compares with ``answers``.
-        store, run_dir: Folder or URL that the bundle is published in; folder of activations and progress (runs/NAME).
+        store, run_dir: Folder or URL that the bundle is published in; folder of activations and progress (runs/NAME, or
+            runs/NAME-2 and so on where a finished run that read something else has that).
         engine, report: How the model is loaded; what takes the lines of progress (None: standard error).
         probe: What ``publish`` publishes; None: fitted on the rows.
         options: Any other field of ``service.trainer.options.TrainOptions``, such as ``test``, ``judge``, ``seeds``,
@@ -143,7 +145,8 @@ def train(
     if not isinstance(options.get("forms", ""), str):
         options["forms"] = ",".join(options["forms"]) or "none"
     options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
-    wanted = TrainOptions(name=name, data=(str(rows_file(rows, folder)),), run_dir=folder, labels=labels, **options)
+    wanted = TrainOptions(name=name, data=(str(rows_file(rows, folder)),), labels=labels,
+                          run_dir=None if run_dir is None else folder, **options)  # fmt: skip
     chosen = engine or Engine()
     return run_training(wanted, chosen.options(None if model is None else str(model)), open_store(store),
                         threads=chosen.threads, console=Lines(report), report=report, probe=probe)  # fmt: skip
@@ -195,6 +198,8 @@ def extract(
         prompts, model, engine, report: As of ``Detector.score`` and ``load``.
         site: "attention_head": [n, layers, heads, d], "residual_stream": [n, layers, d].
 
+    Raises RequestError for another site or a prompt that is empty or too long, and ModelLoadError.
+
     >>> import hallutracer as ht
     >>> ht.extract(["What is the capital of Italy?", "What is the capital of Palau?"], "demo").shape
     (2, 8, 4, 32)"""
@@ -203,6 +208,8 @@ def extract(
     from service.prompts import default_prompt_format, render
     from service.readout import Site
 
+    if site not in list(Site):
+        raise RequestError(f"site is {site!r}; it must be {' or '.join(Site)}", param="site")
     where, chosen = Site(site), engine or Engine()
     options = chosen.options(None if model is None else str(model))
     with closing(load_engine(options, rows=[where], threads=chosen.threads, report=report)) as loaded:
@@ -225,9 +232,10 @@ def run_training(
     """Return what a run made, for the command line and ``train``: from checked options to the published bundle."""
     from service.trainer.run import train as run
 
+    folders = [options.folder]
     bundle = run(options, lambda: load_engine(engine, rows=[options.site], threads=threads, report=report), store,
-                 console=console, probe=probe)  # fmt: skip
-    return Trained(bundle, options.folder, store.where, figures_of(bundle.evaluation()))
+                 console=console, probe=probe, began_in=folders.append)  # fmt: skip
+    return Trained(bundle, folders[-1], store.where, figures_of(bundle.evaluation()))
 
 
 def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:

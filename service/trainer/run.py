@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,12 @@ from service.trainer.training_set import draw_sample, spread
 
 def train(
     options: TrainOptions, engine_factory: Callable[[], Engine], store: Store, *, console: Console,
-    probe: DepthMeanProbe | None = None,
+    probe: DepthMeanProbe | None = None, began_in: Callable[[Path], object] = lambda folder: None,
 ) -> Bundle:  # fmt: skip
     """Train one bundle and publish it; with ``options.calibration`` also a version with a guaranteed threshold.
 
-    ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.
+    ``probe`` was fitted on the labelled rows already, by the options' folds and seeds.  ``began_in`` is told the run's
+    folder.
 
     Raises NoThreshold (the bundle was published, no threshold of it can be guaranteed), DataError, RunMismatch,
     NoDirection and TrainingError (the data carry no probe under these options), and BundleError (of the store)."""
@@ -71,6 +73,7 @@ def train(
         if options.run_dir is None and (own := unfinished_folder(own, reads)) != options.folder:
             console.print(f"{options.folder} is of a finished run that read something else: this one's folder is {own}")
             stack.enter_context(locked(own))
+        began_in(own)
         options = replace(options, run_dir=own)
         draft, better = _draft(options, dataset, test, sample, engine, console, probe)
         bundle = store.publish(draft)

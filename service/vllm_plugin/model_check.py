@@ -77,7 +77,7 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
     own = [bundle.manifest for bundle in bundles if bundle.manifest.model.adapter is None]
     if not own:
         return
-    from service.engines import loading
+    from service.engines import checkpoint, loading
     from service.engines.base import EngineOptions, ModelIdentity
     from service.engines.checks import Tokens
     from service.engines.families import geometry
@@ -88,9 +88,9 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
         EngineOptions(model.model, model.revision, trust_remote_code=model.trust_remote_code)
     )
     tokenizer = _tokenizer(model) or files.tokenizer
-    tokens, fingerprint = Tokens(tokenizer), loading.fingerprint_on_disk(files.folder)
+    tokens, fingerprint = Tokens(tokenizer), checkpoint.fingerprint_on_disk(files.folder)
     if fingerprint is not None:
-        fingerprint = loading.changed_at_load(fingerprint, changes_at_load(config, files.config))
+        fingerprint = checkpoint.changed_at_load(fingerprint, changes_at_load(config, files.config))
     identity = ModelIdentity(
         model=files.name,
         revision=files.revision,

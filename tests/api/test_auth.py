@@ -403,11 +403,11 @@ def test_the_services_own_threshold_is_the_highest_and_a_key_may_be_allowed_more
 
 LOOPBACK = known_hosts(ServiceSettings(), keyed=False)
 OWN_NAMES = {"localhost", socket.gethostname()}
-KNOWN = ["localhost", "LocalHost:8765", "127.0.0.1:8765", "127.0.0.1", "[::1]:8765", "[::1]", "10.0.0.5:8765",
-         "[fd00::17]:8765"]  # fmt: skip
-UNKNOWN = ["evil.example", "evil.example:8765", "localhost.evil.example", "127.0.0.1.evil.example", "", ":8765", "::1",
-           "[evil.example]", "[127.0.0.1]", "10.0.0.5.", "10.0.0.005", "010.0.0.5", "0x7f.1", "2130706433",
-           "[::1"]  # fmt: skip
+KNOWN = ["localhost", "localhost.", "LocalHost.:8765", "LocalHost:8765", "127.0.0.1:8765", "127.0.0.1",
+         "[::1]:8765", "[::1]", "10.0.0.5:8765", "[fd00::17]:8765"]  # fmt: skip
+UNKNOWN = ["evil.example", "evil.example:8765", "localhost.evil.example", "127.0.0.1.evil.example", "", ".",
+           "localhost..", "host.docker.internal", ":8765", "::1", "[evil.example]", "[127.0.0.1]", "10.0.0.5.",
+           "10.0.0.005", "010.0.0.5", "0x7f.1", "2130706433", "[::1"]  # fmt: skip
 
 
 def test_loopbacks_names_and_addresses_are_served_and_others_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -419,6 +419,7 @@ def test_loopbacks_names_and_addresses_are_served_and_others_refused_before_anyt
         for host, (method, path) in itertools.product(UNKNOWN, paths):
             refused = opened.request(method, path, headers={"host": host})
             assert (refused.status_code, refused.json()["error"]["code"]) == (421, "wrong_host"), (host, path)
+            assert f"another service, {host!r}; the operator can add its name: --allowed-host" in refused.text, host
     with client(tmp_path / "any", allowed_hosts=("*",)) as opened:
         assert opened.get("/health", headers={"host": "evil.example"}).status_code == 200
         for path in HEALTH:

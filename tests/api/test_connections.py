@@ -95,6 +95,15 @@ def test_what_is_refused_says_so(service: Served) -> None:
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
     assert b'"invalid_http"' in received(service.connect(b"\x16\x03\x01nonsense\r\n\r\n"))
+    post = b"POST /score HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
+    for sent, said in (
+        (b"\x16\x03\x01\x02\x00", "begins with no method; for HTTPS there is a proxy in front"),
+        (post + b"2\r\ntransfer-encoding: chunked\r\n\r\n", "Transfer-Encoding can't be present with Content-Length"),
+        (post + b"+2\r\n\r\n{}", "Invalid character in Content-Length"),
+    ):
+        answer = received(service.connect(sent))
+        message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert (answer[:13], said in message) == (b"HTTP/1.1 400 ", True), message
     hundred = b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 99 + b"connection: close\r\n\r\n"
     assert received(service.connect(hundred)).startswith(b"HTTP/1.1 200")
 

@@ -157,6 +157,16 @@ def test_it_streams_and_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
         assert (found.status_code, found.text.endswith("data: [DONE]\n\n")) == (200, True)
 
 
+@pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity, chunked", "x" * 500])
+def test_a_transfer_coding_that_is_no_chunks_is_refused_by_name(app: App, coding: str) -> None:
+    refused = app.client.post("/score", content=iter([ASKED]), headers=JSON | {"transfer-encoding": coding})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (415, "unknown_encoding")
+    assert f"Transfer-Encoding {coding[:80]!r} is not taken, only chunked" in error["message"]
+    taken = app.client.post("/score", content=iter([ASKED]), headers=JSON | {"transfer-encoding": "Chunked"})
+    assert taken.status_code == 200
+
+
 class FakeZstd:
     """The interface of compression.zstd, on zlib's format."""
 

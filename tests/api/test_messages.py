@@ -160,6 +160,7 @@ def test_messages_are_read_as_the_conversation_that_they_are(service: Running) -
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 TOOL = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,10 @@ TOOL = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "content.0.type"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "content.0.type"),
         ({"messages": [{"role": "user", "content": [TOOL]}]}, "content.0.type"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "content.0.type"),
+        ({"messages": [{"role": "assistant", "content": [THOUGHT]}]}, "beside its thoughts"),
+        ({"messages": [{"role": "user", "content": [THOUGHT, {"type": "text", "text": "x"}]}]}, "role 'assistant'"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "'context_management'"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "'thinking'"),
         ({"messages": [{"role": "user", "content": []}]}, "content"), ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "name"), ({"system": []}, "system"),
         ({"messages": [{"role": "developer", "content": "x"}]}, "role"), ({"max_tokens": None}, "max_tokens"),
@@ -198,6 +202,9 @@ def test_what_changes_nothing_is_taken(service: Running) -> None:
         "output_config": {"effort": "low"}, "stop_sequences": [], "speed": "standard", "system": None,
     }  # fmt: skip
     assert create(service, more=same).content[0].text == "It is so."
+    cleared = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    for thinking in ({"type": "adaptive"}, {"type": "adaptive", "display": "summarized"}):
+        assert create(service, more={"thinking": thinking, "context_management": cleared}).content[0].text
 
 
 def test_errors_are_those_that_the_client_knows(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_what_is_not_told_to_the_model_counts_nothing(service: Running) -> None:
         "speed": "standard", "extra_body": {"vllm_xargs": {"hallutracer_policy": "observe"}},
     }  # fmt: skip
     assert count(service, **same).input_tokens == counts["a question"]
+    assert count(service, thinking={"type": "adaptive"}).input_tokens == counts["a question"]
 
 
 def test_more_than_the_context_holds_is_counted(service: Running) -> None:

@@ -208,6 +208,39 @@ def test_what_clients_keep_of_earlier_turns_changes_nothing(app: App) -> None:
     assert len({risk(post(app, MESSAGES_ROUTE, **body_of(MESSAGES_ROUTE, one))) for one in (turns, more)}) == 1
 
 
+def test_thoughts_of_earlier_turns_are_not_read_on_any_route(app: App) -> None:
+    """As coding agents send them back, encrypted or not; and no turn is left of them."""
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "When?"},
+        {"type": "function_call", "call_id": "call_1", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "Noon."},
+        {"role": "assistant", "content": "Now."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    thought = {"type": "reasoning", "id": "rs_1", "status": "completed", "encrypted_content": "gA=="}
+    thought |= {"summary": [{"type": "summary_text", "text": "Hm."}]}
+    open_thought = thought | {"content": [{"type": "reasoning_text", "text": "Hm."}], "more": {"a": 1}}
+    more = [items[0], thought, items[1], open_thought, *items[2:], thought]
+    tools = [{"type": "function"} | TOOL["function"]]  # type: ignore[operator]
+    read = [risk(post(app, RESPONSES_ROUTE, **body_of(RESPONSES_ROUTE, one, tools=tools))) for one in (items, more)]
+    assert read[0] == read[1]
+    call = {"type": "tool_use", "id": "call_1", "name": "now", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "Noon."}]}
+    hidden = {"type": "redacted_thinking", "data": "gA=="}
+    shown = {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"}
+
+    def turns(*thoughts: dict[str, Any]) -> list[dict[str, Any]]:
+        said = {"role": "assistant", "content": [*thoughts, {"type": "text", "text": "Let me see."}, *thoughts, call]}
+        return [{"role": "user", "content": "When?"}, said, result]
+
+    offered = [{"name": "now", "input_schema": {"type": "object"}}]
+    read = [
+        risk(post(app, MESSAGES_ROUTE, **body_of(MESSAGES_ROUTE, one, tools=offered)))
+        for one in (turns(), turns(shown, hidden))
+    ]
+    assert read[0] == read[1]
+
+
 @pytest.mark.parametrize("arguments", ["", "  ", "\n"])
 def test_a_call_without_arguments_is_one_of_an_empty_object(app: App, arguments: str) -> None:
     def chat(text: str) -> float:
@@ -387,7 +420,8 @@ def test_the_bundle_s_names_of_its_model_are_taken(app: App) -> None:
         assert app.client.get(f"/v1/models/{name}").json()["root"] == "scripted"
     for name in ("two", "other"):  # another bundle's name is none of the model that the default bundle judges
         assert post(app, CHAT_ROUTE, 404, **body_of(CHAT_ROUTE, model=name))["error"]["param"] == "model"
-    assert [card["id"] for card in app.client.get("/v1/models").json()["data"]] == ["scripted"]
+    for path in ("/v1/models", "/v1/models/"):
+        assert [card["id"] for card in app.client.get(path).json()["data"]] == ["scripted"]
 
 
 # --- when to come back ---

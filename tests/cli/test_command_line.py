@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -76,6 +77,15 @@ def test_a_command_imports_what_it_needs(words: str, status: int, unwanted: tupl
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == f"imported [] {status}"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_is_printed_is_utf_8_whatever_the_locale_writes(encoding: str) -> None:
+    command = [sys.executable, "-m", "service.cli", "demo", "questions", "--split", "test"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert not done.stdout.isascii()
+    assert all(json.loads(line)["prompt"] for line in done.stdout.decode("utf-8").splitlines())
 
 
 def test_a_configuration_file_may_hold_tables_of_commands_that_are_not_run(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ import logging
 import os
 import shutil
 import socket
+import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from importlib.util import find_spec
@@ -24,6 +27,7 @@ from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
 from service.engines import places
 from service.engines.base import EngineOptions
+from service.engines.checkpoint import gguf_shape
 from service.engines.places import PACKAGED, PackagedModel, sha256_of
 from service.engines.vllm.launch import STAGES, say, stages
 from service.errors import ModelLoadError, UnknownFamily
@@ -97,6 +101,28 @@ def test_a_file_that_people_have_is_known_by_its_digest_whatever_it_is_called(
     assert read == [other]  # a file of another size is not read
     other.write_bytes(content)  # the same size as the first time, other bytes
     assert bundle_names(str(other), BundleOptions()) == ("of-the-file", "another")
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "unwanted"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", ("hf download Qwen/Qwen2.5-7B-Instruct)", "name its folder"), "GGUF"),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", ("hf download", "'hallutracer bundle show qwen2.5-coder-1.5b'"), "mean"),
+        ("qwen2.5-coder-1.5b", ("no folder or file is called", "'hallutracer bundle show qwen2.5-coder-1.5b'"), "hf"),
+        ("FOLDER", ("no bundle comes with FOLDER",), "hf download"),
+    ],
+)
+def test_a_model_without_a_bundle_gets_one_sentence_that_says_what_to_do(
+    model: str, words: tuple[str, ...], unwanted: str, tmp_path: Path
+) -> None:
+    named = model.replace("FOLDER", str(tmp_path))
+    done = hallutracer("serve", "--model", named)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    if "/" in named:
+        words = (*words, f"hallutracer train --model {named} --data rows.jsonl --name my-probe")
+    for word in words:
+        assert word.replace("FOLDER", str(tmp_path)) in done.stderr
+    assert unwanted not in done.stderr
 
 
 def test_every_shipped_model_has_its_bundles_and_make_run_fetches_the_right_package() -> None:
@@ -202,6 +228,7 @@ def test_offline_what_was_downloaded_before_is_used_and_else_it_is_said_in_one_l
     said = str(caught.value)
     assert f"owner/nope is no folder or GGUF file here, was not downloaded before, and {offline}" in said
     assert ("cannot be reached" in said, "\n" in said) == (True, False)
+    assert "(hf download owner/nope --local-dir FOLDER) and give that folder" in said
     folder = tmp_path / "cache" / "models--owner--there"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
@@ -217,6 +244,68 @@ def test_a_bundle_of_other_weights_is_refused_before_they_are_read(
     with pytest.raises(WrongModel, match="smollm2:1 is for SmolLM2-135M.*Name the model smollm2") as caught:
         load_engine(EngineOptions(model=str(MODEL_DIR)), bundles=[bundle])
     assert "hallutracer-demo has other weights" in str(caught.value)
+
+
+REFUSED = """
+import sys, hallutracer_start
+for command in COMMANDS:
+    sys.argv = ["hallutracer", *command.split()]
+    try:
+        hallutracer_start.main()
+    except SystemExit as end:
+        print(end.code, [name for name in ("torch", "transformers", "vllm") if name in sys.modules], flush=True)
+"""
+
+
+def test_a_bundle_of_another_model_is_refused_before_anything_is_imported_for_it(tmp_path: Path) -> None:
+    """By whatever a command is given of the model: a folder, a GGUF file, what was downloaded, vLLM's checkpoint."""
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    folder, other, heads = tmp_path / "mine", tmp_path / "another", tmp_path / "mine.gguf"
+    shutil.copytree(MODEL_DIR, folder)
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0}))
+    shutil.copytree(MODEL_DIR, other)
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
+    write_head(heads, {"llama.block_count": 8, "llama.embedding_length": 4096})
+    commands = [
+        *(f"{command} --model {folder}" for command in (
+            "score hi --bundle demo", "bundle verify demo", "try --bundle demo", "serve --port 0 --bundle demo",
+        )),
+        f"score hi --bundle demo --model {heads}",
+        f"score hi --bundle demo --engine vllm --model {other}",
+    ]  # fmt: skip
+    code = REFUSED.replace("COMMANDS", repr(commands))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+        env=os.environ | {"HALLUTRACER_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    ends = [line for line in done.stdout.splitlines() if line[:1] == "1"]
+    assert ends == ["1 []"] * len(commands), done.stderr
+    assert done.stderr.count("error: bundle demo:1 is for hallutracer-demo: ") == len(commands), done.stderr
+
+
+def write_head(file: Path, numbers: dict[str, int]) -> None:
+    """Write the head of a GGUF file: numbers, behind a short list and before the vocabulary."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    fields = [text("general.languages") + struct.pack("<IIQ", 9, 8, 1) + text("en")]
+    fields += [text("general.weight") + struct.pack("<If", 6, 0.5)]
+    fields += [text(name) + struct.pack("<II", 4, value) for name, value in numbers.items()]
+    fields += [text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 50_000)]
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(fields) + 1) + b"".join(fields))
+
+
+def test_the_head_of_a_gguf_file_is_read_up_to_the_vocabulary_and_what_is_none_tells_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_head(file, {"llama.block_count": 8, "llama.embedding_length": 64, "llama.vocab_size": 9})
+    assert gguf_shape(file) == {"num_layers": 8, "hidden_size": 64}
+    whole = file.read_bytes()
+    for cut in range(0, len(whole), 7):
+        file.write_bytes(whole[:cut])
+        assert gguf_shape(file).items() <= {"num_layers": 8, "hidden_size": 64}.items()
+    file.write_bytes(b"GGUF" + bytes([255]) * 100)
+    assert gguf_shape(file) == {}
 
 
 def test_what_a_starting_worker_says_is_reported_as_it_begins() -> None:

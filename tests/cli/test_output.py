@@ -14,7 +14,7 @@ from rich.console import Console
 
 from probes_store.bundle import BundleDraft, load_bundle
 from probes_store.store import SHIPPED, Store
-from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines, print_card
+from service.cli.output import Seen, Tried, draw_report, draw_sorted, plot_lines, print_card, print_table
 from service.engines.scheduler import Scheduled
 from service.judging.evaluation import Tenth
 from service.library.detector import risk_of
@@ -92,6 +92,52 @@ def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     assert bars == [40, 36, 32, 28, 24, 20, 16, 12, 8, 4]
     assert lines[-1].endswith("right in 1 of the 2 with the lower risks, in 0 of the 1 with the higher.")
     assert max(map(len, lines[:-1])) <= 100
+
+
+LONG = "Can you say what the chemical symbol of the element with the atomic number 17 is, please?"
+
+
+def test_questions_are_cut_for_a_terminal_and_whole_for_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = Tried("probe:1", "model", 0.5, (Seen(LONG, "word " * 40, ("Cl",), 0.1, False, "right"),), ())
+    console = Console(file=StringIO(), width=80, force_terminal=True)
+    draw_sorted(tried, console)
+    assert isinstance(console.file, StringIO)
+    assert LONG not in console.file.getvalue()
+    draw_sorted(tried)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("0.10"))
+    assert LONG in row
+    assert ("word " * 40).strip() in row
+    assert row.rstrip().endswith("\u2713")
+
+
+ROWS: list[dict[str, Any]] = [
+    {"name": "a-bundle-with-a-long-name:12", "lists": ["depth_mean", "stated_length", "passage"],
+     "digest": "0123456789ab"},
+    {"name": "short:1", "lists": [], "digest": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [10, 40, 60, 80, 200])
+def test_a_table_breaks_no_cell_however_narrow_the_terminal_is(width: int) -> None:
+    console = Console(file=StringIO(), width=width)
+    print_table(ROWS, ["name", "lists", "digest"], console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    for cell in ("a-bundle-with-a-long-name:12", "depth_mean, stated_length, passage", "0123456789ab"):
+        assert any(cell in line for line in lines), cell
+    assert all(line.startswith(("name", "a-bundle", "short", " ")) for line in lines if line.strip())
+    if width >= 80:
+        assert max(map(len, lines)) <= width
+    assert sum("name " in line for line in lines) == (1 if width >= 80 else 2)
+
+
+def test_a_pipe_gets_a_line_for_each_bundle_however_narrow() -> None:
+    listed = hallutracer("bundle", "list", COLUMNS="20").stdout.splitlines()
+    of_store = json.loads(hallutracer("bundle", "list", "--json").stdout)
+    assert len(listed) == 1 + len(of_store)
+    for line, row in zip(listed[1:], of_store, strict=True):
+        words = (row["bundle"], row["model"], row["readout"], row["digest"][7:19], ", ".join(row["signals"]))
+        assert [word for word in words if word not in line] == []
 
 
 def test_what_a_service_withholds_is_said_to_be_unknown() -> None:

@@ -15,7 +15,8 @@ from transformers import modeling_utils
 
 from service.engines import loading, places, reading
 from service.engines.base import BatchEngine, EngineOptions
-from service.engines.loading import folder_fingerprint, memory_fingerprint
+from service.engines.checkpoint import folder_fingerprint
+from service.engines.loading import memory_fingerprint
 from service.engines.transformers.engine import TransformersEngine
 from service.errors import ModelLoadError, UnknownFamily
 from service.readout import Site

@@ -21,6 +21,7 @@ from service.demo.questions import questions
 from service.errors import DataError, EngineError, ModelLoadError, RequestError
 from service.library import training
 from tests.command_line import hallutracer
+from tests.fitting.planted import PlantedEngine, planted_rows
 
 ITALY, SOLOMON = "What is the capital of Italy?", "What is the capital of the Solomon Islands?"
 QUIET: dict[str, Any] = {"report": lambda line: None}
@@ -155,13 +156,63 @@ def test_a_closed_detector() -> None:
     ("arguments", "error", "said"),
     [
         (("./nope", "demo"), ModelLoadError, "./nope.*bundle demo:1 is for hallutracer"),
-        (("./nope",), ModelLoadError, "./nope"), (("some-model",), ht.HalluTracerError, "'some-model'.*--bundle"),
+        (("./nope",), ModelLoadError, "./nope"),
+        (("some-model",), ht.HalluTracerError, "'some-model'.*--bundle"),
         (("demo", "mine"), ht.BundleError, "no bundle mine"),
     ],
 )  # fmt: skip
 def test_models_and_bundles_that_are_not_there(arguments: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         ht.load(*arguments)
+
+
+@pytest.mark.parametrize("site", ["residual", "heads", "", None, ["attention_head"]])
+def test_a_site_that_is_none_is_told_which_there_are(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "load_engine", lambda *_, **__: pytest.fail("it began to load"))
+    with pytest.raises(RequestError, match="it must be attention_head or residual_stream") as caught:
+        ht.extract(ITALY, "demo", site=site)
+    assert (caught.value.param, repr(site) in str(caught.value)) == ("site", True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("engine", "vLLM", "'transformers' or 'vllm', not 'vLLM'"), ("dtype", "fp16", "'float16', not 'fp16'"),
+        ("threads", 0, "must be >= 1, not 0"), ("max_batch_tokens", "many", "integer, not 'many'"),
+        ("device", "gpu", "unknown to torch; use cpu, cuda or cuda:0"),
+    ],
+)  # fmt: skip
+def test_how_a_model_cannot_be_loaded_is_told_before_it_is(
+    field: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.library.detector.load_engine", lambda *_, **__: pytest.fail("it began to load"))
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        ht.load("demo", engine=ht.Engine(**{field: value}))
+    assert caught.value.param == field
+
+
+def test_an_option_of_training_that_is_none_is_told_which_there_are(tmp_path: Path) -> None:
+    folders: dict[str, Any] = {"store": tmp_path, "run_dir": tmp_path / "run", **QUIET}
+    for options, said in (
+        ({"readout": "residual"}, "'attention_head' or 'residual_stream', not 'residual'"),
+        ({"labels": "model"}, "'given' or 'generate', not 'model'"),
+        ({"class_balance": "x"}, "class_balance"),
+    ):
+        with pytest.raises(ht.HalluTracerError, match=said):
+            ht.train([{"prompt": "a", "label": 1}], "mine", "demo", **options, **folders)
+
+
+def test_a_finished_run_does_not_block_the_next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "load_engine", lambda *_, **__: PlantedEngine())
+    options: dict[str, Any] = {"store": "store", "evaluate": False, "folds": 3, "seeds": (0,), "c": 0.1, "jobs": 1}
+    made = [
+        ht.train(planted_rows(120, seed=seed), "mine", "demo", allow_no_signal=True, **options, **QUIET)
+        for seed in (1, 2, 1)
+    ]
+    assert [(one.reference, str(one.run_dir)) for one in made] == [
+        ("mine:1", "runs/mine"), ("mine:2", "runs/mine-2"), ("mine:1", "runs/mine"),
+    ]  # fmt: skip
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.engines.loading import folder_fingerprint
+from service.engines.checkpoint import folder_fingerprint
 from service.readout import Site
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.parity import models, quantized, versions

@@ -25,7 +25,7 @@ import pytest
 from probes_store.errors import WrongChatTemplate
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
-from service.engines import loading
+from service.engines import checkpoint
 from service.engines.base import EngineOptions
 from service.engines.vllm.engine import VllmEngine
 from service.engines.vllm.launch import WORKER
@@ -355,8 +355,8 @@ def test_weights_that_are_still_to_be_downloaded_are_compared_later(
         raise ModelLoadError("an index names what is not there")
 
     for missing in (lambda folder: list[Path](), incomplete):
-        monkeypatch.setattr(loading, "weight_files", missing)
-        monkeypatch.setattr(loading, "check_folder", lambda folder: None)
+        monkeypatch.setattr(checkpoint, "weight_files", missing)
+        monkeypatch.setattr(checkpoint, "check_folder", lambda folder: None)
         with pytest.raises(Chosen):
             replica()
         monkeypatch.setenv("HALLUTRACER_BUNDLE", "smollm2")

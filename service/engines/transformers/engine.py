@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from service.engines import adapters, base, families, loading
+from service.engines import adapters, base, checkpoint, families, loading
 from service.engines.base import EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Seeds, TracedAnswer
 from service.engines.checks import Tokens, check_onset_only, check_prompts, check_sampling, first_token_of, summarise
 from service.engines.families import ModelModules, check_sites, family_of, locate
@@ -96,7 +96,7 @@ class TransformersEngine:
     def load(cls, options: EngineOptions, sites: base.Sites = ()) -> TransformersEngine:
         """Load a model folder or hub name, to be read at ``sites``.  Raises ModelLoadError, EngineError."""
         model, files = loading.load(options, sites)
-        named, fingerprint = replace(options, model=files.name), loading.folder_fingerprint(files.folder)
+        named, fingerprint = replace(options, model=files.name), checkpoint.folder_fingerprint(files.folder)
         engine = cls(model, files.tokenizer, options=named, fingerprint=fingerprint, config=files.config,
                      revision=files.revision)  # fmt: skip
         if options.adapter is not None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
-from service.engines import adapters, base, loading
+from service.engines import adapters, base, checkpoint, loading
 from service.engines.base import Completion, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update
 from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
 from service.engines.checks import (
@@ -98,7 +98,7 @@ class VllmEngine:
             changes = launch.changes_at_load(config, files.config)
             self.identity = base.ModelIdentity(
                 model=files.name, revision=files.revision,
-                fingerprint=loading.changed_at_load(loading.folder_fingerprint(files.folder), changes),
+                fingerprint=checkpoint.changed_at_load(checkpoint.folder_fingerprint(files.folder), changes),
                 architecture=str((files.config.architectures or [type(files.config).__name__])[0]),
                 model_type=str(files.config.model_type), tokenizer=tokens.digest,
                 chat_template=tokens.chat_template_digest, geometry=self._plan.geometry,

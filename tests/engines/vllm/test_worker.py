@@ -15,7 +15,7 @@ import torch
 
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
-from service.engines.loading import changed_at_load
+from service.engines.checkpoint import changed_at_load
 from service.engines.vllm import attach, launch
 from service.engines.vllm.attach import SiteReadout
 from service.engines.vllm.engine import VllmEngine

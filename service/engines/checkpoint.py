@@ -1,0 +1,185 @@
+"""The files of a checkpoint: which are read, whether they hold what their names say, and the digests over them.
+
+Loads no torch: a bundle of another model is refused before anything of the model is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from service.engines import places
+from service.errors import ModelLoadError
+
+MIB = 1 << 20
+# Of the GGUF format: where the number of fields stands, and the types of values, by their numbers.
+_COUNT_AT, _TEXT, _LIST = 16, 8, 9
+_WHOLE, _OTHER = {4: "I", 5: "i", 10: "Q", 11: "q"}, {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8}  # layouts; bytes
+_LONGEST, _SHORT_LIST = 1 << 20, 1000
+SINGLE = "model.safetensors", "pytorch_model.bin"
+DESCRIPTIONS = (
+    places.CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+# Keys that saving, casting or renaming a checkpoint changes, without changing what is computed from its weights.
+INCIDENTAL = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype"})
+
+
+def snapshot_of(model: str, revision: str | None) -> Path:
+    """Return the folder of what is downloaded of a hub's model, named by the commit.  Gets its configuration alone.
+
+    Raises ModelLoadError."""
+    from huggingface_hub import hf_hub_download
+
+    offline = not places.reachable(model, revision)
+    try:
+        config = hf_hub_download(model, places.CONFIG, revision=revision, local_files_only=offline)
+    except Exception as error:  # connections fail in many ways, also by exceptions of the HTTP library in use
+        said = f"the configuration of {model} cannot be loaded: {type(error).__name__}: {error}"
+        raise ModelLoadError(said, param="model") from error
+    return Path(config).parent
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ModelLoadError for a file, or a folder without a config or without weights, or with something else in a
+    file's place."""
+    for wrong, problem in (
+        (not folder.is_dir(), "is neither a folder nor a GGUF file"),
+        (not (folder / "config.json").is_file(), "has no config.json; it is not a transformers model folder"),
+    ):
+        if wrong:
+            raise ModelLoadError(f"{folder} {problem}", param="model")
+    check_files(folder)
+    if not weight_files(folder):
+        said = f"{folder} has no weights; expected {' or '.join(SINGLE)}, or an index of shards"
+        raise ModelLoadError(said, param="model")
+
+
+def check_files(folder: Path) -> None:
+    """Raise ModelLoadError for something else in the place of a file that is read of those that a folder has."""
+    names = [*DESCRIPTIONS, *(f"{single}.index.json" for single in SINGLE)]
+    names += [] if (folder / "tokenizer.json").is_file() else ["tokenizer.model"]
+    for file in (folder / name for name in names):
+        if file.is_file() and (file.suffix == ".json" or file.stat().st_size):  # a text may be empty
+            places.check_contents(file)
+    for file in weight_files(folder):
+        places.check_contents(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files that transformers would load, by name.  Raises ModelLoadError if one is missing."""
+    for single in SINGLE:
+        index = folder / f"{single}.index.json"
+        names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else [single]
+        if (folder / single).is_file():
+            if names != [single]:
+                said = f"{folder} holds {single} beside {index.name}, which names other files; keep what is whole"
+                raise ModelLoadError(f"{said}: vLLM reads what the index names, transformers does not", param="model")
+            return [folder / single]
+        if index.is_file():
+            files = [folder / name for name in names]
+            if missing := [file.name for file in files if not file.is_file()]:
+                raise ModelLoadError(f"{index} names {', '.join(missing)}, which is not there; download it again")
+            return files
+    return []
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Return sha256 over config.json and each weight file's name, size and both ends, a MiB each."""
+    digest = hashlib.sha256(canonical(read_json(folder / "config.json")))
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            ends = hashlib.sha256(stream.read(MIB))
+            stream.seek(max(0, size - MIB))
+            ends.update(stream.read(MIB))
+        digest.update(canonical([file.name, size, ends.hexdigest()]))
+    return digest.hexdigest()
+
+
+def fingerprint_on_disk(folder: Path) -> str | None:
+    """Return ``folder_fingerprint``; None where weights are still to be downloaded."""
+    try:
+        return folder_fingerprint(folder) if weight_files(folder) else None
+    except ModelLoadError:  # an index is there, and not all that it names
+        return None
+
+
+def shape_of(folder: Path) -> dict[str, str | int]:
+    """Return what a configuration tells of architecture, num_layers and hidden_size, as a bundle's manifest has them.
+
+    Raises ModelLoadError."""
+    config = read_json(folder / places.CONFIG)
+    nested = config.get("text_config")
+    text: dict[str, Any] = nested if isinstance(nested, dict) and nested else config
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    told = {"architecture": first, "num_layers": text.get("num_hidden_layers"), "hidden_size": text.get("hidden_size")}
+    return {field: value for field, value in told.items() if value is not None}
+
+
+def gguf_shape(file: Path) -> dict[str, str | int]:
+    """Return what the head of a GGUF file tells of num_layers and hidden_size.
+
+    gguf's own reader takes seconds, most of them for the vocabulary; this one ends before it."""
+    told: dict[str, int] = {}
+    with file.open("rb") as stream:
+
+        def number(layout: str) -> int:
+            (value,) = struct.unpack(f"<{layout}", stream.read(struct.calcsize(f"<{layout}")))
+            return int(value)
+
+        def text() -> str:
+            return stream.read(min(number("Q"), _LONGEST)).decode("utf-8", "replace")
+
+        with suppress(struct.error, KeyError):  # cut, or of another version: its reader says so
+            stream.seek(_COUNT_AT)
+            for _ in range(number("Q")):
+                name, kind = text(), number("I")
+                items, kind = (1, kind) if kind != _LIST else (-1, number("I"))
+                items = number("Q") if items < 0 else items
+                if items > _SHORT_LIST:  # the vocabulary
+                    break
+                for _ in range(items):
+                    if kind == _TEXT:
+                        text()
+                    elif kind in _WHOLE:
+                        told[name] = number(_WHOLE[kind])
+                    else:
+                        stream.seek(_OTHER[kind], 1)
+    fields = {"block_count": "num_layers", "embedding_length": "hidden_size"}
+    return {fields[end]: value for name, value in told.items() if (end := name.partition(".")[2]) in fields}
+
+
+def changed_at_load(fingerprint: str, changes: Mapping[str, str]) -> str:
+    """Return the fingerprint of a checkpoint loaded otherwise than saved, as quantized; without changes its own."""
+    changed = hashlib.sha256(fingerprint.encode() + canonical(dict(changes))).hexdigest()
+    return changed if changes else fingerprint
+
+
+def canonical(content: Any) -> bytes:
+    """Return what of a configuration is digested: all but the INCIDENTAL keys."""
+    return json.dumps(_essential(content), sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _essential(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {str(key): _essential(value) for key, value in content.items() if key not in INCIDENTAL}
+    if isinstance(content, list | tuple):
+        return [_essential(value) for value in content]
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file.  Raises ModelLoadError."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download the model again") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} is not a JSON object; download the model again")
+    return content
