@@ -153,8 +153,8 @@ def _draft(
     own = name_of(names, options.logit_scale)
     nested: Evaluation | None = None
     if options.evaluate:
-        read = columns is not None  # by the bundle
-        nested = evaluate(inputs, folds=options.folds, seeds=options.shuffles, probe=probe, context=read)
+        reads_context = columns is not None
+        nested = evaluate(inputs, folds=options.folds, seeds=options.shuffles, probe=probe, context=reads_context)
         crossed = nested.risk[own]
         nested.document["at_threshold"] = rounded(at_threshold(inputs.label, crossed, threshold))
         nested.document["by_wrong_costs"] = rounded(by_wrong_costs(inputs.label, crossed))

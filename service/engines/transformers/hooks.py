@@ -92,15 +92,15 @@ def pad(
 
 
 @functools.cache
-def _cache_argument(kind: type[torch.nn.Module]) -> str:
-    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+def _cache_argument(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def with_cache(model: Any, key_value_cache: Any) -> dict[str, Any]:
     """Return the arguments with which ``model`` uses a cache and extends it.
 
     transformers 5.24 calls it ``cache``; older versions, and the code that comes with a model, ``past_key_values``."""
-    return {_cache_argument(type(model)): key_value_cache, "use_cache": True}
+    return {_cache_argument(type(model).forward): key_value_cache, "use_cache": True}
 
 
 def inputs_of(model: Any, batch: Batch, key_value_cache: Any) -> dict[str, Any]:
