@@ -100,7 +100,7 @@ def watching(draw: np.random.Generator, limits: DriftLimits) -> Monitor:
 def void_after(monitor: Monitor, served: Floats, prompts: NDArray[np.int64]) -> Iterator[bool]:
     """Whether the monitor cries, after each ``every`` requests."""
     rest: Any = {"uncertain": Uncertain(0.0, None), "context": UNKNOWN}
-    reports: list[Any] = [SimpleNamespace(risk=risk, **rest) for risk in served.tolist()]
+    reports: list[Any] = [SimpleNamespace(bundle_risk=risk, **rest) for risk in served.tolist()]
     names, step = [number.to_bytes(8, signed=True) for number in prompts.tolist()], monitor.limits.every
     for start in range(0, len(reports), step):
         monitor.observe(reports[start : start + step], names[start : start + step])

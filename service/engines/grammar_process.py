@@ -23,6 +23,8 @@ BEGIN, END = -1, -2
 REPLY = struct.Struct("<iBI")  # number of an answer, one of the four below, bytes that follow
 _PR_SET_PDEATHSIG = 1
 GOES_ON, COMPLETE, MASK, FAILED = range(4)
+# As Python's json.dumps writes it: where whitespace is free, a small model decoded greedily may give nothing else.
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def received(channel: socket.socket, size: int) -> bytes:
@@ -51,7 +53,7 @@ def failure_of(schema: str, limits: dict[str, Any]) -> str:
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema)
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
         return str(LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**limits)))
     except ValueError as error:
         return str(error)
@@ -125,7 +127,7 @@ def _compiled(schema: str, limits: dict[str, Any], tokenizer: Any) -> tuple[str,
 
     if failure := failure_of(schema, limits):
         return failure, None, b""
-    grammar = LLMatcher.grammar_from_json_schema(schema)
+    grammar = LLMatcher.grammar_from_json_schema(schema, overrides=SPACING)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
     first = b"" if matcher.get_error() else matcher.compute_bitmask()  # the dearest of most
     return matcher.get_error(), matcher, first

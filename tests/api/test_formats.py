@@ -18,6 +18,7 @@ from service.serving.admission import MAX_FORMATS_OF_CALLER
 from tests import running as scripted
 from tests.api.test_tools import EVERYTHING, NOTHING, TOOLS
 from tests.engines import tiny
+from tests.probes_store.factory import make_draft
 from tests.running import Running, running
 
 POLICIES = {"gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),
@@ -203,7 +204,7 @@ def test_a_format_voids_the_guarantee() -> None:
     from service.engines.formats import Format
     from service.judging.guarantee import decoding_violations
 
-    [said] = decoding_violations(None, Sampling(format=Format("{}", "text.format")))  # type: ignore[arg-type]
+    [said] = decoding_violations(make_draft().manifest, Sampling(format=Format("{}", "text.format")))
     assert "format" in said
 
 

@@ -157,15 +157,22 @@ def test_an_answer_of_the_format_is_complete_when_nothing_may_follow(grammars: G
     tokenizer = tiny.tokenizer()
     schema = {"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"]}
     found = grammars.prepared(Format(json.dumps(schema | {"additionalProperties": False}), "response_format"))
-    for text in ('{"a":1}', '{ "a": "é"\n}'):
+    for text in ('{"a": 1}', '{"a": "é"}'):
         held = Held(found)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         for place, token in enumerate(tokens):
             assert int.from_bytes(held.allowed(), "little") >> token & 1, text
             assert held.take(token) == (place == len(tokens) - 1)
-    [opens] = tokenizer("{", add_special_tokens=False)["input_ids"]
-    allowed = int.from_bytes(Held(found).allowed(), "little")
+    [opens], [quote] = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in '{"')
+    held = Held(found)
+    allowed = int.from_bytes(held.allowed(), "little")
     assert allowed == 1 << opens, "no answer ends before it begins, or begins with something else"
+    held.take(opens)
+    allowed = int.from_bytes(held.allowed(), "little")
+    assert allowed >> quote & 1
+    for text in " \n\t\r":
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert not any(allowed >> token & 1 for token in tokens), "whitespace could go on for ever"
 
 
 def refers_to_itself(names: int) -> dict[str, Any]:

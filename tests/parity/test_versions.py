@@ -88,6 +88,12 @@ def test_another_version_reads_what_transformers_does(
     versions.note(version, runner, family, max(check(run, load(reference), found).values()))
 
 
+DECISIONS = "/v1/decisions"
+DECISION = {
+    "model": routes.MODEL, "input": UNKNOWN, "questions": [{"type": "predicate", "instructions": "Is it in Asia?"}],
+}  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("packages", versions.OTHERS, indirect=True, ids="{}-plugin".format)
@@ -99,6 +105,7 @@ def test_the_server_of_another_version_withholds(packages: Path, folder: Path) -
         for asked in (KNOWN, UNKNOWN):
             body = routes.SHORT | {"messages": routes.turn(asked)}
             answers[asked] = httpx.post(f"{url}{routes.CHATS}", json=body, timeout=60).json()
+        decisions = httpx.post(f"{url}{DECISIONS}", json=DECISION, timeout=60)
         version = httpx.get(f"{url}/version").json()["version"]
         offered = httpx.get(f"{url}/openapi.json").json()["paths"]
     [known], [unknown] = answers[KNOWN]["choices"], answers[UNKNOWN]["choices"]
@@ -107,4 +114,6 @@ def test_the_server_of_another_version_withholds(packages: Path, folder: Path) -
     assert (unknown["finish_reason"], unknown["message"]["content"] or "") == ("content_filter", "")
     assert answers[UNKNOWN]["hallutracer"]["data"][0]["decision"] == "abstain"
     posted = {path for path, methods in offered.items() if "post" in methods}
-    assert posted <= {*routes.WITHHOLDS, *routes.REFUSES, *routes.NO_ANSWER, "/v1/risk/score"}
+    assert posted <= {*routes.WITHHOLDS, *routes.REFUSES, *routes.NO_ANSWER, "/v1/risk/score", DECISIONS}
+    if DECISIONS in posted:  # since 0.33: a few models read answers' probabilities there, through ``generate``
+        assert decisions.status_code >= 400, decisions.text

@@ -64,8 +64,11 @@ def reports(
     In no order, or ``alike`` to their neighbours; all of them different prompts, or those that are ``named``."""
     high = round(top * count)
     risks = [1.0] * high + np.linspace(0, 1, count - high, endpoint=False).tolist()
-    found = [SimpleNamespace(risk=risk, context=UNKNOWN, uncertain=SimpleNamespace(outside=n < round(outside * count)))
-             for n, risk in enumerate(risks)]  # fmt: skip
+    are_outside = [SimpleNamespace(outside=n < round(outside * count)) for n in range(count)]
+    found = [
+        SimpleNamespace(bundle_risk=risk, context=UNKNOWN, uncertain=uncertain)
+        for risk, uncertain in zip(risks, are_outside, strict=True)
+    ]
     order = np.arange(count) if alike else np.random.default_rng(0).permutation(count)
     names = named or [next(NUMBERS) for _ in range(count)]
     return [found[place] for place in order], [str(name).encode() for name in names]
