@@ -78,13 +78,14 @@ $(VENV)/.smollm2: $(VENV)/.installed
 run: $(VENV)/.installed $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM2-135M-Instruct on $(HOST):$(PORT); MODEL=demo: a tiny model
 	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT) $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
-# Three workers for two cores, each with one thread (tests/conftest.py): a third of a test's time is waiting.  mypy uses
-# one core for a minute: it runs beside them, and what it has to say comes last.
-WORKERS ?= 3
+# Four workers for two cores, each with one thread (tests/conftest.py): half of a test's time is waiting.  mypy uses one
+# core for a minute: it runs beside them, and what it has to say comes last.  The long tests start vLLM, more of a core.
+WORKERS ?= 4
+LONG_WORKERS ?= 3
 # The client is for Python 3.10, too.
 MYPY_310 = $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/client clients/python/hallutracer_client
 PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(if $(CLIENTS),HALLUTRACER_REQUIRE_CLIENTS=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
-test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: twenty minutes on two cores
+test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: a quarter of an hour on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
@@ -92,7 +93,7 @@ test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: tw
 
 test-long: install vllm clients platforms $(VENV)/.smollm2   ## vLLM in many ways, thousands of generated requests, a soak: an hour on two cores
 	$(BIN)/python -m benchmarks.service_soak --seconds 120
-	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'long and not matrix and not alone'
+	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'long and not matrix and not alone' --numprocesses $(LONG_WORKERS)
 	$(if $(PLATFORMS),HALLUTRACER_REQUIRE_PLATFORMS=1) $(PYTEST) -m 'alone' --numprocesses 0
 
 test-matrix: install vllm                ## every family, quantization and version on vLLM, and versions of transformers: before a release, or another range
