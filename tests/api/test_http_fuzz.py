@@ -28,7 +28,7 @@ PLAIN = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n"
 LIVE = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: localhost\r\n\r\n"  # a 404, where it is answered at all
-KNOWN = {200, 400, 401, 404, 405, 408, 413, 421, 422, 429, 431}
+KNOWN = {200, 400, 401, 404, 405, 408, 413, 415, 421, 422, 429, 431}
 MOST = 8 << 20  # bytes of one answer that are read
 Attack = Callable[[random.Random], list[bytes]]  # what is sent, piece by piece
 
