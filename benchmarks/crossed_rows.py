@@ -253,8 +253,6 @@ def export(folder: Path, run: Path, to: Path) -> None:
             verdicts = {line["id"]: line for line in _lines(_verdicts_of(run, name))}
             for row in rows:
                 verdict = verdicts[row["id"]]
-                if row["form"].startswith("wording_"):  # shipped rows have some of the families' names for their forms
-                    row = row | {"id": f"{row['id'].rpartition('+')[0]}+{row['form']}"}
                 if "label" in verdict and not in_any_sentence(row):
                     kept.append(row | {"answer": verdict["answer"], "label": verdict["label"]})
                 elif not row.get("applies", True):

@@ -131,7 +131,7 @@ def test_an_answer_that_any_sentence_holds_is_told(answers: list[str], common: b
 
 ASKED: list[Row] = [
     {
-        "id": f"facts/capital:L{number}+plain",
+        "id": f"facts/capital:L{number}+wording_plain",
         "group": f"g{number}",
         "kind": "facts/capital",
         "form": "wording_plain",
@@ -158,7 +158,7 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
     monkeypatch.setattr(crossed_rows, "CHUNK", 5)
     folder, run, to = tmp_path / "rows", tmp_path / "run", tmp_path / "demo-crossed"
     folder.mkdir()
-    common = ASKED[1] | {"id": "facts/symbol:helium+plain", "answers": ["He"]}
+    common = ASKED[1] | {"id": "facts/symbol:helium+wording_plain", "answers": ["He"]}
     write(folder / "train.jsonl", [*ASKED[:1], common, *ASKED[2:]])
     write(folder / "test.jsonl", [row | {"id": f"test {row['id']}"} for row in ASKED[:3]])
     assert [(name, len(rows)) for name, rows in chunks(folder)] == [("train-000", 5), ("train-001", 5), ("test-000", 3)]
@@ -167,7 +167,7 @@ def test_a_run_resumes_chunk_by_chunk_and_exports_what_is_done(
     before = (run / "train-000.labels.jsonl").read_bytes()
     export(folder, run, to)
     prefix = gzipped(tmp_path / "demo-crossed-rows.jsonl.gz")
-    names = {row["id"].replace("+plain", "+wording_plain"): row for row in ASKED}
+    names = {row["id"]: row for row in ASKED}
     assert {row["id"] for row in prefix} <= {*names} - {"facts/capital:L1+wording_plain"}
     answer(folder, run, "demo", limit=None)
     assert (run / "train-000.labels.jsonl").read_bytes() == before

@@ -52,7 +52,7 @@ PROTOCOL = {
     "low_and_high": "95 % interval of the mean, over training and test rows: jackknife over groups with the "
     "fits held fixed, its variance times folds / (folds - 1) for what other training rows would change",
     "within_stratum": "AUROC among rows of one stratum, strata weighted by their pairs of rows",
-    "within_kind_x_form_closed_book": "the same in kinds and forms of conversation, rows without a passage",
+    f"within_{CLOSED_BOOK}": "the same in kinds and forms of conversation, rows without a passage",
     KIND_AND_FORM: "logistic regression on kind and form of conversation, one column for each value: no model is read",
     "e_aurc": "area under the curve of wrong among answered over coverage, less that of a perfect order",
     "caught_at": "share of the wrong answers that is withheld where so many percent of the right ones are",
@@ -187,7 +187,7 @@ def evaluate(
         for within in WITH_INTERVALS:
             if row.get(key := f"auroc_within_{within}") is not None:
                 ends = measures.auroc_interval(label, group, tests[name], strata[within])
-                row[key] = rounded({"mean": measures.mean_auroc(label, tests[name], strata[within]), **ends._asdict()})
+                row[key] = {"mean": row[key]["mean"]} | rounded(ends._asdict())
     protocol = {"folds": folds, "inner_folds": probe.inner_folds, "seeds": list(seeds), **PROTOCOL}
     return Evaluation({"protocol": protocol, "signals": signals, "folds": rounded(records)}, risks, tests)
 

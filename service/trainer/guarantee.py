@@ -346,12 +346,11 @@ def carry_out(made: GuaranteePlan, engine: Engine, store: Store, console: Consol
     # The bundle as it was, with another threshold, its guarantee and a longer ledger.
     alpha = options.alphas[0] if passed is None else passed
     served = tests[alpha]
-    strictest = min(served, key=lambda one: one.record.threshold)
-    group, step = rows.dataset.groups[data.place], strictest.step
+    strictest = min((one.record for one in served), key=lambda record: record.threshold)
+    group = rows.dataset.groups[data.place]
     record = Guarantee(
-        alpha=alpha, delta=made.each_delta, threshold=CLOSED if step is None else step.threshold,
-        groups=0 if step is None else step.groups, hallucinated=0 if step is None else step.wrong,
-        p_value=1.0 if step is None else step.p_value,
+        alpha=alpha, delta=made.each_delta, threshold=strictest.threshold, groups=strictest.groups,
+        hallucinated=strictest.hallucinated, p_value=strictest.p_value,
         answered=sum(one.answered * one.rows for one in served) / len(data.place), risk_control_threshold=None,
         rows=len(data.place), all_groups=len(np.unique(group)), data_digest=rows.dataset.digest,
         labels=options.answers, judge=rows.judge, dtype=cast(DType, engine.identity.dtype), seed=options.seed,

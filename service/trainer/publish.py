@@ -17,6 +17,7 @@ from probes_store import manifest as stored
 from probes_store.bundle import spreads, tolerance_for
 from probes_store.records import CONTEXT_SIGNALS, AnswerProbe, Context, DType, Uncertainty
 from probes_store.tensors import Golden, ProbeTensors
+from service.data.forms.crossed import WORDING
 from service.data.training_rows import FORM
 from service.engines.base import Engine, ModelIdentity
 from service.errors import EngineError
@@ -206,7 +207,6 @@ def strata_tables(
     return {name: table for name, table in found.items() if table and (name != "by_kind" or len(table) <= MOST_KINDS)}
 
 
-WORDING = "wording_"  # begins the form of a question that was asked in further words
 LEAST_WORDINGS = 3  # of a question, where a decision could differ
 
 

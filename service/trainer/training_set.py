@@ -211,7 +211,7 @@ def _reworded(
 ) -> list[dict[str, Any]]:
     """Return some questions again, each in several wordings: a probe that meets each question in a single one may take
     the wording for knowledge.  Held-out rows have wordings that no training row has."""
-    asking = [row for row in rows if len(row.get("prompt", "")) in range(1, LONGEST_REWORDED) and "applies" not in row]
+    asking = [row for row in rows if 0 < len(row.get("prompt", "")) < LONGEST_REWORDED and "applies" not in row]
     drawn = random.Random(f"{seed} reworded").sample(asking, round(REWORDED * len(asking)))
     families = training_families() if name == "train" else held_out_families()
     taken = {row["messages"][0]["content"] for row in made if len(row.get("messages", ())) == 1}

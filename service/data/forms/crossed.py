@@ -19,6 +19,7 @@ from service.data.forms import INSTRUCTION, Row, Unfit
 from service.data.near_duplicates import FILLER
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("relations.toml").read_text(encoding="utf-8"))
+WORDING = "wording_"  # begins the form of a question in other words; the family's name follows
 WORDS = 2  # of content that a question must keep to be asked in key words
 TRIES = 20  # draws of a wording of one family, until one is new for its question
 _MARKS = ".?!:;, "
@@ -121,7 +122,8 @@ def in_wordings(
                 continue
             seen.add(text)
             kept = {key: value for key, value in row.items() if key != "prompt"}
-            name = {"id": f"{row['id']}+wording_{family.name}", "form": f"wording_{family.name}"}
+            form = f"{WORDING}{family.name}"
+            name = {"id": f"{row['id']}+{form}", "form": form}
             made.append(kept | name | {"messages": [{"role": "user", "content": text}]})
             count += 1
     return made
