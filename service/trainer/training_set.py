@@ -14,7 +14,7 @@ import numpy as np
 from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
 from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_said
-from service.data.forms.crossed import held_out_families, in_wordings, training_families
+from service.data.forms.crossed import WORDING, held_out_families, in_wordings, training_families
 from service.data.forms.several import no_fact_rows
 from service.data.forms.tasks import task_rows
 from service.data.judges import normalise, parts_of
@@ -37,6 +37,7 @@ ANSWERS, PATTERNS = "answers", "patterns"  # the latter are a judge's alone: no 
 TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and so many at least
 LIKE_QUESTIONS = 1 / 3  # of these requests: key words and follow-ups that look like questions
 REWORDED, WORDINGS_EACH = 0.25, 3  # questions that are asked in other wordings, too: a share of them, and in how many
+_PLAIN = ("lone", WORDING + "plain")  # forms of a question as it stands
 LONGEST_REWORDED = 240  # characters of a question whose wordings are made by rule
 
 
@@ -72,7 +73,9 @@ def draw_sample(
 
 
 def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
-    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ..."""
+    """Return rows in a drawn order, each of another group: the first of each kind, the second of each, ...
+
+    Of a group that was asked in several forms a plain question is taken, if it has one."""
     order = [
         place
         for place, row in enumerate(source.rows)
@@ -84,6 +87,7 @@ def _kinds_in_turn(source: Dataset, draw: random.Random) -> list[int]:
         and all(map(normalise, row.answers))
     ]
     draw.shuffle(order)
+    order.sort(key=lambda place: source.rows[place].strata.get("form", _PLAIN[0]) not in _PLAIN)
     first = {int(source.groups[place]): place for place in reversed(order)}  # of each group
     by_kind: dict[str, list[int]] = defaultdict(list)
     for place in order:

@@ -62,6 +62,19 @@ def test_of_held_out_rows_training_loses_none(tmp_path: Path) -> None:
     assert {question.prompt for question in sample.questions} <= {row["prompt"] for row in test}
 
 
+def test_of_questions_in_several_forms_the_plain_ones_are_shown(tmp_path: Path) -> None:
+    forms = ["wording_chatty", "wording_plain", "polite", "lone"]
+    test = [row | {"form": form, "group": f"{number}"} for number, row in enumerate(planted_rows(96))
+            for form in (forms[:2], forms[2:])[number % 2]]  # fmt: skip
+    for number, row in enumerate(test):
+        row |= {"id": f"{number}", "prompt": f"{row['prompt']} in {number}"}
+    _, sample = drawn(tmp_path, planted_rows(240), test)
+    assert sample is not None
+    form_of = {row["prompt"]: row["form"] for row in test}
+    shown = Counter(form_of[question.prompt] for question in sample.questions)
+    assert (set(shown), shown.total()) == ({"lone", "wording_plain"}, KEPT)
+
+
 SYSTEM = [{"role": "system", "content": "x"}, {"role": "user", "content": "{}"}]
 OPENAI = {"labels": "generate", "judge": "openai", "judge_url": "http://127.0.0.1:1/v1", "judge_model": "judge"}
 
