@@ -18,7 +18,7 @@ from bisect import insort_right
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -383,12 +383,20 @@ class Scheduled:
     def _decode(self) -> None:
         until = self._clock() + QUANTUM_S
         while answers := self._queue.next_step():
-            started = self._clock()
-            self._step(answers)
-            self._queue.give(answers, self._clock() - started)
+            with self._counted(answers):
+                self._step(answers)
             self._outboxes.flush()
             if self._clock() >= until:
                 break
+
+    @contextmanager
+    def _counted(self, requests: Sequence[EngineRequest]) -> Iterator[None]:
+        """Count the time of one pass as given to ``requests``, whether or not it fails."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._queue.give(requests, self._clock() - started)
 
     def _read_on(self, request: EngineRequest) -> None:
         """Run the next pass of a long prompt."""
@@ -399,13 +407,12 @@ class Scheduled:
                 request.prompt, request.probes, first_token=request.first_token, kept=kept
             )
         try:
-            result = next(request.passes)
+            with self._counted([request]):
+                result = next(request.passes)
         except Exception as error:
             self._queue.reading.remove(request)
             request.finish(error)
             return
-        finally:
-            self._queue.give([request], self._clock() - started)
         self._note_pass(1, self.counters.forward_tokens - tokens, started)
         if result is None:
             return
@@ -427,14 +434,14 @@ class Scheduled:
         continuations: Sequence[base.Continuation | None] = [None] * len(batch)
         results: Sequence[PrefillResult]
         try:
-            if batch[0].sampling is None:
-                first_token = any(request.first_token for request in batch)
-                results = self.batch.score(prompts, probes, first_token=first_token)
-            else:
-                continuations = begun = self.batch.begin(prompts, probes)
-                results = [continuation.prefill for continuation in begun]
+            with self._counted(batch):
+                if batch[0].sampling is None:
+                    first_token = any(request.first_token for request in batch)
+                    results = self.batch.score(prompts, probes, first_token=first_token)
+                else:
+                    continuations = begun = self.batch.begin(prompts, probes)
+                    results = [continuation.prefill for continuation in begun]
         except Exception as error:
-            self._queue.give(batch, self._clock() - started)
             if len(batch) == 1:
                 batch[0].finish(error)
             else:
@@ -442,7 +449,6 @@ class Scheduled:
                     if not request.cancelled:
                         self._prefill([request])
             return
-        self._queue.give(batch, self._clock() - started)
         self._note_pass(len(batch), sum(len(prompt) for prompt in prompts), started)
         self._last_batch = len(batch)
         for request, result, continuation in zip(batch, results, continuations, strict=True):

@@ -344,13 +344,13 @@ async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench:
 async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) -> None:
     bench.script.sleep_s = 0.01
     # 100 tokens and 10 ms each, 6 s of work: a pause of the machine does not use it up
-    handles = [bench.request("x" * 99) for _ in range(600)]
+    handles = [bench.request("x" * 99, seconds=3600) for _ in range(600)]
     bench.admit(1, 0.5).cancel()  # nothing is known yet
     for handle in handles[100:500]:  # the speed is known once enough of them have waited
         await handle.answers()
         if bench.dispatcher._speeds[False].value is not None:
             break
-    bench.admit(1, 30).cancel()
+    bench.admit(1, 3600).cancel()
     with pytest.raises(Overloaded, match="s of work is waiting") as refused:
         bench.request("y", seconds=0.1)
     assert refused.value.retry_after_s
