@@ -11,7 +11,7 @@ import pytest
 
 from service.engines import shares
 from service.engines.base import Sampling, Turn
-from service.engines.scheduler import RequestQueue
+from service.engines.request_queue import RequestQueue
 from service.engines.shares import Account, Kind, Shares
 from service.errors import EngineError
 from tests.engines.test_scheduler import Bench, holds, logits, request
