@@ -172,6 +172,18 @@ async def test_a_pass_that_fails_ends_its_prompt_alone(timed: Timed) -> None:
         assert timed.engine._queue.reading == []
 
 
+@pytest.mark.parametrize(("text", "kind"), [("a", Kind.PROMPT), (LONG, Kind.LONG)])
+@pytest.mark.parametrize("options", [{}, {"sampling": Sampling(max_tokens=1)}])
+async def test_the_time_of_a_pass_that_fails_was_given_all_the_same(
+    timed: Timed, text: str, kind: Kind, options: dict[str, Any]
+) -> None:
+    timed.script.fail = RuntimeError("no memory")
+    async with timed.open():
+        with pytest.raises(RuntimeError, match="no memory"):
+            await timed.start(text, turn=Turn("caller"), **options)
+        assert timed.engine._queue._shares.given("caller", kind) == (1.0, 1.0)
+
+
 async def test_closing_ends_a_prompt_between_two_passes(timed: Timed) -> None:
     timed.held_at[1] = Held()
     async with timed.open():

@@ -417,6 +417,33 @@ async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(bench: B
     assert scores.value == pytest.approx(100)
 
 
+@pytest.mark.parametrize("overtake", [True, False])
+async def test_scores_wait_behind_answers_where_they_do_not_overtake(
+    bench: Bench, monkeypatch: Patch, overtake: bool
+) -> None:
+    monkeypatch.setattr(bench.engine, "scores_overtake_answers", overtake)
+    held = await bench.hold()
+    for speed in bench.dispatcher._speeds.values():
+        for second in range(40):
+            speed.note(1, float(second), crowded=True)
+    waiting = bench.request("x" * 99, seconds=3600, **ANSWER)
+    if overtake:
+        bench.dispatcher.check_space("", 1, 100.0, continues=False)
+    else:
+        with pytest.raises(Overloaded, match="s of work is waiting"):
+            bench.dispatcher.check_space("", 1, 100.0, continues=False)
+
+    def paused() -> dict[bool, bool]:
+        return {answers: speed._since is None for answers, speed in bench.dispatcher._speeds.items()}
+
+    assert paused() == {True: False, False: False}
+    waiting.cancel()
+    assert paused() == {True: overtake, False: not overtake}, "only a score waits"
+    held.cancel()
+    assert paused() == {True: True, False: True}
+    bench.holding.release.set()
+
+
 async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
     monkeypatch.setattr("service.serving.dispatcher.MAX_FAILURES", 4)
     innocent = [(RequestError("not its fault"), 9), (NonFiniteReadout("a NaN"), 9), (RuntimeError("no memory"), 3)]
