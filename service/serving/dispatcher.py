@@ -213,7 +213,7 @@ class Dispatcher:
 
     def check_space(self, caller: str, prompts: int = 1, seconds: float = math.inf, *, continues: bool = True) -> None:
         """Raise Overloaded where so many more prompts may not wait; one: cheap enough to call before a body is read."""
-        answers = continues or not self._engine.scores_overtake_answers  # as ``_behind_answers`` of the request
+        answers = self._behind_answers(continues)
         check_space(
             prompts, waiting=self._queue.waiting, max_waiting=self._queue.most_waiting(caller),
             ahead=self._queue.tokens_ahead(caller, answers=answers), seconds=seconds,
@@ -311,7 +311,7 @@ class Dispatcher:
     def _note_scored(self, request: RequestHandle, job: Job, report: RiskReport, update: Update) -> None:
         job.timings = PromptTimings(update.queue_s, update.prefill_s, report.judge_s)
         # Where capacity is left, a new prompt waits at most for the step that is running.
-        answers, tokens = self._behind_answers(request), len(job.token_ids)
+        answers, tokens = self._behind_answers(request.sampling is not None), len(job.token_ids)
         self._speeds[answers].note(tokens, self._clock(), crowded=update.queue_s > update.prefill_s)
         if not answers:  # which no answer waits for, and the engine all the same
             self._speeds[True].add(tokens)
@@ -376,17 +376,17 @@ class Dispatcher:
             self._decoding -= 1
         job.state = "over"
 
-    def _behind_answers(self, request: RequestHandle) -> bool:
-        """Return whether a request's prompts wait behind those that may be decoded."""
-        return request.sampling is not None or not self._engine.scores_overtake_answers
+    def _behind_answers(self, continues: bool) -> bool:
+        """Return whether prompts wait behind those that may be decoded; ``continues``: they may be themselves."""
+        return continues or not self._engine.scores_overtake_answers
 
     def _pause_speeds(self) -> None:
         """End the measurements of what nothing waits for any more."""
-        scores, answers = self._queue.waits(answers=False), self._queue.waits(answers=True)
-        if not scores:
-            self._speeds[False].pause()
-        if not (answers or (scores and not self._engine.scores_overtake_answers)):
-            self._speeds[True].pause()
+        waiting = [continues for continues in self._speeds if self._queue.waits(answers=continues)]
+        measured = {self._behind_answers(continues) for continues in waiting}
+        for answers, speed in self._speeds.items():
+            if answers not in measured:
+                speed.pause()
 
     async def _watch_engine(self) -> None:
         """Notice an engine that ends while no request runs, and one that stands still while some do."""

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engines import scheduler
+from service.engines import request_queue
 from service.engines.base import FIRST_COME, Engine, EngineGate, Sampling, Turn, Update, prefill_of
 from service.engines.bridge import wait_for
-from service.engines.scheduler import FREE_PADDING, MAX_PADDING, EngineRequest, RequestQueue, Scheduled
+from service.engines.request_queue import FREE_PADDING, MAX_PADDING, EngineRequest, RequestQueue
+from service.engines.scheduler import Scheduled
 from service.errors import EngineError, RequestError
 from service.readout import Probes
 from tests.engines.test_scripted import probes
@@ -109,7 +110,7 @@ def test_answers_begin_where_the_cache_has_room(requests: list[EngineRequest], t
 
 
 def test_more_callers_than_a_step_holds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_TOGETHER", 2)
+    monkeypatch.setattr(request_queue, "MAX_TOGETHER", 2)
     waiting = queue([])
     waiting.answering = [request(9, 9, caller) for caller in ("many", *"ab", *["many"] * 20)]
     served = [answer.turn.caller for _ in range(30) for answer in waiting.next_step()]
@@ -302,7 +303,7 @@ async def test_many_answers_of_one_caller_leave_another_every_second_token(
         send(request, update)
 
     monkeypatch.setattr(EngineRequest, "send", watched)
-    monkeypatch.setattr(scheduler, "MAX_TOGETHER", 2)
+    monkeypatch.setattr(request_queue, "MAX_TOGETHER", 2)
     async with bench.open():
         held, long = await bench.held(), Sampling(max_tokens=60)
         tasks = [bench.start(name, sampling=long, turn=Turn(name)) for name in [*["many"] * 12, "one"]]

@@ -11,7 +11,7 @@ import pytest
 
 from service.engines import shares
 from service.engines.base import Sampling, Turn
-from service.engines.scheduler import RequestQueue
+from service.engines.request_queue import RequestQueue
 from service.engines.shares import Account, Kind, Shares
 from service.errors import EngineError
 from tests.engines.test_scheduler import Bench, holds, logits, request
@@ -170,6 +170,18 @@ async def test_a_pass_that_fails_ends_its_prompt_alone(timed: Timed) -> None:
         timed.script.fail = None
         assert logits(await timed.answer(LONG)) == timed.logits(LONG)
         assert timed.engine._queue.reading == []
+
+
+@pytest.mark.parametrize(("text", "kind"), [("a", Kind.PROMPT), (LONG, Kind.LONG)])
+@pytest.mark.parametrize("options", [{}, {"sampling": Sampling(max_tokens=1)}])
+async def test_the_time_of_a_pass_that_fails_was_given_all_the_same(
+    timed: Timed, text: str, kind: Kind, options: dict[str, Any]
+) -> None:
+    timed.script.fail = RuntimeError("no memory")
+    async with timed.open():
+        with pytest.raises(RuntimeError, match="no memory"):
+            await timed.start(text, turn=Turn("caller"), **options)
+        assert timed.engine._queue._shares.given("caller", kind) == (1.0, 1.0)
 
 
 async def test_closing_ends_a_prompt_between_two_passes(timed: Timed) -> None:

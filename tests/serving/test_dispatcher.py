@@ -344,13 +344,13 @@ async def test_scores_are_not_refused_for_answers_that_wait_for_the_cache(bench:
 async def test_what_cannot_be_answered_in_time_is_refused_at_once(bench: Bench) -> None:
     bench.script.sleep_s = 0.01
     # 100 tokens and 10 ms each, 6 s of work: a pause of the machine does not use it up
-    handles = [bench.request("x" * 99) for _ in range(600)]
+    handles = [bench.request("x" * 99, seconds=3600) for _ in range(600)]
     bench.admit(1, 0.5).cancel()  # nothing is known yet
     for handle in handles[100:500]:  # the speed is known once enough of them have waited
         await handle.answers()
         if bench.dispatcher._speeds[False].value is not None:
             break
-    bench.admit(1, 30).cancel()
+    bench.admit(1, 3600).cancel()
     with pytest.raises(Overloaded, match="s of work is waiting") as refused:
         bench.request("y", seconds=0.1)
     assert refused.value.retry_after_s
@@ -415,6 +415,33 @@ async def test_neither_answers_nor_an_empty_queue_make_scores_look_slow(bench: B
     now += 1000.0
     await crowd(1.0, 8)
     assert scores.value == pytest.approx(100)
+
+
+@pytest.mark.parametrize("overtake", [True, False])
+async def test_scores_wait_behind_answers_where_they_do_not_overtake(
+    bench: Bench, monkeypatch: Patch, overtake: bool
+) -> None:
+    monkeypatch.setattr(bench.engine, "scores_overtake_answers", overtake)
+    held = await bench.hold()
+    for speed in bench.dispatcher._speeds.values():
+        for second in range(40):
+            speed.note(1, float(second), crowded=True)
+    waiting = bench.request("x" * 99, seconds=3600, **ANSWER)
+    if overtake:
+        bench.dispatcher.check_space("", 1, 100.0, continues=False)
+    else:
+        with pytest.raises(Overloaded, match="s of work is waiting"):
+            bench.dispatcher.check_space("", 1, 100.0, continues=False)
+
+    def paused() -> dict[bool, bool]:
+        return {answers: speed._since is None for answers, speed in bench.dispatcher._speeds.items()}
+
+    assert paused() == {True: False, False: False}
+    waiting.cancel()
+    assert paused() == {True: overtake, False: not overtake}, "only a score waits"
+    held.cancel()
+    assert paused() == {True: True, False: True}
+    bench.holding.release.set()
 
 
 async def test_an_engine_that_fails_on_everything_is_given_up(bench: Bench, monkeypatch: Patch) -> None:
