@@ -34,9 +34,9 @@ from service.prompts import as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
 from service.tool_calls import Tools, may_be_calls
+from service.turn import LEAST_READ, AnswerRisk
 
 _ROUNDING = 1e-9  # of a recalibrated risk, relative
-LEAST_READ = 4  # tokens of an answer, before their risk ends it
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,6 @@ class ShadowRisk:
     bundle: str  # name:version
     risk: float | None
     flagged: bool  # by the request's policy; a risk that is no number is flagged
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRisk:
-    """The risk that a finished answer is wrong, by its own tokens."""
-
-    risk: float
-    flagged: bool  # it reached the bundle's own threshold for answers
-    tokens: int  # that were read
 
 
 @dataclass(frozen=True)
