@@ -90,6 +90,33 @@ class Ended:
 Event = Text | Ended
 
 
+def judges_answer(policy: Policy, *, applies: bool) -> bool:
+    """Return whether an answer's own tokens count under ``policy``; ``applies``: its prompt asks for a fact."""
+    return applies or policy.withhold_no_fact
+
+
+def stops(policy: Policy, answer: AnswerRisk | None, shown_tokens: int, *, applies: bool, last: bool) -> bool:
+    """Return whether ``policy`` ends an answer here, of which so many tokens were shown, by what was read of it.
+
+    ``applies``: its prompt asks for a fact.  ``last``: it has ended by itself.  Closed where nothing was read, but for
+    the first token, which nothing was read before, and for the end behind it."""
+    if policy.stop_at is None or not judges_answer(policy, applies=applies):
+        return False
+    if answer is None:
+        return shown_tokens > 1 or (shown_tokens > 0 and not last)
+    return answer.tokens >= LEAST_READ and answer.risk >= policy.stop_at
+
+
+def verdict_on_answer(policy: Policy, verdict: Verdict, answer: AnswerRisk | None, *, applies: bool) -> Verdict:
+    """Return the verdict on a whole answer: under ``recheck`` by its own tokens, else the prompt's.
+
+    Closed where nothing was read."""
+    flagged = answer is None or answer.flagged
+    if not (policy.recheck and flagged and judges_answer(policy, applies=applies)):
+        return verdict
+    return stopped_by(policy, verdict, None if answer is None else answer.risk)
+
+
 class Phase(Enum):
     """How far a turn has come.  A thought before the answer would be one phase more, with a decision at its end."""
 
@@ -115,7 +142,7 @@ class Turn:
         self._policy, self._verdict, self._answers = policy, verdict, answers
         self._tools = None if policy.tools == "gate" else tools
         self._withheld = verdict.decision is not Decision.CONTINUE
-        self._judges_answer = applies or policy.withhold_no_fact
+        self._applies = applies
         self._beginning = ""  # of the answer, for as long as it may be calls
         self._held = list[Chunk]()  # neither shown nor dropped
         self._shown, self._shown_tokens = list[str](), 0
@@ -190,9 +217,8 @@ class Turn:
 
     def _recheck(self, last: Chunk, completion: Completion) -> Iterator[Event]:
         """Judge a whole answer by its own tokens, and show all of it or nothing."""
-        answer, verdict = last.answer_risk(), self._verdict
-        if self._judges_answer and (answer is None or answer.flagged):  # closed where nothing was read
-            verdict = stopped_by(self._policy, verdict, None if answer is None else answer.risk)
+        answer = last.answer_risk()
+        verdict = verdict_on_answer(self._policy, self._verdict, answer, applies=self._applies)
         if verdict.decision is not Decision.CONTINUE:
             yield self._end(Outcome.WITHHELD, verdict, None, answer)
             return
@@ -204,16 +230,12 @@ class Turn:
 
         Of chunks that were held as a possible call none is shown if one of them ends it: offered tools are no way to
         be shown more."""
-        if self._policy.stop_at is None or not self._judges_answer:
+        if self._policy.stop_at is None:
             return None
         before = self._shown_tokens
         for chunk in self._held:
             answer = chunk.answer_risk()
-            if answer is None:  # closed where nothing was read, but for the first token, and the last of two
-                stops = before > 1 or (before > 0 and chunk.end is None)
-            else:
-                stops = answer.tokens >= LEAST_READ and answer.risk >= self._policy.stop_at
-            if stops:
+            if stops(self._policy, answer, before, applies=self._applies, last=chunk.end is not None):
                 shown = Completion("".join(self._shown), (), "content_filter", self._shown_tokens)
                 return self._end(Outcome.STOPPED, None, shown, answer)
             before += chunk.tokens

@@ -43,7 +43,7 @@ ANSWERS = {
     "text": "It is so.",
     "nothing": "",
 }
-CUT = 6  # tokens, of a request for that few
+LIMITS = (6, len(CALL), 200)  # tokens of an answer: some are cut, among them a call that is whole
 LOW, HIGH = 0.1, 0.95  # risks of an answer; the bundle flags those from 0.6 on
 # The risk by how many tokens of an answer were read; None: none was read.
 RISKS: dict[str, Callable[[int], float | None]] = {
@@ -160,10 +160,12 @@ def policies() -> Iterator[Policy]:
 def all_cases() -> Iterator[Case]:
     """Every combination; where nothing reads the answer, one course of its risk is enough."""
     for policy, fact, tools, answer, engine, limit in product(
-        policies(), (True, False), (None, TOOLS), ANSWERS, PER_UPDATE, (CUT, 200)
+        policies(), (True, False), (None, TOOLS), ANSWERS, PER_UPDATE, LIMITS
     ):
         if (tools is None and policy.tools == "gate") or (fact and policy.withhold_no_fact):
             continue  # the one means nothing without the other
+        if len(ANSWERS[answer]) < limit < LIMITS[-1]:
+            continue  # it is not cut
         for risks in RISKS if policy.reads_answers_for else ("high",):
             yield Case(policy, fact, tools, answer, risks, engine, limit)
 
@@ -281,7 +283,7 @@ def test_it_decides_as_before_but_for_text_that_was_held_as_a_possible_call(bed:
         assert may_be_held_for_its_risk(case), case
         assert ended.outcome is Outcome.STOPPED, case
         assert (now.text, ended.completion) == ("", Completion("", (), "content_filter", 0)), case
-    assert (cases, others) == (28080, 1020)
+    assert (cases, others) == (33696, 1420)
     assert outcomes.keys() == set(Outcome) - {Outcome.SCORED}
 
 
@@ -316,7 +318,7 @@ def test_the_risk_of_an_answer_is_asked_for_where_it_counts_alone() -> None:
         return lambda: asked.append(piece)
 
     for way, expected in (({}, ["end"]), ({"recheck": True}, ["end"]), ({"stop_at": 0.5}, ["a", "end", "end"])):
-        policy = replace(GATE.at(1.0), **way)  # type: ignore[arg-type]
+        policy = replace(GATE.at(1.0), **way)
         turn = Turn(policy, judge(0.5, policy, 0.5), applies=True)
         assert list(turn.begin()) == []
         list(turn.feed(Chunk("a", 1, risk_of("a"))))
@@ -351,9 +353,31 @@ async def steps_of(bed: Bed, case: Case) -> list[tuple[RiskReport, Update]]:
     return [step async for step in run]
 
 
-def test_the_copy_is_what_the_service_does(bed: Bed) -> None:
+def test_the_service_drives_the_turn(bed: Bed) -> None:
+    outcomes = Counter[Outcome]()
+
     async def compare() -> None:
-        for case in list(all_cases())[::40]:
-            assert of_steps(await steps_of(bed, case)) == played_as_it_was(bed, case), case
+        for case in list(all_cases())[::37]:
+            steps = await steps_of(bed, case)
+            now, ended = played(bed, case)
+            assert of_steps(steps) == now, case
+            assert steps[-1][0].outcome is ended.outcome
+            assert {report.outcome for report, _ in steps[:-1]} <= {Outcome.SCORED}
+            outcomes[ended.outcome] += 1
 
     asyncio.run(compare())
+    assert outcomes.keys() == set(Outcome) - {Outcome.SCORED}
+
+
+def test_the_service_shows_and_counts_nothing_of_a_risky_answer_that_began_like_a_call(bed: Bed) -> None:
+    """``<too`` would be shown where no tools are offered; with tools all nine tokens were counted and none shown."""
+    policy = Policy("stops", Action.ABSTAIN, threshold=1.0, stop_at=0.9, withhold_outside=False)
+    for tools, shown in ((None, "<too"), (TOOLS, "")):
+        case = Case(
+            policy, asks_for_fact=True, tools=tools, answer="almost a call", risks="high", engine="embedded", limit=200
+        )
+        steps = asyncio.run(steps_of(bed, case))
+        report = steps[-1][0]
+        assert "".join(update.piece for _, update in steps) == shown
+        assert report.completion == Completion(shown, (), "content_filter", len(shown))
+        assert report.outcome is Outcome.STOPPED
