@@ -10,8 +10,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +32,10 @@ from service.policies.guard import GATE, Decision, Policy, Verdict, judge, risk_
 from service.prompts import as_prompt_format, chat_ending, render
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, served_risk
-from service.tool_calls import Tools, may_be_calls
+from service.tool_calls import Tools
+from service.turn import AnswerRisk, Chunk, Ended, Event, Outcome, Text, Turn, stops, verdict_on_answer
 
 _ROUNDING = 1e-9  # of a recalibrated risk, relative
-LEAST_READ = 4  # tokens of an answer, before their risk ends it
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,6 @@ class ShadowRisk:
     bundle: str  # name:version
     risk: float | None
     flagged: bool  # by the request's policy; a risk that is no number is flagged
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRisk:
-    """The risk that a finished answer is wrong, by its own tokens."""
-
-    risk: float
-    flagged: bool  # it reached the bundle's own threshold for answers
-    tokens: int  # that were read
 
 
 @dataclass(frozen=True)
@@ -70,6 +60,7 @@ class RiskReport:
     uncertain: Uncertain
     signals: tuple[float, ...] = ()  # what the classifier read, in the manifest's order
     context: base.PromptContext = base.UNKNOWN
+    outcome: Outcome = Outcome.SCORED  # until its turn has ended
     completion: Completion | None = None
     answer: AnswerRisk | None = None  # of ``completion``; None where nothing reads answers, or no token was read
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
@@ -94,7 +85,9 @@ class RiskReport:
 
     def before_answer(self) -> RiskReport:
         """Return what is sent before an answer, which may be complete.  What was withheld has none to come."""
-        return self if self.decision is not Decision.CONTINUE else replace(self, completion=None, answer=None)
+        if self.decision is not Decision.CONTINUE:
+            return self
+        return replace(self, outcome=Outcome.SCORED, completion=None, answer=None)
 
 
 async def _engine_updates(updates: AsyncGenerator[Update, None]) -> AsyncGenerator[Update, None]:
@@ -243,103 +236,79 @@ class Scorer:
         ``tools``, unless the policy gates their calls, the answer is decoded and held for as long as it may be a call:
         the last report then has it, or says that it is withheld.  Closing the generator ends the request in the engine.
         Raises what ``judge`` raises, and of the engine's errors those that are ours; EngineFailed from any other."""
-        tools = None if policy.tools == "gate" else tools
         readers = [self, *shadows, *(() if second is None else (second,))]
+        holds_calls = tools is not None and policy.tools != "gate"
         updates = self.engine.answer(
             prompt, [probes for scorer in readers for probes in scorer.probes],
             first_token=any(scorer.needs_first_token for scorer in readers), sampling=sampling, turn=turn,
-            gate=None if sampling is None or tools is not None else self.gate(policy, standing),
+            gate=None if sampling is None or holds_calls else self.gate(policy, standing),
             answer_probes=self.answer_probes,
         )  # fmt: skip
-        report: RiskReport | None = None
-        said, tokens = list[str](), 0
-        begun, may_be_call = "", tools is not None  # the answer, for as long as it may be nothing but calls
+        machine: Turn | None = None
         async with aclosing(_engine_updates(updates)) as own:
             async for update in own:
-                if report is None:
-                    prefill = base.prefill_of(update)
-                    report = self.judge(prefill, policy, standing=standing, cached_tokens=update.cached_tokens)
-                    places = accumulate((len(one.probes) for one in shadows), initial=len(self.probes))
-                    seen = [shadow.shadowed(prefill, policy, place, standing) for shadow, place in zip(shadows, places)]  # noqa: B905 - one place more
-                    report = replace(report, shadows=tuple(seen)) if shadows else report
-                    if second is not None:
-                        place = sum(len(one.probes) for one in (self, *shadows))
-                        report = second.stricter(report, prefill, policy, place, standing)
-                    if sampling is None:
-                        yield report, update
-                        return
-                    decoding = Decoding(sampling.temperature, sampling.top_p)
-                    report = replace(report, decoding=departure(self.bundle.manifest, decoding))
-                    if report.decision is not Decision.CONTINUE:
-                        if tools is None:
-                            yield report, replace(update, piece="", tokens=0, completion=None)
-                            return
-                        report = replace(report, held=True)
-                if may_be_call:
-                    begun += update.piece
-                    may_be_call = may_be_calls(begun)
-                    if policy.stop_at is not None and not may_be_call:
-                        update = replace(update, piece=begun)
-                undecided = may_be_call and policy.stop_at is not None  # a call has no risk of its own to be ended by
-                ended = update.completion
-                if ended is not None and tools is not None and _is_call(tools, ended):
-                    shown = not (report.held or policy.recheck or undecided)
-                    yield (
-                        replace(called(report), completion=ended),
-                        update if shown else replace(update, piece=ended.text),
-                    )
+                # 1) The first update has the prefill: judge the prompt.
+                events = list[Event]()
+                if machine is None:
+                    report = self._first_report(update, policy, sampling, standing, shadows, second)
+                    applies, answers = report.context.applies, sampling is not None
+                    machine = Turn(policy, report.verdict, applies=applies, answers=answers, tools=tools)
+                    events += machine.begin()
+                # 2) What was decoded is shown, is held, or ends the answer.
+                begun = not machine.over
+                if begun:
+                    risk_so_far = partial(self.judge_answer, update.answer)
+                    events += machine.feed(Chunk(update.piece, update.tokens, risk_so_far, update.completion))
+                text = "".join(event.text for event in events if isinstance(event, Text))
+                # 3) The last report says how the turn has ended.
+                if machine.over:
+                    ended = events[-1]
+                    assert isinstance(ended, Ended)
+                    tokens = update.tokens if begun and ended.outcome is not Outcome.STOPPED else 0
+                    last = replace(update, piece=text, tokens=tokens, completion=ended.completion)
+                    yield ended_report(report, ended), last
                     return
-                if report.held:
-                    over = ended is not None or not may_be_call
-                    yield replace(report, held=not over), replace(update, piece="", completion=None)
-                    if over:
-                        return
-                    continue
-                answer = self.judge_answer(update.answer) if running or policy.stop_at is not None else None
-                last = ended is not None
-                if (last or not undecided) and self.stops(report, policy, answer, tokens, last=last):
-                    stopped = Completion("".join(said), (), "content_filter", tokens)
-                    yield replace(report, completion=stopped, answer=answer), replace(update, piece="", tokens=0)
-                    return
-                if ended is not None:
-                    yield self._finished(report, policy, replace(update, piece=ended.text) if undecided else update)
-                    return
-                if running:
-                    report = replace(report, answer=answer)
-                tokens += update.tokens
-                hidden = policy.recheck or undecided
-                said.append("" if hidden else update.piece)
-                yield report, replace(update, piece="") if hidden else update
+                report = replace(report, held=machine.undecided)
+                if running and not report.held:
+                    report = replace(report, answer=self.judge_answer(update.answer))
+                yield report, replace(update, piece=text)
         raise base.unfinished()
+
+    def _first_report(
+        self,
+        update: Update,
+        policy: Policy,
+        sampling: Sampling | None,
+        standing: Standing,
+        shadows: Sequence[Scorer],
+        second: Scorer | None,
+    ) -> RiskReport:
+        """Return the report of a prompt from the engine's first update, with what the other readers make of it."""
+        prefill, place = base.prefill_of(update), len(self.probes)
+        report = self.judge(prefill, policy, standing=standing, cached_tokens=update.cached_tokens)
+        risks = list[ShadowRisk]()
+        for shadow in shadows:
+            risks.append(shadow.shadowed(prefill, policy, place, standing))
+            place += len(shadow.probes)
+        report = replace(report, shadows=tuple(risks))
+        if second is not None:
+            report = second.stricter(report, prefill, policy, place, standing)
+        if sampling is None:
+            return report
+        return replace(report, decoding=departure(self.bundle.manifest, Decoding(sampling.temperature, sampling.top_p)))
 
     @staticmethod
     def stops(report: RiskReport, policy: Policy, answer: AnswerRisk | None, tokens: int, *, last: bool) -> bool:
         """Return whether ``policy`` ends an answer here, of which so many tokens were shown, by what was read of it.
 
         ``last``: it has ended by itself."""
-        if policy.stop_at is None or not (report.context.applies or policy.withhold_no_fact):
-            return False
-        if answer is None:
-            return tokens > 1 or (tokens > 0 and not last)  # closed where nothing was read
-        return answer.tokens >= LEAST_READ and answer.risk >= policy.stop_at
-
-    def _finished(self, report: RiskReport, policy: Policy, last: Update) -> tuple[RiskReport, Update]:
-        """Return the last report of an answer and its update; under ``recheck`` that has all of the text, or none."""
-        found = self.rechecked(replace(report, completion=last.completion), policy, self.judge_answer(last.answer))
-        if not policy.recheck or last.completion is None:
-            return found, last
-        if found.decision is not Decision.CONTINUE:
-            return replace(found, completion=None), replace(last, piece="", completion=None)
-        return found, replace(last, piece=last.completion.text)
+        return stops(policy, answer, tokens, applies=report.context.applies, last=last)
 
     @staticmethod
     def rechecked(report: RiskReport, policy: Policy, answer: AnswerRisk | None) -> RiskReport:
         """Return the report of an answer that has ended; under ``recheck`` with the verdict on its own tokens."""
-        report = replace(report, answer=answer)
-        judged = policy.recheck and (report.context.applies or policy.withhold_no_fact)
-        if not judged or not (answer is None or answer.flagged):  # closed where nothing was read
-            return report
-        return replace(report, verdict=stopped_by(policy, report.verdict, None if answer is None else answer.risk))
+        verdict = verdict_on_answer(policy, report.verdict, answer, applies=report.context.applies)
+        return replace(report, answer=answer, verdict=verdict)
 
     def in_words(self, policy: Policy) -> str:
         """Return, for the log, which bundle judges by which policy and threshold, and where it reads which model."""
@@ -465,9 +434,19 @@ def beside_passage(standing: Standing, context: base.PromptContext) -> bool:
     return True in (standing.passage, reads) or (standing.passage is None and reads is None)
 
 
-def _is_call(tools: Tools, completion: Completion) -> bool:
-    """Return whether an answer ended by itself and is nothing but calls of tools."""
-    return completion.finish_reason == "stop" and tools.only_calls(completion.text)
+def ended_report(report: RiskReport, ended: Ended) -> RiskReport:
+    """Return a prompt's last report: how its turn has ended, and what was shown of the answer."""
+    called = ended.outcome is Outcome.CALLED
+    return replace(
+        report,
+        outcome=ended.outcome,
+        verdict=ended.verdict,
+        completion=ended.completion,
+        answer=ended.answer,
+        held=False,
+        tool_call=called and report.decision is not Decision.CONTINUE,
+        decided_by=None if called else report.decided_by,
+    )
 
 
 def called(report: RiskReport) -> RiskReport:

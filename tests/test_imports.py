@@ -23,6 +23,7 @@ LAYERS = [
     ["service.fitting"],
     ["service.data"],
     ["service.scoring"],
+    ["service.turn"],
     ["service.prompts", "service.judging"],
     ["service.policies"],
     ["service.feedback", "service.audit"],

@@ -22,7 +22,7 @@ from probes_store.store import Store
 from service.demo import MODEL_DIR
 from service.engines.base import EngineOptions
 from service.engines.transformers.engine import TransformersEngine
-from service.scoring import LEAST_READ
+from service.turn import LEAST_READ
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.matching import with_answer
 from tests.running import until

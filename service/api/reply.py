@@ -19,12 +19,13 @@ from service.errors import ClientGone, DeadlineExceeded, HalluTracerError
 from service.judging.guarantee import GuaranteeStatus
 from service.policies.guard import Decision
 from service.risk import running_means
-from service.scoring import AnswerRisk, RiskReport, Scorer
+from service.scoring import RiskReport, Scorer
 from service.serving import observers
 from service.serving.dispatcher import Piece, RequestHandle
 from service.serving.judgement import Judgement
 from service.serving.request_log import RequestRecord, log_failure
 from service.serving.service import Service
+from service.turn import AnswerRisk
 
 
 class BundleRef(Strict):

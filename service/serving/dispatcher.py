@@ -28,11 +28,12 @@ from service.errors import (
 )
 from service.judging.guarantee import UNKNOWN, Standing
 from service.policies.guard import OBSERVE, Decision, Policy
-from service.scoring import AnswerRisk, RiskReport, Scorer
+from service.scoring import RiskReport, Scorer
 from service.serving.admission import Deadline, FairShare, Speed, check_space, check_time_to_read
 from service.serving.judgement import AnswerEnd, PromptTimings
 from service.serving.metrics import Metrics
 from service.tool_calls import Tools
+from service.turn import AnswerRisk
 
 log = logging.getLogger("hallutracer")
 MAX_PIECES = 64  # pieces of text handed on together

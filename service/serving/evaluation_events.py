@@ -16,7 +16,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.util.types import AttributeValue
 
 from service import __version__
-from service.scoring import AnswerRisk, RiskReport
+from service.scoring import RiskReport
+from service.turn import AnswerRisk
 
 NAME = "gen_ai.evaluation.result"
 PASS, FAIL, NOT_APPLICABLE = "pass", "fail", "not_applicable"  # the labels

@@ -28,7 +28,8 @@ from service.feedback.rows import Tally
 from service.judging.drift import Drift, DriftLimits, LabelTest, Reference, compare, reference_of
 from service.judging.guarantee import NO_FACT, GuaranteeStatus, Shape, guarantee_status
 from service.policies.guard import Policy
-from service.scoring import AnswerRisk, RiskReport, Scorer
+from service.scoring import RiskReport, Scorer
+from service.turn import AnswerRisk
 
 log = logging.getLogger("hallutracer")
 _KEY = secrets.token_bytes(16)  # this process's own: a digest tells nobody else anything

@@ -14,7 +14,8 @@ from service.engines.base import Completion
 from service.engines.vllm.client import ProbeLease
 from service.errors import HalluTracerError
 from service.policies.guard import Policy
-from service.scoring import AnswerRisk, RiskReport, Scorer
+from service.scoring import RiskReport, Scorer
+from service.turn import AnswerRisk
 
 log = logging.getLogger("hallutracer")
 

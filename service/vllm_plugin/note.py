@@ -20,9 +20,9 @@ from service.audit.auditor import Who
 from service.engines.chat import texts_in
 from service.judging.guarantee import TOOLS, chat_violations
 from service.policies.guard import Decision, Verdict
-from service.scoring import AnswerRisk
 from service.serving.judgement import Judgement
 from service.tool_calls import Tools
+from service.turn import AnswerRisk
 from service.vllm_plugin.calls import offered, used
 from service.vllm_plugin.rendering import Chat, conversation
 

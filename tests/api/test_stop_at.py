@@ -20,7 +20,8 @@ from service.errors import HalluTracerError
 from service.judging.guarantee import guarantee_status
 from service.policies.guard import OBSERVE, Action, Policy
 from service.policies.policy import read_policies
-from service.scoring import LEAST_READ, RiskReport, Scorer
+from service.scoring import RiskReport, Scorer
+from service.turn import LEAST_READ
 from tests.api.test_answer_risk import by_hand, two_parts
 from tests.api.test_no_token import responses
 from tests.api.test_recheck import all_flagged, openai_says, said_in

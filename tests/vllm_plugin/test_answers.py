@@ -17,7 +17,8 @@ from service.engines.base import EngineOptions, Sampling
 from service.engines.scheduler import Scheduled
 from service.engines.transformers.engine import TransformersEngine
 from service.policies.guard import OBSERVE
-from service.scoring import LEAST_READ, RiskReport, Scorer
+from service.scoring import RiskReport, Scorer
+from service.turn import LEAST_READ
 from tests.engines.vllm.installed import vllm_or_skip
 from tests.matching import with_answer
 
