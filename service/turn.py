@@ -181,14 +181,14 @@ class Turn:
         """Let an answer through that is nothing but calls; treat any other as one without tools."""
         self._beginning += chunk.text
         if chunk.end is not None and self._is_call(chunk.end):
-            yield from self._show()
+            yield from self._show_held()
             verdict = replace(self._verdict, decision=Decision.CONTINUE, message=None) if self._withheld else None
             yield self._end(Outcome.CALLED, verdict, chunk.end)
             return
         holds = self._withheld or self._policy.reads_answers_for is not None  # a call has no risk of its own
         if chunk.end is None and may_be_calls(self._beginning):
             if not holds:
-                yield from self._show()
+                yield from self._show_held()
             return
         if self._withheld:
             yield self._end(Outcome.WITHHELD)
@@ -207,12 +207,11 @@ class Turn:
             if chunk.end is not None:
                 yield from self._recheck(chunk, chunk.end)
             return
-        stopped = self._stopped()
-        if stopped is not None:
-            yield stopped
-            return
-        yield from self._show()
-        if chunk.end is not None:
+        if self._policy.stop_at is None:
+            yield from self._show_held()
+        else:
+            yield from self._show_until_it_stops()
+        if chunk.end is not None and not self.over:
             yield self._end(Outcome.ANSWERED, None, chunk.end, chunk.answer_risk())
 
     def _recheck(self, last: Chunk, completion: Completion) -> Iterator[Event]:
@@ -222,31 +221,31 @@ class Turn:
         if verdict.decision is not Decision.CONTINUE:
             yield self._end(Outcome.WITHHELD, verdict, None, answer)
             return
-        yield from self._show()
+        yield from self._show_held()
         yield self._end(Outcome.ANSWERED, verdict, completion, answer)
 
-    def _stopped(self) -> Ended | None:
-        """Return the end of an answer that ``stop_at`` ends here, with what was shown before; None where it goes on.
+    def _show_until_it_stops(self) -> Iterator[Event]:
+        """Show what is held up to the chunk at which ``stop_at`` ends the answer, if there is one.
 
-        Of chunks that were held as a possible call none is shown if one of them ends it: offered tools are no way to
-        be shown more."""
-        if self._policy.stop_at is None:
-            return None
-        before = self._shown_tokens
+        Chunks that were held as a possible call are judged one after the other, as where no tools are offered."""
         for chunk in self._held:
-            answer = chunk.answer_risk()
-            if stops(self._policy, answer, before, applies=self._applies, last=chunk.end is not None):
+            answer, last = chunk.answer_risk(), chunk.end is not None
+            if stops(self._policy, answer, self._shown_tokens, applies=self._applies, last=last):
                 shown = Completion("".join(self._shown), (), "content_filter", self._shown_tokens)
-                return self._end(Outcome.STOPPED, None, shown, answer)
-            before += chunk.tokens
-        return None
-
-    def _show(self) -> Iterator[Text]:
-        for chunk in self._held:
-            self._shown.append(chunk.text)
-            self._shown_tokens += chunk.tokens
-            yield Text(chunk.text, chunk.tokens)
+                yield self._end(Outcome.STOPPED, None, shown, answer)
+                return
+            yield self._show(chunk)
         self._held.clear()
+
+    def _show_held(self) -> Iterator[Text]:
+        for chunk in self._held:
+            yield self._show(chunk)
+        self._held.clear()
+
+    def _show(self, chunk: Chunk) -> Text:
+        self._shown.append(chunk.text)
+        self._shown_tokens += chunk.tokens
+        return Text(chunk.text, chunk.tokens)
 
     def _end(
         self,

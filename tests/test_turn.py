@@ -282,12 +282,12 @@ def test_it_decides_as_before_but_for_text_that_was_held_as_a_possible_call(bed:
         others += 1
         assert may_be_held_for_its_risk(case), case
         assert ended.outcome is Outcome.STOPPED, case
-        assert (now.text, ended.completion) == ("", Completion("", (), "content_filter", 0)), case
+        assert ended.completion == Completion(now.text, (), "content_filter", len(now.text)), case
     assert (cases, others) == (33696, 1420)
     assert outcomes.keys() == set(Outcome) - {Outcome.SCORED}
 
 
-def test_offered_tools_show_no_more_of_an_answer_that_is_no_call(bed: Bed) -> None:
+def test_an_answer_that_is_no_call_is_shown_as_where_no_tools_are_offered(bed: Bed) -> None:
     stopped = 0
     for case in all_cases():
         if not may_be_held_for_its_risk(case):
@@ -295,9 +295,8 @@ def test_offered_tools_show_no_more_of_an_answer_that_is_no_call(bed: Bed) -> No
         (now, ended), (alone, alone_ended) = played(bed, case), played(bed, replace(case, tools=None))
         if ended.outcome is Outcome.CALLED:
             continue
-        assert ended.outcome is alone_ended.outcome, case
-        assert now.text in ("", alone.text), case
-        stopped += now.text != alone.text
+        assert (ended, now.text) == (alone_ended, alone.text), case
+        stopped += ended.outcome is Outcome.STOPPED
     assert stopped, "else this tells nothing"
 
 
@@ -369,15 +368,15 @@ def test_the_service_drives_the_turn(bed: Bed) -> None:
     assert outcomes.keys() == set(Outcome) - {Outcome.SCORED}
 
 
-def test_the_service_shows_and_counts_nothing_of_a_risky_answer_that_began_like_a_call(bed: Bed) -> None:
-    """``<too`` would be shown where no tools are offered; with tools all nine tokens were counted and none shown."""
+def test_the_service_counts_what_it_shows_of_a_risky_answer_that_began_like_a_call(bed: Bed) -> None:
+    """With tools all nine tokens were counted and none was shown; without tools four are shown."""
     policy = Policy("stops", Action.ABSTAIN, threshold=1.0, stop_at=0.9, withhold_outside=False)
-    for tools, shown in ((None, "<too"), (TOOLS, "")):
+    for tools in (None, TOOLS):
         case = Case(
             policy, asks_for_fact=True, tools=tools, answer="almost a call", risks="high", engine="embedded", limit=200
         )
         steps = asyncio.run(steps_of(bed, case))
         report = steps[-1][0]
-        assert "".join(update.piece for _, update in steps) == shown
-        assert report.completion == Completion(shown, (), "content_filter", len(shown))
+        assert "".join(update.piece for _, update in steps) == "<too"
+        assert report.completion == Completion("<too", (), "content_filter", 4)
         assert report.outcome is Outcome.STOPPED
