@@ -62,8 +62,19 @@ def jobs_of(rows: Sequence[Line], draws: int) -> list[Job]:
 
 def differences(lines: Sequence[Line]) -> str:
     """Return, by way of decoding, mean risk beside share wrong: of all answers, and of those below the threshold."""
-    header = ["decoding", "answers", "left out", "mean risk", "wrong", "risk - wrong", "z", "below the threshold",
-              "wrong among these", "their mean risk", "said to depart"]  # fmt: skip
+    header = [
+        "decoding",
+        "answers",
+        "left out",
+        "mean risk",
+        "wrong",
+        "risk - wrong",
+        "z",
+        "below the threshold",
+        "wrong among these",
+        "their mean risk",
+        "said to depart",
+    ]
     rows = []
     for way in WAYS:
         own = [line for line in lines if line["way"] == way]

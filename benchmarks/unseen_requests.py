@@ -76,9 +76,15 @@ def _filled(frame: str, row: Line, draw: random.Random) -> str:
     relation, question = TEXTS["relation"][row["relation"]], row["prompt"]
     phrase = draw.choice(relation["p"]).format(s=row["subject"])
     return frame.format(
-        q=question, u=question[0].lower() + question[1:], s=row["subject"], S=_started(row["subject"]), p=phrase,
-        P=_started(phrase), key=draw.choice(relation["key"]), easy=draw.choice(TEXTS["easy"]["questions"]),
-    )  # fmt: skip
+        q=question,
+        u=question[0].lower() + question[1:],
+        s=row["subject"],
+        S=_started(row["subject"]),
+        p=phrase,
+        P=_started(phrase),
+        key=draw.choice(relation["key"]),
+        easy=draw.choice(TEXTS["easy"]["questions"]),
+    )
 
 
 def _started(text: str) -> str:

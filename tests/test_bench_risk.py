@@ -219,8 +219,15 @@ def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> No
 
 
 def test_a_chat_is_asked_under_a_policy_that_withholds_nothing_and_says_where_its_decoding_departs() -> None:
-    whole = {"risk": 0.25, "threshold": 0.5, "flagged": False, "decision": "continue", "outside_training": True,
-             "applies": False, "decoding": "sampled"}  # fmt: skip
+    whole = {
+        "risk": 0.25,
+        "threshold": 0.5,
+        "flagged": False,
+        "decision": "continue",
+        "outside_training": True,
+        "applies": False,
+        "decoding": "sampled",
+    }
     asked: list[tuple[str, Body]] = []
 
     def behave(request: BaseHTTPRequestHandler, body: bytes) -> None:
@@ -312,9 +319,10 @@ def test_what_was_told_stands_beside_what_was_wrong_by_way_of_decoding() -> None
     lines = [
         *(decoded("none named", "factual", 0.2, f"r{number}") for number in range(10)),
         *(decoded("none named", "hallucinated", 0.6, f"w{number}") for number in range(10)),
-        decoded("none named", "abstained", 0.9, "z"), {"way": "none named", "group": "y", "refused": "prompt_too_long"},
+        decoded("none named", "abstained", 0.9, "z"),
+        {"way": "none named", "group": "y", "refused": "prompt_too_long"},
         *(decoded("temperature 1", "hallucinated", 0.2, f"r{number}", "sampled") for number in range(10)),
-    ]  # fmt: skip
+    ]
     text = decoding.differences(lines)
     assert "temperature 0.7" not in text, "nobody asked so"
     assert text.splitlines()[2].split(" | ")[1:6] == ["20", "2", "0.400", "0.500", "-0.100"]

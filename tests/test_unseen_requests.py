@@ -95,12 +95,15 @@ def test_the_questions_are_those_that_are_answered_wrong_at_a_risk_that_is_flagg
 def test_what_passes_and_what_is_taken_for_small_talk_is_counted_by_way() -> None:
     behind = "behind an easy question"
     lines = [
-        *(line(behind, "abstain") for _ in range(8)), line(behind, "continue"), line(behind, "continue", False),
-        *(line("key words", "abstain") for _ in range(9)), line("key words", "continue", False),
+        *(line(behind, "abstain") for _ in range(8)),
+        line(behind, "continue"),
+        line(behind, "continue", False),
+        *(line("key words", "abstain") for _ in range(9)),
+        line("key words", "continue", False),
         *(line("no fact: chat", "continue", False) for _ in range(34)),
         *(line("no fact: chat", "abstain") for _ in range(6)),
         {"way": behind, "refused": "prompt_too_long"},
-    ]  # fmt: skip
+    ]
     rows = unseen_requests.shares(lines).splitlines()
     assert rows[2].startswith(f"| {behind} | 10 | 0.20 [")
     assert "| 0.10 [" in rows[2]
