@@ -129,9 +129,12 @@ def worth(lines: Sequence[Line], *, abstained_wrong: bool = False) -> Worth | No
     )  # fmt: skip
 
 
-def difference_z(label: NDArray[np.int64], risk: NDArray[np.float64], group: NDArray[np.int64]) -> float | None:
+def difference_z(
+    label: NDArray[np.int64] | NDArray[np.float64], risk: NDArray[np.float64], group: NDArray[np.int64]
+) -> float | None:
     """Return mean risk minus the share of wrong answers over its standard error: label, risk, group [n].
 
+    A label is 1 for a right answer, 0 for a wrong one, or the share of right ones where a row is several answers.
     The error is the larger of what draws by the risks themselves have and of the spread between groups, whose rows
     depend on each other.  None where there is a single group or no risk between 0 and 1."""
     of_group = np.bincount(group, risk - (1 - label))

@@ -21,6 +21,7 @@ import httpx
 from tqdm import tqdm
 
 from benchmarks.harness import ServiceProcess
+from service.access.routes import CHAT_ROUTE
 from service.data.judges import make_judge
 from service.data.labels import verdict_on
 from service.data.options import ABSTAIN, JudgeOptions
@@ -99,8 +100,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def answers(options: argparse.Namespace) -> Iterator[Answers]:
-    """Yield the answers by ``add_options``'s choices.  SIGTERM ends the service, too."""
+def answers(options: argparse.Namespace, *, chat: bool = False) -> Iterator[Answers]:
+    """Yield the answers by ``add_options``'s choices; ``chat``: of the route for chats, else of ``/score``.
+
+    SIGTERM ends the service, too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with ExitStack() as stack:
 
@@ -112,6 +115,9 @@ def answers(options: argparse.Namespace) -> Iterator[Answers]:
                 service = ServiceProcess(*chosen, "--deadline-s", "300", HALLUTRACER_MODEL="")
                 url = stack.enter_context(service).url
             client = stack.enter_context(httpx.Client(base_url=url, timeout=600))
+            if chat:
+                model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+                return partial(post_chat, client, model, options.bundle)
             return partial(post, client, {"bundle": options.bundle} if options.bundle else {})
 
         yield Answers(start, stack.enter_context(closing(AppendLog(options.record))))
@@ -123,13 +129,32 @@ def post(client: httpx.Client, more: Body, body: Body) -> Line:
     response = client.post("/score", json=body | more)
     if response.status_code == 200:
         return line_of(response.json())
+    return _refusal(response)
+
+
+def post_chat(client: httpx.Client, model: str, bundle: str | None, body: Body) -> Line:
+    """Ask the service as clients of OpenAI's API do, under a policy that withholds nothing.  Raises as ``post`` does.
+
+    ``departs``: what the risk says of an answer that was decoded otherwise than those of training."""
+    chosen = {"hallutracer_policy": "observe"} | ({"hallutracer_bundle": bundle} if bundle else {})
+    response = client.post(CHAT_ROUTE, json={"model": model, "vllm_xargs": chosen} | body)
+    if response.status_code != 200:
+        return _refusal(response)
+    reply = response.json()
+    note = reply["hallutracer"]
+    said = {"answer": reply["choices"][0]["message"]["content"], "departs": note["data"][0].get("decoding")}
+    return line_of(note) | said
+
+
+def _refusal(response: httpx.Response) -> Line:
+    """Return the line of a refused conversation.  Raises RuntimeError for any other refusal."""
     try:
         error = response.json()["error"]
     except (ValueError, LookupError):
         error = {}
     if response.status_code in (413, 422) and str(error.get("param")).startswith(("messages", "prompt")):
         return {"refused": error["code"]}
-    raise RuntimeError(f"POST /score answered {response.status_code}: {response.text[:300]}")
+    raise RuntimeError(f"POST {response.request.url.path} answered {response.status_code}: {response.text[:300]}")
 
 
 def line_of(answer: dict[str, Any]) -> Line:

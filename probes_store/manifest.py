@@ -115,11 +115,14 @@ class TrainingRecord(Record):
     class_balance: Filled
     hallutracer_version: Filled
     decoding: records.Decoding | None = None  # of the answers that the labels are about; absent where it is not known
+    shapes: tuple[Filled, ...] | None = None  # of the rows' conversations; absent where they are not known
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
         used = self.factual + self.hallucinated
         require(used <= self.rows, "rows", f"at least factual + hallucinated = {used}", self.rows)
+        if self.shapes is not None:
+            require(0 < len(self.shapes) == len(set(self.shapes)), "shapes", "one or more, each once", self.shapes)
         return self
 
 
@@ -280,7 +283,7 @@ class Manifest(Record):
 # Fields that came later -> what they hold.  They are absent where they are None: older bundles keep their bytes.
 _LATER: Final[Mapping[str, str]] = {
     "model.adapter": "a digest", "answer": "a record", "guarantee_reads_answers": "true",
-    "guarantee_strata": "a list of records", "training.decoding": "a record",
+    "guarantee_strata": "a list of records", "training.decoding": "a record", "training.shapes": "a list of texts",
 }  # fmt: skip
 
 

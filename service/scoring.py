@@ -26,7 +26,7 @@ from service.engines.checks import check_sampling
 from service.errors import EngineFailed, HalluTracerError, NonFiniteReadout
 from service.judging.conversation import ConversationReader
 from service.judging.decoding import departure
-from service.judging.guarantee import UNKNOWN, Standing, shape_of
+from service.judging.guarantee import UNKNOWN, Standing, shape_of, shape_unlike_training, unlike_training
 from service.judging.uncertainty import Uncertain, uncertain
 from service.policies.guard import GATE, Decision, Policy, Verdict, judge, risk_beside_passage, stopped_by
 from service.prompts import as_prompt_format, chat_ending, render
@@ -180,7 +180,7 @@ class Scorer:
         if messages is None:
             return Standing(other_rendering=True)
         shape = shape_of(messages, refusals)
-        return Standing(shape) if shape.untrained else UNKNOWN
+        return UNKNOWN if shape_unlike_training(self.bundle.manifest, shape) is None else Standing(shape)
 
     @cached_property
     def _conversations(self) -> ConversationReader:
@@ -410,7 +410,7 @@ class Scorer:
         value, logits = float(served_risk(vector, manifest)), np.concatenate([trajectory, *others])
         if not np.isfinite(value) or not np.isfinite(logits).all():
             raise NonFiniteReadout("the forward pass gave a NaN or an infinity at the answer onset; no risk is served")
-        known = uncertain(self.bundle, logits, vector, untrained=standing.untrained)
+        known = uncertain(self.bundle, logits, vector, unlike=unlike_training(manifest, standing))
         outside = self.withholds(known, policy)
         truth = policy.passage_truth if beside_passage(standing, context) else 1.0
         told = risk_beside_passage(value, truth)

@@ -13,10 +13,10 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks import adversaries, forms
+from benchmarks import adversaries, decoding, forms
 from benchmarks.adversaries import QUERIES, freed, search
 from benchmarks.forms import plan, targets, worth, worths
-from benchmarks.running_service import Answers, Ask, Body, Job, Line, post, together
+from benchmarks.running_service import Answers, Ask, Body, Job, Line, post, post_chat, together
 from service.data.forms import chosen
 from service.data.run_folder import AppendLog
 from service.errors import RunMismatch
@@ -218,6 +218,36 @@ def test_a_refused_conversation_is_a_line_and_any_other_refusal_an_error() -> No
                 post(client, {}, {"prompt": name})
 
 
+def test_a_chat_is_asked_under_a_policy_that_withholds_nothing_and_says_where_its_decoding_departs() -> None:
+    whole = {
+        "risk": 0.25,
+        "threshold": 0.5,
+        "flagged": False,
+        "decision": "continue",
+        "outside_training": True,
+        "applies": False,
+        "decoding": "sampled",
+    }
+    asked: list[tuple[str, Body]] = []
+
+    def behave(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        asked.append((request.path, json.loads(body)))
+        status = 413 if asked[-1][1]["messages"] == "long" else 200
+        note = {"bundle": {"digest": "sha256:a"}, "data": [whole]}
+        reply = {"choices": [{"message": {"content": "Rome."}}], "hallutracer": note}
+        error = {"error": {"code": "context_length_exceeded", "param": "messages"}}
+        answer(request, status, json.dumps(reply if status == 200 else error).encode())
+
+    with listening(behave, "HTTP/1.1") as address, httpx.Client(base_url=f"http://{address}") as client:
+        line = post_chat(client, "m", "mine", {"messages": "short", "temperature": 0.7})
+        assert line == scored(0.25, "Rome.", outside=True, applies=False, departs="sampled")
+        assert post_chat(client, "m", None, {"messages": "long"}) == {"refused": "context_length_exceeded"}
+    observing = {"hallutracer_policy": "observe"}
+    assert [body["vllm_xargs"] for _, body in asked] == [observing | {"hallutracer_bundle": "mine"}, observing]
+    assert asked[0][0] == "/v1/chat/completions"
+    assert asked[0][1]["temperature"] == 0.7
+
+
 def words(body: Body) -> str:
     return str(body["messages"][-1]["content"])
 
@@ -252,3 +282,57 @@ def test_of_several_lines_of_a_question_the_lowest_risk_counts() -> None:
     ])  # fmt: skip
     assert (found.tried, found.free, found.right, found.wrong, found.outside) == (4, 3, 1, 1, 1)
     assert found.share.startswith("0.75 [")
+
+
+def test_questions_of_several_files_are_taken_in_turn_and_one_of_each_group(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("facts.jsonl", "trivia.jsonl")]
+    shared = {"id": "t0", "prompt": "What is thing 0, again?", "answers": ["A0"], "group": "g0"}
+    others = [{"id": f"t{number}", "prompt": "Why?", "answers": ["x"], "group": f"t{number}"} for number in (1, 2)]
+    for path, rows in zip(paths, (ROWS, [shared, *others]), strict=True):
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    chosen_rows = decoding.one_of_each_group(paths, 6, seed=0)
+    groups = [row["group"] for row in chosen_rows]
+    assert len(set(groups)) == len(groups) == 6
+    assert {"t1", "t2"} < set(groups), "the files are taken in turn"
+    assert decoding.one_of_each_group(paths, 6, seed=0) == chosen_rows
+    assert len(decoding.one_of_each_group(paths, 100, seed=0)) == 8, "6 groups of one file, 2 more of the other"
+
+
+def test_each_way_of_decoding_is_asked_as_often_as_it_can_differ() -> None:
+    jobs = decoding.jobs_of(ROWS[:2], 4)
+    named = [(job.known["way"], job.body.get("temperature"), job.body["seed"]) for job in jobs if job.id[:2] == "q0"]
+    assert named == [
+        ("temperature 0", 0.0, 0),
+        *(("none named", None, draw) for draw in range(4)),
+        *((f"temperature {t:g}", t, draw) for t in (0.7, 1.0) for draw in range(4)),
+    ]
+    assert len({job.id for job in jobs}) == len(jobs) == 26
+    assert {job.body["max_tokens"] for job in jobs} == {24}
+    assert "temperature" not in jobs[2].body, "a temperature of null could be read otherwise"
+
+
+def decoded(way: str, verdict: str, risk: float, group: str, departs: str | None = None) -> Line:
+    return row("lone", verdict, risk, group, way=way, departs=departs)
+
+
+def test_what_was_told_stands_beside_what_was_wrong_by_way_of_decoding() -> None:
+    lines = [
+        *(decoded("none named", "factual", 0.2, f"r{number}") for number in range(10)),
+        *(decoded("none named", "hallucinated", 0.6, f"w{number}") for number in range(10)),
+        decoded("none named", "abstained", 0.9, "z"),
+        {"way": "none named", "group": "y", "refused": "prompt_too_long"},
+        *(decoded("temperature 1", "hallucinated", 0.2, f"r{number}", "sampled") for number in range(10)),
+    ]
+    text = decoding.differences(lines)
+    assert "temperature 0.7" not in text, "nobody asked so"
+    assert text.splitlines()[2].split(" | ")[1:6] == ["20", "2", "0.400", "0.500", "-0.100"]
+    assert text.splitlines()[2].endswith("| 10 | 0.000 | 0.200 | 0 |")
+    assert text.splitlines()[3].endswith("| 10 | 1.000 | 0.200 | 10 |")
+    found = decoding.target(lines)
+    assert (found.passed, found.figure) == (False, "0.100")
+    assert decoding.target([line for line in lines if line["way"] == "temperature 1"]).passed is None
+    met = [decoded("none named", "factual", 0.2, "a"), decoded("none named", "hallucinated", 0.76, "b")]
+    assert decoding.target(met).passed
+    once = [*lines[:20]]
+    drawn = [line for line in once for _ in range(4)]
+    assert decoding._z(drawn) == decoding._z(once), "draws of a question are no further rows"

@@ -21,7 +21,8 @@ from service.engines.base import EngineGate, Sampling
 from service.engines.scheduler import Scheduled
 from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, RequestError
 from service.judging.asking import Asks
-from service.judging.guarantee import SURE, UNKNOWN, Shape, Standing
+from service.judging.guarantee import OTHER_RENDERING, SURE, UNKNOWN, Shape, Standing, unlike_training
+from service.judging.uncertainty import FAR_READINGS
 from service.policies.guard import BLOCK, GATE, OBSERVE, Action, Decision, Policy, judge
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk, truth_logits
@@ -329,7 +330,52 @@ def test_what_training_had_nothing_like_is_withheld_unless_the_operator_opened_t
     ):  # fmt: skip
         [report] = scorer.score([prompt], replace(policy, threshold=1.0), [standing])
         assert (report.decision is not Decision.CONTINUE) is withheld, (standing, policy)
-        assert report.uncertain.outside is standing.untrained
+        assert report.uncertain.outside is (unlike_training(scorer.bundle.manifest, standing) is not None)
+
+
+@pytest.mark.parametrize("tells_outside", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shape_that_training_never_had_is_outside_where_the_bundle_records_which_it_had(
+    tmp_path: Path, script: ScriptedEngine, kind: str, tells_outside: bool
+) -> None:
+    lone, in_chat = Shape("0", passage=False, system=False), Shape("5+", passage=False, system=True)
+    scorers = dict[tuple[str, ...] | None, Scorer]()
+    engine = engine_of(script, kind)
+    for shapes in (None, (lone.around,), (in_chat.around, lone.around)):
+        name = "old" if shapes is None else f"had-{len(shapes)}"
+        draft = matching_draft(script, name, 0)
+        changes = {"training": replace(draft.manifest.training, shapes=shapes)}
+        if tells_outside:
+            bundle = contextual_bundle(script, tmp_path, name, manifest=changes, reach=1e3)
+        else:
+            draft.manifest = replace(draft.manifest, **changes)
+            bundle = write_bundle(draft, tmp_path / name)
+        scorers[shapes] = Scorer(engine, bundle)
+    for shapes, scorer in scorers.items():
+        for shape in (lone, replace(lone, asks="task"), in_chat, replace(in_chat, asks="inside")):
+            [report] = scorer.score(asked(scorer, 1), replace(GATE, threshold=1.0), [Standing(shape)])
+            outside = shapes is not None and shape.around not in shapes
+            because = f"conversation: {shape.around}; training had none like it" if outside else None
+            assert (report.uncertain.outside, report.uncertain.outside_because) == (outside, because)
+            assert (report.decision is Decision.ABSTAIN) is outside
+            [report] = scorer.score(asked(scorer, 1), replace(OBSERVE, threshold=1.0), [Standing(shape)])
+            assert (report.uncertain.outside, report.decision) == (outside, Decision.CONTINUE)
+        [report] = scorer.score(asked(scorer, 1), replace(GATE, threshold=1.0), [UNKNOWN])
+        assert not report.uncertain.outside, "what is not known is judged by its readings"
+    engine.close()
+
+
+def test_why_a_prompt_lies_outside_is_named(tmp_path: Path, script: ScriptedEngine) -> None:
+    plain, several = (Standing(Shape("0", passage=False, system=False, asks=asks)) for asks in ("plain", "several"))
+    for name, reach, standing, because in (
+        ("a", 1e-3, plain, FAR_READINGS),
+        ("b", 1e3, plain, None),
+        ("c", 1e-3, several, "conversation: several questions, on which no bundle is trained"),
+        ("d", 1e3, Standing(other_rendering=True), OTHER_RENDERING),
+    ):
+        scorer = Scorer(Scheduled(script), contextual_bundle(script, tmp_path, name, reach=reach, applies_from=0.01))
+        [report] = scorer.score(asked(scorer, 1), GATE, [standing])
+        assert report.uncertain.outside_because == because
 
 
 def test_who_withholds_what_lies_outside_training(tmp_path: Path, script: ScriptedEngine) -> None:

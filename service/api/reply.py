@@ -71,6 +71,7 @@ class RiskOut(Strict):
     interval: list[Risk] | None = Field(None, min_length=2, max_length=2, description="where 95 % of refits on other "
         "training rows would put the risk; not where the truth lies")
     outside_training: bool | None = Field(None, description="the prompt lies outside what training saw")
+    outside_because: str | None = Field(None, description="why it does; null where it does not")
     distance: float | None = Field(None, description="of the prompt's logits to training's; outside from 1 on")
     applies: bool | None = Field(None, description="false: the prompt asks for no fact, so the risk says nothing of "
         "it; null: the bundle cannot tell")
@@ -249,9 +250,9 @@ def risk_out(index: int, report: RiskReport, include: Collection[Include] = ()) 
         index=index, risk=report.risk, depth_mean=report.depth_mean, decision=verdict.decision.value,
         flagged=verdict.flagged, threshold=verdict.threshold, message=verdict.message,
         interval=list(known.interval) if known.interval else None, outside_training=known.outside,
-        distance=known.distance, applies=report.context.said, asks=report.context.asks,
-        tool_call=report.tool_call or None, decoding=report.decoding, decided_by=report.decided_by,
-        passage_truth=report.passage_truth,
+        outside_because=known.outside_because, distance=known.distance, applies=report.context.said,
+        asks=report.context.asks, tool_call=report.tool_call or None, decoding=report.decoding,
+        decided_by=report.decided_by, passage_truth=report.passage_truth,
         trajectory=report.trajectory.tolist() if "trajectory" in include else None,
         running_mean=running_means(report.trajectory).tolist() if "running_mean" in include else None,
         completion=completion_out(report.completion), **answer_note(report.answer),

@@ -110,6 +110,8 @@ def draw_report(bundle: Bundle, report: RiskReport, console: Console | None = No
         refits = known.interval and "other training rows would give {:.3f} to {:.3f}  ".format(*known.interval)
         side = "outside" if known.outside else "inside"
         console.print(f"{refits or ''}{side} what training saw (distance {known.distance:.2f})")
+        if known.unlike is not None:
+            console.print(known.unlike)
     if not report.context.applies:
         console.print(f"asks for no fact (P(asks) {report.context.asks:.2f}): the risk does not apply")
     if report.completion is not None:

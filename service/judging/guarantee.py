@@ -10,7 +10,7 @@ calibration were is the operator's to know."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -39,10 +39,15 @@ class Shape:
 
     def __str__(self) -> str:
         """Return what a guarantee calls it."""
+        untrained = f", {_UNTRAINED[self.asks]}" if self.untrained else ""
+        return f"{self.around}{untrained}"
+
+    @property
+    def around(self) -> str:
+        """Return what stands around the question, as a bundle records it of the rows that it was trained on."""
         passage, system = ("a" if there else "no" for there in (self.passage, self.system))
         turns = "1 earlier turn" if self.turns == "1" else f"{self.turns} earlier turns"
-        untrained = f", {_UNTRAINED[self.asks]}" if self.untrained else ""
-        return f"{turns}, {passage} passage, {system} system prompt{untrained}"
+        return f"{turns}, {passage} passage, {system} system prompt"
 
     @property
     def untrained(self) -> bool:
@@ -58,11 +63,6 @@ class Standing:
     other_rendering: bool = False  # it is not what the chat template makes of its messages
 
     @property
-    def untrained(self) -> bool:
-        """Return whether training had no prompt like it, whatever its readings are."""
-        return self.other_rendering or (self.shape is not None and self.shape.untrained)
-
-    @property
     def passage(self) -> bool | None:
         """Return whether text to answer from stands beside the question; None where that is not known."""
         return None if self.shape is None or self.other_rendering else self.shape.passage
@@ -74,6 +74,25 @@ class Standing:
 
 
 UNKNOWN = Standing()
+
+
+def unlike_training(manifest: Manifest, standing: Standing) -> str | None:
+    """Return why the bundle's training had no prompt like this one, whatever its readings are; None: it may have."""
+    if standing.other_rendering:
+        return OTHER_RENDERING
+    return None if standing.shape is None else shape_unlike_training(manifest, standing.shape)
+
+
+def shape_unlike_training(manifest: Manifest, shape: Shape) -> str | None:
+    """Return why the bundle's training had no conversation of this shape; None: it had, or does not record which."""
+    trained = manifest.training.shapes
+    if shape.untrained:
+        return f"conversation: {_UNTRAINED[shape.asks]}, on which no bundle is trained"
+    if trained is not None and shape.around not in trained:
+        return f"conversation: {shape.around}; training had none like it"
+    return None
+
+
 SURE = 1e-4
 """The P(asks) below which a prompt counts as one that asks for no fact where its words alone do not tell: of held-out
 key words ("capital of x") at most 0.6 % lie below it on two real models (benchmarks/LOG.md)."""
@@ -88,6 +107,12 @@ def shape_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Shap
 
     ``refusals``: what stands in for withheld answers, as ``asks_of`` takes it."""
     known = [message for message in messages if isinstance(message, Mapping)]
+    return replace(shape_around(known), asks=asks_of(known, refusals))
+
+
+def shape_around(messages: Sequence[object]) -> Shape:
+    """Return the shape without what is asked, which takes longest to read."""
+    known = [message for message in messages if isinstance(message, Mapping)]
     roles = [message.get("role") for message in known]
     answers = roles[:-1].count("assistant")  # one at the end is the answer's beginning
     asked = next((message.get("content") for message in reversed(known) if message.get("role") == "user"), "")
@@ -95,7 +120,6 @@ def shape_of(messages: Sequence[object], refusals: Collection[str] = ()) -> Shap
         turns="0" if answers == 0 else "1" if answers == 1 else "2-4" if answers < 5 else "5+",
         passage=has_passage(text_of(asked)),
         system="system" in roles or "developer" in roles,
-        asks=asks_of(known, refusals),
     )
 
 
@@ -181,11 +205,12 @@ def tool_violations(messages: Sequence[Mapping[str, Any]], tools: Tools | None) 
 
 
 def shape_violations(manifest: Manifest, shapes: Sequence[Shape | None]) -> tuple[str, ...]:
-    """Return which shapes no row of the calibration had, or are not known, and which no bundle is trained on.
+    """Return which shapes no row of the calibration had, or are not known, and which the bundle is not trained on.
 
     Of a bundle whose calibration names no shapes the latter alone."""
     known = manifest.guarantee_shapes
-    untrained = dict.fromkeys(str(shape) for shape in shapes if shape is not None and shape.untrained)
+    unlike = [shape for shape in shapes if shape is not None and shape_unlike_training(manifest, shape) is not None]
+    untrained = dict.fromkeys(map(str, unlike))
     others = [] if known is None else dict.fromkeys("not known" if shape is None else str(shape) for shape in shapes)
     names = dict.fromkeys([*untrained, *(name for name in others if name not in (known or ()))])
     return tuple(f"conversation: {name}; the calibration had none like it" for name in names)

@@ -13,6 +13,8 @@ from probes_store.bundle import Bundle
 from probes_store.records import OUTSIDE
 from service.risk import Floats, served_risk
 
+FAR_READINGS = "readings: as far from those of training as few of its own are"
+
 
 def distance(trajectory: Floats, mean: Floats, whitening: Floats) -> NDArray[np.float64]:
     """|whitening (L - mean)|, a Mahalanobis distance: L [..., n], mean [n], whitening [n, n] -> [...]."""
@@ -26,23 +28,33 @@ class Uncertain:
 
     distance: float  # of the logits to those of training, in units of the cutoff
     interval: tuple[float, float] | None  # risks that hold those of refits; None where the bundle has no model of them
-    untrained: bool = False  # training had no prompt of its form, whatever the distance
+    unlike: str | None = None  # why training had no prompt of its form, whatever the distance
+
+    @property
+    def untrained(self) -> bool:
+        """Return whether training had no prompt of its form, whatever its readings are."""
+        return self.unlike is not None
 
     @property
     def outside(self) -> bool:
         """Return whether the prompt lies outside what training saw."""
         return self.untrained or self.distance >= OUTSIDE
 
+    @property
+    def outside_because(self) -> str | None:
+        """Return why it lies outside; None where it does not."""
+        return self.unlike or (FAR_READINGS if self.outside else None)
 
-def uncertain(bundle: Bundle, logits: Floats, signals: Floats, *, untrained: bool = False) -> Uncertain:
+
+def uncertain(bundle: Bundle, logits: Floats, signals: Floats, *, unlike: str | None = None) -> Uncertain:
     """Return the uncertainty of a prompt's logits [(1 + A) m] and the classifier's input [k].
 
-    ``untrained``: training had no prompt of its form."""
+    ``unlike``: why training had no prompt of its form, if it had none."""
     manifest, probes = bundle.manifest, bundle.probes
     away = float(distance(logits, probes.reference_mean, probes.reference_whitening))
     if (record := manifest.uncertainty.interval) is None:
-        return Uncertain(away, None, untrained)
+        return Uncertain(away, None, unlike)
     log_odds = float(signals @ np.array(manifest.classifier.weight, np.float64)) + manifest.classifier.intercept
     half = record.half_width(log_odds, away)
     interval = float(served_risk(signals, manifest, half)), float(served_risk(signals, manifest, -half))
-    return Uncertain(away, interval, untrained)
+    return Uncertain(away, interval, unlike)

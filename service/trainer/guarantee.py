@@ -22,7 +22,7 @@ from service.errors import NoThreshold, RunMismatch, TrainingError
 from service.fitting import thresholds
 from service.fitting.nested_cv import rounded
 from service.fitting.thresholds import GateProfile, GuaranteeStep, GuaranteeTest, least_groups, threshold_sequence
-from service.judging.guarantee import Standing
+from service.judging.guarantee import Standing, unlike_training
 from service.scoring import Scorer
 from service.trainer import new_rows
 from service.trainer.cards import GuaranteePart, card_of, guaranteed_card, statement
@@ -77,10 +77,11 @@ class GuaranteePlan:
     @property
     def shapes(self) -> tuple[str, ...] | None:
         """Return the shapes of the rows' conversations; None where prompts go through no chat template."""
-        if self.rows.bundle.manifest.prompt_format != "chat":
+        manifest = self.rows.bundle.manifest
+        if manifest.prompt_format != "chat":
             return None
-        # No gate answers where no bundle is trained, whatever the calibration had.
-        named = [(standing.untrained, str(standing.shape)) for standing in self.standings]
+        # No gate answers where the bundle is not trained, whatever the calibration had.
+        named = [(unlike_training(manifest, known) is not None, str(known.shape)) for known in self.standings]
         trained = {name for untrained, name in named if not untrained}
         return tuple(sorted(trained or {name for _, name in named}))
 

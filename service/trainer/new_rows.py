@@ -25,11 +25,11 @@ from probes_store.store import Store
 from probes_store.tensors import Golden
 from service.data.labels import Labelled, check_answers
 from service.data.near_duplicates import content_of
-from service.data.rows import MARK_DIGITS, prompt_mark
+from service.data.rows import MARK_DIGITS, Message, prompt_mark
 from service.data.training_rows import Dataset, Row, check_all_apply, read_dataset
 from service.engines.base import Engine, prompt_context
 from service.errors import DataError, TrainingError
-from service.judging.guarantee import UNKNOWN, Standing, shape_of
+from service.judging.guarantee import UNKNOWN, Standing, shape_around, shape_of, unlike_training
 from service.judging.uncertainty import distance
 from service.prompts import as_prompt_format
 from service.readout import Probes, Site
@@ -238,7 +238,7 @@ def risks_of(bundle: Bundle, data: PreparedData, *, as_gated: bool = False) -> N
         pairs = zip(means.tolist(), inputs.prompt_tokens.tolist(), strict=True)
         asks = np.array([prompt_context(context, *pair).asks for pair in pairs], np.float64)
         risks = np.where(asks < [standing.no_fact_below(limit.threshold) for standing in standings], 0.0, risks)
-    outside = np.array([standing.untrained for standing in standings], np.bool_)
+    outside = np.array([unlike_training(manifest, standing) is not None for standing in standings], np.bool_)
     if manifest.tells_outside:
         outside |= distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening) >= OUTSIDE
     return np.where(outside, 1.0, risks)
@@ -246,9 +246,22 @@ def risks_of(bundle: Bundle, data: PreparedData, *, as_gated: bool = False) -> N
 
 def standing_of(row: Row, prompt_format: str) -> Standing:
     """Return what a service would know of a row's prompt beside its token ids."""
+    messages = messages_of(row, prompt_format)
+    return UNKNOWN if messages is None else Standing(shape_of(messages))
+
+
+def shapes_of(rows: Sequence[Row], prompt_format: str) -> tuple[str, ...] | None:
+    """Return the shapes of the rows' conversations, as a bundle records them; None where no row has one."""
+    conversations = [messages_of(row, prompt_format) for row in rows]
+    shapes = {shape_around(messages).around for messages in conversations if messages is not None}
+    return tuple(sorted(shapes)) or None
+
+
+def messages_of(row: Row, prompt_format: str) -> Sequence[Message] | None:
+    """Return a row's conversation; None where its prompt goes through no chat template."""
     if row.messages is None and prompt_format != "chat":
-        return UNKNOWN
-    return Standing(shape_of(row.messages or [{"role": "user", "content": row.prompt or ""}]))
+        return None
+    return row.messages or [{"role": "user", "content": row.prompt or ""}]
 
 
 def answers_withheld(bundle: Bundle, data: PreparedData) -> NDArray[np.bool_]:

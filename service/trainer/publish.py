@@ -31,7 +31,7 @@ from service.fitting.thresholds import GateProfile, gate_profile
 from service.fitting.uncertainty import TrajectoryReference
 from service.prompts import PromptFormat
 from service.readout import Probes
-from service.trainer.new_rows import Marks
+from service.trainer.new_rows import Marks, shapes_of
 from service.trainer.options import TrainOptions
 from service.trainer.plots import PlotData
 from service.trainer.prepare import BundleContext, PreparedData, served_signals, with_context
@@ -114,7 +114,8 @@ def manifest_of(
         judge=options.judged_by if options.answers == "generate" else None, seeds=options.shuffles,
         folds=options.folds, c=c, c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
         class_balance=options.class_balance, hallutracer_version=service.__version__,
-        decoding=options.decoding(data.dataset.origin.decodings), **counts,
+        decoding=options.decoding(data.dataset.origin.decodings), shapes=shapes_of(data.dataset.rows, prompt_format),
+        **counts,
     )  # fmt: skip
     return stored.Manifest(
         name=options.name, model=model_record(identity), tokenizer=stored.TokenizerRecord(identity.tokenizer),

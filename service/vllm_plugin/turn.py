@@ -16,7 +16,15 @@ from service.engines.vllm.client import ProbeLease, times
 from service.engines.vllm.engine import VllmEngine
 from service.errors import HalluTracerError
 from service.judging.decoding import departure
-from service.judging.guarantee import OTHER_RENDERING, UNKNOWN, Shape, Standing, shape_of, shape_violations
+from service.judging.guarantee import (
+    OTHER_RENDERING,
+    UNKNOWN,
+    Shape,
+    Standing,
+    shape_of,
+    shape_unlike_training,
+    shape_violations,
+)
 from service.policies.guard import Action, Decision, Policy
 from service.scoring import RiskReport, Scorer, called
 from service.serving import observers
@@ -128,7 +136,9 @@ class Turn:
         if (turns := note.conversation(place)) is not None:
             return other, shape_of(turns, refusals)
         shape = None if chat is None else shape_of(chat.messages, refusals)
-        return other, shape if shape is not None and shape.untrained else None
+        if shape is None or shape_unlike_training(self._scorer.bundle.manifest, shape) is None:
+            return other, None
+        return other, shape
 
     def _unread(self, error: HalluTracerError) -> None:
         """Under a policy that only observes, the answer goes on without a risk; otherwise the request fails."""

@@ -70,11 +70,13 @@ def test_nor_does_one_whose_caller_has_rendered_the_conversation(service: App, h
 def test_no_route_answers_what_training_had_nothing_like(service: App, how: str) -> None:
     for row in decided(service, UNTRAINED[how], "desk"):
         assert (row["decision"], row["outside_training"], row["said"]) == ("abstain", True, False)
+        assert row["outside_because"].endswith(", on which no bundle is trained")
         assert not row["flagged"]
     for row in decided(service, UNTRAINED[how], "open"):  # the operator opened it: its risk decides
         assert (row["decision"], row["outside_training"], row["said"]) == ("continue", True, True)
     for row in decided(service, [USER], "desk"):
         assert (row["decision"], row["outside_training"], row["said"]) == ("continue", False, True)
+        assert "outside_because" not in row
 
 
 def test_small_talk_passes_where_its_conversation_is_known_and_not_as_text_or_ids(service: App) -> None:

@@ -432,6 +432,19 @@ def test_a_decoding_is_recorded_where_it_is_known_and_there_is_no_field_where_it
         assert str(caught.value.field).startswith("training.decoding")
 
 
+def test_the_shapes_of_trainings_conversations_are_recorded_where_they_are_known() -> None:
+    assert "shapes" not in DOCUMENT["training"], "bundles of before keep their bytes"
+    training = dataclasses.replace(TRAINING, shapes=("no passage", "a passage"))
+    made = render(make_draft(training=training))[0]
+    data = manifest_bytes(made)
+    assert read_manifest(data) == made
+    assert json.loads(data)["training"]["shapes"] == ["no passage", "a passage"]
+    for wrong in (None, [], [""], ["a", "a"], "a", [3]):
+        with pytest.raises(BundleDamaged) as caught:
+            read_manifest(reseal(changed(DOCUMENT, ["training"], {"shapes": wrong})))
+        assert str(caught.value.field).startswith("training.shapes")
+
+
 @pytest.mark.parametrize(
     ("decoding", "words"),
     [(GREEDY, "greedy"), (Decoding(0.0, 0.5), "greedy"), (Decoding(1.0, 1.0), "sampled at temperature 1"),

@@ -33,7 +33,15 @@ from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE  # noqa: E402
 from service.demo import MODEL_DIR  # noqa: E402
 from service.engines.checks import Tokens  # noqa: E402
 from service.errors import RequestError  # noqa: E402
-from service.judging.guarantee import MEDIA, NO_TEMPLATE, OTHER_RENDERING, Standing, shape_of  # noqa: E402
+from service.judging.guarantee import (  # noqa: E402
+    MEDIA,
+    NO_TEMPLATE,
+    OTHER_RENDERING,
+    Shape,
+    Standing,
+    shape_of,
+    unlike_training,
+)
 from service.policies.guard import Action, Policy  # noqa: E402
 from service.scoring import Scorer  # noqa: E402
 from service.vllm_plugin import turn as turns  # noqa: E402
@@ -45,6 +53,7 @@ from tests.engines import tiny  # noqa: E402
 from tests.engines.tool_template import TOOL_TEMPLATE  # noqa: E402
 from tests.probes_store.factory import GUARANTEE  # noqa: E402
 
+NO_SHAPES = SimpleNamespace(shapes=None)  # the training of a bundle that does not record its rows' shapes
 DEMO: str = AutoTokenizer.from_pretrained(MODEL_DIR).chat_template
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
@@ -480,7 +489,7 @@ def test_a_prompt_is_compared_where_a_guarantee_or_a_gate_depends_on_it_and_off_
         threads.append(threading.current_thread())
         return tokens.encode_chat(messages, tools)
 
-    manifest = SimpleNamespace(guarantee=GUARANTEE if guaranteed else None, guarantee_shapes=None)
+    manifest = SimpleNamespace(guarantee=GUARANTEE if guaranteed else None, guarantee_shapes=None, training=NO_SHAPES)
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
     engine: Any = SimpleNamespace(encode_chat=encode_chat)
     service: Any = SimpleNamespace(
@@ -506,7 +515,7 @@ def test_what_the_turns_before_ask_is_known_of_each_prompt() -> None:
     service: Any = SimpleNamespace(
         settings=SimpleNamespace(callers_may=()), catalogue=SimpleNamespace(refusals=frozenset({"I am not sure."}))
     )
-    manifest = SimpleNamespace(guarantee=None, guarantee_shapes=None)
+    manifest = SimpleNamespace(guarantee=None, guarantee_shapes=None, training=NO_SHAPES)
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
     note, policy = Note(chats=[Chat(asked, (), [1])], judgements=[None]), Policy("observe", Action.OBSERVE)
     engine: Any = None
@@ -522,7 +531,7 @@ def test_several_questions_are_known_of_a_chat_that_is_rendered_otherwise_or_hol
     tokens = Tokens(AutoTokenizer.from_pretrained(MODEL_DIR))
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     both = f"{turn()['content']} Also: what is the capital of Samoa?"
-    manifest = SimpleNamespace(guarantee=None, guarantee_shapes=None)
+    manifest: Any = SimpleNamespace(guarantee=None, guarantee_shapes=None, training=NO_SHAPES)
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
     service: Any = SimpleNamespace(
         settings=SimpleNamespace(callers_may=("rendering",)), catalogue=SimpleNamespace(refusals=frozenset())
@@ -541,7 +550,7 @@ def test_several_questions_are_known_of_a_chat_that_is_rendered_otherwise_or_hol
                 rendering, compared=compared,
             )  # fmt: skip
             asyncio.run(one._check_rendering())
-            assert one._standing.untrained is several, (content, asked)
+            assert (unlike_training(manifest, one._standing) is not None) is several, (content, asked)
             assert one._standing.no_fact_below(0.5) == 0.0, "as small talk nothing of it passes"
             assert any("several questions" in violation for violation in note.violations) is several
 
@@ -552,12 +561,8 @@ def test_a_chat_that_the_caller_has_rendered_is_known_from_its_token_ids() -> No
     both = tokens.encode_chat([turn(f"{turn()['content']} Also: what is the capital of Samoa?")])
     alone = tokens.encode_chat([turn()])
     scorer = Scorer.__new__(Scorer)
-    scorer.prompt_format, scorer.bundle = (
-        "chat",
-        SimpleNamespace(  # type: ignore[assignment]
-            manifest=SimpleNamespace(guarantee=None, guarantee_shapes=None)
-        ),
-    )
+    manifest: Any = SimpleNamespace(guarantee=None, guarantee_shapes=None, training=NO_SHAPES)
+    scorer.prompt_format, scorer.bundle = "chat", SimpleNamespace(manifest=manifest)  # type: ignore[assignment]
     engine: Any = tokens
     scorer.engine = engine
     for may in ((), ("rendering",)):
@@ -573,10 +578,47 @@ def test_a_chat_that_the_caller_has_rendered_is_known_from_its_token_ids() -> No
                 lambda: None, (NO_TEMPLATE,), compared=False,
             )  # fmt: skip
             asyncio.run(one._check_rendering())
-            assert one._standing.untrained is (several or (another and not may))
+            assert (unlike_training(manifest, one._standing) is not None) is (several or (another and not may))
             assert one._standing.no_fact_below(0.5) == 0.0
             assert note.violations[0] == NO_TEMPLATE
             assert any("several questions" in violation for violation in note.violations) is several
+
+
+def test_a_shape_that_training_never_had_is_known_of_a_chat_however_it_is_rendered() -> None:
+    tokens = Tokens(AutoTokenizer.from_pretrained(MODEL_DIR))
+    lone = Shape("0", passage=False, system=False)
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    text = {"type": "text", "text": "Hi!"}
+    for content, rendering, compared in (("Hi!", (), True), ([image, text], (MEDIA,), False)):
+        for before, shapes, unlike in (
+            ((), (lone.around,), False),
+            ((said("Hello."),), (lone.around,), True),
+            ((said("Hello."),), None, False),
+        ):
+            training = SimpleNamespace(shapes=shapes)
+            manifest: Any = SimpleNamespace(guarantee=None, guarantee_shapes=None, training=training)
+            scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
+            service: Any = SimpleNamespace(
+                settings=SimpleNamespace(callers_may=("rendering",)), catalogue=SimpleNamespace(refusals=frozenset())
+            )
+            engine: Any = tokens
+            note = Note(chats=[Chat([turn("Hi!"), *before, turn(content)], (), [1])], judgements=[None])
+            one = Turn(
+                service,
+                engine,
+                scorer,
+                Policy("gate", Action.ABSTAIN),
+                note,
+                0,
+                SamplingParams(),
+                "a",
+                lambda: None,
+                rendering,
+                compared=compared,
+            )
+            asyncio.run(one._check_rendering())
+            assert (unlike_training(manifest, one._standing) is not None) is unlike
+            assert any("conversation:" in violation for violation in note.violations) is unlike
 
 
 def test_a_chats_shape_is_told_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,7 +629,7 @@ def test_a_chats_shape_is_told_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> 
         return shape_of(*given)
 
     monkeypatch.setattr(turns, "shape_of", shape)
-    manifest = SimpleNamespace(guarantee=None, guarantee_shapes=None)
+    manifest = SimpleNamespace(guarantee=None, guarantee_shapes=None, training=NO_SHAPES)
     scorer: Any = SimpleNamespace(bundle=SimpleNamespace(manifest=manifest), prompt_format="chat")
     service: Any = SimpleNamespace(
         settings=SimpleNamespace(callers_may=()), catalogue=SimpleNamespace(refusals=frozenset())

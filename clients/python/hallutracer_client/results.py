@@ -103,6 +103,7 @@ class Risk(Checked):
     threshold: Share
     interval: tuple[Share, Share] | None = None  # where 95 % of refits on other training rows would put the risk
     outside_training: bool | None = None  # the prompt is unlike what training saw; None: the bundle cannot tell
+    outside_because: str | None = None  # why it is
     distance: float | None = None  # to what training saw; outside from 1 on
     applies: bool | None = None  # False: the prompt asks for no fact, so the risk says nothing; None: it cannot tell
     asks: Share | None = None  # the probability that it asks for a fact
