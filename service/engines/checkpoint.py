@@ -51,9 +51,7 @@ def check_folder(folder: Path) -> None:
     """Raise ModelLoadError for a file, or a folder without a config or without weights, or with something else in a
     file's place."""
     if not folder.is_dir():
-        known = folder.name in DESCRIPTIONS or folder.suffix in WEIGHTS
-        cure = f": name the folder that it lies in, {folder.parent}" if known else ""
-        raise ModelLoadError(f"{folder} is neither a folder nor a GGUF file{cure}", param="model")
+        raise ModelLoadError(f"{folder} is neither a folder nor a GGUF file", param="model")
     if not (folder / places.CONFIG).is_file():
         said = f"{folder} has no config.json; it is not a transformers model folder"
         raise ModelLoadError(f"{said}{_instead(folder)}", param="model")

@@ -26,6 +26,7 @@ from service.errors import ModelLoadError
 from service.progress import size_text
 
 CONFIG = "config.json"
+OF_A_FOLDER = (".json", ".jinja", ".safetensors", ".bin", ".pth", ".pt")  # suffixes of the files of a model's folder
 TIMEOUT_S = 5.0
 
 
@@ -78,6 +79,9 @@ def place_of(model: str) -> Path | None:
     if local.exists() and model:
         if local.is_file():
             check_contents(local)
+            if not is_gguf(local):
+                cure = f": name the folder that it lies in, {local.parent}" if local.suffix in OF_A_FOLDER else ""
+                raise ModelLoadError(f"{local} is neither a folder nor a GGUF file{cure}", param="model")
         return local
     if model in PACKAGED:
         return PACKAGED[model].path

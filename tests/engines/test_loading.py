@@ -302,7 +302,10 @@ def test_a_folder_that_is_no_model_s_tells_what_to_name(folder: Path, tmp_path: 
         checkpoint.check_folder(folder)
     for name in ("config.json", "model-00001-of-00002.safetensors"):
         with pytest.raises(ModelLoadError, match=f"name the folder that it lies in, {folder}"):
-            checkpoint.check_folder(folder / name)
+            places.place_of(str(folder / name))
+    (folder / "rows.csv").write_text("prompt")
+    with pytest.raises(ModelLoadError, match="is neither a folder nor a GGUF file$"):
+        places.place_of(str(folder / "rows.csv"))
 
 
 def test_weights_that_are_cut_short_or_none_are_named(folder: Path) -> None:
