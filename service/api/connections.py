@@ -157,6 +157,8 @@ def _in_words(error: httptools.HttpParserError) -> str:
         return "a request before the last one was answered"
     if isinstance(error, httptools.HttpParserInvalidMethodError):
         return "it begins with no method; for HTTPS there is a proxy in front"
+    if isinstance(error, httptools.HttpParserError) and "PRI" in str(error):
+        return "it begins as HTTP/2 does, which a proxy in front may speak"
     return str(error)[:100]
 
 

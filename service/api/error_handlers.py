@@ -47,6 +47,25 @@ _OF_TYPES = frozenset(
     ("string_type", "int_type", "float_type", "bool_type", "list_type", "dict_type", "model_type",
      "model_attributes_type", "none_required")
 )  # fmt: skip
+_AN_OBJECT = "Input should be a valid dictionary or object to extract fields from"  # pydantic's, of an object
+# What other protocols, and people, call a field -> what it is called here, on whichever route has it.
+_CALLED = {
+    "prompt": ("messages", "input"),
+    "messages": ("input", "prompt"),
+    **dict.fromkeys(("input", "inputs", "text", "question", "query"), ("prompt", "messages", "input")),
+    "system": ("instructions", "messages"),
+    "instructions": ("system", "messages"),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "response_format": ("text",),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
+        ("max_tokens", "max_output_tokens"),
+    ),
+    "input_schema": ("tools",),
+    "functions": ("tools",),
+    "function_call": ("tool_choice",),
+}
 _SHOULD_BE = "Input should be "  # what pydantic's messages of these begin with
 MAX_ERRORS = 100  # of a body's validation errors that are looked at
 
@@ -84,7 +103,8 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     entries = error.errors()[:MAX_ERRORS]
     first = _most_telling(entries)
     if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "invalid")
+        reason, place = first.get("ctx", {}).get("error", "invalid"), first["loc"][-1]
+        reason += f", at character {place + 1}" if isinstance(place, int) and place else ""
         return _answer(request, 400, f"the body is not valid JSON: {reason}", "invalid_json")
     path = param = _field_path(first["loc"])
     # Without the invalid value, which may be a prompt.
@@ -99,11 +119,12 @@ def _most_telling(entries: Sequence[Any]) -> Any:
     """Return the error to tell of: each branch of a union reports one, and one branch was meant.
 
     That is the branch that took most of the value: whose error is deepest, or else about more than the value's type, or
-    else at a later element of a list."""
+    else at a later element of a list.  What is missing was meant by what does not exist."""
 
-    def rank(entry: Any) -> tuple[int, bool, int]:
+    def rank(entry: Any) -> tuple[int, bool, int, bool]:
         path = _field_path(entry["loc"])
-        return len(path), entry["type"] not in _OF_TYPES, int(path[-1]) if path and path[-1].isdecimal() else 0
+        element = int(path[-1]) if path and path[-1].isdecimal() else 0
+        return len(path), entry["type"] not in _OF_TYPES, element, entry["type"] != "missing"
 
     return max(entries, key=rank)
 
@@ -118,7 +139,7 @@ def _body_problem(error: Any) -> str:
 
 
 def _told(error: Any) -> str:
-    return str(error["msg"]).removeprefix("Value error, ")
+    return str(error["msg"]).removeprefix("Value error, ").replace(_AN_OBJECT, "Input should be an object")
 
 
 def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
@@ -144,6 +165,10 @@ def _in_words(route: str, error: Any, entries: Sequence[Any]) -> str:
     if path[:-1] not in ([], [outer]):
         return "no such field"
     known = list((inner if path[:-1] else model).model_fields)
+    if name == "extra_body":
+        return "no such field: what a client takes as extra_body it sends as fields of the request itself"
+    if (called := next((field for field in _CALLED.get(name, ()) if field in known), None)) is not None:
+        return f"no such field; it is {called!r} here"
     close = get_close_matches(name, known, n=1)
     return f"no such field; did you mean {close[0]!r}?" if close else f"no such field; there are {', '.join(known)}"
 
@@ -169,7 +194,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     status, headers = error.status_code, dict(error.headers or {})
     message = NO_ROUTE.format(path=_shown(request.url.path)) if status == 404 else str(error.detail)
     if status == 405:
-        message = f"{request.method} is not for this route; it takes {headers.get('allow', 'POST')}"
+        allowed = next((value for name, value in headers.items() if name.lower() == "allow"), "another method")
+        message = f"{request.method} is not for this route; it takes {allowed}"
     return _answer(request, status, message, CODES.get(status, "http_error"), **headers)
 
 

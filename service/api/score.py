@@ -122,7 +122,9 @@ class ScoringRequest:
             ids = [self.rendered(settings)]
         elif self.kind != "input_ids":
             ids = found = list[list[int]]()
-            for text in self.prompts:
+            for number, text in enumerate(self.prompts):
+                if not text.strip() and len(self.prompts) > 1:
+                    raise EmptyPrompt(f"prompt {number} is empty", param=self.field)
                 check_length([text], engine)
                 found.append(engine.tokenize(text) if self.kind == "text" else scorer.render(prompt=text))
                 if len(found[-1]) > engine.identity.max_tokens:

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownCommandError
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownCommandError, UnusedCliTokensError
 
 from probes_store.errors import BundleError
 from service import __version__
@@ -185,6 +185,8 @@ def _cure(error: CycloptsError, given: Sequence[str]) -> str:
         return _hint(given)
     if isinstance(error, MissingArgumentError) and tuple(given[:1]) == ("train",):
         return "  For example: hallutracer train --model ./my-model --data rows.jsonl --name my-probe"
+    if isinstance(error, UnusedCliTokensError):
+        return "  What an option takes follows its name, such as --model demo; a value with spaces is put in quotes"
     return ""
 
 

@@ -74,7 +74,7 @@ def standard_streams(count: Callable[[Fate, int], None]) -> Iterator[Say]:
     lines, out = QueuedLog(count), LineQueue(descriptor_of(sys.stdout, 1))
     logging.basicConfig(level=logging.INFO, handlers=[lines])
     logging.captureWarnings(True)
-    for library in ("httpx", "uvicorn"):
+    for library in ("httpx", "uvicorn", "torch"):  # the last tells of its caches as it ends
         logging.getLogger(library).setLevel(logging.WARNING)
 
     def at_exit() -> None:

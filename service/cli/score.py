@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from service.cli.loading import bundle_names, load_engine, load_scorers, open_store
 from service.cli.options import BundleOptions, EngineChoice, Json, Output, UsageError
 from service.cli.output import draw_report, print_line, progress_bar
-from service.data.rows import check_prompt, objects, split_answer
+from service.data.rows import check_prompt, likely_columns, objects, split_answer
 from service.errors import DataError, HalluTracerError, RequestError
 from service.options import Common
 from service.policies.guard import Policy
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from service.scoring import RiskReport, Scorer
 
 Rows = list[tuple[int, dict[str, Any]]]  # line number, object
+ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz")  # ends of names of files with rows
 MAX_PLOTTED = 6
 BATCH = 256  # rows between two updates of output and progress bar; the engine cuts its own batches from them
 
@@ -74,8 +75,10 @@ def score(
     source, output, plot = options.input, options.output, options.plot
     if bool(prompts) == (source is not None):
         raise UsageError("PROMPT", "give a question, or --input FILE, and not both")
-    if file := next((prompt for prompt in prompts if prompt.endswith(".jsonl") and Path(prompt).is_file()), None):
+    if file := next((prompt for prompt in prompts if prompt.endswith(ROWS) and Path(prompt).is_file()), None):
         raise UsageError("PROMPT", f"{file} is a file; to score its rows: --input {file}")
+    if not all(map(str.strip, prompts)):
+        raise UsageError("PROMPT", "the question is empty; give its text in quotes")
     if plot is not None and len(prompts) not in range(1, MAX_PLOTTED + 1):
         raise UsageError("--plot", f"a picture has room for 1 to {MAX_PLOTTED} prompts, given on the command line")
     if plot is not None and not plot.parent.is_dir():
@@ -133,7 +136,9 @@ def _read_rows(path: Path) -> Rows:
     problems: list[str] = []
     rows = []
     for line, row in objects(path, problems):
-        faults = list(check_prompt(row))
+        likely = {} if {"prompt", "messages"} & row.keys() else likely_columns(row, "prompt", "messages")
+        cure = "".join(f": rename {key!r} to {field!r}" for field, key in likely.items())
+        faults = [fault + cure for fault in check_prompt(row)]
         try:
             json.dumps(row, ensure_ascii=False).encode()  # every row is written out again, whatever else it holds
         except UnicodeEncodeError:

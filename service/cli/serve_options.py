@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from service.serving.tracing import Tracing
 
 log = logging.getLogger("hallutracer")
+_HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%[\w.-]+)?")  # a name or IPv4 address, or one of IPv6
 LEAST_CHARACTERS = 16  # of a key
 CURE = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
 TRACES, EVENTS = "--otlp-traces-endpoint", "--otlp-logs-endpoint"
@@ -66,7 +68,13 @@ class AccessOptions:
         return policies, keys
 
     def check_open(self, host: str, protect_metrics: bool, keys: KeyRing) -> bool:
-        """Return whether everybody may use the service.  Raises UsageError where nobody said that it is meant."""
+        """Return whether everybody may use the service.
+
+        Raises UsageError where nobody said that it is meant, and for a host that is more than one or none."""
+        if not _HOST.fullmatch(host):
+            cure = "give one such as 127.0.0.1, ::1 or :: (all); the port has --port"
+            said = f"{host!r} is no name or address alone: {cure}"
+            raise UsageError("--host", said)
         everybody = not (keys.closed or on_loopback(host))
         if everybody and not self.allow_anonymous:
             said = f"whoever reaches {host} could use the service; give --keys, --api-key-file or --allow-anonymous"

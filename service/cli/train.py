@@ -41,7 +41,7 @@ def train(
       hallutracer train --model ./my-model --data rows.jsonl --name my-probe"""
     check(options)
     if len(options.data) != 1:
-        raise UsageError("--data", "name one JSONL file")
+        raise UsageError("--data", "name one file of rows, such as rows.jsonl")
     from service.library.training import run_training
 
     chosen = engine.options_for()  # a wrong option is reported before rows are read

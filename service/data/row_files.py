@@ -17,11 +17,66 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from service.engines.places import replaced_by
 from service.errors import DataError
 
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # what such a file begins with
 WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-DELIMITERS = ",;\t"
+FOREIGN = {  # what a file of another kind begins with -> what it is, and how to get rows out of it
+    b"BZh": "is packed with bzip2: unpack it first: bunzip2 -k {}",
+    b"\xfd7zXZ\0": "is packed with xz: unpack it first: unxz -k {}",
+    b"\x28\xb5\x2f\xfd": "is packed with Zstandard: unpack it first: zstd -d {}",
+    b"\x04\x22\x4d\x18": "is packed with LZ4: unpack it first: lz4 -d {}",
+    b"PK\x03\x04": "is a ZIP archive or a spreadsheet: unpack it, or save its table as CSV in UTF-8",
+    b"\xd0\xcf\x11\xe0": "is a spreadsheet: save its table as CSV in UTF-8",
+    b"ARROW1": "is an Arrow file: write its table as Parquet or as JSON lines",
+    b"\xff\xff\xff\xff": "is an Arrow stream: write its table as Parquet or as JSON lines",
+    b"SQLite format 3": "is an SQLite database: write its table as CSV",
+    b"\x80\x04": "is a Python pickle: write its rows as JSON lines",
+    b"\x80\x05": "is a Python pickle: write its rows as JSON lines",
+    b"%PDF": "is a PDF document: write its rows as JSON lines",
+}
+DELIMITERS = ",;\t|"
+SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # what Excel writes in front of the names
+LIKELY = {  # field -> what others call it, in small letters with underscores
+    "prompt": (
+        "question",
+        "query",
+        "input",
+        "instruction",
+        "text",
+        "problem",
+        "user_input",
+        "user_query",
+        "user_prompt",
+        "question_text",
+    ),
+    "messages": ("conversation", "conversations", "dialog", "dialogue", "turns"),
+    "label": ("labels", "correct", "is_correct", "correctness", "is_factual", "verdict"),
+    "answers": (
+        "answer",
+        "accepted",
+        "accepted_answers",
+        "ground_truth",
+        "ground_truths",
+        "reference",
+        "references",
+        "expected",
+        "expected_output",
+        "expected_answer",
+        "target",
+        "output",
+        "gold",
+        "gold_answer",
+        "gold_answers",
+        "correct_answer",
+        "correct_answers",
+        "best_answer",
+        "solution",
+        "response",
+        "completion",
+    ),
+}
 LABEL = re.compile(r"[01](\.0+)?")
 Lines = Iterator[tuple[int, bytes | dict[str, Any]]]
 
@@ -34,6 +89,8 @@ def read_lines(path: Path) -> Lines:
         try:
             file: BinaryIO = sys.stdin.buffer if str(path) == "-" else stack.enter_context(path.open("rb"))
             first = file.readline()
+        except IsADirectoryError:
+            raise DataError(str(path), ["is a folder: name a file in it"]) from None
         except OSError as error:
             raise DataError(str(path), [f"cannot be read: {error.strerror}"]) from error
         kinds = [suffix.lower() for suffix in path.suffixes[-2:]]
@@ -44,16 +101,35 @@ def read_lines(path: Path) -> Lines:
         if first.startswith(GZIP):
             unpacked = _unpacked(path, gzip.GzipFile(fileobj=io.BytesIO(first + file.read())))
             first, rest = next(unpacked, b""), unpacked
+        if not first.endswith(b"\n"):  # the only line, unless the file ends its lines as old spreadsheets do
+            first, *others = first.splitlines(keepends=True) or [b""]
+            rest = chain(others, rest)
         first, second = first.removeprefix(codecs.BOM_UTF8), next(rest, b"")
         lines = chain([first], [second] if second else [], rest)
+        if foreign := _foreign(first, path):
+            raise DataError(str(path), [foreign])
         if first.startswith(WIDE) or b"\0" in first[:4]:
             raise DataError(str(path), ["is UTF-16 or another text of wide characters: save the file as UTF-8"])
-        if ".csv" in kinds or ".tsv" in kinds:
+        if ".csv" in kinds or ".tsv" in kinds or _names_columns(first):
             yield from _csv(path, lines)
             return
         if whole := _one_document(first.strip(), second.strip(), path):
             raise DataError(str(path), [whole])
         yield from enumerate(lines, 1)
+
+
+def _rows_below(first: bytes, second: bytes) -> str:
+    """Return the key below which a file, one JSON object, has a list of all its rows; else ""."""
+    if first == b"{":
+        listed = re.match(rb'"(\w+)"\s*:\s*\[$', second)
+        key = listed[1].decode() if listed else ""
+        return "" if not key or field_of(key, LIKELY) else key
+    with suppress(ValueError, RecursionError):
+        value = {} if second else json.loads(first)
+        if isinstance(value, dict) and not any(field_of(key, ("prompt", "messages")) for key in value):
+            lists = (key for key, below in value.items() if isinstance(below, list) and below)
+            return next((key for key in lists if isinstance(value[key][0], dict)), "")
+    return ""
 
 
 def _unpacked(path: Path, packed: gzip.GzipFile) -> Iterator[bytes]:
@@ -63,9 +139,42 @@ def _unpacked(path: Path, packed: gzip.GzipFile) -> Iterator[bytes]:
         raise DataError(str(path), [f"is a damaged gzip file: {error}; download or pack it again"]) from None
 
 
+def _name(path: Path) -> str:
+    return "FILE" if str(path) == "-" else path.name
+
+
+def _foreign(first: bytes, path: Path) -> str:
+    """Return what a file is that begins as none of rows does, and what to do with it; else ""."""
+    kind = next((kind for signature, kind in FOREIGN.items() if first.startswith(signature)), "")
+    return kind.format(_name(path)) or replaced_by(first)
+
+
+def field_of(name: str, fields: Iterable[str]) -> str | None:
+    """Return which of these fields a column of this name is likely to hold; None where it says none."""
+    plain = re.sub(r"[\s_-]+", "_", name.strip().lower())
+    return next((field for field in fields if plain == field or plain in LIKELY[field]), None)
+
+
+def _names_columns(first: bytes) -> bool:
+    """Return whether a file's first line is that of a table, whatever the file is called."""
+    text = first.decode("utf-8", "replace").strip()
+    if SEPARATOR.fullmatch(text):
+        return True
+    with suppress(csv.Error, StopIteration):
+        names = next(csv.reader([text], delimiter=_delimiter(text)))
+        return len(names) > 1 and any(field_of(name, ("prompt", "messages")) for name in names)
+    return False
+
+
+def _delimiter(header: str) -> str:
+    return max(DELIMITERS, key=header.count)
+
+
 def _one_document(first: bytes, second: bytes, path: Path) -> str:
     """Return what is wrong where a file begins as one JSON document over many lines, or an array; else ""."""
-    name = "FILE" if str(path) == "-" else path.name
+    name = _name(path)
+    if field := _rows_below(first, second):
+        return f"has its rows in one JSON object, below {field!r}: jq -c '.{field}[]' {name} > rows.jsonl"
     if first == b"[" or re.match(rb"\[\s*\{", first):
         return f"is one JSON array, and one JSON object per line is expected: jq -c '.[]' {name} > rows.jsonl"
     if first == b"{" and second.startswith(b'"'):
@@ -86,7 +195,10 @@ def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, An
 
     texts = decoded()
     header = next(texts, "")
-    delimiter = max(DELIMITERS, key=header.count)
+    named = SEPARATOR.fullmatch(header)
+    skipped = 0 if named is None else 1
+    header = header if named is None else next(texts, "")
+    delimiter = _delimiter(header) if named is None else named[1]
 
     def again() -> Iterator[str]:
         yield header
@@ -96,30 +208,40 @@ def _csv(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, An
     try:
         names = [name.strip() for name in next(reader, [])]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise DataError(str(path), [f"line 1: the column {twice[0]!r} appears twice"])
+            raise DataError(str(path), [f"line {1 + skipped}: the column {twice[0]!r} appears twice"])
         for cells in reader:
+            line = reader.line_num + skipped
             if len(cells) > len(names):
-                problem = f"line {reader.line_num}: {len(cells)} cells, and line 1 names {len(names)} columns"
+                problem = f"line {line}: {len(cells)} cells, and line {1 + skipped} names {len(names)} columns"
                 raise DataError(str(path), [problem])
-            row = {name: _cell(name, text) for name, text in zip(names, cells, strict=False) if text.strip()}
+            try:
+                row = {name: _cell(name, text) for name, text in zip(names, cells, strict=False) if text.strip()}
+            except ValueError as error:
+                raise DataError(str(path), [f"line {line}: {error}"]) from None
             if row:
-                yield reader.line_num, row
+                yield line, row
     except csv.Error as error:
-        raise DataError(str(path), [f"line {reader.line_num}: no CSV: {error}"]) from None
+        raise DataError(str(path), [f"line {reader.line_num + skipped}: no CSV: {error}"]) from None
 
 
 def _cell(name: str, text: str) -> Any:
-    """Return the value of a cell, which is a text unless its column has a meaning of ours."""
+    """Return the value of a cell, which is a text unless its column has a meaning of ours.
+
+    Raises ValueError for a list in another notation than JSON's, which would be taken as one text."""
     value = text.strip()
     if name == "label" and LABEL.fullmatch(value):
         return int(float(value))
     if name == "applies" and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    with suppress(ValueError, RecursionError):
+    if name in ("answers", "messages") and value.startswith("["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            said = f"{name!r} begins with a bracket and is no list as JSON has it"
+            raise ValueError(f'{said}: write ["a", "b"], in CSV as "[""a"", ""b""]"') from None
+    with suppress(ValueError):
         if name == "risk":
             return float(value)
-        if name in ("answers", "messages") and value.startswith("["):
-            return json.loads(value)
     return text
 
 

@@ -10,16 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 from probes_store.records import GREEDY, Decoding
-from service.data.row_files import read_lines
+from service.data.row_files import field_of, read_lines
 
 Message = dict[str, str]
 MARK_DIGITS = 16  # hexadecimal
 LABELS = {"factual": 1, "hallucinated": 0}  # as a row may say it; the numbers, too
 DECODINGS = "greedy, or temperature=T or temperature=T,top_p=P, as in temperature=0.7,top_p=0.9"
-LIKELY = {  # field -> what others call it
-    "prompt": ("question", "query", "input", "instruction", "text", "problem"),
-    "answers": ("answer", "accepted", "accepted_answers", "ground_truth", "reference", "expected", "target", "output"),
-}
 ROLES = ("system", "user", "assistant")  # as the service takes them; many templates drop any other silently
 
 
@@ -51,10 +47,16 @@ def accepted_of(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def likely_columns(value: Mapping[str, Any], *fields: str) -> str:
-    """Return what ``--columns`` would call the row's own keys, for those of ``fields`` that it lacks; else ""."""
-    called = {field: next((key for key in value if key.lower() in LIKELY[field]), None) for field in fields}
-    return ",".join(f"{field}={key}" for field, key in called.items() if key and field not in value)
+def likely_columns(value: Mapping[str, Any], *fields: str) -> dict[str, str]:
+    """Return what the row itself seems to call those of ``fields`` that it lacks, by field."""
+    missing = [field for field in fields if field not in value]
+    likely: dict[str, str] = {}
+    for key in value:
+        if (field := field_of(key, missing)) is not None:
+            likely.setdefault(field, key)
+    if {"prompt", "messages"} <= likely.keys():  # a row has one of them
+        del likely["messages"]
+    return likely
 
 
 def objects(
@@ -74,6 +76,9 @@ def objects(
             value = json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_no_repeats)
         except UnicodeDecodeError as error:
             problems.append(f"line {line}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8")
+        except json.JSONDecodeError as error:
+            cure = "" if data.lstrip().startswith(b"{") else ': an object is expected, such as {"prompt": "..."}'
+            problems.append(f"line {line}: invalid JSON: {error.msg}, at character {error.pos + 1}{cure}")
         except (ValueError, RecursionError) as error:
             problems.append(f"line {line}: invalid JSON: {error}")
         else:

@@ -49,6 +49,8 @@ from service.errors import DataError
 FORM = "form"  # the key of a row that names its form
 STRATA = ("kind", "template", FORM)
 SHOWN = 60  # characters of a prompt that is named as an example
+ANSWERS = ("completion", "response", "output", "generation", "generated_answer", "model_answer", "prediction")
+KEYS_SHOWN = 120  # characters in which the keys of a row are named
 REMARKED = 0.01  # share of rows from which on a likeness between named groups is remarked on
 
 
@@ -94,6 +96,7 @@ class Dataset:
     alike: NDArray[np.int64]  # the same number for rows whose prompts are near-duplicates: [N]
     made_of: Dataset | None = None  # the user's file, where the rows are its questions in forms
     part_of: str | None = None  # digest of the whole file, where these are some of its rows
+    unread_answers: str = ""  # a key of rows with labels that seems to hold what ``answer`` would, and is not read
     left_out_forms: tuple[str, ...] = ()  # that the model's context or chat template takes from none of the questions
 
     def __len__(self) -> int:
@@ -167,6 +170,11 @@ class Dataset:
                 else f"{count} rows ask the same as another one in other words and share its group, such as {example}, "
                 f"as {other}"
             )
+        if key := self.unread_answers:
+            remarks.append(
+                f"the rows have {key!r}, which is not read: if that is the answer which 'label' is about, "
+                f"--columns answer={key} reads its tokens, too"
+            )
         if len(decodings := self.decodings) > 1:
             listed = ", ".join(sorted("none" if one is None else str(one) for one in decodings))
             remarks.append(f"the rows' 'decoding' differs ({listed}), so no decoding of the answers is recorded")
@@ -212,7 +220,9 @@ def read_dataset(
         problems.append('every row has "applies": false: add rows that ask for a fact, with a label or answers')
     if problems:
         raise DataError(str(path), sorted(problems, key=_line_of))
-    dataset = Dataset(path, tuple(rows), digest, own_groups, near_duplicates([row.texts for row in rows]))
+    unread = _unread_answers(values) if labels == "given" and not any(row.answer for row in rows) else ""
+    alike = near_duplicates([row.texts for row in rows])
+    dataset = Dataset(path, tuple(rows), digest, own_groups, alike, unread_answers=unread)
     if labels == "given" and folds is not None and (problems := missing_groups(dataset, folds)):
         raise DataError(str(path), [*problems, *dataset.remarks])
     return dataset
@@ -237,11 +247,13 @@ def _checked(
 def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Iterator[str]:
     yield from check_id(value)
     yield from check_text(value, "group", required=False)
-    asked = () if "messages" in value else ("prompt",)
-    likely = likely_columns(value, *asked, *(("answers",) if labels == "generate" else ()))
-    renamed = f": --columns {likely} would read this row"
+    fields = [] if {"prompt", "messages"} & value.keys() else ["prompt", "messages"]
+    likely = likely_columns(value, *fields, "label" if labels == "given" else "answers")
+    renamed = "".join(f",{field}={key}" for field, key in likely.items())[1:]
+    renamed = f": --columns {renamed} would read this row" if renamed else ""
     for problem in check_prompt(value):
-        yield problem + (renamed if likely.startswith("prompt=") else "")
+        own = f"; the row has {', '.join(map(repr, value))}"[:KEYS_SHOWN] if fields and not renamed else ""
+        yield problem + (renamed if {"prompt", "messages"} & likely.keys() else own)
     applies = value.get("applies", True)
     if not isinstance(applies, bool):
         yield f"'applies' must be true or false, found {json.dumps(applies)[:60]}"
@@ -254,6 +266,7 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
             pass
         elif "label" not in value:
             cure = " (there are 'answers': generate the labels, --labels generate)" if "answers" in value else ""
+            cure = cure or (renamed if "label" in likely else "")
             yield f"'label' is missing{cure}"
         elif label_of(value["label"]) is None:
             found = json.dumps(value["label"])[:60]
@@ -268,7 +281,7 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
             yield f"'decoding', how the answer that 'label' is about was decoded, must be {DECODINGS}, found {found}"
     elif "answers" not in value:
         cure = " (there is a 'label': use the given labels, --labels given)" if "label" in value else ""
-        cure = cure or (renamed if likely.startswith("answers=") else "")
+        cure = cure or (renamed if "answers" in likely else "")
         yield f"'answers' is missing{cure}"
     elif not isinstance(answers := accepted_of(value["answers"]), list) or not answers:
         yield "'answers' must be a string or a non-empty list of strings"
@@ -281,6 +294,11 @@ def _check_row(value: dict[str, Any], labels: Labels, all_labelled: bool) -> Ite
 def _answer_in(value: dict[str, Any]) -> str:
     """Return the answer with which the messages end; "" where they are none, or do not."""
     return "" if "messages" not in value or [*check_prompt(value)] else split_answer(value["messages"])[1]
+
+
+def _unread_answers(values: Sequence[tuple[int, dict[str, Any]]]) -> str:
+    """Return a key of the first row that names a model's answer in others' words; "" where there is none."""
+    return next((key for key in values[0][1] if key.lower() in ANSWERS), "")
 
 
 def class_problems(label: NDArray[Any], group: NDArray[Any], folds: int) -> list[str]:

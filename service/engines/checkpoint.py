@@ -20,7 +20,10 @@ MIB = 1 << 20
 _COUNT_AT, _TEXT, _LIST = 16, 8, 9
 _WHOLE, _OTHER = {4: "I", 5: "i", 10: "Q", 11: "q"}, {0: 1, 1: 1, 2: 2, 3: 2, 6: 4, 7: 1, 12: 8}  # layouts; bytes
 _LONGEST, _SHORT_LIST = 1 << 20, 1000
+_LENGTH_BYTES = 8  # of the number with which a safetensors file begins: how long its header is
 SINGLE = "model.safetensors", "pytorch_model.bin"
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")  # suffixes of files with weights, whatever their names
+ADAPTER = "adapter_config.json"
 DESCRIPTIONS = (
     places.CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
@@ -47,16 +50,58 @@ def snapshot_of(model: str, revision: str | None) -> Path:
 def check_folder(folder: Path) -> None:
     """Raise ModelLoadError for a file, or a folder without a config or without weights, or with something else in a
     file's place."""
-    for wrong, problem in (
-        (not folder.is_dir(), "is neither a folder nor a GGUF file"),
-        (not (folder / "config.json").is_file(), "has no config.json; it is not a transformers model folder"),
-    ):
-        if wrong:
-            raise ModelLoadError(f"{folder} {problem}", param="model")
+    if not folder.is_dir():
+        raise ModelLoadError(f"{folder} is neither a folder nor a GGUF file", param="model")
+    if not (folder / places.CONFIG).is_file():
+        said = f"{folder} has no config.json; it is not a transformers model folder"
+        raise ModelLoadError(f"{said}{_instead(folder)}", param="model")
     check_files(folder)
     if not weight_files(folder):
         said = f"{folder} has no weights; expected {' or '.join(SINGLE)}, or an index of shards"
-        raise ModelLoadError(said, param="model")
+        raise ModelLoadError(f"{said}{_instead(folder)}", param="model")
+
+
+def _instead(folder: Path) -> str:
+    """Return what a folder that is no model's has in its stead, and what to name; "" where nothing is known of it."""
+    files = sorted(file.name for file in folder.iterdir())
+    below = sorted(inner.parent.name for inner in folder.glob(f"*/{places.CONFIG}"))
+    commits = sorted(str(inner.parent.relative_to(folder)) for inner in folder.glob(f"snapshots/*/{places.CONFIG}"))
+    packed = [name for name in files if name.lower().endswith(".gguf")]
+    weights = [name for name in files if Path(name).suffix in WEIGHTS]
+    if ADAPTER in files:
+        return "; it holds an adapter: name the model that it belongs to, and this folder as the adapter"
+    if packed:
+        return f"; it holds {packed[0]}: name that file"
+    if commits:
+        return f"; it is a model's folder in the hub's cache: name one of its commits, as {folder / commits[-1]}"
+    if below:
+        return f"; name the folder below it, {folder / below[0]}"
+    if len(weights) > 1:
+        return f"; it holds {weights[0]} and others: download the index that names them, too"
+    return f"; it holds {weights[0]}, and a file of that name is not read" if weights else ""
+
+
+def check_whole(folder: Path) -> None:
+    """Raise ModelLoadError for a file of weights that is cut short, or does not begin as its format does."""
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors" and not _is_whole(file):
+            said = f"the weights in {file} are cut short, or are none; download the file again"
+            raise ModelLoadError(said, param="model")
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a safetensors file has the header that its first bytes promise, and the data that it tells of."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES + length:
+            return False
+        with suppress(ValueError, AttributeError, KeyError, TypeError, RecursionError):
+            tensors = json.loads(stream.read(length))
+            tensors.pop("__metadata__", None)
+            ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
+            return bool(size == _LENGTH_BYTES + length + max(ends, default=0))
+    return False
 
 
 def check_files(folder: Path) -> None:
@@ -74,7 +119,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the weight files that transformers would load, by name.  Raises ModelLoadError if one is missing."""
     for single in SINGLE:
         index = folder / f"{single}.index.json"
-        names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else [single]
+        names = _named_in(index) if index.is_file() else [single]
         if (folder / single).is_file():
             if names != [single]:
                 said = f"{folder} holds {single} beside {index.name}, which names other files; keep what is whole"
@@ -86,6 +131,16 @@ def weight_files(folder: Path) -> list[Path]:
                 raise ModelLoadError(f"{index} names {', '.join(missing)}, which is not there; download it again")
             return files
     return []
+
+
+def _named_in(index: Path) -> list[str]:
+    """Return the files that an index of shards names.  Raises ModelLoadError where it names none."""
+    named = read_json(index).get("weight_map")
+    files = list(named.values()) if isinstance(named, dict) else []
+    if not files or not all(isinstance(file, str) for file in files):
+        said = f"{index} does not say in which files the weights are (weight_map); download it again"
+        raise ModelLoadError(said, param="model")
+    return sorted(set(files))
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -255,6 +255,13 @@ class Tokens:
                 list(turns), add_generation_prompt=True, tokenize=False, **options
             )
         except Exception as error:  # a template is a program that can raise anything
+            from jinja2 import TemplateSyntaxError
+
+            if isinstance(error, TemplateSyntaxError):
+                fault = f"{error.message}, at its line {error.lineno}"
+                said = f"this model's chat template is no valid Jinja template: {fault}"
+                cure = "mend chat_template.jinja, or chat_template in tokenizer_config.json, in the model's folder"
+                raise _refused(f"{said}: {cure}") from error
             raise _refused(f"the chat template refuses these messages: {error}") from error
         return str(found)
 

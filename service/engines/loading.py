@@ -23,6 +23,18 @@ from service.errors import ModelLoadError
 from service.readout import Site
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Files of which a tokenizer is made: the fast one's own first.
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "qwen.tiktoken",
+)
+MOST_TOLD = 300  # characters of a library's message that an error repeats
 EXTRA_OPTIONS = frozenset({"attn_implementation"})
 
 
@@ -81,12 +93,12 @@ def load(options: EngineOptions, sites: Iterable[Site] = ()) -> tuple[Any, Model
     with read_for(files.config, dtype, device):
         loaded = loader(files.config).from_pretrained
         model, report = _attempt("weights", options, lambda: loaded(**arguments), files.folder)
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers does so by itself
+        said = f"{options.model} holds an adapter beside its weights"
+        raise ModelLoadError(f"{said}: move it out, and name it as the adapter", param="model")
     if missing := sorted(report["missing_keys"]):
         said = f"the checkpoint of {options.model} lacks {len(missing)} parameter(s), first {missing[0]}"
         raise ModelLoadError(f"{said}; download the model again", param="model")
-    if getattr(model, "_hf_peft_config_loaded", False):  # transformers does so by itself
-        raise ModelLoadError(f"{options.model} holds an adapter beside its weights: move it out, and name it as the "
-                             "adapter", param="model")  # fmt: skip
     if options.adapter is not None:
         _load_adapter(model, options.adapter, options)
     return _attempt("weights", options, lambda: model.to(device)), files
@@ -145,13 +157,25 @@ def _attempt(what: str, options: EngineOptions, action: Callable[[], Any], folde
     except Exception as error:  # file formats raise their own types (safetensors, tokenizers)
         if folder is not None:
             checkpoint.check_files(folder)
+            checkpoint.check_whole(folder)
+            if what == "tokenizer" and not any((folder / name).is_file() for name in TOKENIZERS):
+                said = f"{folder} has no tokenizer; expected {TOKENIZERS[0]}, as it lies beside the model's own weights"
+                raise ModelLoadError(said, param="model") from None
         told = str(error).lower()
         full = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if full or "out of memory" in told or "can't allocate memory" in told:
             message = f"{options.model} does not fit into memory on device {options.device}; use dtype bfloat16"
         else:
-            message = f"the {what} of {options.model} cannot be loaded: {type(error).__name__}: {error}"
+            message = (
+                f"the {what} of {options.model} cannot be loaded: {type(error).__name__}: {_beginning(str(error))}"
+            )
         raise ModelLoadError(message, param="model") from error
+
+
+def _beginning(told: str) -> str:
+    """Return the first paragraph of a library's message in one line; further ones list classes and its own options."""
+    first = " ".join(told.strip().split("\n\n")[0].split())
+    return first if len(first) <= MOST_TOLD else f"{first[:MOST_TOLD]} .."
 
 
 def memory_fingerprint(model: nn.Module) -> str:

@@ -26,6 +26,7 @@ from service.errors import ModelLoadError
 from service.progress import size_text
 
 CONFIG = "config.json"
+OF_A_FOLDER = (".json", ".jinja", ".safetensors", ".bin", ".pth", ".pt")  # suffixes of the files of a model's folder
 TIMEOUT_S = 5.0
 
 
@@ -78,9 +79,16 @@ def place_of(model: str) -> Path | None:
     if local.exists() and model:
         if local.is_file():
             check_contents(local)
+            if not is_gguf(local):
+                cure = f": name the folder that it lies in, {local.parent}" if local.suffix in OF_A_FOLDER else ""
+                raise ModelLoadError(f"{local} is neither a folder nor a GGUF file{cure}", param="model")
         return local
     if model in PACKAGED:
         return PACKAGED[model].path
+    if _ADDRESS.match(model):
+        of_hub = _OF_HUB.fullmatch(model)
+        cure = f"by its name, {of_hub[1]}" if of_hub else "as a name, a folder or a GGUF file; download it first"
+        raise ModelLoadError(f"{model} is an address, and a model is given {cure}", param="model")
     if looks_like_path(model):
         shown = model if local.is_absolute() or not model else f"{model} (that is {local.resolve()})"
         said = f"there is no folder or GGUF file {shown}; give a folder with config.json, a .gguf file or a hub name"
@@ -88,6 +96,9 @@ def place_of(model: str) -> Path | None:
     return None
 
 
+_ADDRESS = re.compile(r"(https?|hf|s3|gs|az)://")
+_HUB = r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)"
+_OF_HUB = re.compile(_HUB + r"([\w.-]+/[\w.-]+)(?:/tree/[\w.-]+)?/?")
 _POINTER = b"version https://git-lfs"
 _PAGE = re.compile(rb"\s*<(!doctype|html|head|\?xml|error)\b", re.IGNORECASE)
 _BEGINNING = 512  # bytes of a file that tell
@@ -96,18 +107,20 @@ _BEGINNING = 512  # bytes of a file that tell
 def check_contents(file: Path, param: str = "model") -> None:
     """Raise ModelLoadError, before a parser does in its own words, for a file in whose place something else was saved:
     a Git LFS pointer, a web page or nothing."""
-    problem = ""
     with file.open("rb") as stream:
         begins = stream.read(_BEGINNING)
-    if not begins:
-        problem = "is empty; download it again"
-    elif begins.startswith(_POINTER):
-        problem = "is a Git LFS pointer, which stands for the file; fetch that: git lfs pull"
-    elif _PAGE.match(begins):
-        problem = ("holds a web page, saved in its place; download the file itself, logged in where it asks for "
-                   "that (from a hub, the address with /resolve/, not /blob/)")  # fmt: skip
-    if problem:
+    if problem := replaced_by(begins) if begins else "is empty; download it again":
         raise ModelLoadError(f"{file} {problem}", param=param)
+
+
+def replaced_by(begins: bytes) -> str:
+    """Return what was saved in the place of a file that begins so, and the cure; "" where it may be the file."""
+    if begins.startswith(_POINTER):
+        return "is a Git LFS pointer, which stands for the file; fetch that: git lfs pull"
+    if _PAGE.match(begins):
+        cure = "download the file itself, logged in where it asks for that"
+        return f"holds a web page, saved in its place; {cure} (from a hub, the address with /resolve/, not /blob/)"
+    return ""
 
 
 def looks_like_path(model: str) -> bool:

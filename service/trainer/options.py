@@ -109,7 +109,7 @@ class RowsOptions(JudgeOptions, LabelOptions):
     def file(self) -> Path:
         """Return the file of the rows.  Raises TrainingError without one."""
         if len(self.data) != 1:
-            raise TrainingError("name one JSONL file", param="data")
+            raise TrainingError("name one file of rows, such as rows.jsonl", param="data")
         return Path(self.data[0])
 
     @property

@@ -98,6 +98,7 @@ def test_what_is_refused_says_so(service: Served) -> None:
     post = b"POST /score HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
     for sent, said in (
         (b"\x16\x03\x01\x02\x00", "begins with no method; for HTTPS there is a proxy in front"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "it begins as HTTP/2 does, which a proxy in front may speak"),
         (post + b"2\r\ntransfer-encoding: chunked\r\n\r\n", "Transfer-Encoding can't be present with Content-Length"),
         (post + b"+2\r\n\r\n{}", "Invalid character in Content-Length"),
     ):

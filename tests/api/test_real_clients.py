@@ -512,3 +512,33 @@ def test_openai_s_client_raises_what_it_knows(app: App) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="scripted", messages=[{"role": "user", "content": LONG}])
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "called"),
+    [
+        (RESPONSES_ROUTE, "messages", "input"),
+        (RESPONSES_ROUTE, "max_tokens", "max_output_tokens"),
+        (RESPONSES_ROUTE, "response_format", "text"),
+        (RESPONSES_ROUTE, "system", "instructions"),
+        (MESSAGES_ROUTE, "stop", "stop_sequences"),
+        (MESSAGES_ROUTE, "instructions", "system"),
+        (MESSAGES_ROUTE, "max_new_tokens", "max_tokens"),
+        (TEXT_ROUTE, "messages", "prompt"),
+    ],
+)
+def test_another_protocol_s_field_is_told_by_its_name_here(app: App, route: str, field: str, called: str) -> None:
+    answer = app.client.post(route, json=body_of(route) | {field: "a"})
+    assert answer.status_code in (400, 422)
+    assert f"{field}: no such field; it is {called!r} here" in answer.json()["error"]["message"]
+
+
+def test_faults_of_json_say_where(app: App) -> None:
+    for body, said in (
+        ('{"prompt": "a",}', "double quotes, at character 16"),
+        ("{'prompt': 'a'}", "double quotes, at character 2"),
+        ('{"prompt": "a"} {}', "Extra data, at character 17"),
+        ('{"prompt": True}', "Expecting value, at character 12"),
+    ):
+        error = app.client.post("/score", content=body, headers=JSON).json()["error"]
+        assert (error["code"], said in error["message"]) == ("invalid_json", True), error

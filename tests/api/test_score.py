@@ -300,6 +300,13 @@ def test_another_content_type_is_named(app: App, declared: str | None) -> None:
         ("/score", {"messages": [{"role": "user", "content": "a", "nome": ""}]}, "messages.0.nome", "no such field"),
         ("/v1/chat/completions", CHAT | {"policy": "gate"}, "policy", '{"vllm_xargs": {"hallutracer_policy": ...}}'),
         ("/v1/chat/completions", CHAT | {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ("/score", {"text": "a"}, "text", "it is 'prompt' here"),
+        ("/score", {"inputs": "a"}, "inputs", "it is 'prompt' here"),
+        ("/v1/chat/completions", CHAT | {"system": "b"}, "system", "it is 'messages' here"),
+        ("/v1/chat/completions", CHAT | {"input": "b"}, "input", "it is 'messages' here"),
+        ("/v1/chat/completions", CHAT | {"stop_sequences": ["b"]}, "stop_sequences", "it is 'stop' here"),
+        ("/v1/chat/completions", CHAT | {"extra_body": {"top_k": 1}}, "extra_body", "as fields of the request itself"),
+        ("/score", {"messages": ["a"]}, "messages.0", "Input should be an object"),
         ("/score", {"prompt": "a", "x-y": 1}, None, "no such field"),
         ("/score", {"prompt": "a", "generate": {"x-y": 1}}, "generate", "no such field"),
         ("/classify", {"inputs": "a", "zz": 1}, "zz", "no such field"),
@@ -314,9 +321,19 @@ def test_an_unknown_field_names_the_one_that_was_meant(
 
 
 def test_another_method_and_another_path_name_what_there_is(app: App) -> None:
-    for path, code, said in (("/score", "method_not_allowed", "it takes POST"), ("/no", "not_found", "/health/ready")):
-        error = app.client.get(path).json()["error"]
-        assert (error["code"], said in error["message"]) == (code, True)
+    for method, path, code, said in (
+        ("GET", "/score", "method_not_allowed", "it takes POST"),
+        ("GET", "/no", "not_found", "/health/ready"),
+        ("POST", "/v1/models", "method_not_allowed", "it takes GET"),
+        ("DELETE", "/v1/models/x", "method_not_allowed", "GET"),
+    ):
+        error = app.client.request(method, path).json()["error"]
+        assert (error["code"], said in error["message"]) == (code, True), error
+
+
+def test_an_empty_prompt_among_others_is_named(app: App) -> None:
+    error = score(app, 422, prompt=["a", " "])["error"]
+    assert (error["message"], error["param"]) == ("prompt 1 is empty", "prompt")
 
 
 @pytest.mark.parametrize("refuses", [True, False])

@@ -161,6 +161,20 @@ def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> Non
     one_line_says(("bundle", "show", "demo"), 130, "interrupted")
 
 
+def test_a_word_that_no_option_takes_gets_its_cure() -> None:
+    one_line_says(("serve", "demo"), 2, "follows its name, such as --model demo")
+    one_line_says(("train", "--name", "x", "--data", "a.jsonl", "b.jsonl"), 2, "a value with spaces is put in quotes")
+    one_line_says(("train", "--name", "x"), 2, "name one file of rows, such as rows.jsonl")
+
+
+def test_what_is_no_question_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    one_line_says(("score", ""), 2, "the question is empty")
+    one_line_says(("score", "a", " "), 2, "the question is empty")
+    for name in ("rows.csv", "rows.parquet", "rows.jsonl.gz"):
+        (tmp_path / name).touch()
+        one_line_says(("score", str(tmp_path / name)), 2, f"is a file; to score its rows: --input {tmp_path / name}")
+
+
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
@@ -168,6 +182,8 @@ def test_an_interrupt_is_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> Non
         (["", '{"prompt": " "}'], "line 2: 'prompt' is empty"), ([], "no rows"),
         (['{"messages": [{"role": "user"}]}'], "line 1: 'messages[0]' must be an object"),
         (["[" * 100_000], "line 1: invalid JSON"),
+        (['{"question": "a"}'], "line 1: 'prompt' (or 'messages') is missing: rename 'question' to 'prompt'"),
+        (["question,source", "a,b"], "line 2: 'prompt' (or 'messages') is missing: rename 'question' to 'prompt'"),
         (['{"prompt": "a", "note": "\\ud800"}'], "line 1: half of a surrogate pair"),
         (["{}"] * 600 + ['{"prompt": 1}'], "line 1 and 599 more lines: "),  # a repeated problem is reported once
     ],
@@ -183,6 +199,8 @@ def test_an_address_that_cannot_be_listened_on_is_said_before_a_model_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         one_line_says(("serve", "--port", str(taken.getsockname()[1])), 1, "--port")
     one_line_says(("serve", "--host", "256.0.0.1", "--allow-anonymous"), 1, "cannot listen on 256.0.0.1")
+    for host in ("http://localhost", "[::1]", "127.0.0.1:80", "", " ::1", "localhost:80"):
+        one_line_says(("serve", "--host", host), 2, f"--host: {host!r} is no name or address alone")
     for name in ("../x", "X", ""):  # names that would leave the store
         one_line_says(("bundle", "show", name), 1, "")
 

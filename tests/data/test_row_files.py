@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
 import gzip
 import json
+import lzma
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,16 @@ def test_cells_have_the_types_of_their_fields(tmp_path: Path) -> None:
         (b"prompt,prompt\na,b\n", "rows.csv", "the column 'prompt' appears twice"),
         (b"prompt,label\na,1,2\n", "rows.csv", "line 2: 3 cells, and line 1 names 2"),
         (b'prompt,label\n"a,1\n', "rows.csv", "no CSV"), (b"prompt,label\n\xff,1\n", "rows.csv", "line 2: not UTF-8"),
+        (json.dumps({"data": ROWS}).encode(), "rows.json", "one JSON object, below 'data': jq -c '.data\\[\\]' rows"),
+        (json.dumps({"rows": ROWS}, indent=1).encode(), "rows.json", "one JSON object, below 'rows'"),
+        (bz2.compress(LINES.encode()), "rows.jsonl.bz2", "packed with bzip2.*bunzip2 -k rows.jsonl.bz2"),
+        (lzma.compress(LINES.encode()), "rows.jsonl.xz", "packed with xz"),
+        (b"\x28\xb5\x2f\xfd\x24\n\xff", "rows.jsonl.zst", "packed with Zstandard.*zstd -d rows.jsonl.zst"),
+        (b"PK\x03\x04\n\xff", "rows.xlsx", "a spreadsheet.*CSV in UTF-8"),
+        (b"ARROW1\0\0\n", "rows.arrow", "an Arrow file"), (b"SQLite format 3\0", "rows.db", "an SQLite database"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "rows.jsonl", "Git LFS pointer.*git lfs pull"),
+        (b"<!DOCTYPE html>\n<html>", "rows.csv", "a web page"),
+        (b"prompt,answers\na,\"['b', 'c']\"\n", "rows.csv", "line 2: 'answers' begins with a bracket"),
         (b"", "rows.csv", "the file has no rows"), (b"PAR1 and no more", "rows.parquet", "Parquet"),
     ],
 )  # fmt: skip
@@ -93,6 +105,68 @@ def test_a_file_that_is_wrong_as_a_whole_gets_one_message(tmp_path: Path, data: 
     with pytest.raises(DataError, match=said) as caught:
         read_dataset(path, "given", folds=0)
     assert len(caught.value.problems) == 1
+
+
+def test_a_folder_is_no_file_of_rows(tmp_path: Path) -> None:
+    assert refused(tmp_path) == ["is a folder: name a file in it"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"answers": ["b"], "prompt": "a"}, {"passages": [{"text": "x"}], "prompt": "a", "answers": "b"}]
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_one_row_with_a_list_is_a_row(tmp_path: Path, row: dict[str, Any], name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps(row))
+    assert read(path, "generate") == [("a", None, ("b",))]
+
+
+def test_line_ends_and_separators_of_spreadsheets(tmp_path: Path) -> None:
+    table = "prompt{0}label{0}group\na{0}1{0}x\nb{0}0{0}y\n"
+    written = {
+        "old.csv": table.format(",").replace("\n", "\r"),
+        "excel.csv": "sep=;\r\n" + table.format(";"),
+        "pipe.csv": table.format("|"),
+        "table.txt": table.format("\t"),
+        "named_lines.jsonl": table.format(","),
+        "old.jsonl": '{"prompt": "a", "label": 1}\r{"prompt": "b", "label": 0}\r',
+    }
+    for name, text in written.items():
+        path = tmp_path / name
+        path.write_bytes(text.encode())
+        assert read(path) == [("a", 1, ()), ("b", 0, ())], name
+    path.write_bytes(b"sep=;\nprompt;label\na;1\nb;x\n")
+    assert refused(path)[0].startswith("line 4: ")  # as an editor counts
+    path.write_bytes(b"sep=;\nprompt;label\na;1;2\n")
+    assert refused(path) == ["line 3: 3 cells, and line 2 names 2 columns"]
+
+
+def test_a_line_of_no_json_says_what_is_expected_and_where(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('What is the capital of France?\n{"prompt": "b", "label": 0,}\n')
+    assert refused(path) == [
+        'line 1: invalid JSON: Expecting value, at character 1: an object is expected, such as {"prompt": "..."}',
+        "line 2: invalid JSON: Expecting property name enclosed in double quotes, at character 28",
+    ]
+
+
+def test_a_row_without_any_known_name_tells_which_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("What is the capital of France?,1\nOf Spain?,0\n")
+    assert refused(path)[0] == (
+        "line 2: 'prompt' (or 'messages') is missing; the row has 'What is the capital of France?', '1'"
+    )
+
+
+def test_an_answer_under_another_name_is_remarked_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a", "completion": "x", "label": 1}, {"prompt": "b", "completion": "y", "label": 0}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (remark,) = read_dataset(path, "given", folds=0).remarks
+    assert "'completion', which is not read" in remark
+    assert "--columns answer=completion" in remark
+    named = read_dataset(path, "given", folds=0, columns={"answer": "completion"})
+    assert (named.remarks, [row.answer for row in named.rows]) == ([], ["x", "y"])
 
 
 def test_a_parquet_file_without_its_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +218,11 @@ def test_one_accepted_answer_may_be_a_text(tmp_path: Path) -> None:
         ({"prompt": "a", "output": "b"}, "generate", "answers=output"),
         ({"Question": "a", "answers": ["b"]}, "generate", "prompt=Question"),
         ({"input": "a", "label": 1}, "given", "prompt=input"),
+        ({"Prompt": "a", "Label": 1}, "given", "prompt=Prompt,label=Label"),
+        ({"User Input": "a", "is_correct": 1}, "given", "prompt=User Input,label=is_correct"),
+        ({"conversations": [{"role": "user", "content": "a"}], "label": 1}, "given", "messages=conversations"),
+        ({"question": "a", "gold_answers": ["b"]}, "generate", "prompt=question,answers=gold_answers"),
+        ({"prompt": "a", "expected-output": "b"}, "generate", "answers=expected-output"),
     ],
 )
 def test_other_names_of_the_fields_get_the_option_that_reads_them(

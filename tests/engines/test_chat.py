@@ -74,3 +74,11 @@ def test_a_service_that_refuses_special_tokens_names_the_field() -> None:
     with pytest.raises(RequestError, match="tools spells out the special token '</s>'") as caught:
         check_special_tokens({"messages.0.content": ["a"], "tools": ["b", "x</s>"]}, engine)
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}{{ m.content }", "{{ messages[0]['content'] }}\n{% end %}"]
+)
+def test_a_template_that_is_none_is_not_laid_to_the_messages(template: str) -> None:
+    with pytest.raises(RequestError, match=r"chat template is no valid Jinja template: .*, at its line \d: mend"):
+        rendered(ASKED, template=template)

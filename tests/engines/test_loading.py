@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import modeling_utils
 
-from service.engines import loading, places, reading
+from service.engines import checkpoint, loading, places, reading
 from service.engines.base import BatchEngine, EngineOptions
 from service.engines.checkpoint import folder_fingerprint
 from service.engines.loading import memory_fingerprint
@@ -270,3 +270,82 @@ def test_a_single_file_beside_an_index_of_others_is_refused_and_one_that_it_name
     names = load_file(folder / "model.safetensors")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
     load(folder)
+
+
+@pytest.mark.parametrize("content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
+def test_an_index_that_names_no_files_is_refused(folder: Path, content: Any) -> None:
+    sharded(folder).write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match="index.json does not say in which files the weights are"):
+        checkpoint.check_folder(folder)
+
+
+def test_a_folder_that_is_no_model_s_tells_what_to_name(folder: Path, tmp_path: Path) -> None:
+    for files, said in (
+        (("adapter_config.json", "adapter_model.safetensors"), "holds an adapter: name the model that it belongs to"),
+        (("odd name.Q4_K_M.GGUF", "README.md"), "it holds odd name.Q4_K_M.GGUF: name that file"),
+        (("inner/config.json",), "name the folder below it, .*/inner"),
+        (("snapshots/abc/config.json", "refs/main"), "hub's cache: name one of its commits, as .*/snapshots/abc"),
+        (("consolidated.safetensors", "params.json"), "consolidated.safetensors, and a file of that name is not read"),
+        (("README.md",), "it is not a transformers model folder$"),
+    ):
+        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+        for file in files:
+            (tmp_path / "other" / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "other" / file).touch()
+        with pytest.raises(ModelLoadError, match=said):
+            checkpoint.check_folder(tmp_path / "other")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelLoadError, match="has no weights.*model-00001-of-00002.safetensors, and a file of that"):
+        checkpoint.check_folder(folder)
+    (folder / "model-00002-of-00002.safetensors").touch()
+    with pytest.raises(ModelLoadError, match="has no weights.*download the index that names them, too"):
+        checkpoint.check_folder(folder)
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        with pytest.raises(ModelLoadError, match=f"name the folder that it lies in, {folder}"):
+            places.place_of(str(folder / name))
+    (folder / "rows.csv").write_text("prompt")
+    with pytest.raises(ModelLoadError, match="is neither a folder nor a GGUF file$"):
+        places.place_of(str(folder / "rows.csv"))
+
+
+def test_weights_that_are_cut_short_or_none_are_named(folder: Path) -> None:
+    sharded(folder)
+    part = folder / "part-1.safetensors"
+    whole = part.read_bytes()
+    checkpoint.check_whole(folder)
+    for content in (whole[:-9], whole[:100], b"Access to this model is restricted.", whole + b"\0"):
+        part.write_bytes(content)
+        with pytest.raises(ModelLoadError, match="the weights in .*part-1.safetensors are cut short"):
+            load(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_told_so(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelLoadError, match="has no tokenizer; expected tokenizer.json"):
+        load(folder)
+
+
+def test_what_a_library_tells_is_one_line(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "newest"}')
+    with pytest.raises(ModelLoadError, match="does not recognize this architecture") as caught:
+        load(folder)
+    (folder / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
+    with pytest.raises(ModelLoadError, match="Unrecognized configuration class") as other:
+        load(folder)
+    for one in (caught, other):
+        assert ("\n" in one.value.message, len(one.value.message) < 500) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("https://huggingface.co/acme/tiny-1.5B", "by its name, acme/tiny-1.5B$"),
+        ("https://hf.co/acme/tiny/tree/main", "by its name, acme/tiny$"),
+        ("hf://acme/tiny", "by its name, acme/tiny$"),
+        ("https://huggingface.co/acme/tiny/resolve/main/tiny.gguf", "download it first"),
+        ("s3://bucket/tiny", "download it first"),
+    ],
+)
+def test_an_address_is_no_model_and_the_error_has_its_name(model: str, said: str) -> None:
+    with pytest.raises(ModelLoadError, match=said):
+        places.place_of(model)
