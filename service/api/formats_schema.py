@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,14 @@ from service.json_limits import size_within
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NAMED = frozenset(("name", "schema", "strict", "description"))
+
+
+def checked_format(asked: Mapping[str, Any] | None, param: str, inner: str | None = None) -> Format | None:
+    """Return the format that ``asked_format`` has taken, without checking its schema again; None: a text."""
+    if asked is None or asked.get("type") != "json_schema":
+        return asked_format(asked, param, inner)
+    schema = (asked if inner is None else asked[inner])["schema"]
+    return Format(json.dumps(schema, ensure_ascii=False, allow_nan=False), param)
 
 
 def asked_format(found: Mapping[str, Any] | None, param: str, inner: str | None = None) -> Format | None:

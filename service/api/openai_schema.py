@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from service.api.formats_schema import asked_format, check_alone
+from service.api.formats_schema import asked_format, check_alone, checked_format
 from service.api.request_schema import (
     VLLM_IGNORED,
     VLLM_NEUTRAL,
@@ -189,7 +189,7 @@ class ChatRequest(OpenAIRequest):
     @cached_property
     def format(self) -> Format | None:
         """Return the format of the answer; None: a text."""
-        return asked_format(self.response_format, "response_format", "json_schema")
+        return checked_format(self.response_format, "response_format", "json_schema")
 
     @cached_property
     def offered(self) -> Tools | None:

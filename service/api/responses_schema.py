@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from service.api.formats_schema import asked_format, check_alone
+from service.api.formats_schema import asked_format, check_alone, checked_format
 from service.api.request_schema import VLLM_IGNORED, VLLM_NEUTRAL, AnswerRequest, ForeignModel, at_fault
 from service.api.tools_schema import (
     MOST_TOOLS,
@@ -208,7 +208,7 @@ class ResponsesRequest(AnswerRequest):
     @cached_property
     def format(self) -> Format | None:
         """Return the format of the answer; None: a text."""
-        return asked_format(None if self.text is None else self.text.format, "text.format")
+        return checked_format(None if self.text is None else self.text.format, "text.format")
 
     @cached_property
     def offered(self) -> Tools | None:

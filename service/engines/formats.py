@@ -33,6 +33,7 @@ MOST_COMBINED = 4  # patterns, where schemas are combined: time is exponential i
 MOST_WRITTEN_OUT = 10_000  # characters of a pattern, its repeats written out: each token may look at all of them
 _REPEATS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains")
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
+_CHECKED = frozenset((*_REPEATS, *_COMBINE, "pattern", "patternProperties", "x-guidance"))
 _BESIDE = frozenset(("$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id"))
 # A fifth and less of the library's own: tens of milliseconds for a grammar, a few for a step.
 LIMITS: dict[str, Any] = {
@@ -65,7 +66,7 @@ def check_schema(schema: Mapping[str, Any]) -> str:
     written = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     if len(written) > MOST_CHARACTERS:
         raise ValueError(f"a schema has at most {MOST_CHARACTERS} characters here")
-    objects = list(_objects(schema))
+    objects = [one for one in _objects(schema) if not _CHECKED.isdisjoint(one)]  # of thousands, few as a rule
     for one in objects:
         for name in _REPEATS:
             if isinstance(many := one.get(name), int | float) and many > MOST_REPEATS:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from fastapi._compat import ModelField
 
-from service.api import json_body
+from service.api import formats_schema, json_body
 from service.api.json_body import INLINE, LongBodies
+from service.engines.formats import check_schema
 from service.json_limits import (
     MOST_CONTAINERS,
     MOST_ELEMENTS,
@@ -205,6 +206,33 @@ def test_only_a_long_body_is_read_in_a_thread(app: App, monkeypatch: pytest.Monk
     seen.clear()
     assert app.client.post("/score", content=body.ljust(INLINE + 1), headers=JSON).status_code == 200
     assert seen == [("parse", True, "thread"), ("validate", True, "thread"), ("validate", False, "loop")]
+
+
+TURN = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("route", "made"),
+    [
+        (CHAT, lambda schema: {"messages": TURN, "response_format": {"type": "json_schema", "json_schema": schema}}),
+        (RESPONSES, lambda schema: {"input": "a", "text": {"format": {"type": "json_schema"} | schema}}),
+    ],
+)
+def test_a_schema_of_some_kilobytes_is_checked_once_and_in_a_thread(
+    app: App, monkeypatch: pytest.MonkeyPatch, route: str, made: Any
+) -> None:
+    """Milliseconds each: many such requests at once would hold up the event loop, and with it the health checks."""
+    threads = list[str]()
+
+    def checked(schema: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return check_schema(schema)
+
+    monkeypatch.setattr(formats_schema, "check_schema", checked)
+    body = {"model": "scripted"} | made({"name": "f", "schema": {"enum": [{}] * 1500}})
+    assert app.client.post(route, json=body).status_code < 500
+    assert len(threads) == 1
+    assert threads[0].startswith("body")
 
 
 class Work:
