@@ -174,6 +174,8 @@ def load_engine(
     ModelLoadError; where a model is not to be had, it names the one that the bundle is for."""
     if not checked:
         refuse_another_model(options, bundles)
+    if bundles:  # they are served as they were trained
+        options = replace(options, template_arguments=bundles[0].manifest.chat_template.arguments)
     try:
         if options.engine == "vllm":
             return _vllm(options, bundles, rows, threads, report)

@@ -168,10 +168,11 @@ class HalluTracerPlugin:
 
     def _load(self) -> dict[str, Scorer]:
         assert self._loop is not None
-        engine = VllmEngine.around(self._client, self._loop, self._generate)
-        self._adapters.forget()
         bundles = self._options.bundles.items()
-        if any(self._chat):
+        arguments = next(bundle for _, bundle in bundles).manifest.chat_template.arguments
+        engine = VllmEngine.around(self._client, self._loop, self._generate, arguments)
+        self._adapters.forget()
+        if arguments or self._chat.template is not None or self._chat.variables:
             check_model(self._client.vllm_config, self._options.bundles.values(), self._chat)
         own = {name: Scorer(engine, bundle) for name, bundle in bundles if name not in self._adapters.waiting}
         for request in [*self._models.lora_requests.values()]:  # of --lora-modules
