@@ -243,9 +243,14 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle records it, and requests "
         "that name no temperature are decoded so.  Default: what the rows' own field 'decoding' says, if all say the "
         "same.", metavar="DECODING")] = None  # fmt: skip
-    chat_template_kwargs: Annotated[str | None, option(
-        "What the chat template is given besides messages and tools, as JSON, such as '{\"enable_thinking\": false}'.  "
-        "The bundle records it, and is served so.", metavar="JSON")] = None  # fmt: skip
+    chat_template_kwargs: Annotated[
+        str | None,
+        option(
+            "What the chat template is given besides messages and tools, as JSON, such as "
+            "'{\"enable_thinking\": false}'.  The bundle records it, and is served so.",
+            metavar="JSON",
+        ),
+    ] = None
     forms: Annotated[str | None, option(
         "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter of the questions in "
         "three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or names of "

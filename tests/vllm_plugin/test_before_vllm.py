@@ -358,10 +358,15 @@ def test_a_chats_shape_is_noted_where_its_messages_are_what_is_read(
 @pytest.mark.parametrize(
     ("asked", "moves"),
     [
-        ({"enable_thinking": False}, False), ({"enable_thinking": True}, True), ({"other": False}, True),
-        ({"enable_thinking": False, "other": 1}, True), ({}, False), (None, False), ("enable_thinking", True),
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"other": False}, True),
+        ({"enable_thinking": False, "other": 1}, True),
+        ({}, False),
+        (None, False),
+        ("enable_thinking", True),
     ],
-)  # fmt: skip
+)
 def test_template_arguments_of_training_move_nothing(asked: Any, moves: bool) -> None:
     body = {"messages": ASKED, "chat_template_kwargs": asked}
     note = noted(CHAT, iter([{"type": "http.request", "body": json.dumps(body).encode()}]))
