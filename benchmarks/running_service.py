@@ -27,6 +27,7 @@ from service.data.labels import verdict_on
 from service.data.options import ABSTAIN, JudgeOptions
 from service.data.rows import mark_of
 from service.data.run_folder import AppendLog
+from service.engines.thoughts import spoken
 from service.errors import RunMismatch
 
 Line = dict[str, Any]  # of a record: one request and what came of it
@@ -72,7 +73,7 @@ class Answers:
             ask = self._ask = self._ask or self._start()
         line = {"id": job.id, "mark": mark, **job.known, **ask(job.body)}
         if job.accepted and line.get("answer") is not None:
-            line["verdict"] = verdict_on(line["answer"], "", job.accepted, _JUDGE, _ABSTAINS)
+            line["verdict"] = verdict_on(spoken(line["answer"]), "", job.accepted, _JUDGE, _ABSTAINS)
         with self._lock:
             digest = self._digest = self._digest or line.get("bundle")
             if line.get("bundle", digest) != digest:

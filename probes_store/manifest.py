@@ -15,7 +15,7 @@ from functools import reduce
 from operator import attrgetter, getitem
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, StrictBool, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, StrictBool, TypeAdapter, ValidationError, model_validator
 
 from probes_store import errors, records
 from probes_store.errors import BadValue, DigestMismatch, MissingField
@@ -50,6 +50,14 @@ def _time(text: str) -> str:
     raise ValueError("UTC time like 2026-01-31T12:00:00Z")
 
 
+def _template_arguments(given: object) -> dict[str, records.TemplateArgument] | None:
+    if given is None:
+        return None
+    if arguments := records.template_arguments(given):
+        return arguments
+    raise ValueError("at least one argument, or no such field")
+
+
 @dataclass(frozen=True)
 class ModelRecord(Record):
     """The model that the probes were trained on."""
@@ -78,6 +86,8 @@ class ChatTemplateRecord(Record):
     """The chat template."""
 
     digest: Filled | None  # None where the tokenizer has none
+    # What it is given besides messages and tools, such as enable_thinking; absent in the file where that is nothing.
+    arguments: Annotated[dict[str, records.TemplateArgument] | None, PlainValidator(_template_arguments)] = None
 
 
 @dataclass(frozen=True)
@@ -284,6 +294,7 @@ class Manifest(Record):
 _LATER: Final[Mapping[str, str]] = {
     "model.adapter": "a digest", "answer": "a record", "guarantee_reads_answers": "true",
     "guarantee_strata": "a list of records", "training.decoding": "a record", "training.shapes": "a list of texts",
+    "chat_template.arguments": "a record",
 }  # fmt: skip
 
 
@@ -398,6 +409,7 @@ _IDENTITY: Final[Mapping[str, tuple[str, type[errors.BundleRefused], str]]] = {
     "model.hidden_size": ("geometry.hidden_size", errors.WrongGeometry, "another shape"),
     "tokenizer.digest": ("tokenizer", errors.WrongTokenizer, "another tokenizer"),
     "chat_template.digest": ("chat_template", errors.WrongChatTemplate, "another chat template"),
+    "chat_template.arguments": ("template_arguments", errors.WrongChatTemplate, "other arguments of the chat template"),
 }
 
 
@@ -427,5 +439,8 @@ def check_identity(manifest: Manifest, loaded: Any) -> None:
             of_model = field.startswith("model.") and attribute != "adapter"
             what = "" if of_model else f"the {attribute.replace('_', ' ')} of "
             expected, found = ("none" if value is None else value for value in (expected, found))
+            cure = f"Load {what}{at}, or train a bundle for what is loaded"
+            if attribute == "template_arguments":  # a model that is loaded renders all its chats in one way
+                cure = "Serve it by a process of its own, or train a bundle with the arguments of the first one"
             raise error(f"bundle {manifest.reference} was trained on {difference}", field=field, expected=expected,
-                        found=found, cure=f"Load {what}{at}, or train a bundle for what is loaded")  # fmt: skip
+                        found=found, cure=cure)  # fmt: skip

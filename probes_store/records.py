@@ -54,7 +54,36 @@ NotNegative = Annotated[Real, Field(ge=0)]
 AboveZero = Annotated[Real, Field(gt=0)]
 Share = Annotated[Real, Field(ge=0, le=1)]
 Between = Annotated[Real, Field(gt=0, lt=1)]  # 0 and 1, without these
+TemplateArgument = str | int | float | bool
 Kind = Literal["relation", "wrong_shape", "missing", "unexpected_keyword_argument"]
+
+
+MOST_ARGUMENTS, MOST_CHARACTERS = 16, 256  # of a chat template; characters of a text among them
+_ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_TAKEN = frozenset(
+    (
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self"),
+    )
+)  # what transformers gives a template by itself, or reads as an option of its own
+
+
+def template_arguments(given: object) -> dict[str, TemplateArgument]:
+    """Return arguments of a chat template besides messages and tools, such as {"enable_thinking": False}, checked.
+
+    Raises ValueError for what is no record of names with texts, numbers, true or false."""
+    if not isinstance(given, Mapping) or len(given) > MOST_ARGUMENTS:
+        raise ValueError(f"a JSON object of at most {MOST_ARGUMENTS} arguments of the chat template")
+    for name, value in given.items():
+        if not isinstance(name, str) or not _ARGUMENT.fullmatch(name) or name in _TAKEN:
+            raise ValueError(f"{str(name)[:64]!r} is no name that a chat template's own argument has")
+        if isinstance(value, str) and len(value) <= MOST_CHARACTERS and value.isprintable():
+            continue
+        if not isinstance(value, bool | int | float) or not math.isfinite(value) or abs(value) > MAX_INT:
+            kinds = f"true, false, a number or a text of at most {MOST_CHARACTERS} printable characters"
+            raise ValueError(f"the argument {name!r} must be {kinds}")
+    return dict(given)
 
 
 def require(fine: bool, field: str, expected: str, found: object, kind: Kind = "relation") -> None:

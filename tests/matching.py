@@ -36,7 +36,8 @@ def matching_draft(
     identity = engine.identity
     draft = make_draft(
         seed, name=name, model=model_record(identity), tokenizer=identity.tokenizer, dtype=identity.dtype,
-        chat_template=identity.chat_template, **{"classifier": Classifier((WEIGHT,), INTERCEPT)} | changes,
+        chat_template=identity.chat_template, template_arguments=identity.template_arguments,
+        **{"classifier": Classifier((WEIGHT,), INTERCEPT)} | changes,
     )  # fmt: skip
     probes = Probes.of(Site.ATTENTION_HEAD, draft.probes)
     trajectory = np.stack([onset.trajectories[0] for onset in engine.score(prompts, [probes])])

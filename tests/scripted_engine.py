@@ -77,6 +77,10 @@ class ScriptedEngine:
         check_shown(self._template, messages, tools)
         return [BOS, *_utf8(text), CHAT]
 
+    def renders_alike(self, messages: Sequence[Message], tools: Sequence[ToolDefinition], arguments: object) -> bool:
+        """Its template reads no arguments."""
+        return True
+
     def _template(self, messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> str:
         def more(found: object) -> str:
             return json.dumps(found, ensure_ascii=False) if found and self.takes_tools else ""

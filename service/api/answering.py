@@ -66,7 +66,7 @@ async def answered(request: Request, service: Service, body: AnswerRequest, want
     return await answer(request, service, replace(
         asked, sampling=sampling, deadline=deadline, stream=bool(body.stream),
         retrieval_of=chosen.hallutracer_retrieval_of, running=bool(chosen.hallutracer_include),
-        tools=wanted.tools,
+        tools=wanted.tools, of_template=body.of_template(),
     ))  # fmt: skip
 
 

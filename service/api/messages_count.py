@@ -33,7 +33,7 @@ async def count_tokens(body: Annotated[CountRequest, Body()], request: Request, 
     # Whatever policy the caller is held to: nothing is decided.
     asked = ScoringRequest(
         service.ready.scorer(None, body.model), OBSERVE, caller_of(request, service), "messages", [body.conversation()],
-        "messages", tools=body.offered,
+        "messages", tools=body.offered, of_template=body.of_template(),
     )  # fmt: skip
     async with while_connected(request), Deadline(service.settings.deadline_s).enforced():
         ids = await service.tokenizing.run(asked.caller.name, asked.size, lambda: asked.rendered(service.settings))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from probes_store.records import TemplateArgument
 from service.api.request_schema import (
     OWN_TEMPERATURE,
+    UNTHINKING,
     VLLM_IGNORED,
     VLLM_NEUTRAL,
     AnswerRequest,
     ForeignModel,
     Reference,
     StopTexts,
+    TemplateArguments,
     at_fault,
 )
 from service.api.tools_schema import (
@@ -167,14 +170,31 @@ class OutputConfig(ForeignModel):
     ignored = frozenset(("effort",))
 
 
+class Thinking(ForeignModel):
+    """Whether the model thinks first: ``adaptive`` is as much as it sees fit, which may be nothing."""
+
+    ignored = frozenset(("display",))
+
+    type: Literal["disabled", "adaptive"]
+
+
 class Conversation(ForeignModel):
     """What the model is shown: turns, a system message and tools."""
 
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
     system: Texts | None = None
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
+
+    @field_validator("thinking", mode="before")
+    @classmethod
+    def _no_thoughts_of_a_length(cls, given: Any) -> Any:
+        known = isinstance(given, dict) and given.get("type") in ("disabled", "adaptive")
+        if given is not None and (not known or given.keys() - {"type", "display"}):
+            raise ValueError("'thinking' is {'type': 'adaptive'} or {'type': 'disabled'} here: no thought is asked for")
+        return given
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -208,6 +228,11 @@ class Conversation(ForeignModel):
             return offered(tools, told=True)
         return offered(tools, told=choice.type != "none", parallel=not choice.disable_parallel_tool_use)
 
+    def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
+        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        unthinking = self.thinking is not None and self.thinking.type == "disabled"
+        return {"thinking": UNTHINKING} if unthinking else {}
+
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
         first = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
@@ -217,10 +242,9 @@ class Conversation(ForeignModel):
 class MessagesRequest(AnswerRequest, Conversation):
     """POST /v1/messages."""
 
+    chat_template_kwargs: TemplateArguments = None
+
     neutral = {
-        # As much as the model sees fit, which may be nothing.
-        "thinking": ({"type": "disabled"}, {"type": "adaptive"}, {"type": "adaptive", "display": "omitted"},
-                     {"type": "adaptive", "display": "summarized"}),
         **VLLM_NEUTRAL, "container": (), "mcp_servers": ([],), "output_format": (), "speed": ("standard",),
         # What is cleared are thoughts, of which none are read.
         "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015"}]},
@@ -236,6 +260,10 @@ class MessagesRequest(AnswerRequest, Conversation):
     stop_sequences: StopTexts | None = None
     temperature: float | None = Field(None, ge=0.0, le=1.0, strict=True, description=OWN_TEMPERATURE)
 
+    def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
+        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        return Conversation.of_template(self) | {"chat_template_kwargs": self.chat_template_kwargs or {}}
+
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
         return tuple(self.stop_sequences or ())
@@ -245,8 +273,7 @@ class CountRequest(Conversation):
     """POST /v1/messages/count_tokens."""
 
     neutral = {
-        name: MessagesRequest.neutral[name]
-        for name in ("thinking", "mcp_servers", "context_management", "output_format", "speed")
+        name: MessagesRequest.neutral[name] for name in ("mcp_servers", "context_management", "output_format", "speed")
     }
     ignored = frozenset(("cache_control", "user_profile_id", "workspace_id", "vllm_xargs"))
 

@@ -107,7 +107,8 @@ async def _served(
     forwarder: Forwarder = request.app.state.forwarder
     # The policy that judged: with a passage, a fetching policy has become one that abstains.
     upstream = reply.judgement.policy.upstream if reply.judgement.reports[0].decision is Decision.FALLBACK else None
-    sent_on = body.model_dump(mode="json", exclude_none=True, exclude={"vllm_xargs"})
+    left_out = {"vllm_xargs", "chat_template_kwargs", "reasoning_effort"}  # which are about this model
+    sent_on = body.model_dump(mode="json", exclude_none=True, exclude=left_out)
     in_content, trace = settings.message_in_content, reply.record.trace
     if body.stream:
         foreign = None if upstream is None else forwarder.stream(upstream, route, sent_on, trace)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from probes_store.records import TemplateArgument
 from service.api.formats_schema import asked_format, check_alone, checked_format
 from service.api.request_schema import (
     VLLM_IGNORED,
     VLLM_NEUTRAL,
     AnswerRequest,
     Batches,
+    Effort,
     ForeignModel,
     Ids,
     Reference,
     StopText,
     StopTexts,
+    TemplateArguments,
     Texts,
     at_fault,
+    of_effort,
 )
 from service.api.tools_schema import (
     MOST_TOOLS,
@@ -47,7 +52,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Parameters that no engine here has -> the values that change nothing; null changes nothing either."""
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-     "reasoning_effort", "verbosity", "prompt_cache_retention", *VLLM_IGNORED)
+     "verbosity", "prompt_cache_retention", *VLLM_IGNORED)
 )  # fmt: skip
 # Of an earlier answer, as clients keep it: no chat template is given any of it.
 OF_HISTORY = frozenset(
@@ -152,6 +157,9 @@ class OpenAIRequest(AnswerRequest):
 class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
+    chat_template_kwargs: TemplateArguments = None
+    reasoning_effort: Effort | None = None
+
     neutral = NEUTRAL | {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=1024)]
@@ -191,6 +199,11 @@ class ChatRequest(OpenAIRequest):
         """Return the format of the answer; None: a text."""
         return checked_format(self.response_format, "response_format", "json_schema")
 
+    def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
+        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        effort = of_effort(self.reasoning_effort)
+        return {"chat_template_kwargs": self.chat_template_kwargs or {}, "reasoning_effort": effort}
+
     @cached_property
     def offered(self) -> Tools | None:
         """Return the tools that the model is told of."""
@@ -211,6 +224,7 @@ class ChatRequest(OpenAIRequest):
 class TextRequest(OpenAIRequest):
     """POST /v1/completions: each prompt as it is, without the chat template."""
 
+    ignored = IGNORED | {"reasoning_effort"}
     neutral = NEUTRAL | {"add_special_tokens": (True,)}
 
     prompt: StrictStr | Texts | Ids | Batches

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 from pydantic_core import PydanticCustomError
 
+from probes_store.records import TemplateArgument, template_arguments
 from service.engines.base import MAX_STOP_CHARACTERS, MAX_STOPS
 from service.engines.chat import texts_in
 
@@ -199,6 +200,31 @@ VLLM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 VLLM_IGNORED = frozenset(("include_reasoning", "request_id", "session_id", "cache_salt", "stream_interval"))
 
 
+def _template_arguments(given: Any) -> Any:
+    try:
+        return None if given is None else template_arguments(given)
+    except ValueError as error:
+        raise ValueError(f"'chat_template_kwargs': {error}") from None
+
+
+TemplateArguments = Annotated[
+    dict[str, Any] | None,
+    BeforeValidator(_template_arguments),
+    Field(description="taken where the chat template makes the same of the messages without it"),
+]
+Effort = Annotated[StrictStr, Field(max_length=64, description="taken where the chat template makes the same of it")]
+UNTHINKING: Mapping[str, TemplateArgument] = {"enable_thinking": False, "thinking": False}
+"""What chat templates call the switch of a model's thoughts."""
+
+
+def of_effort(effort: str | None) -> dict[str, TemplateArgument]:
+    """Return the arguments of the chat template that an effort to reason stands for, as vLLM has it."""
+    if effort is None:
+        return {}
+    thinking = UNTHINKING if effort == "none" else {"enable_thinking": True}
+    return {"reasoning_effort": effort, **thinking}
+
+
 class Arguments(RequestModel):
     """``vllm_xargs``: what a request may choose, as ``bundle``, ``policy`` and ``threshold`` of /v1/risk/score."""
 
@@ -227,6 +253,10 @@ class AnswerRequest(ForeignModel):
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end the answer."""
         return ()
+
+    def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
+        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        return {}
 
 
 # Check -> the fields of requests that it bounds, where the field itself has no limit of length.  What a body may hold
@@ -259,5 +289,9 @@ BOUNDED_BY: Mapping[str, frozenset[str]] = {
     ),
     "service.api.tools_schema:arguments_of": frozenset(("CalledFunction.arguments", "InputItem.arguments")),
     "service.json_limits:size_within": frozenset(("Block.input",)),
+    "probes_store.records:template_arguments": frozenset(
+        ("ChatRequest.chat_template_kwargs", "ResponsesRequest.chat_template_kwargs",
+         "MessagesRequest.chat_template_kwargs")
+    ),
     "service.api.formats_schema:asked_format": frozenset(("ChatRequest.response_format", "TextConfig.format")),
 }  # fmt: skip

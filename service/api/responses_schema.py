@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from probes_store.records import TemplateArgument
 from service.api.formats_schema import asked_format, check_alone, checked_format
-from service.api.request_schema import VLLM_IGNORED, VLLM_NEUTRAL, AnswerRequest, ForeignModel, at_fault
+from service.api.request_schema import (
+    VLLM_IGNORED,
+    VLLM_NEUTRAL,
+    AnswerRequest,
+    Effort,
+    ForeignModel,
+    TemplateArguments,
+    at_fault,
+    of_effort,
+)
 from service.api.tools_schema import (
     MOST_TOOLS,
     CallId,
@@ -145,7 +156,9 @@ class Reasoning(ForeignModel):
     """How the model is to reason, which is its own affair here."""
 
     # There are no thoughts to summarize.
-    ignored = frozenset(("effort", "context", "summary", "generate_summary"))
+    ignored = frozenset(("context", "summary", "generate_summary"))
+
+    effort: Effort | None = None
 
 
 class CacheOptions(ForeignModel):
@@ -183,6 +196,7 @@ class ResponsesRequest(AnswerRequest):
     tool_choice: ToolChoice | None = Field(None, description="none: the model is not told of the tools")
     parallel_tool_calls: StrictBool | None = Field(None, description="false: of an answer's calls the first is given")
     reasoning: Reasoning | None = None
+    chat_template_kwargs: TemplateArguments = None
     prompt_cache_options: CacheOptions | None = None
     stream_options: ResponsesStreamOptions | None = None
 
@@ -209,6 +223,11 @@ class ResponsesRequest(AnswerRequest):
     def format(self) -> Format | None:
         """Return the format of the answer; None: a text."""
         return checked_format(None if self.text is None else self.text.format, "text.format")
+
+    def of_template(self) -> dict[str, Mapping[str, TemplateArgument]]:
+        """Return the arguments of the chat template that the request asks for, by the field that does."""
+        effort = of_effort(None if self.reasoning is None else self.reasoning.effort)
+        return {"chat_template_kwargs": self.chat_template_kwargs or {}, "reasoning.effort": effort}
 
     @cached_property
     def offered(self) -> Tools | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
+from probes_store.records import TemplateArgument
 from service.access.callers import Caller
 from service.access.routes import SCORE_ROUTES, canonical
 from service.api import reply as wire
@@ -56,6 +57,8 @@ class ScoringRequest:
     deadline: Deadline | None = None  # None: the service's own
     retrieval_of: str | None = None  # id of an earlier answer
     tools: Tools | None = None  # that a conversation's model is told of
+    # Arguments of the chat template that it asks for, by the field that does.
+    of_template: Mapping[str, Mapping[str, TemplateArgument]] | None = None
     of_sample: bool = False  # a question that the bundle carries, and no traffic
     second: Scorer | None = None  # the default bundle, where a canary was drawn: the stricter of both verdicts counts
 
@@ -138,7 +141,12 @@ class ScoringRequest:
         check_length([*chain(*texts.values())], engine)
         if settings.refuse_special_tokens:
             check_special_tokens(texts, engine)
-        return self.scorer.render(messages=self.prompts[0], tools=self.definitions)
+        token_ids = self.scorer.render(messages=self.prompts[0], tools=self.definitions)
+        for name, arguments in (self.of_template or {}).items():
+            if not engine.renders_alike(self.prompts[0], self.definitions, arguments):
+                said = f"{name!r} would render this chat otherwise than the bundle's training prompts were rendered"
+                raise RequestError(f"{said}, and no risk is known of such an answer: leave it out", param=name)
+        return token_ids
 
     @property
     def size(self) -> int:

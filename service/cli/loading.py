@@ -18,7 +18,7 @@ from service.progress import Report, note, progress
 if TYPE_CHECKING:
     from probes_store.bundle import Bundle
     from probes_store.store import Store
-    from service.engines.base import Engine
+    from service.engines.base import Engine, EngineOptions
     from service.scoring import Scorer
 
 log = logging.getLogger("hallutracer")
@@ -44,16 +44,26 @@ def bundle_names(model: str | None, options: BundleOptions) -> tuple[str, ...]:
         raise UsageError(f"--{error.param}", error.message) from None
 
 
-def load_engine(choice: EngineChoice, *, bundles: Sequence[Bundle] = (), **more: Any) -> Engine:
-    """Load the chosen model; none named: that of the shipped bundles.  ``more``: as ``library.engine.load_engine``."""
+def chosen_model(choice: EngineChoice, bundles: Sequence[Bundle]) -> EngineOptions:
+    """Return how the chosen model is loaded; none named: that of the shipped bundles.
+
+    Raises what ``refuse_another_model`` raises where it is not the one of the first bundle."""
+    chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
+    library.refuse_another_model(chosen, bundles)
+    return chosen
+
+
+def load_engine(
+    choice: EngineChoice, *, bundles: Sequence[Bundle] = (), chosen: EngineOptions | None = None, **more: Any
+) -> Engine:
+    """Load the ``chosen_model``, which a caller may have looked at.  ``more``: as ``library.engine.load_engine``."""
     collects = gc.isenabled()
     gc.disable()  # collections during imports take a second, and find nothing
     try:
-        chosen = choice.options_for([bundle.manifest.name for bundle in bundles])
-        library.refuse_another_model(chosen, bundles)
+        chosen = chosen or chosen_model(choice, bundles)
         if choice.engine == "transformers":
             _import_engine()
-        return library.load_engine(chosen, bundles=bundles, threads=choice.threads, **more)
+        return library.load_engine(chosen, bundles=bundles, threads=choice.threads, checked=True, **more)
     finally:
         if collects:
             gc.enable()

@@ -213,13 +213,18 @@ def draw_sorted(tried: Tried, console: Console | None = None) -> None:
     lower, upper = tried.halves
     judged = [one.verdict for one in tried.seen if one.verdict is not None]
     right = (
-        f"{lower['right']} of the {lower['questions']} with the lower risks, in {upper['right']} of the "
+        f"{_none(lower['right'])} of the {lower['questions']} with the lower risks, in {_none(upper['right'])} of the "
         f"{upper['questions']} with the higher."
     )
     if len(judged) < len(tried.seen):  # what is withheld says nothing of a half
-        right = f"{judged.count('right')} of the {len(judged)} that were answered.{_not_judged(tried)}"
+        right = f"{_none(judged.count('right'))} of the {len(judged)} that were answered.{_not_judged(tried)}"
+    said = f"right in {right}" if judged else f"no answer was given.{_not_judged(tried)}"
     asked = f"asked {len(tried.seen)} questions that {tried.bundle} was not fitted on"
-    console.print(f"\n{tried.model}, {asked}: right in {right}", soft_wrap=True, markup=False)
+    console.print(f"\n{tried.model}, {asked}: {said}", soft_wrap=True, markup=False)
+
+
+def _none(number: int) -> str:
+    return str(number) if number else "none"
 
 
 def _not_judged(tried: Tried) -> str:

@@ -9,7 +9,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from service.cli import running
-from service.cli.loading import LeaveOut, bundle_names, load_bundles, load_engine, load_scorers, open_store
+from service.cli.loading import (
+    LeaveOut,
+    bundle_names,
+    chosen_model,
+    load_bundles,
+    load_engine,
+    load_scorers,
+    open_store,
+)
 from service.cli.options import BundleOptions, EngineChoice
 from service.cli.output import print_line
 from service.cli.serve_options import AccessOptions, FeedbackOptions, RolloutOptions, TraceOptions
@@ -51,7 +59,7 @@ def serve(
     access.check_audit()
     kept = feedback.location()
     tracing = traces.opened()
-    loading = engine.options_for()
+    chosen = chosen_model(engine, tuple(opened.values()))  # refused before anybody is told that it listens
 
     from service.api.connections import places
 
@@ -68,7 +76,7 @@ def serve(
 
     def load() -> dict[str, Scorer]:
         loaded = load_engine(
-            engine, bundles=tuple(opened.values()), max_kv_tokens=settings.max_kv_tokens,
+            engine, bundles=tuple(opened.values()), chosen=chosen, max_kv_tokens=settings.max_kv_tokens,
             max_wait_s=settings.max_wait_ms / 1e3, report=log.info,
         )  # fmt: skip
         return load_scorers(loaded, opened, log.info, at_start)
@@ -120,7 +128,7 @@ def serve(
     signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
     if hint := running.first_line(service):
         print_line(hint)
-    print_line(f"listening on {address}, loading {loading.model} ...")
+    print_line(f"listening on {address}, loading {chosen.model} ...")
     with streams:
         try:
             server.run(sockets=[listener])

@@ -76,6 +76,8 @@ def collect(
     geometry, identity = engine.identity.geometry, asdict(engine.identity)
     if identity["adapter"] is None:
         del identity["adapter"]  # as in runs from before there were adapters
+    if identity["template_arguments"] is None:
+        del identity["template_arguments"]  # likewise
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
     run = {"data": dataset.digest, "model": identity, "sites": sorted(sites), "prompt_format": prompt_format,
            "batch_rows": batch_rows, "max_new_tokens": max_new_tokens}  # fmt: skip

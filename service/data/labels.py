@@ -92,12 +92,20 @@ def said_in(completion: Completion, prompt: TokenIds, engine: LoadedModel) -> tu
 
     The latter is None where a thought, which the prompt may have opened, does not end."""
     text = with_marks(completion.text, engine.spell(list(completion.token_ids)), engine.special_tokens)
-    return text, spoken(OPENED + text if opens_thought(engine.spell(prompt[-TAIL:])) else text)
+    return text, spoken_behind(prompt, text, engine)
 
 
-def verdict_on(answer: str, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]) -> Verdict:
-    """Return the verdict on one generated answer, in which a thought does not count."""
-    said = spoken(answer)
+def spoken_behind(prompt: TokenIds, text: str, engine: LoadedModel) -> str | None:
+    """Return what an answer's text says without its thoughts, the first of which ``prompt`` may have opened.
+
+    None where a thought does not end."""
+    return spoken(OPENED + text if opens_thought(engine.spell(prompt[-TAIL:])) else text)
+
+
+def verdict_on(
+    said: str | None, question: str, accepted: Sequence[str], judge: Judge, abstains: re.Pattern[str]
+) -> Verdict:
+    """Return the verdict on what a generated answer says without its thoughts; None: a thought does not end."""
     if said is None:
         return UNFINISHED
     if not said.strip():
@@ -119,9 +127,7 @@ def _verdicts(
         known = log.count
         for number, text in tqdm(answers[known:], "labels", len(answers), initial=known, mininterval=5):
             row = dataset.rows[number]
-            verdict = UNFINISHED
-            if text is not None:
-                verdict = verdict_on(text, row.question, row.answers, judge, abstains)
+            verdict = verdict_on(text, row.question, row.answers, judge, abstains)
             pending.append({"id": row.id, "verdict": verdict})
             if len(pending) >= saved_together:
                 log.append(pending)

@@ -125,6 +125,7 @@ def check_model(options: EngineOptions, loaded: dict[str, Bundle], unpack: bool)
         geometry=geometry(config),
         architecture=str((config.architectures or [type(config).__name__])[0]), tokenizer=tokens.digest,
         chat_template=tokens.chat_template_digest,
+        template_arguments=next((one.manifest.chat_template.arguments for one in loaded.values()), None),
         adapter=None if options.adapter is None else digest_of(options.adapter),
     )  # fmt: skip
     for number, (name, bundle) in enumerate(list(loaded.items())):

@@ -6,14 +6,14 @@ runner is a ``BatchEngine``, which ``scheduler.Scheduled`` turns into an Engine;
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from probes_store.records import Context
+from probes_store.records import Context, TemplateArgument
 from service.engines.chat import Message, ToolDefinition
 from service.engines.formats import Format
 from service.errors import EngineError
@@ -40,6 +40,7 @@ class EngineOptions:
     trust_remote_code: bool = False
     engine: EngineName = "transformers"
     adapter: str | None = None  # folder of a LoRA adapter: with it, the model is another one
+    template_arguments: Mapping[str, TemplateArgument] | None = None  # of the chat template, for every chat
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -58,6 +59,8 @@ class ModelIdentity:
     geometry: Geometry
     max_tokens: int  # longest prompt plus answer
     adapter: str | None = None  # sha256 over the adapter, ``adapters.digest_of``
+    # What the chat template is given besides messages and tools; None: nothing.
+    template_arguments: Mapping[str, TemplateArgument] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +298,11 @@ class LoadedModel(Protocol):
         """Encode messages by the chat template, generation prompt included.
 
         Raises RequestError if it refuses them, or leaves out tools, calls of tools or their results."""
+
+    def renders_alike(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition], arguments: Mapping[str, TemplateArgument]
+    ) -> bool:
+        """Return whether the chat template makes the same of messages where it is given these arguments, too."""
 
     def detokenize(self, token_ids: TokenIds) -> str:
         """Decode ids, special tokens left out."""

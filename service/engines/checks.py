@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from probes_store.records import TemplateArgument
 from service.engines.base import MAX_STOP_CHARACTERS, MAX_STOPS, FirstToken, LoadedModel, Prompts, Sampling
 from service.engines.chat import (
     Message,
@@ -23,7 +24,7 @@ from service.engines.chat import (
     replaced,
     turns_left_out,
 )
-from service.errors import EmptyPrompt, EngineError, NonFiniteReadout, PromptTooLong, RequestError
+from service.errors import EmptyPrompt, EngineError, ModelLoadError, NonFiniteReadout, PromptTooLong, RequestError
 from service.readout import Geometry, Pooling, Probes
 
 if TYPE_CHECKING:
@@ -191,8 +192,16 @@ STAND_INS = "\U000f0000", "\U000f03ff"  # of a private plane: 1,024 different sp
 class Tokens:
     """A tokenizer with request errors and digests."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, TemplateArgument] | None = None) -> None:
+        """``arguments``: what the chat template is given for every chat, besides messages and tools.
+
+        Raises ModelLoadError for one that the template does not read."""
+        self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        if unread := [name for name in self._arguments if not self._reads(name)]:
+            raise ModelLoadError(
+                f"this model's chat template has no argument {unread[0]!r}: leave it out, or correct its name",
+                param="chat_template_kwargs",
+            )
         self._encoding = threading.Lock()  # the tokenizer keeps how special tokens are read, for all threads
         # Roles of a conversation -> the turns that the template leaves out, whatever they say.
         self._left_out = lru_cache(MOST_SHAPES)(lambda roles: turns_left_out(self._templated, roles))
@@ -219,8 +228,30 @@ class Tokens:
         text, _, hidden = self._written(messages, tools)
         return self._reveal(text, hidden) if hidden else self._encode(text, special=False)
 
+    def renders_alike(
+        self, messages: Sequence[Message], tools: Sequence[ToolDefinition], arguments: Mapping[str, TemplateArgument]
+    ) -> bool:
+        """Return whether the chat template makes the same of messages where it is given these arguments, too.
+
+        Raises RequestError where it refuses the messages without them."""
+        if not any(map(self._reads, arguments)):
+            return True
+        own = self._written(messages, tools)[0]
+        try:
+            return self._written(messages, tools, {**self._arguments, **arguments})[0] == own
+        except RequestError:  # it refuses such a value
+            return False
+
+    def _reads(self, argument: str) -> bool:
+        """Return whether the chat template names an argument."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return re.search(rf"\b{re.escape(argument)}\b", str(template)) is not None
+
     def _written(
-        self, messages: Sequence[Message], tools: Sequence[ToolDefinition]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolDefinition],
+        arguments: Mapping[str, TemplateArgument] | None = None,
     ) -> tuple[str, list[dict[str, Any]], dict[str, str]]:
         """Return what the template makes of messages, these, and what stands in both for special tokens spelt out."""
         if not getattr(self._tokenizer, "chat_template", None):
@@ -241,15 +272,22 @@ class Tokens:
             return self._special.sub(stand_in, text)
 
         turns = [message_with(one, hide) for one in messages]
-        return self._templated(turns, replaced(tools, hide)), turns, hidden
+        return self._templated(turns, replaced(tools, hide), arguments), turns, hidden
 
     def special_token_in(self, texts: Iterable[str]) -> str | None:
         """Return a special token that one of the texts spells out; None where none does."""
         found = map(self._spelling.search, texts) if self.special_tokens else ()
         return next((match[0] for match in found if match is not None), None)
 
-    def _templated(self, turns: Sequence[Message], tools: Sequence[ToolDefinition]) -> str:
-        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    def _templated(
+        self,
+        turns: Sequence[Message],
+        tools: Sequence[ToolDefinition],
+        arguments: Mapping[str, TemplateArgument] | None = None,
+    ) -> str:
+        options: dict[str, Any] = dict(self._arguments if arguments is None else arguments)
+        if tools:
+            options["tools"] = list(tools)
         try:
             found = self._tokenizer.apply_chat_template(
                 list(turns), add_generation_prompt=True, tokenize=False, **options

@@ -60,6 +60,7 @@ class Scheduled:
         self.reads_answers = batch.reads_answers
         self.tokenize, self.render_chat, self.detokenize = batch.tokenize, batch.render_chat, batch.detokenize
         self.spell, self.check, self.prepared = batch.spell, batch.check, batch.prepared
+        self.renders_alike = batch.renders_alike
         # While prompts are being served, these run between turns.
         self._score, self.extract = self._between_turns(batch.score), self._between_turns(batch.extract)
         self.generate, self.sample = self._between_turns(batch.generate), self._between_turns(batch.sample)

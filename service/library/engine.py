@@ -162,16 +162,20 @@ def open_store(
 def load_engine(
     options: "EngineOptions", *, bundles: Sequence["Bundle"] = (), rows: Sequence["Site"] = (),
     threads: int | None = None, max_kv_tokens: int = KV_TOKENS, max_wait_s: float = 0.002, report: Report = note,
+    checked: bool = False,
 ) -> "base.Engine":  # fmt: skip
     """Load the model: to be read by ``bundles``, or to give whole activations at the sites ``rows``, for training.
 
     The transformers engine can do either at any time; vLLM compiles in what it reads, so it must be known before.
     ``max_kv_tokens`` and ``max_wait_s`` (the batching delay) are for engines that do not schedule by themselves;
-    ``report`` takes lines about what takes long.
+    ``report`` takes lines about what takes long; ``checked``: ``refuse_another_model`` has passed.
 
     Raises WrongModel, before anything is imported for it, where the first bundle, the default, is another model's, and
     ModelLoadError; where a model is not to be had, it names the one that the bundle is for."""
-    refuse_another_model(options, bundles)
+    if not checked:
+        refuse_another_model(options, bundles)
+    if bundles:  # they are served as they were trained
+        options = replace(options, template_arguments=bundles[0].manifest.chat_template.arguments)
     try:
         if options.engine == "vllm":
             return _vllm(options, bundles, rows, threads, report)

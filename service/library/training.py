@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -144,6 +144,8 @@ def train(
     folder = Path(run_dir) if run_dir is not None else Path("runs") / name
     if not isinstance(options.get("forms", ""), str):
         options["forms"] = ",".join(options["forms"]) or "none"
+    if isinstance(given := options.get("chat_template_kwargs"), Mapping):
+        options["chat_template_kwargs"] = json.dumps(given)
     options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
     wanted = TrainOptions(name=name, data=(str(rows_file(rows, folder)),), labels=labels,
                           run_dir=None if run_dir is None else folder, **options)  # fmt: skip
@@ -232,7 +234,7 @@ def run_training(
     """Return what a run made, for the command line and ``train``: from checked options to the published bundle."""
     from service.trainer.run import train as run
 
-    folders = [options.folder]
+    folders, engine = [options.folder], replace(engine, template_arguments=options.template_arguments)
     bundle = run(options, lambda: load_engine(engine, rows=[options.site], threads=threads, report=report), store,
                  console=console, probe=probe, began_in=folders.append)  # fmt: skip
     return Trained(bundle, folders[-1], store.where, figures_of(bundle.evaluation()))

@@ -122,6 +122,7 @@ class Lifecycle:
     audit: Auditor | None
     stopping: bool = False
     error: BaseException | None = None  # why loading ended without scorers, or what broke the engine
+    awaited: str | None = None  # which other processes are to be ready before this one is told to be, in words
     reload_error: str | None = None  # why the newest reload changed nothing
     failing_since: float | None = None  # when the first of those reloads failed that changed nothing, one after another
     ended: Counter[str] = field(
@@ -257,6 +258,15 @@ class Lifecycle:
             return False
         return True
 
+    @property
+    def serves(self) -> bool:
+        """Return whether requests are taken."""
+        try:
+            self.check_ready()
+        except NotReady:
+            return False
+        return True
+
     def check_alive(self) -> None:
         """Raise NotReady where only a new process helps; a service that loads or drains is alive."""
         if self.failure is not None:
@@ -275,8 +285,11 @@ class Lifecycle:
     def check_serves(self) -> None:
         """Raise NotReady with the reason where nothing can be scored, or no score could be told.
 
-        Requests are taken all the same where only the audit log refuses, since one of them may find it mended."""
+        Requests are taken all the same where only the audit log refuses, since one of them may find it mended, and
+        where only other processes are awaited."""
         self.check_ready()
+        if self.awaited is not None:
+            raise NotReady(self.awaited)
         if self.audit is not None and (why := self.audit.refusing) is not None:
             raise NotReady(f"{why}; no decision is told without its line (--audit-required)")
 

@@ -234,22 +234,26 @@ def statement(
     guarantee: Guarantee, manifest: Manifest, max_new_tokens: int, parts: Sequence[GuaranteePart]
 ) -> str:  # fmt: skip
     """Return for whom the guarantee holds and what voids it."""
-    step = parts[0].step if len(parts) == 1 else None
     text = _render(
         "statement.txt", g=guarantee, m=manifest, judged=guarantee.labels == "generate", parts=parts,
         closed=all(part.step is None for part in parts), scored=sum(part.record.rows for part in parts),
         labelled=sum(part.record.labelled for part in parts), max_new_tokens=max_new_tokens,
-        by_row=step and say("by_row", step, guarantee.alpha),
+        by_row=_by_row(guarantee, parts),
     )  # fmt: skip
     return " ".join(text.split())
+
+
+def _by_row(guarantee: Guarantee, parts: Sequence[GuaranteePart]) -> str | None:
+    """Return what the threshold that passed has among rows; None where none did, or each stratum has its own."""
+    step = parts[0].step if len(parts) == 1 else None
+    return None if step is None else say("by_row", step, guarantee.alpha)
 
 
 def guaranteed_card(card: str, manifest: Manifest, parts: Sequence[GuaranteePart] = ()) -> str:
     """Return the card with this guarantee's section, in place of an earlier one; ``parts``: its strata."""
     guarantee = manifest.guarantee
     assert guarantee is not None
-    step = parts[0].step if len(parts) == 1 else None
-    section = _render("guarantee.md", g=guarantee, parts=parts, by_row=step and say("by_row", step, guarantee.alpha))
+    section = _render("guarantee.md", g=guarantee, parts=parts, by_row=_by_row(guarantee, parts))
     found = _GUARANTEE.search(card)
     return card[: found.start()] + section + card[found.end() :] if found else _before_limits(card, section)
 

@@ -1,5 +1,6 @@
 """The options of training, guarantee and recalibration: the commands take these dataclasses as they are."""
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeV
 from cyclopts import Group, Parameter
 
 from probes_store.manifest import Signal, SiteName, TrainingRecord
-from probes_store.records import GREEDY, Decoding
+from probes_store.records import GREEDY, Decoding, TemplateArgument, template_arguments
 from service.data.options import (
     BATCH_ROWS,
     DRY_RUN,
@@ -242,6 +243,14 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle records it, and requests "
         "that name no temperature are decoded so.  Default: what the rows' own field 'decoding' says, if all say the "
         "same.", metavar="DECODING")] = None  # fmt: skip
+    chat_template_kwargs: Annotated[
+        str | None,
+        option(
+            "What the chat template is given besides messages and tools, as JSON, such as "
+            "'{\"enable_thinking\": false}'.  The bundle records it, and is served so.",
+            metavar="JSON",
+        ),
+    ] = None
     forms: Annotated[str | None, option(
         "Forms of conversation that questions are asked in.  mixture: all, by weight, a quarter of the questions in "
         "three more wordings each, and requests that ask for no fact.  none: as they are.  Else families or names of "
@@ -298,7 +307,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         for fine, field, expected in checks:
             if not fine:
                 raise TrainingError(f"{field} must be {expected}, not {getattr(self, field)!r}", param=field)
-        _ = self.rule
+        _ = self.rule, self.template_arguments
         self.decoding(())
         if self.forms is not None and not self.forms.strip(" ,"):
             raise TrainingError("forms is empty: none, mixture, or names of forms with commas", param="forms")
@@ -318,6 +327,16 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     def folder(self) -> Path:
         """Return the run folder: readouts, answers and the progress journal."""
         return self.run_dir or Path("runs") / self.name
+
+    @property
+    def template_arguments(self) -> dict[str, TemplateArgument] | None:
+        """Return what the chat template is given besides messages and tools; None: nothing.  Raises TrainingError."""
+        if self.chat_template_kwargs is None:
+            return None
+        try:
+            return template_arguments(json.loads(self.chat_template_kwargs)) or None
+        except ValueError as error:
+            raise TrainingError(f"chat_template_kwargs: {error}", param="chat_template_kwargs") from None
 
     @property
     def guarantee(self) -> GuaranteeOptions | None:

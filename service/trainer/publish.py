@@ -102,6 +102,11 @@ def model_record(identity: ModelIdentity) -> stored.ModelRecord:
     )  # fmt: skip
 
 
+def _template_record(identity: ModelIdentity) -> stored.ChatTemplateRecord:
+    arguments = None if identity.template_arguments is None else dict(identity.template_arguments)
+    return stored.ChatTemplateRecord(identity.chat_template, arguments)
+
+
 def manifest_of(
     options: TrainOptions, identity: ModelIdentity, prompt_format: PromptFormat, data: PreparedData, c: float,
     classifier: FinalClassifier, threshold: float, uncertainty: Uncertainty, context: BundleContext | None = None,
@@ -119,7 +124,7 @@ def manifest_of(
     )  # fmt: skip
     return stored.Manifest(
         name=options.name, model=model_record(identity), tokenizer=stored.TokenizerRecord(identity.tokenizer),
-        chat_template=stored.ChatTemplateRecord(identity.chat_template), prompt_format=prompt_format,
+        chat_template=_template_record(identity), prompt_format=prompt_format,
         dtype=cast(DType, identity.dtype),  # checked on publishing
         readout=stored.ReadoutRecord(options.readout, "last"), logit_scale=options.logit_scale,
         signals=with_context(options.reads, context),

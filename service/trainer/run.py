@@ -92,6 +92,8 @@ def train(
 def _reads(options: TrainOptions, dataset: Dataset, test: Dataset | None, engine: Engine) -> dict[str, Any]:
     """Return rows, model and options that the files of the run folder depend on."""
     identity = asdict(engine.identity)
+    if identity["template_arguments"] is None:
+        del identity["template_arguments"]  # as runs have it that were begun before there were any
     del identity["model"]  # one folder may have two names; the fingerprint identifies the model
     generated = options.answers == "generate"
     return {

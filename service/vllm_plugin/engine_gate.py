@@ -279,7 +279,7 @@ def open_gate(core: Any, options: PluginOptions) -> Judging:
     replaced: set[int] = set()  # remembered when the gate opens again
 
     def opened() -> Gate:
-        engine = VllmEngine.around(client, None)
+        engine = VllmEngine.around(client, None, template_arguments=bundle.manifest.chat_template.arguments)
         try:
             scorers = [Scorer(engine, bundle)]
             adapters = Adapters(options.bundles, get_adapter_absolute_path, replaced)

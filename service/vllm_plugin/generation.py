@@ -79,6 +79,7 @@ def judging_generate(
             note.unread = str(error)
             return start()
         withholds, engine = policy.action is not Action.OBSERVE, engine_of()
+        note.trained_with(scorer.bundle.manifest.chat_template.arguments or {})
         if withholds and note.written and (spelt := note.special_token(engine.special_token_in)) is not None:
             said = f"a message spells out the special token {spelt!r}, which could end its turn; remove it"
             raise VLLMValidationError(said, parameter="messages")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,12 +28,13 @@ class ChatOptions(NamedTuple):
 
     template: str | None = None  # --chat-template: a file, or a template's text
     variables: Mapping[str, Any] | None = None  # --default-chat-template-kwargs
+    known: bool = False  # whether there is a command line at all
 
     @classmethod
     def of(cls, arguments: Namespace) -> ChatOptions:
         """Return those of a parsed command line, of a program that may have neither option."""
         names = "chat_template", "default_chat_template_kwargs"
-        return cls(*(getattr(arguments, name, None) for name in names))
+        return cls(*(getattr(arguments, name, None) for name in names), known=True)
 
 
 def chat_options(frame: FrameType | None) -> ChatOptions:
@@ -102,6 +104,7 @@ def check_model(config: Any, bundles: Iterable[Bundle], options: ChatOptions) ->
         geometry=geometry(files.config),
         dtype=str(model.dtype).removeprefix("torch."),
         max_tokens=int(model.max_model_len),
+        template_arguments=own[0].chat_template.arguments,
     )
     for manifest in own:
         # Weights that are still to be downloaded are compared once they are loaded.
@@ -127,13 +130,17 @@ def check_rendering(manifest: Manifest, options: ChatOptions, own: Any) -> None:
                 found="none" if text is None else hashlib.sha256(text.encode()).hexdigest(),
                 cure="Leave the option out, or train a bundle on a model folder that has this template",
             )
-    if options.variables:
-        raise WrongChatTemplate(
-            f"--default-chat-template-kwargs {json.dumps(options.variables, default=str)} renders every chat otherwise "
-            f"than in the training of bundle {manifest.reference}",
-            cure="Leave the option out; requests may send 'chat_template_kwargs' where "
-            f"{env('callers-may')}=rendering allows it",
-        )
+    trained, given = dict(manifest.chat_template.arguments or {}), dict(options.variables or {})
+    if given == trained or not (given or options.known):  # of an engine that no command line starts, nothing is known
+        return
+    option, cure = "--default-chat-template-kwargs", "Leave the option out"
+    if trained:
+        cure = f"Start vLLM with {option} {shlex.quote(json.dumps(trained))}"
+    without = f"without {option} vLLM" if not given else f"{option} {json.dumps(given, default=str)}"
+    raise WrongChatTemplate(
+        f"{without} renders every chat otherwise than in the training of bundle {manifest.reference}",
+        cure=f"{cure}; requests may send 'chat_template_kwargs' where {env('callers-may')}=rendering allows it",
+    )
 
 
 def _read(template: str) -> tuple[str, str | None]:

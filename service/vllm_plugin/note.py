@@ -26,6 +26,7 @@ from service.turn import AnswerRisk
 from service.vllm_plugin.calls import offered, used
 from service.vllm_plugin.rendering import Chat, conversation
 
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 TEXTS, CHATS, EITHER = "/v1/completions", "/v1/chat/completions", "/invocations"
 PATHS = (TEXTS, CHATS, f"{CHATS}/batch", EITHER, RESPONSES_ROUTE, MESSAGES_ROUTE)
 RENDERED = (
@@ -36,10 +37,10 @@ RENDERED = (
     "tools",
     "documents",
     "functions",
-    "chat_template_kwargs",
+    TEMPLATE_ARGUMENTS,
 )  # what a chat template may write
 AS_TRAINED: dict[str, Any] = {
-    "continue_final_message": False, "add_generation_prompt": True, "chat_template": None, "chat_template_kwargs": {},
+    "continue_final_message": False, "add_generation_prompt": True, "chat_template": None, TEMPLATE_ARGUMENTS: {},
     "add_special_tokens": False, "truncate_prompt_tokens": None,
 }  # fmt: skip
 """Fields of a chat's body that change how its messages are rendered -> the values that change nothing, beside null."""
@@ -67,6 +68,7 @@ class Note:
     carries: bool = True  # whether the response has a place for it
     templated: bool = True  # whether its prompts go through the chat template
     moves: tuple[str, ...] = ()  # its fields that render its messages otherwise than training's were
+    of_template: Any = None  # the arguments of the chat template that it asks for, as its body has them
     answered: tuple[str, ...] = ()  # ``chat_violations`` of its messages
     tools: Tools | None = None  # that an answer may call
     background: bool = False  # whether the answer is fetched later, by another request
@@ -98,6 +100,12 @@ class Note:
         self.chats.append(chat)
         self.prompts.append(ids or ())
         return place
+
+    def trained_with(self, arguments: Mapping[str, Any]) -> None:
+        """Take arguments of the chat template that training's prompts had, too, for what changes nothing."""
+        asked = self.of_template
+        if isinstance(asked, Mapping) and all(name in arguments and arguments[name] == asked[name] for name in asked):
+            self.moves = tuple(name for name in self.moves if name != TEMPLATE_ARGUMENTS)
 
     def conversation(self, place: int) -> list[dict[str, str]] | None:
         """Return role and text of the messages that this prompt was made of; None where it is not known, or known to
@@ -170,7 +178,7 @@ def read(note: Note, body: bytes) -> None:
     note.written = () if chats is None else tuple(content[name] for name in RENDERED if name in content)
     turns = tuple(chat if isinstance(chat, list) else [] for chat in chats or ())
     ends = [chat[-1] for chat in turns if chat and isinstance(chat[-1], dict)]
-    note.moves = () if chats is None else tuple(_moves(content))
+    note.moves, note.of_template = () if chats is None else tuple(_moves(content)), content.get(TEMPLATE_ARGUMENTS)
     note.answered = next(filter(None, (chat_violations([end]) for end in ends)), ())
     note.turns = () if any(content.get(name) for name in ELSEWHERE) else turns
     note.tools = None if chats is None else offered(content)

@@ -32,6 +32,7 @@ from service.vllm_plugin.options import read_options
 
 log = logging.getLogger("hallutracer")
 TRIES = 5  # to load, where other API servers of the same engine test theirs at the same time
+MEET_S = 0.5  # between questions whether the other API servers are ready
 OWN_PATHS = (SCORE_ROUTES[0], "/v1/bundles", "/health/ready", "/health/live")
 
 
@@ -64,6 +65,7 @@ class HalluTracerPlugin:
         self._models: Any = None  # vLLM's names of models and adapters
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._meeting: asyncio.Task[None] | None = None  # with the engine's other API servers
         self._chat = ChatOptions()
         self._weights = 0  # how often they had changed when the golden prompts were last replayed
         self.service: Service
@@ -100,7 +102,14 @@ class HalluTracerPlugin:
         engine_client.add_lora = partial(self._add_lora, engine_client.add_lora)
         self._models = models = state.openai_serving_models
         models.load_lora_adapter = partial(self._load_adapter, models.load_lora_adapter)
+        if self._servers > 1:
+            self.service.lifecycle.awaited = "other API servers of this engine are still loading"
         self._loading = asyncio.create_task(self._start())
+
+    @property
+    def _servers(self) -> int:
+        """Return how many API servers the engine has, which take connections at the same address."""
+        return int(getattr(getattr(self._client, "engine_core", None), "client_count", 1))
 
     async def _start(self) -> None:
         lifecycle = self.service.lifecycle
@@ -109,6 +118,8 @@ class HalluTracerPlugin:
             await lifecycle.start()
             if not isinstance(lifecycle.error, ProbeReplaced):
                 break
+        if lifecycle.failure is None and self._servers > 1:
+            self._meeting = asyncio.create_task(self._meet())
         self.service.metrics.ready(lifecycle.is_ready)
         if lifecycle.failure is None:
             return
@@ -116,6 +127,15 @@ class HalluTracerPlugin:
         log.critical(said)
         if not self._client.errored:  # else vLLM ends by itself, or was told to
             raise SystemExit(said)  # with status 1; no other exception of a task ends the event loop
+
+    async def _meet(self) -> None:
+        """Tell the workers that this API server is ready, and be called so once all of the engine's are.
+
+        A probe of readiness reaches any of them, and so would the requests that come after it."""
+        own = int(self._client.engine_core.client_index)
+        while min(await self._client.collective_rpc("hallutracer_ready", args=(own,))) < self._servers:
+            await asyncio.sleep(MEET_S)
+        self.service.lifecycle.awaited = None
 
     async def _load_adapter(self, load: Callable[..., Awaitable[Any]], request: Any, *args: Any) -> Any:
         """Have vLLM ``load`` an adapter that its route is asked for; it would say 500 to what ``_add_lora`` refuses."""
@@ -132,9 +152,7 @@ class HalluTracerPlugin:
         added = await add(lora_request)
         assert self._loading is not None
         await asyncio.shield(self._loading)
-        if self.service.lifecycle.is_ready and (
-            found := await asyncio.to_thread(self._read, self._engine, lora_request)
-        ):
+        if self.service.lifecycle.serves and (found := await asyncio.to_thread(self._read, self._engine, lora_request)):
             await self.service.lifecycle.reload(lambda engine: self._scorers | found)
             self._scorers |= found
         return added
@@ -150,10 +168,11 @@ class HalluTracerPlugin:
 
     def _load(self) -> dict[str, Scorer]:
         assert self._loop is not None
-        engine = VllmEngine.around(self._client, self._loop, self._generate)
-        self._adapters.forget()
         bundles = self._options.bundles.items()
-        if any(self._chat):
+        arguments = next(bundle for _, bundle in bundles).manifest.chat_template.arguments
+        engine = VllmEngine.around(self._client, self._loop, self._generate, arguments)
+        self._adapters.forget()
+        if arguments or self._chat.template is not None or self._chat.variables:
             check_model(self._client.vllm_config, self._options.bundles.values(), self._chat)
         own = {name: Scorer(engine, bundle) for name, bundle in bundles if name not in self._adapters.waiting}
         for request in [*self._models.lora_requests.values()]:  # of --lora-modules

@@ -120,7 +120,7 @@ OPENAIS_NEUTRAL: dict[str, Any] = {
     "stream_options": None,
 }
 CHANGES = {
-    "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template_kwargs": {"chat_template": "{{ messages }}"},
     "stop_token_ids": [1],
     "skip_special_tokens": False,
     "documents": [{"text": "a"}],

@@ -184,6 +184,8 @@ def test_inputs_are_read_as_the_conversation_that_they_are(service: Running) -> 
     [
         ({"previous_response_id": "resp_1"}, "'previous_response_id'"), ({"conversation": "conv_1"}, "'conversation'"),
         ({"background": True}, "'background'"), ({"prompt": {"id": "p"}}, "'prompt'"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": []}]}, "'namespace'"),
+        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "text"}}]}, "'custom'"),
         ({"tools": [{"type": "web_search"}]}, "'web_search'"), ({"tool_choice": "required"}, "'tool_choice'"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"), ({"truncation": "auto"}, "'truncation'"),
         ({"include": ["message.output_text.logprobs"]}, "'include'"), ({"top_logprobs": 3}, "'top_logprobs'"),

@@ -47,6 +47,9 @@ def page(service: Running, browser: Browser) -> Iterator[Page]:
         yield page
 
 
+LOADED = "performance.getEntriesByType('resource').map((one) => one.name)"
+
+
 def rows(page: Page) -> list[dict[str, Any]]:
     found = []
     for row in page.locator("#sample-rows tr").all():
@@ -84,11 +87,12 @@ def test_the_line_tells_what_a_gate_there_would_do(service: Running, page: Page)
         wrong = sum("wrong" in row["cells"][2] for row in passed)
         stopped_wrong = sum("wrong" in row["cells"][2] for row in stopped)
         right = sum("right" in row["cells"][2] for row in stopped)
+        left = f"of the {len(passed)} that it lets through {wrong or 'none'} {'are' if wrong > 1 else 'is'} wrong"
+        through = left if passed else "it lets none through"
         which = f": {stopped_wrong} wrong, {right} right" if stopped else ""
         assert page.inner_text("#sample-text") == (
             f"Without a gate {wrong + stopped_wrong} of 24 would be wrong. A gate at {value:.2f} withholds "
-            f"{len(stopped)}{which}; of the {len(passed)} that it lets through {wrong} "
-            f"{'is' if wrong == 1 else 'are'} wrong."
+            f"{len(stopped) or 'none'}{which}; {through}."
         )
 
 
@@ -112,6 +116,29 @@ def test_under_a_policy_that_withholds_the_list_says_which_answers_are_not_known
         wrong = sum("wrong" in row["cells"][2] for row in found if row["number"] is not None)
         assert f"Without a gate at least {wrong} of 24 would be wrong." in headline
         assert f"{len(withheld)} not judged" in headline
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ([None, None], "A gate at 0.50 withholds 1: 1 not judged; none that it lets through is judged. The service's "),
+        (["right", None], "Of the 1 that are answered none is wrong. A gate at 0.50 withholds 1: 1 not judged; "),
+        (["wrong", None], "Without a gate at least 1 of 2 would be wrong. A gate at 0.50 withholds 1: 1 not judged; "),
+        (["right", "right"], "Without a gate none of 2 would be wrong. A gate at 0.50 withholds 1: 0 wrong, 1 right; "),
+    ],
+)
+def test_what_is_none_is_told_in_words(page: Page, verdicts: list[Any], said: str) -> None:
+    told = [{"risk": risk, "verdict": verdict} for risk, verdict in zip((0.1, 0.9), verdicts, strict=True)]
+    (address,) = {one for one in page.evaluate(LOADED) if one.endswith("/sample.js")}
+    headline = "async ([from, rows, at, own]) => (await import(from)).headline(rows, rows.length, at, own)"
+    detail = {"signals": ["depth_mean"]}
+    assert page.evaluate(headline, [address, told, 0.5, detail]).startswith(said)
+    judged = sum(verdict is not None for verdict in verdicts)
+    through = {0: "none that", 1: "of the 1 judged ones that", 2: "of the 2 that"}[judged]
+    assert f"withholds none; {through} it lets through" in page.evaluate(headline, [address, told, 1.0, detail])
+    assert page.evaluate(headline, [address, [], 1.0, detail]) == ""
+    assert "withholds 2: " in page.evaluate(headline, [address, told, 0.0, detail])
+    assert "it lets none through." in page.evaluate(headline, [address, told, 0.0, detail])
 
 
 def test_a_question_of_the_list_is_asked_by_one_tap(service: Running, page: Page) -> None:

@@ -22,7 +22,8 @@ from huggingface_hub import constants
 from probes_store.errors import BundleError, WrongModel
 from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
-from service.cli.loading import LeaveOut, bundle_names, load_bundles
+from service.cli.loading import LeaveOut, bundle_names, chosen_model, load_bundles
+from service.cli.loading import load_engine as load_of_command
 from service.cli.options import BundleOptions, EngineChoice, UsageError
 from service.demo import MODEL_DIR
 from service.engines import places
@@ -281,6 +282,20 @@ def test_a_bundle_of_another_model_is_refused_before_anything_is_imported_for_it
     ends = [line for line in done.stdout.splitlines() if line[:1] == "1"]
     assert ends == ["1 []"] * len(commands), done.stderr
     assert done.stderr.count("error: bundle demo:1 is for hallutracer-demo: ") == len(commands), done.stderr
+    assert "listening" not in done.stdout
+
+
+def test_a_model_is_compared_with_its_bundle_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, bundle = list[str](), Store(SHIPPED).load("demo")
+    monkeypatch.setattr(library, "refuse_another_model", lambda options, _: compared.append(options.model))
+    monkeypatch.setattr(library, "_transformers", lambda options, *_: options)
+    choice = EngineChoice(model="demo")
+    for chosen in (None, chosen_model(choice, [bundle])):
+        compared.clear()
+        load_of_command(choice, bundles=[bundle], chosen=chosen)
+        assert compared == ([] if chosen else [str(MODEL_DIR)])
+    assert load_engine(EngineOptions(model=str(MODEL_DIR)), bundles=[bundle])
+    assert compared == [str(MODEL_DIR)]
 
 
 def write_head(file: Path, numbers: dict[str, int]) -> None:

@@ -90,7 +90,7 @@ def test_the_table_is_sorted_and_has_the_gates_line() -> None:
     assert lines[3].rstrip().endswith("\u2717 Ngerulmud")
     bars = [line.count("\u2588") for line in lines if "\u2588" in line]
     assert bars == [40, 36, 32, 28, 24, 20, 16, 12, 8, 4]
-    assert lines[-1].endswith("right in 1 of the 2 with the lower risks, in 0 of the 1 with the higher.")
+    assert lines[-1].endswith("right in 1 of the 2 with the lower risks, in none of the 1 with the higher.")
     assert max(map(len, lines[:-1])) <= 100
 
 
@@ -153,6 +153,25 @@ def test_what_a_service_withholds_is_said_to_be_unknown() -> None:
     assert "(withheld)" in text.splitlines()[3]
     assert "Ngerulmud" in text.splitlines()[3]
     assert "withholds 2 of the answers: whether they would be right is not known." in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ([None, None], "was not fitted on: no answer was given.  The service's policy withholds 2 of the answers: "),
+        (["wrong", None], "was not fitted on: right in none of the 1 that were answered.  The service's policy "),
+        (["wrong", "abstained"], "right in none of the 1 with the lower risks, in none of the 1 with the higher."),
+    ],
+)
+def test_what_is_none_is_told_in_words(verdicts: list[Any], said: str) -> None:
+    seen = tuple(
+        Seen("Capital?", None if verdict is None else "It is", ("Oslo",), 0.1 * number, False, verdict)
+        for number, verdict in enumerate(verdicts)
+    )
+    console = Console(file=StringIO(), width=200)
+    draw_sorted(Tried("probe:1", "model", 0.5, seen, ()), console)
+    assert isinstance(console.file, StringIO)
+    assert said in console.file.getvalue().splitlines()[-1]
 
 
 def test_errors_name_the_cause(tmp_path: Path) -> None:

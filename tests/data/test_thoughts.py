@@ -36,7 +36,7 @@ CUT = ["<think>\n{}", "[THINK]{}", "<|channel|>analysis<|message|>{}", "Paris <t
 
 def verdict(answer: str) -> str:
     options = JudgeOptions("contains")
-    return verdict_on(answer, "Capital of France?", ["Paris"], make_judge(options), options.abstains)
+    return verdict_on(spoken(answer), "Capital of France?", ["Paris"], make_judge(options), options.abstains)
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from service.data.near_duplicates import content_of
 from service.engines.places import PACKAGED, cache_folder
 from tests.docs.pages import PAGES, ROOT, RUNNABLE, SPELLINGS, Block, blocks
 from tests.serve_process import PATHS, inherited, serve
@@ -152,15 +153,42 @@ def test_the_commands_on_smollm2_run(page: Path, tmp_path: Path, request: pytest
     assert run_page(Sandbox(tmp_path, request), page, model="smollm2") > 0
 
 
+def is_plain(one: dict[str, Any]) -> bool:
+    """Return whether an answer that is judged right claims nothing but an accepted answer, in its first sentence.
+
+    A judge finds the accepted answer among other words, some of which a reader may know to be false."""
+    claimed = content_of(re.split(r"(?<=[.!?])\s", one["answer"].strip())[0])[0]
+    asked = content_of(one["prompt"])[0]
+    return one["verdict"] != "right" or any(claimed <= asked | content_of(answer)[0] for answer in one["accepted"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "plain"),
+    [
+        ("The capital of Peru is Lima.", True),
+        ("Lima. It is the seat of Peru.", True),
+        ("It's Lima", True),
+        ("Lima is a small island in the capital of Peru.", False),
+        ("It is Cusco. No, Lima.", False),
+    ],
+)
+def test_a_right_answer_that_claims_more_is_not_plain(answer: str, plain: bool) -> None:
+    asked = {"prompt": "What is the capital of Peru?", "accepted": ["Lima"], "answer": answer}
+    assert is_plain(asked | {"verdict": "right"}) is plain
+    assert is_plain(asked | {"verdict": "wrong"})
+
+
 @pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
 def test_the_readmes_table_is_every_third_question_by_risk(smollm2: str) -> None:
-    """A rule that leaves nothing to choose."""
+    """A rule that leaves nothing to choose, of the questions that ``is_plain`` leaves."""
     with httpx.Client(base_url=smollm2, timeout=120) as client:
         answers = [client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)]
     ranked, page = sorted(answers, key=lambda answer: float(answer["risk"])), (ROOT / "README.md").read_text()
     lower, others = (sum(one["verdict"] == "right" for one in half) for half in (ranked[:12], ranked[12:]))
     assert f"Of the 24, {lower} of the 12 with lower risks are right, {others} of the others." in page
-    wanted = ranked[::3]
+    plain = [one for one in ranked if is_plain(one)]
+    assert f"every third of {len(plain)} of the 24 questions" in page
+    wanted = plain[::3]
     table = re.findall(r"^\| (0\.\d\d) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
     assert len(table) == len(wanted)
     for (risk, question, answer, verdict), real in zip(table, wanted, strict=True):

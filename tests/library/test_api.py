@@ -18,7 +18,9 @@ import hallutracer as ht
 from hallutracer_research.evaluating import BadSource
 from probes_store.store import Store
 from service.demo.questions import questions
+from service.engines.base import EngineName, EngineOptions
 from service.errors import DataError, EngineError, ModelLoadError, RequestError
+from service.library import engine as library_engine
 from service.library import training
 from tests.command_line import hallutracer
 from tests.fitting.planted import PlantedEngine, planted_rows
@@ -213,6 +215,40 @@ def test_a_finished_run_does_not_block_the_next_version(tmp_path: Path, monkeypa
     assert [(one.reference, str(one.run_dir)) for one in made] == [
         ("mine:1", "runs/mine"), ("mine:2", "runs/mine-2"), ("mine:1", "runs/mine"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [{"enable_thinking": False}, '{"enable_thinking": false}'])
+def test_template_arguments_of_training_are_the_engines_and_the_bundles(
+    given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(options: Any, **_: Any) -> PlantedEngine:
+        engine = PlantedEngine()
+        engine.identity = dataclasses.replace(engine.identity, template_arguments=options.template_arguments)
+        return engine
+
+    monkeypatch.setattr(training, "load_engine", load)
+    options: dict[str, Any] = {"evaluate": False, "folds": 3, "seeds": (0,), "c": 0.1, "jobs": 1, "keep_sample": False}
+    folders: dict[str, Any] = {"store": tmp_path / "store", "run_dir": tmp_path / "run", **QUIET}
+    rows = planted_rows(120, seed=1)
+    made = ht.train(rows, "mine", "demo", chat_template_kwargs=given, **options, **folders)
+    assert made.bundle.manifest.chat_template.arguments == {"enable_thinking": False}
+    assert 'the chat template given `{"enable_thinking": false}`' in made.card
+    arguments = [options.template_arguments for options in served_options(made.bundle, monkeypatch)]
+    assert arguments == [{"enable_thinking": False}] * 2
+    for wrong in ("{", "[]", '{"messages": "x"}', '{"a": null}', {"a": [1]}):
+        with pytest.raises(ht.HalluTracerError, match="chat_template_kwargs"):
+            ht.train(rows, "mine", "demo", chat_template_kwargs=wrong, **options, **folders)
+
+
+def served_options(bundle: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """How both engines are loaded for a bundle."""
+    asked = list[Any]()
+    for function in ("_transformers", "_vllm"):
+        monkeypatch.setattr(library_engine, function, lambda options, *_: asked.append(options))
+    names: tuple[EngineName, ...] = ("transformers", "vllm")
+    for name in names:
+        library_engine.load_engine(EngineOptions("model", engine=name), bundles=[bundle], checked=True)
+    return asked
 
 
 @pytest.mark.long

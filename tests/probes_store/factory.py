@@ -62,16 +62,18 @@ def make_draft(seed: int = 0, **changes: Any) -> BundleDraft:
     """A draft that publishes.
 
     ``changes`` are fields of BundleDraft or of its manifest; ``model`` may be a dict of ModelRecord fields to change,
-    ``site``, ``tokenizer`` and ``chat_template`` stand for their records.  Arrays follow the manifest, those of a
-    ``context`` and an ``answer`` included; nothing lies outside its reference, unless it has ``uncertainty``: then that
-    is the unit ball around 0.5."""
+    ``site``, ``tokenizer``, ``chat_template`` and ``template_arguments`` stand for their records.  Arrays follow the
+    manifest, those of a ``context`` and an ``answer`` included; nothing lies outside its reference, unless it has
+    ``uncertainty``: then that is the unit ball around 0.5."""
     model = changes.pop("model", MODEL)
     if isinstance(model, dict):
         model = dataclasses.replace(MODEL, **model)
     signals = tuple(changes.pop("signals", ("depth_mean",)))
     records: dict[str, Any] = {
         "tokenizer": manifests.TokenizerRecord(changes.pop("tokenizer", "sha256:" + "3" * 64)),
-        "chat_template": manifests.ChatTemplateRecord(changes.pop("chat_template", "sha256:" + "4" * 64)),
+        "chat_template": manifests.ChatTemplateRecord(
+            changes.pop("chat_template", "sha256:" + "4" * 64), changes.pop("template_arguments", None)
+        ),
         "readout": manifests.ReadoutRecord(changes.pop("site", "attention_head"), "last"),
     }
     fields: dict[str, Any] = {

@@ -358,6 +358,7 @@ WRONG: list[tuple[type[errors.BundleRefused], str, dict[str, Any]]] = [
         ("hidden_size", (3, 2, 4, 16)))),
     (errors.WrongTokenizer, "tokenizer.digest", {"tokenizer": OTHER}),
     *((errors.WrongChatTemplate, "chat_template.digest", {"chat_template": other}) for other in (OTHER, None)),
+    (errors.WrongChatTemplate, "chat_template.arguments", {"template_arguments": {"enable_thinking": False}}),
 ]  # fmt: skip
 
 
@@ -404,6 +405,22 @@ def test_an_adapter_is_named_where_there_is_one_and_no_field_where_there_is_none
     check_identity(tuned, dataclasses.replace(LOADED, adapter=OTHER))
     with pytest.raises(errors.WrongModel, match="another adapter.*expected sha256:9.*found none.*Load the adapter of"):
         check_identity(tuned, LOADED)
+
+
+def test_template_arguments_are_recorded_where_there_are_any_and_there_is_no_field_where_there_are_none() -> None:
+    assert "arguments" not in DOCUMENT["chat_template"]
+    arguments = {"enable_thinking": False, "style": "kurz, bitte", "most": 3, "share": 0.5}
+    made = render(make_draft(template_arguments=arguments))[0]
+    data = manifest_bytes(made)
+    assert read_manifest(data) == made
+    assert made.chat_template.arguments == arguments
+    check_identity(made, dataclasses.replace(LOADED, template_arguments=arguments))
+    with pytest.raises(errors.WrongChatTemplate, match="other arguments of the chat template.*Serve it by a process"):
+        check_identity(made, LOADED)
+    names = [{"": 1}, {"a b": 1}, {"messages": "x"}, {"tools": False}, {"tokenize": True}]
+    values = [{"a": value} for value in (None, [1], {"b": 1}, "x" * 257, "\n", "\ud800", 2**60)]
+    for wrong in (None, {}, [], "x", *names, *values, {f"a{number}": 1 for number in range(17)}):
+        refuses(BadValue, "chat_template.arguments", changed(DOCUMENT, ["chat_template"], {"arguments": wrong}))
 
 
 def test_a_decoding_is_recorded_where_it_is_known_and_there_is_no_field_where_it_is_not() -> None:

@@ -355,6 +355,25 @@ def test_a_chats_shape_is_noted_where_its_messages_are_what_is_read(
     assert [None if turns is None else shape_of(turns) for turns in known] == [*shapes, None]
 
 
+@pytest.mark.parametrize(
+    ("asked", "moves"),
+    [
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"other": False}, True),
+        ({"enable_thinking": False, "other": 1}, True),
+        ({}, False),
+        (None, False),
+        ("enable_thinking", True),
+    ],
+)
+def test_template_arguments_of_training_move_nothing(asked: Any, moves: bool) -> None:
+    body = {"messages": ASKED, "chat_template_kwargs": asked}
+    note = noted(CHAT, iter([{"type": "http.request", "body": json.dumps(body).encode()}]))
+    note.trained_with({"enable_thinking": False, "style": "short"})
+    assert note.moves == (("chat_template_kwargs",) if moves else ())
+
+
 def test_a_short_name_of_ours_is_told_what_vllm_takes_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert str(MODEL_DIR) in (short_name_problem("demo") or "")

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -402,6 +403,23 @@ def test_a_bundle_of_plain_text_is_read_under_any_chat_template() -> None:
     with pytest.raises(WrongChatTemplate, match="expected a template of the digest"):
         check_rendering(manifest, options, OWN)
     check_rendering(replace(manifest, prompt_format="text"), options, OWN)
+
+
+def test_a_bundle_of_template_arguments_is_read_where_vllm_gives_them_too() -> None:
+    manifest = Store(Path("/nonexistent"), fallbacks=[SHIPPED]).load("demo").manifest
+    template = replace(manifest.chat_template, arguments={"enable_thinking": False, "style": "it's"})
+    trained = replace(manifest, chat_template=template)
+    given = dict(template.arguments or {})
+    for options in (ChatOptions(variables=given, known=True), ChatOptions()):
+        check_rendering(trained, options, OWN)
+    less, more = ChatOptions(variables={"style": "it's"}), ChatOptions(variables=given | {"a": 1})
+    for options in (ChatOptions.of(Namespace()), less, more):
+        with pytest.raises(WrongChatTemplate, match="--default-chat-template-kwargs") as caught:
+            check_rendering(trained, options, OWN)
+        command = shlex.split(str(caught.value).split("Start vLLM with ")[1].split("; requests")[0])
+        assert json.loads(command[1]) == given
+    with pytest.raises(WrongChatTemplate, match="Leave the option out"):
+        check_rendering(manifest, ChatOptions(variables=given), OWN)
 
 
 def test_our_own_engine_starts_with_a_bundle_named(engines: list[Any]) -> None:

@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 from probes_store.errors import GoldenMismatch
 from service.demo import MODEL_DIR
 from service.engines.scheduler import Scheduled
-from service.errors import EngineError, ProbeReplaced
+from service.errors import EngineError, NotReady, ProbeReplaced
 from service.judging.guarantee import OTHER_RENDERING
 from service.policies.policy import Policies, built_in, load_policies
 from service.settings import ServiceSettings
@@ -44,6 +44,8 @@ class Client:
         model = SimpleNamespace(model=str(MODEL_DIR), revision=None, trust_remote_code=False, skip_tokenizer_init=True,
                                 quantization=None, dtype="float32", max_model_len=64)  # fmt: skip
         cache = SimpleNamespace(cache_dtype="auto")
+        self.engine_core = SimpleNamespace(client_count=1, client_index=0)
+        self.ready = set[int]()  # of its API servers, as the workers know them
         self.errored, self.vllm_config = errored, SimpleNamespace(model_config=model, cache_config=cache)
 
     async def generate(self, prompt: Any, parameters: Any, name: str, *, lora_request: Any = None) -> Any:
@@ -52,7 +54,10 @@ class Client:
     async def add_lora(self, request: Any) -> bool:
         return True
 
-    async def collective_rpc(self, name: str) -> Any:
+    async def collective_rpc(self, name: str, *, args: tuple[int, ...] = ()) -> Any:
+        if name == "hallutracer_ready":
+            self.ready.update(args)
+            return [len(self.ready)] * 2
         return [{"weights": 7}]
 
     async def reset_prefix_cache(self) -> None:
@@ -203,6 +208,26 @@ def test_a_probe_that_another_api_server_replaced_is_written_again(server: Serve
     with pytest.raises(SystemExit):
         server.run("gate")
     assert server.loads == TRIES
+
+
+def test_one_of_several_api_servers_is_ready_once_all_are(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "MEET_S", 0.0)
+    server.client.engine_core = SimpleNamespace(client_count=3, client_index=2)
+
+    async def then(guard: HalluTracerPlugin) -> None:
+        lifecycle, meeting = guard.service.lifecycle, guard._meeting
+        assert meeting is not None
+        for other in (0, 1):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            with pytest.raises(NotReady, match="other API servers of this engine are still loading"):
+                lifecycle.check_serves()
+            assert (lifecycle.is_ready, lifecycle.serves) == (False, True)  # what comes here is answered all the same
+            server.client.ready.add(other)
+        await meeting
+        assert (server.client.ready, lifecycle.is_ready) == ({0, 1, 2}, True)
+
+    server.run("gate", then)
 
 
 def test_a_replay_that_fails_later_does_not_end_the_server(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,7 @@ from hallutracer_research.evaluation.prepare import PreparedSet, SetRows, method
 from hallutracer_research.evaluation.splits import kept
 from service.data.collection import batches, collect
 from service.data.judges import make_judge
-from service.data.labels import CLASSES, verdict_on
+from service.data.labels import CLASSES, said_in, spoken_behind, verdict_on
 from service.data.run_folder import claim
 from service.engines.base import Engine, Sampling
 from service.errors import EngineError
@@ -360,10 +360,15 @@ class _Reader:
 
         def sample(at: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
             seeds = [seeds_of(SEED, int(row), count) for row in self.prepared.index[at]]
-            by_row = engine.sample(self.prompts(at), sampling, seeds)
+            prompts = self.prompts(at)
+            by_row = engine.sample(prompts, sampling, seeds)
+            texts = [
+                [said_in(one.completion, prompt, engine)[0] for one in of_row]
+                for prompt, of_row in zip(prompts, by_row, strict=True)
+            ]
             last = [np.stack([one.last[layer] for one in of_row]) for of_row in by_row]
             return {
-                "text": np.array([[one.completion.text for one in of_row] for of_row in by_row]),
+                "text": np.array(texts),
                 "log_prob": np.array([[one.log_prob.mean() for one in of_row] for of_row in by_row]),
                 "eigenscore": np.array([eigen_score(states) for states in last]),
             }
@@ -384,8 +389,9 @@ class _Reader:
         options, rows = self.prepared.rows.judge, self.prepared.rows.dataset.rows
         judge, shares = make_judge(options), np.full(len(said), np.nan)
         for place, (number, texts) in enumerate(zip(self.prepared.index.tolist(), said.tolist(), strict=True)):
-            row = rows[number]
-            verdicts = [verdict_on(text, row.question, row.answers, judge, options.abstains) for text in texts]
+            row, (prompt,) = rows[number], self.prompts(np.array([place]))
+            spoken = [spoken_behind(prompt, text, self.engine) for text in texts]
+            verdicts = [verdict_on(one, row.question, row.answers, judge, options.abstains) for one in spoken]
             if labels := [CLASSES[one] for one in verdicts if one in CLASSES]:
                 shares[place] = float(np.mean(labels))
         return shares

@@ -78,17 +78,25 @@ export class Sample {
 // An answer that the limit of tokens ended mid-sentence says so.
 const whole = (answer) => (answer && !ENDS.test(answer) ? `${answer} …` : answer);
 
+const none = (number) => (number ? `${number}` : "none");
+
 // What a gate at the threshold changes in these rows.
-function headline(rows, total, at, detail) {
+export function headline(rows, total, at, detail) {
   const count = (some, verdict) => some.filter((row) => row.verdict === verdict).length;
   const withheld = rows.filter((row) => gatedBy(row, at, detail)), passed = rows.filter((row) => !withheld.includes(row));
   const unknown = count(rows, null); // the policy in force withholds them, whatever the slider says
-  const coming = rows.length < total ? `${rows.length} of ${total} answered so far. ` : "";
-  const ungated = `Without a gate ${unknown ? "at least " : ""}${count(rows, "wrong")} of ${rows.length} would be wrong. `;
+  const coming = rows.length < total ? `${rows.length || "None"} of ${total} answered so far. ` : "";
+  if (!rows.length) return coming;
+  const wrong = count(rows, "wrong"), judged = rows.length - unknown;
+  let ungated = `Without a gate ${unknown ? "at least " : ""}${none(wrong)} of ${rows.length} would be wrong. `;
+  if (unknown && !wrong) ungated = judged ? `Of the ${judged} that are answered none is wrong. ` : "";
   const kinds = [["wrong", "wrong"], ["right", "right"], ["abstained", "no answer"], [null, "not judged"]]
     .map(([verdict, name]) => [count(withheld, verdict), name]).filter(([number], place) => number || (place < 2 && !unknown));
   const which = withheld.length ? `: ${kinds.map(([number, name]) => `${number} ${name}`).join(", ")}` : "";
   const note = unknown ? ` The service's policy withholds ${unknown} of the answers: whether they would be right is not known.` : "";
-  return `${coming}${ungated}A gate at ${fixed(at)} withholds ${withheld.length}${which}; ` +
-    `of the ${passed.length} that it lets through ${count(passed, "wrong")} ${count(passed, "wrong") === 1 ? "is" : "are"} wrong.${note}`;
+  const wrongPassed = count(passed, "wrong"), judgedPassed = passed.length - count(passed, null);
+  const whichPassed = judgedPassed < passed.length ? `${judgedPassed} judged ones` : `${passed.length}`;
+  let left = passed.length ? "none that it lets through is judged" : "it lets none through";
+  if (judgedPassed) left = `of the ${whichPassed} that it lets through ${none(wrongPassed)} ${wrongPassed > 1 ? "are" : "is"} wrong`;
+  return `${coming}${ungated}A gate at ${fixed(at)} withholds ${none(withheld.length)}${which}; ${left}.${note}`;
 }

@@ -53,9 +53,10 @@ class TransformersEngine:
         self._options = options or EngineOptions(model=str(getattr(model.config, "_name_or_path", "") or "in-memory"))
         loading.check_options(self._options)
         self._model = model.eval().requires_grad_(False)
-        tokens = Tokens(tokenizer)
+        tokens = Tokens(tokenizer, self._options.template_arguments)
         self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
         self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
+        self.renders_alike = tokens.renders_alike
         self._modules, family = locate(model), family_of(model.config)
         self._head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
@@ -89,6 +90,7 @@ class TransformersEngine:
             chat_template=tokens.chat_template_digest, geometry=self._modules.geometry,
             dtype=str(embedding.weight.dtype).removeprefix("torch."),
             max_tokens=hooks.context_length(model.config),
+            template_arguments=self._options.template_arguments or None,
         )  # fmt: skip
         self.max_tokens = self.identity.max_tokens
 

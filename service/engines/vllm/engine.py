@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from probes_store.bundle import Bundle
+from probes_store.records import TemplateArgument
 from service.engines import adapters, base, checkpoint, loading
 from service.engines.base import Completion, EngineOptions, Extraction, PrefillResult, Prompts, Sampling, Update
 from service.engines.bridge import LoopThread, Outboxes, gather_all, relay, run_on
@@ -65,6 +66,7 @@ class VllmEngine:
     def __init__(
         self, async_llm: Any, files: loading.ModelFiles, loop: asyncio.AbstractEventLoop | None = None,
         generate: Any | None = None, adapter: str | None = None,
+        template_arguments: Mapping[str, TemplateArgument] | None = None,
     ) -> None:  # fmt: skip
         """See ``load`` and ``around``; without ``loop`` it has one of its own and owns ``async_llm``."""
         self.on_prefill: Callable[[int, int], None] = lambda prompts, tokens: None
@@ -78,9 +80,10 @@ class VllmEngine:
         self._outboxes, self.counters = Outboxes(), base.Counters()
         self._adapter: Any = None  # ``LoRARequest`` of every request made here
         try:
-            tokens, config = Tokens(files.tokenizer), async_llm.vllm_config
+            tokens, config = Tokens(files.tokenizer, template_arguments), async_llm.vllm_config
             self.tokenize, self.render_chat, self.detokenize = tokens.tokenize, tokens.render_chat, tokens.detokenize
             self.special_tokens, self.spell = tokens.special_tokens, tokens.spell
+            self.renders_alike = tokens.renders_alike
             self.encode_chat, self.special_token_in = tokens.encode_chat, tokens.special_token_in
             self._vocabulary = int(text_config(files.config).vocab_size)
             # The token that a closed gate samples, which ends the request.
@@ -104,6 +107,7 @@ class VllmEngine:
                 chat_template=tokens.chat_template_digest, geometry=self._plan.geometry,
                 dtype=str(config.model_config.dtype).removeprefix("torch."),
                 max_tokens=int(config.model_config.max_model_len),
+                template_arguments=template_arguments or None,
             )  # fmt: skip
             if adapter is not None:
                 self.identity = adapters.identity_with(self.identity, adapter)
@@ -117,14 +121,22 @@ class VllmEngine:
             raise
 
     @classmethod
-    def around(cls, async_llm: Any, loop: asyncio.AbstractEventLoop | None, generate: Any | None = None) -> VllmEngine:
+    def around(
+        cls,
+        async_llm: Any,
+        loop: asyncio.AbstractEventLoop | None,
+        generate: Any | None = None,
+        template_arguments: Mapping[str, TemplateArgument] | None = None,
+    ) -> VllmEngine:
         """Return an engine on the caller's ``AsyncLLM``, which runs on ``loop``, None: any.  Raises as ``load`` does.
 
-        ``generate``: vLLM's own method, if the caller has replaced it.  Not to be called on ``loop``'s thread."""
+        ``generate``: vLLM's own method, if the caller has replaced it; ``template_arguments``: what vLLM gives the chat
+        template for every chat.  Not to be called on ``loop``'s thread."""
         launch.check_installed()
         config = async_llm.vllm_config.model_config
         options = EngineOptions(config.model, config.revision, trust_remote_code=config.trust_remote_code)
-        return cls(async_llm, loading.find_model_files(options), loop, generate)
+        files = loading.find_model_files(options)
+        return cls(async_llm, files, loop, generate, template_arguments=template_arguments)
 
     @classmethod
     def load(
@@ -144,7 +156,7 @@ class VllmEngine:
         # No name for it here: vLLM keeps this frame, and ``close`` has to free what it starts.
         return cls(
             launch.start(options, files, sites, slots, rows=rows, threads=threads, answers=answers), files,
-            adapter=options.adapter,
+            adapter=options.adapter, template_arguments=options.template_arguments,
         )  # fmt: skip
 
     def adapted(self, request: Any, digest: str) -> VllmEngine:

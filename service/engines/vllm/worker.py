@@ -71,6 +71,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         found = attach.install(self.model_runner.model, family, plan, rank, ranks, self.device, config.dtype, rows)
         self.hallutracer_reader = Reader(plan, found, group if ranks > 1 else None, self.device)
         adopt(self.model_runner, self.hallutracer_reader)
+        self.hallutracer_servers = set[int]()
 
     def determine_available_memory(self) -> Any:
         """Say that the model is compiled, which vLLM does here."""
@@ -91,6 +92,11 @@ class Worker(VllmWorker):  # type: ignore[misc]
             "weights": self.hallutracer_reader.weights, "geometry": [*astuple(plan.geometry)],
             "runner": "V2" if isinstance(self.model_runner, V2Reading) else "V1",
         }  # fmt: skip
+
+    def hallutracer_ready(self, server: int) -> int:
+        """Note that one of the engine's API servers, by its index, is ready, and return how many are."""
+        self.hallutracer_servers.add(server)
+        return len(self.hallutracer_servers)
 
     def hallutracer_read_all(self, directive: dict[str, Any] | None) -> None:
         """Read every request as an encoded directive says, whatever the request itself asks for; None: as it asks."""

@@ -205,7 +205,7 @@ class Loaded:
         self.answer = object() if answer else None
         self.manifest = SimpleNamespace(
             context_probes=context_probes, readout=SimpleNamespace(site="attention_head"),
-            model=SimpleNamespace(adapter=None),
+            model=SimpleNamespace(adapter=None), chat_template=SimpleNamespace(arguments=None),
         )  # fmt: skip
         self.probes = [tiny.probes(GEOMETRY, seed=next(SEEDS)) for _ in range(1 + context_probes + answer)]
 

@@ -154,6 +154,8 @@ POINTS = [
     Point("engine", "v1/engine/async_llm.py", "AsyncLLM.generate", "prompt sampling_params request_id * priority"),
     Point("engine", "v1/engine/async_llm.py", "AsyncLLM.collective_rpc", "method * args"),
     Point("engine", "v1/engine/async_llm.py", "AsyncLLM", has="vllm_config output_handler errored shutdown"),
+    Point("plugin", "v1/engine/async_llm.py", "AsyncLLM", has="engine_core"),
+    Point("plugin", "v1/engine/core_client.py", "AsyncMPClient", has="client_count client_index"),
     Point("engine", "inputs/engine.py", "tokens_input", "prompt_token_ids"),
     Point("engine", "outputs.py", "RequestOutput", has=(
         "outputs finished prompt_token_ids prompt_token_id_logprobs num_cached_tokens metrics")),

@@ -207,3 +207,18 @@ def test_an_engine_that_traces_nothing_is_refused_before_the_first_forward_pass(
     with pytest.raises(EngineError):
         evaluate(chosen, lambda: cast(Any, engine), console=cast(Any, SimpleNamespace(print=lambda *_: None)))
     assert engine.counters.prefills == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "right"),
+    [("<|user|>Where?<|assistant|><think>\n", 0.5), ("<|user|>Where?<|assistant|>", 2 / 3)],
+)
+def test_a_sample_is_judged_without_the_thought_that_its_prompt_opened(prompt: str, right: float) -> None:
+    engine = cast(Any, SimpleNamespace(spell=lambda ids: prompt))
+    row = SimpleNamespace(question="Where?", answers=("Paris",))
+    rows = SimpleNamespace(judge=JudgeOptions("contains"), dataset=SimpleNamespace(rows=[row]))
+    prompts = SimpleNamespace(prompts=SimpleNamespace(of=lambda number: [1, 2]))
+    prepared = cast(Any, SimpleNamespace(rows=rows, index=np.array([0]), prompts=prompts))
+    reader = readings._Reader(engine, prepared, cast(Any, None), "chat")
+    said = np.array([["Paris, or Lyon", "Lyon?</think>Paris", "Paris?</think>Lyon"]])
+    assert reader._share_right(said) == pytest.approx([right])
