@@ -126,6 +126,7 @@ class TrainingRecord(Record):
     hallutracer_version: Filled
     decoding: records.Decoding | None = None  # of the answers that the labels are about; absent where it is not known
     shapes: tuple[Filled, ...] | None = None  # of the rows' conversations; absent where they are not known
+    reworded: Positive | None = None  # rows that ask a lone question in other words; absent where there were too few
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
@@ -294,7 +295,7 @@ class Manifest(Record):
 _LATER: Final[Mapping[str, str]] = {
     "model.adapter": "a digest", "answer": "a record", "guarantee_reads_answers": "true",
     "guarantee_strata": "a list of records", "training.decoding": "a record", "training.shapes": "a list of texts",
-    "chat_template.arguments": "a record",
+    "training.reworded": "a count", "chat_template.arguments": "a record",
 }  # fmt: skip
 
 

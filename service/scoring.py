@@ -344,7 +344,7 @@ class Scorer:
         context = self.bundle.manifest.context
         if context is None or (limit := context.applicability) is None:
             return context
-        below = standing.no_fact_below(limit.threshold)
+        below = standing.no_fact_below(self.bundle.manifest)
         return replace(context, applicability=replace(limit, threshold=below) if below else None)
 
     def gate(self, policy: Policy, standing: Standing = UNKNOWN) -> EngineGate | None:

@@ -318,6 +318,25 @@ def test_no_fact_counts_only_where_nothing_is_left_to_ask(
         assert (report.uncertain.untrained, report.decision is Decision.ABSTAIN) == (untrained, untrained)
 
 
+def test_a_bundle_of_reworded_questions_tells_small_talk_in_any_words_where_it_stands_alone(
+    tmp_path: Path, script: ScriptedEngine
+) -> None:
+    bundle = contextual_bundle(script, tmp_path)
+    reworded = replace(bundle.manifest, training=replace(bundle.manifest.training, reworded=80))
+    assert reworded.context is not None
+    assert reworded.context.applicability is not None
+    limit = reworded.context.applicability.threshold
+    assert limit > SURE
+    for turns, asks, manifest, expected in (
+        ("0", "plain", reworded, limit), ("0", "task", reworded, limit), ("0", "inside", reworded, 0.0),
+        ("0", "several", reworded, 0.0), ("1", "plain", reworded, SURE), ("1", "small_talk", reworded, limit),
+        ("0", "plain", bundle.manifest, SURE), ("0", "small_talk", bundle.manifest, limit),
+    ):  # fmt: skip
+        standing = Standing(Shape(turns, passage=False, system=False, asks=asks))
+        assert standing.no_fact_below(manifest) == expected, (turns, asks)
+    assert UNKNOWN.no_fact_below(reworded) == 0.0
+
+
 def test_what_training_had_nothing_like_is_withheld_unless_the_operator_opened_that(
     tmp_path: Path, script: ScriptedEngine
 ) -> None:

@@ -14,14 +14,16 @@ from sklearn.base import clone
 
 from probes_store.records import ContextName, ContextProbe
 from service.fitting.estimator import DepthMeanProbe, fit_classifier
+from service.fitting.joint import joined
 from service.fitting.layer_weights import fit_layer_weights
-from service.fitting.probes import Floats, Index, ProbeFit, Readouts
+from service.fitting.probes import Floats, Index, ProbeFit, Readouts, Task
 from service.fitting.scores import auroc
 from service.risk import depth_mean, risk
 
 # Fixed, so that nothing of a nested evaluation is chosen by its test side.  Whether a prompt asks or has a passage is
 # read by any; whether the passage states the answer by weak penalties only.
 C: Final[Mapping[ContextName, float]] = {"asks": 0.03, "passage": 0.03, "stated": 0.3}
+ASKS_C: Final = 5e-3  # of ``asks`` where the directions of all layers are fitted together
 LEAST = 40  # groups of each class, below which no such probe is fitted
 LENGTHS = 4  # of the longer ones to the shorter ones, from which on the classifier reads the length, too
 SIDES = 3  # rows of the larger class for each of the smaller, at most: more cost time and tell nothing new
@@ -70,13 +72,23 @@ def fit_context_probe(
         return None
     rows = _balanced(label, group, rows, seed)
     own = label[rows]
-    crossed = clone(probe).set_params(seeds=(seed,)).cross_fit(readouts, group, rows, C[name])
-    fit = probe.refit(readouts, rows, np.arange(len(label)), C[name], zero_layers=True)
-    # Weights over layers: whether a passage states the answer is known in the middle of a model and forgotten later.
-    layers = fit_layer_weights(crossed.standardized[0], own, group[rows], folds=probe.folds, seed=seed)
-    fit = replace(fit, scale=fit.scale / layers.weight)
+    # Whether a prompt asks is read by all layers together, as the risk is: its wording is not what decides.
+    together = name == "asks" and probe.logit_scale == "joint"
+    every = np.arange(len(label))
+    one_seed = clone(probe).set_params(seeds=(seed,))
+    crossed = one_seed.cross_fit(readouts, group, rows, C[name], joint=together, joint_c=ASKS_C)
+    fit = probe.refit(readouts, rows, every, C[name], zero_layers=True)
+    if together:
+        task = Task(rows, every, C[name])
+        fit = joined(readouts, task, fit, probe.class_balance, zero_layers=True, c=ASKS_C)
+        out_of_fold = crossed.joint[0]
+    else:
+        # Whether a passage states the answer is known in the middle of a model and forgotten later.
+        layers = fit_layer_weights(crossed.standardized[0], own, group[rows], folds=probe.folds, seed=seed)
+        fit = replace(fit, scale=fit.scale / layers.weight)
+        out_of_fold = layers.out_of_fold
     logits = fit.standardized
-    logits[rows] = layers.out_of_fold
+    logits[rows] = out_of_fold
     mean = depth_mean(logits[rows])
     found = fit_classifier(mean[:, None], own)
     weight = max(float(found.weight[0]), 1e-6)  # a probe that tells nothing must still be a rising map

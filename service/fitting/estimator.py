@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 from probes_store.records import CONTEXT_SIGNALS
 from service.fitting import C_GRID, DEPTH_MEAN, ClassBalance, LogitScale
 from service.fitting.folds import group_folds
+from service.fitting.joint import C as JOINT_C
 from service.fitting.joint import joined
 from service.fitting.probes import (
     ActivationArray,
@@ -222,9 +223,11 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             fit_probes(readouts, tasks, **options)
         return ChosenC(max(grid) if best is None else best[1], table)
 
-    def cross_fit(self, readouts: Readouts, group: Index, rows: Index, c: float, *, joint: bool = False) -> OutOfFold:
+    def cross_fit(
+        self, readouts: Readouts, group: Index, rows: Index, c: float, *, joint: bool = False, joint_c: float = JOINT_C
+    ) -> OutOfFold:
         """Return logits of ``rows`` [n], in their order, for each seed; zeros where a fold's layer has no direction.
-        ``joint``: also those of directions that are fitted together."""
+        ``joint``: also those of directions that are fitted together, with the penalty ``joint_c``."""
         pairs = [
             (place, train, test)
             for place, seed in enumerate(self.seeds)
@@ -239,7 +242,7 @@ class DepthMeanProbe(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         for (place, _, test), task, fit in zip(pairs, tasks, fits, strict=True):
             at = place, where[test]
             if joint:
-                together = joined(readouts, task, fit, self.class_balance, zero_layers=True)
+                together = joined(readouts, task, fit, self.class_balance, zero_layers=True, c=joint_c)
                 crossed.joint[at] = together.standardized
             crossed.unit_norm[at], crossed.standardized[at] = fit.trajectory, fit.standardized
             crossed.best_head[at] = fit.trajectory[:, fit.best_layer]

@@ -38,7 +38,9 @@ class JointFit(NamedTuple):
         return logits
 
 
-def joined(readouts: Readouts, task: Task, fit: ProbeFit, balance: ClassBalance, *, zero_layers: bool) -> ProbeFit:
+def joined(
+    readouts: Readouts, task: Task, fit: ProbeFit, balance: ClassBalance, *, zero_layers: bool, c: float = C
+) -> ProbeFit:
     """Return ``fit`` of ``task`` with directions that are fitted together, at the heads that it has chosen.
 
     Its ``scale`` is the joint one, so that ``standardized`` has the logits to take the mean of.
@@ -46,18 +48,19 @@ def joined(readouts: Readouts, task: Task, fit: ProbeFit, balance: ClassBalance,
     heads = fit.head.tolist()
     columns = [readouts.file.head(layer, head)[readouts.index] for layer, head in enumerate(heads)]
     activations, label = np.stack(columns, axis=1), readouts.label[task.train]
-    joint = fit_joint(activations[task.train], label, balance, zero_layers=zero_layers)
+    joint = fit_joint(activations[task.train], label, balance, zero_layers=zero_layers, c=c)
     quality = np.array([auroc(label, logits) for logits in joint.trajectory(activations[task.train]).T])
     return ProbeFit(fit.head, *joint, quality, joint.trajectory(activations[task.test]))
 
 
 def fit_joint(
-    activations: NDArray[np.float32], label: NDArray[np.int64], balance: ClassBalance, *, zero_layers: bool = False
-) -> JointFit:
+    activations: NDArray[np.float32], label: NDArray[np.int64], balance: ClassBalance, *,
+    zero_layers: bool = False, c: float = C,
+) -> JointFit:  # fmt: skip
     """Fit one logistic regression on the leading components of the standardised columns of all layers.
 
     activations [n, m, d] of the chosen head of each layer, label [n] (1 factual, 0 hallucinated).  A layer whose
-    activations are constant has, with ``zero_layers``, a direction of zero.
+    activations are constant has, with ``zero_layers``, a direction of zero.  ``c``: inverse strength of the penalty.
     Raises NoDirection: there is such a layer."""
     n, layers, dim = activations.shape
     weights = row_weights(label, balance)
@@ -65,7 +68,7 @@ def fit_joint(
         columns, mean, deviation = standardise(activations.reshape(n, layers * dim))
         components = min(COMPONENTS, n, layers * dim)
         basis = randomized_svd(columns, components, n_oversamples=20, n_iter=4, random_state=0)[2].T
-        model = LogisticRegression(C=C, solver="newton-cholesky", tol=1e-8)
+        model = LogisticRegression(C=c, solver="newton-cholesky", tol=1e-8)
         model.fit(columns @ basis, label, sample_weight=weights)
     # A constant column has a component by rounding error alone.
     raw = np.where(columns.any(axis=0), (basis @ model.coef_[0]) / deviation, 0.0).reshape(layers, dim)

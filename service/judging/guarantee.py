@@ -67,10 +67,18 @@ class Standing:
         """Return whether text to answer from stands beside the question; None where that is not known."""
         return None if self.shape is None or self.other_rendering else self.shape.passage
 
-    def no_fact_below(self, limit: float) -> float:
-        """Return the P(asks) below which nothing is left to ask; ``limit`` is the bundle's own.  0: there is none."""
-        asks = None if self.shape is None or self.other_rendering else self.shape.asks
-        return limit if asks in ("small_talk", "task") else min(limit, SURE) if asks == "plain" else 0.0
+    def no_fact_below(self, manifest: Manifest) -> float:
+        """Return the P(asks) below which this prompt asks for no fact under a bundle.  0: there is none.
+
+        A lone request whose words do not tell is left to a bundle that was trained on lone questions in other words;
+        what refers to earlier turns looks like small talk to the probe."""
+        limit = None if manifest.context is None else manifest.context.applicability
+        if limit is None or self.shape is None or self.other_rendering:
+            return 0.0
+        alone = manifest.training.reworded is not None and self.shape.turns == "0"
+        if self.shape.asks in ("small_talk", "task") or (self.shape.asks == "plain" and alone):
+            return limit.threshold
+        return min(limit.threshold, SURE) if self.shape.asks == "plain" else 0.0
 
 
 UNKNOWN = Standing()

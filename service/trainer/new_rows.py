@@ -233,11 +233,11 @@ def risks_of(bundle: Bundle, data: PreparedData, *, as_gated: bool = False) -> N
     if not as_gated:
         return risks
     standings = [standing_of(data.dataset.rows[row], manifest.prompt_format) for row in data.labelled.index.tolist()]
-    if context is not None and (limit := context.applicability) is not None:
+    if context is not None and context.applicability is not None:
         means = depth_mean(logits.reshape(len(logits), -1, layers))[:, 1:]
         pairs = zip(means.tolist(), inputs.prompt_tokens.tolist(), strict=True)
         asks = np.array([prompt_context(context, *pair).asks for pair in pairs], np.float64)
-        risks = np.where(asks < [standing.no_fact_below(limit.threshold) for standing in standings], 0.0, risks)
+        risks = np.where(asks < [standing.no_fact_below(manifest) for standing in standings], 0.0, risks)
     outside = np.array([unlike_training(manifest, standing) is not None for standing in standings], np.bool_)
     if manifest.tells_outside:
         outside |= distance(logits, bundle.probes.reference_mean, bundle.probes.reference_whitening) >= OUTSIDE

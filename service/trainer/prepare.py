@@ -13,12 +13,20 @@ from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
 from service.data.collection import Collection, collect, read_given
 from service.data.forms import FORMS
+from service.data.forms.crossed import WORDING
 from service.data.judges import contains
 from service.data.labels import UNFINISHED, Labelled, given_labels, judged_labels, unfinished_thoughts
-from service.data.training_rows import FORM, Dataset, class_problems
+from service.data.training_rows import FORM, Dataset, Row, class_problems
 from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
-from service.fitting.context import ContextFit, PromptLabels, context_columns, fit_context_probe, fit_passage_probes
+from service.fitting.context import (
+    LEAST,
+    ContextFit,
+    PromptLabels,
+    context_columns,
+    fit_context_probe,
+    fit_passage_probes,
+)
 from service.fitting.estimator import DepthMeanProbe, extra_signals, signal_matrix
 from service.fitting.nested_cv import Inputs
 from service.fitting.probes import Floats, Index, ProbeFit, Readouts
@@ -31,6 +39,7 @@ from service.trainer.options import NewRowsOptions, TrainOptions
 
 LEAST_AUROC = 0.9  # of ``asks``: one that tells less would let questions pass for something else
 QUESTIONS_BELOW = 0.003  # share of the training questions that may pass for no question: users ask in more ways
+LONE_BELOW = 0.001  # the same of questions that stand alone, where these were asked in other words
 UNKNOWN_LABEL = -1  # of a row that is scored before it is labelled
 WITH_PASSAGE = ("passages", "long")  # families of forms
 
@@ -132,6 +141,8 @@ class BundleContext:
     fits: tuple[ContextFit, ...]
     labelled: int  # n
     columns: Floats | None  # [n, 2 or 3] what the classifier reads; None where it reads none
+    alone: NDArray[np.bool_]  # [n] whether a labelled row's question stands alone
+    reworded: int | None  # rows with a lone question in other words; None where these are too few groups
 
     @property
     def logits(self) -> Floats:
@@ -140,7 +151,8 @@ class BundleContext:
 
     def record(self) -> Context:
         """Return the manifest's record, with the threshold below which a prompt asks for no fact."""
-        asks = (_applicability(fit.probability, self.labelled) for fit in self.fits if fit.record.name == "asks")
+        lone = None if self.reworded is None else self.alone
+        asks = (_applicability(fit.probability, self.labelled, lone) for fit in self.fits if fit.record.name == "asks")
         return Context(tuple(fit.record for fit in self.fits), next(asks, None))
 
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -168,7 +180,22 @@ def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | No
     use = asks is not None and _has_directions(asks) and asks.record.auroc >= LEAST_AUROC
     fits = (*([asks] if asks is not None and use else ()), *(passages or ()))
     columns = None if passages is None else context_columns(passages, padded)[:n]
-    return BundleContext(fits, n, columns) if fits else None
+    rows = [data.dataset.rows[row] for row in data.inputs.readouts.index.tolist()]
+    alone = np.array([_stands_alone(row) for row in rows], np.bool_)
+    other_words = alone & np.array([_in_other_words(row.strata.get(FORM, "")) for row in rows], np.bool_)
+    enough = len(np.unique(group[:n][other_words])) >= LEAST
+    reworded = int(other_words.sum()) if enough else None
+    return BundleContext(fits, n, columns, alone, reworded) if fits else None
+
+
+def _stands_alone(row: Row) -> bool:
+    """Return whether no turn stands before a row's question."""
+    roles = [message["role"] for message in row.messages or ()]
+    return roles.count("user") <= 1 and "assistant" not in roles
+
+
+def _in_other_words(form: str) -> bool:
+    return form.startswith(WORDING) and form != WORDING + "plain"
 
 
 def all_logits(
@@ -213,9 +240,11 @@ def _has_directions(fit: ContextFit) -> bool:
     return bool(np.all(np.any(fit.probe.direction, axis=1)))
 
 
-def _applicability(probability: Floats, labelled: int) -> Applicability:
+def _applicability(probability: Floats, labelled: int, alone: NDArray[np.bool_] | None) -> Applicability:
+    """Return where a prompt asks for no fact; ``alone`` [n]: choose by these questions only."""
     questions, others = probability[:labelled], probability[labelled:]
-    threshold = float(np.clip(np.quantile(questions, QUESTIONS_BELOW), 1e-6, 0.5))
+    lowest = np.quantile(questions, QUESTIONS_BELOW) if alone is None else np.quantile(questions[alone], LONE_BELOW)
+    threshold = float(np.clip(lowest, 1e-6, 0.5))
     below, above = float((questions < threshold).mean()), float((others >= threshold).mean())
     statement = say("applicability", threshold, below, labelled, above, len(others))
     return Applicability(threshold, below, above, statement)

@@ -120,6 +120,7 @@ def manifest_of(
         folds=options.folds, c=c, c_grid=tuple(sorted(set(options.c_grid))) if options.c is None else (),
         class_balance=options.class_balance, hallutracer_version=service.__version__,
         decoding=options.decoding(data.dataset.origin.decodings), shapes=shapes_of(data.dataset.rows, prompt_format),
+        reworded=None if context is None else context.reworded,
         **counts,
     )  # fmt: skip
     return stored.Manifest(

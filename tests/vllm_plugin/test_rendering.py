@@ -54,6 +54,10 @@ from tests.engines.tool_template import TOOL_TEMPLATE  # noqa: E402
 from tests.probes_store.factory import GUARANTEE  # noqa: E402
 
 NO_SHAPES = SimpleNamespace(shapes=None)  # the training of a bundle that does not record its rows' shapes
+# Of a bundle that would take a lone request for small talk below a P(asks) of 0.5.
+TELLS_TALK: Any = SimpleNamespace(
+    context=SimpleNamespace(applicability=SimpleNamespace(threshold=0.5)), training=SimpleNamespace(reworded=1)
+)
 DEMO: str = AutoTokenizer.from_pretrained(MODEL_DIR).chat_template
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
@@ -551,7 +555,7 @@ def test_several_questions_are_known_of_a_chat_that_is_rendered_otherwise_or_hol
             )  # fmt: skip
             asyncio.run(one._check_rendering())
             assert (unlike_training(manifest, one._standing) is not None) is several, (content, asked)
-            assert one._standing.no_fact_below(0.5) == 0.0, "as small talk nothing of it passes"
+            assert one._standing.no_fact_below(TELLS_TALK) == 0.0, "as small talk nothing of it passes"
             assert any("several questions" in violation for violation in note.violations) is several
 
 
@@ -579,7 +583,7 @@ def test_a_chat_that_the_caller_has_rendered_is_known_from_its_token_ids() -> No
             )  # fmt: skip
             asyncio.run(one._check_rendering())
             assert (unlike_training(manifest, one._standing) is not None) is (several or (another and not may))
-            assert one._standing.no_fact_below(0.5) == 0.0
+            assert one._standing.no_fact_below(TELLS_TALK) == 0.0
             assert note.violations[0] == NO_TEMPLATE
             assert any("several questions" in violation for violation in note.violations) is several
 
