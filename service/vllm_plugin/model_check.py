@@ -33,8 +33,8 @@ class ChatOptions(NamedTuple):
     @classmethod
     def of(cls, arguments: Namespace) -> ChatOptions:
         """Return those of a parsed command line, of a program that may have neither option."""
-        names = "chat_template", "default_chat_template_kwargs"
-        return cls(*(getattr(arguments, name, None) for name in names), known=True)
+        template = getattr(arguments, "chat_template", None)
+        return cls(template, getattr(arguments, "default_chat_template_kwargs", None), known=True)
 
 
 def chat_options(frame: FrameType | None) -> ChatOptions:

@@ -166,8 +166,8 @@ def test_the_list_counts_what_a_gate_withholds_whatever_the_threshold(
         page = ready(opened)
         expect(page.locator("#sample-rows tr[data-number]")).to_have_count(4)
         page.locator("#threshold").fill("1" if kind == "outside" else "0")
-        withheld = 4 if kind == "outside" else 0
-        expect(page.locator("#sample-text")).to_contain_text(f"withholds {withheld}")
+        withheld, count = (4, "4") if kind == "outside" else (0, "none")
+        expect(page.locator("#sample-text")).to_contain_text(f"withholds {count}")
         expect(page.locator("#sample-rows tr.stopped")).to_have_count(withheld)
         why = "unlike the training prompts: withheld" if kind == "outside" else "asks for no fact: let through"
         assert set(page.locator("#sample-rows .why").all_inner_texts()) == {why}

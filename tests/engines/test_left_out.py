@@ -82,7 +82,7 @@ def test_what_a_template_writes_otherwise_is_taken(template: str, messages: Any)
 def test_a_template_is_asked_once_about_each_sequence_of_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, rendered = Tokens(tiny.tokenizer(template=PLAIN)), list[Any]()
     theirs = tokens._templated
-    monkeypatch.setattr(tokens, "_templated", lambda turns, tools: (rendered.append(turns), theirs(turns, tools))[1])
+    monkeypatch.setattr(tokens, "_templated", lambda turns, *rest: (rendered.append(turns), theirs(turns, *rest))[1])
     for number in range(5):
         tokens.render_chat(turns(f"user: question {number}"))
     assert len(rendered) == 6
