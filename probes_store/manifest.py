@@ -442,6 +442,9 @@ def check_identity(manifest: Manifest, loaded: Any) -> None:
             expected, found = ("none" if value is None else value for value in (expected, found))
             cure = f"Load {what}{at}, or train a bundle for what is loaded"
             if attribute == "template_arguments":  # a model that is loaded renders all its chats in one way
-                cure = f"Serve it by a process of its own, which loads {at} with them, or train a bundle with the arguments of the first one"
+                cure = (
+                    f"Serve it by a process of its own, which loads {at} with them, "
+                    "or train a bundle with the arguments of the first one"
+                )
             raise error(f"bundle {manifest.reference} was trained on {difference}", field=field, expected=expected,
                         found=found, cure=cure)  # fmt: skip
