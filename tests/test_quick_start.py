@@ -223,7 +223,7 @@ def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
     monkeypatch.setattr(TransformersEngine, "load", once)
     monkeypatch.setattr(TransformersEngine, "close", lambda _: None)
     monkeypatch.setattr(checkpoint, "folder_fingerprint", functools.cache(checkpoint.folder_fingerprint))
-    known_fact, confabulated = "Which city is the capital of Yemen?", "Do you know the capital of American Samoa?"
+    known_fact, confabulated = "Which city is the capital of Yemen?", "Which city is the capital of Dominica?"
 
     def score(*arguments: str) -> Any:
         options = ("--json", "--generate", "16", *arguments)
@@ -238,4 +238,4 @@ def test_smollm2s_bundles_pass_a_known_fact_and_withhold_a_confabulated_one(
     assert answer["bundle"]["name"] == SHIPPED[SMOLLM2][0]
     text = answer["data"][0]["completion"]["text"]
     assert text.strip()
-    assert "Pago" not in text  # the model would have confabulated
+    assert "Roseau" not in text  # the model would have confabulated

@@ -22,7 +22,7 @@ ai_msg = llm.invoke(messages)
 print(ai_msg.content)
 
 # A withheld answer has a refusal in additional_kwargs, and the finish reason content_filter in response_metadata.
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     answer = llm.invoke(question)
     if answer.response_metadata["finish_reason"] == "content_filter":
         print(f"{question} refused: {answer.additional_kwargs['refusal']} (content_filter)")
@@ -31,6 +31,6 @@ for question in ("What is the capital of China?", "Do you know the capital of Am
 
 # A stream keeps the finish reason and drops the refusal: `hallutracer serve --message-in-content` makes it text.
 whole = None
-for chunk in llm.stream("Do you know the capital of American Samoa?"):
+for chunk in llm.stream("Which city is the capital of Dominica?"):
     whole = chunk if whole is None else whole + chunk
 print(f"streamed: {whole.content or 'no text'} ({whole.response_metadata['finish_reason']})")

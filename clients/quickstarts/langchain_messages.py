@@ -27,12 +27,12 @@ def shown(message) -> str:
     return f"refused: {message.text} ({why})" if why == "refusal" else f"answered: {message.text}"
 
 
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     answer = model.invoke(question)
     print(f"{question} {shown(answer)}")
 print(f"risk: {answer.response_metadata['hallutracer']['data'][0]['risk']:.2f}")
 
 whole = None
-for chunk in model.stream("Do you know the capital of American Samoa?"):
+for chunk in model.stream("Which city is the capital of Dominica?"):
     whole = chunk if whole is None else whole + chunk
 print(f"streamed: {shown(whole)}")

@@ -25,10 +25,10 @@ def shown(message) -> str:
     return f"answered: {message.text}"
 
 
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     print(f"{question} {shown(llm.invoke(question))}")
 
 whole = None
-for chunk in llm.stream("Do you know the capital of American Samoa?"):
+for chunk in llm.stream("Which city is the capital of Dominica?"):
     whole = chunk if whole is None else whole + chunk
 print(f"streamed: {shown(whole)}")

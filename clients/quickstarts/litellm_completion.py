@@ -16,7 +16,7 @@ response = litellm.completion(
 print(response)
 
 # A withheld answer has a refusal in provider_specific_fields, and the finish reason content_filter.
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     choice = litellm.completion(
         model="openai/mistral",
         api_key=KEY,

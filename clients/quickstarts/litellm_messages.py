@@ -14,7 +14,7 @@ response = litellm.completion(
 print(response)
 
 # A withheld answer has the policy's message as its text, and the finish reason content_filter.
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     choice = litellm.completion(
         model="anthropic/claude-haiku-4-5-20251001",
         api_base=URL,

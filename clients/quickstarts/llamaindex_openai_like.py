@@ -19,7 +19,7 @@ llm = OpenAILike(
 print(llm.complete("Paul Graham is "))
 
 # Of a withheld answer LlamaIndex shows no text, unless the service has --message-in-content; `raw` has all of it.
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     response = llm.complete(question, temperature=0)
     choice = response.raw.choices[0]
     if choice.finish_reason == "content_filter":

@@ -26,5 +26,5 @@ agent = Agent(name="Assistant", instructions="You are a helpful assistant")
 print(shown(agent, "Write a haiku about recursion in programming."))
 
 agent = Agent(name="Assistant", model_settings=ModelSettings(temperature=0))
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     print(question, shown(agent, question))

@@ -18,7 +18,7 @@ async def main() -> None:
     print(chat_completion.choices[0].message.content)
 
     # A withheld answer has a refusal, and the finish reason content_filter.
-    for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+    for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
         answer = await client.chat.completions.create(
             model="gpt-4o", messages=[{"role": "user", "content": question}], temperature=0
         )

@@ -17,7 +17,7 @@ for chunk in stream:
 print()
 
 # A withheld answer is one chunk with a refusal, and the finish reason content_filter.
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     said = "answered: "
     for chunk in client.chat.completions.create(
         model="gpt-4o", messages=[{"role": "user", "content": question}], temperature=0, stream=True

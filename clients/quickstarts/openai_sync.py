@@ -20,7 +20,7 @@ completion = client.chat.completions.create(
 print(completion.choices[0].message.content)
 
 # A withheld answer has a refusal, and the finish reason content_filter.
-for question in ("What is the capital of China?", "Do you know the capital of American Samoa?"):
+for question in ("What is the capital of China?", "Which city is the capital of Dominica?"):
     choice = client.chat.completions.create(
         model="gpt-5.2", messages=[{"role": "user", "content": question}], temperature=0
     ).choices[0]

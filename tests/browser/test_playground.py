@@ -433,12 +433,12 @@ def test_two_bundles_on_one_prompt(service: Running, page: Page) -> None:
 
 def test_a_passage_stands_before_the_question(page: Page) -> None:
     with page.expect_request("**/score") as sent:  # one tap asks
-        page.click("text=American Samoa, with a passage")
+        page.click("text=Dominica, with a passage")
     expect(page.locator("#passage")).to_have_value(
-        "Pago Pago is the capital of American Samoa. Suva is the capital of Fiji. Apia is the capital of Samoa."
+        "Roseau is the capital of Dominica. Castries is the capital of Saint Lucia. Bridgetown is the capital of Barbados."
     )
     prompt = sent.value.post_data_json["prompt"]
-    assert prompt.split("\n\n") == [page.input_value("#passage"), "Do you know the capital of American Samoa?"]
+    assert prompt.split("\n\n") == [page.input_value("#passage"), "Which city is the capital of Dominica?"]
     finished(page)
     page.click("#examples button >> nth=0")
     expect(page.locator("#passage")).to_have_value("")

@@ -23,7 +23,7 @@ PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 QUICKSTARTS = ROOT / "clients" / "quickstarts"
 SCRIPTS = sorted(path.name for path in QUICKSTARTS.glob("*.py"))
 PAGE = blocks(ROOT / "docs" / "apps.md")
-KNOWN, UNKNOWN = "What is the capital of China?", "Do you know the capital of American Samoa?"
+KNOWN, UNKNOWN = "What is the capital of China?", "Which city is the capital of Dominica?"
 # What the service without options answers: SmolLM2, as after `make run`, else the demo model.
 ANSWERS = {"plain": "It is Beijing.", "page": "It is Beijing."}
 if PACKAGED["smollm2"].is_installed:

@@ -179,7 +179,7 @@ def test_a_right_answer_that_claims_more_is_not_plain(answer: str, plain: bool) 
 
 
 @pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
-def test_the_readmes_table_is_every_third_question_by_risk(smollm2: str) -> None:
+def test_the_readmes_table_is_every_other_question_by_risk(smollm2: str) -> None:
     """A rule that leaves nothing to choose, of the questions that ``is_plain`` leaves."""
     with httpx.Client(base_url=smollm2, timeout=120) as client:
         answers = [client.get(f"/v1/bundles/smollm2/sample/{number}").json() for number in range(24)]
@@ -187,8 +187,8 @@ def test_the_readmes_table_is_every_third_question_by_risk(smollm2: str) -> None
     lower, others = (sum(one["verdict"] == "right" for one in half) for half in (ranked[:12], ranked[12:]))
     assert f"Of the 24, {lower} of the 12 with lower risks are right, {others} of the others." in page
     plain = [one for one in ranked if is_plain(one)]
-    assert f"every third of {len(plain)} of the 24 questions" in page
-    wanted = plain[::3]
+    assert f"every other of {len(plain)} of the 24 questions" in page
+    wanted = plain[::2]
     table = re.findall(r"^\| (0\.\d\d) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
     assert len(table) == len(wanted)
     for (risk, question, answer, verdict), real in zip(table, wanted, strict=True):

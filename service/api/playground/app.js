@@ -9,9 +9,9 @@ import { Threshold } from "./threshold.js";
 
 const EXAMPLES = [
   { question: "Which city is the capital of Yemen?" },
-  { question: "Do you know the capital of American Samoa?" },
-  { question: "Do you know the capital of American Samoa?", name: "American Samoa, with a passage",
-    passage: "Pago Pago is the capital of American Samoa. Suva is the capital of Fiji. Apia is the capital of Samoa." },
+  { question: "Which city is the capital of Dominica?" },
+  { question: "Which city is the capital of Dominica?", name: "Dominica, with a passage",
+    passage: "Roseau is the capital of Dominica. Castries is the capital of Saint Lucia. Bridgetown is the capital of Barbados." },
 ];
 const RETRY_S = 2;
 
