@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from service.judging import evaluation
 from service.judging.evaluation import Coverage, CoverageGate, Sample, SampleQuestion, coverage, form_table, sample_of
 from service.trainer.publish import by_stratum, risks_document
 from tests.probes_store.factory import GUARANTEE, make_draft, write_bundle
+from tests.serve_process import ROOT
 
 CALIBRATED = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}
 MOVED = Recalibration("intercept", c=-1.0)
@@ -112,7 +115,9 @@ def test_the_shipped_bundles(name: str) -> None:
     if name == "smollm2":
         forms = form_table(bundle)
         assert forms is not None
-        assert {row.form for row in forms.data} == set(EVERY_FORM)
+        with gzip.open(ROOT / "docs/smollm2-crossed-test-rows.jsonl.gz", "rt", encoding="utf-8") as held_out:
+            assert {row.form for row in forms.data} == {json.loads(line)["form"] for line in held_out}
+        assert set(EVERY_FORM) <= bundle.evaluation()["cross_validation"]["by_form"].keys()
 
 
 # --- forms ---
