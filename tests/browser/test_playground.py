@@ -435,7 +435,7 @@ def test_a_passage_stands_before_the_question(page: Page) -> None:
     with page.expect_request("**/score") as sent:  # one tap asks
         page.click("text=Dominica, with a passage")
     expect(page.locator("#passage")).to_have_value(
-        "Roseau is the capital of Dominica. Castries is the capital of Saint Lucia. Bridgetown is the capital of Barbados."
+        "Roseau is the capital of Dominica. Castries is the capital of Saint Lucia. Lima is the capital of Peru."
     )
     prompt = sent.value.post_data_json["prompt"]
     assert prompt.split("\n\n") == [page.input_value("#passage"), "Which city is the capital of Dominica?"]

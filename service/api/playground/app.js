@@ -11,7 +11,7 @@ const EXAMPLES = [
   { question: "Which city is the capital of Yemen?" },
   { question: "Which city is the capital of Dominica?" },
   { question: "Which city is the capital of Dominica?", name: "Dominica, with a passage",
-    passage: "Roseau is the capital of Dominica. Castries is the capital of Saint Lucia. Bridgetown is the capital of Barbados." },
+    passage: "Roseau is the capital of Dominica. Castries is the capital of Saint Lucia. Lima is the capital of Peru." },
 ];
 const RETRY_S = 2;
 
