@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 from safetensors.torch import load_file, save
 
 import hallutracer as ht
@@ -59,6 +59,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, bytes]) -> It
         running.repository(NAME, plain)
         running.repository(SHARDED, sharded())
         patch.setattr(constants, "ENDPOINT", running.url)
+        patch.setattr(hf_api.api, "endpoint", running.url)  # of the functions that transformers calls, set at import
         template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
