@@ -107,7 +107,7 @@ def test_a_quick_start_runs_and_shows_a_refusal(found: dict[str, Any], script: s
     elif script.startswith("langchain"):
         assert lines[-1] == f"streamed: {(PLAIN | AS_TEXT).get(script, REFUSED)}"
     told = [line for line in lines if line.startswith("risk: ")]
-    assert not told or service == "page" or told == ["risk: 0.85"]
+    assert not told or service == "page" or told == ["risk: 0.90"]
 
 
 @pytest.mark.skipif(not PACKAGED["smollm2"].is_installed, reason=f"needs {PACKAGED['smollm2'].install}")
