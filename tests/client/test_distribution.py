@@ -115,5 +115,5 @@ async def main() -> None:
 asyncio.run(main())
 """
     ).splitlines()
-    assert re.fullmatch(r"0\.85\d* abstain", lines[0])
+    assert re.fullmatch(r"0\.90\d* abstain", lines[0])
     assert lines[1:] == [" It is Beijing.", "the app", " It is Rome."]
