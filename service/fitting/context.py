@@ -72,7 +72,7 @@ def fit_context_probe(
         return None
     rows = _balanced(label, group, rows, seed)
     own = label[rows]
-    # Whether a prompt asks is read by all layers together, as the risk is: its wording is not what decides.
+    # The layers are fitted together, as for the risk: one at a time they read how a prompt is worded.
     together = name == "asks" and probe.logit_scale == "joint"
     every = np.arange(len(label))
     one_seed = clone(probe).set_params(seeds=(seed,))

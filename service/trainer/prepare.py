@@ -13,10 +13,10 @@ from probes_store.manifest import Signal
 from probes_store.records import CONTEXT_SIGNALS, Applicability, Context
 from service.data.collection import Collection, collect, read_given
 from service.data.forms import FORMS
-from service.data.forms.crossed import WORDING
+from service.data.forms.crossed import PLAIN_WORDING, WORDING
 from service.data.judges import contains
 from service.data.labels import UNFINISHED, Labelled, given_labels, judged_labels, unfinished_thoughts
-from service.data.training_rows import FORM, Dataset, Row, class_problems
+from service.data.training_rows import FORM, Dataset, class_problems
 from service.engines.base import Engine, prompt_context
 from service.errors import TrainingError
 from service.fitting.context import (
@@ -30,6 +30,7 @@ from service.fitting.context import (
 from service.fitting.estimator import DepthMeanProbe, extra_signals, signal_matrix
 from service.fitting.nested_cv import Inputs
 from service.fitting.probes import Floats, Index, ProbeFit, Readouts
+from service.judging.guarantee import shape_around
 from service.judging.passages import has_passage
 from service.prompts import PromptFormat
 from service.readout import Probes, Site
@@ -181,21 +182,16 @@ def fit_context(data: PreparedData, probe: DepthMeanProbe) -> BundleContext | No
     fits = (*([asks] if asks is not None and use else ()), *(passages or ()))
     columns = None if passages is None else context_columns(passages, padded)[:n]
     rows = [data.dataset.rows[row] for row in data.inputs.readouts.index.tolist()]
-    alone = np.array([_stands_alone(row) for row in rows], np.bool_)
+    # As ``Standing.no_fact_below`` tells it where the bundle serves.
+    alone = np.array([shape_around(row.messages or ()).turns == "0" for row in rows], np.bool_)
     other_words = alone & np.array([_in_other_words(row.strata.get(FORM, "")) for row in rows], np.bool_)
     enough = len(np.unique(group[:n][other_words])) >= LEAST
     reworded = int(other_words.sum()) if enough else None
     return BundleContext(fits, n, columns, alone, reworded) if fits else None
 
 
-def _stands_alone(row: Row) -> bool:
-    """Return whether no turn stands before a row's question."""
-    roles = [message["role"] for message in row.messages or ()]
-    return roles.count("user") <= 1 and "assistant" not in roles
-
-
 def _in_other_words(form: str) -> bool:
-    return form.startswith(WORDING) and form != WORDING + "plain"
+    return form.startswith(WORDING) and form != PLAIN_WORDING
 
 
 def all_logits(

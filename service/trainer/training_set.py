@@ -14,7 +14,7 @@ import numpy as np
 from probes_store.local import atomic_write
 from service.data.collection import collect, render_all
 from service.data.forms import FORMS, Form, Message, chosen, in_forms, is_one_message, read_said
-from service.data.forms.crossed import WORDING, held_out_families, in_wordings, training_families
+from service.data.forms.crossed import PLAIN_WORDING, held_out_families, in_wordings, training_families
 from service.data.forms.several import no_fact_rows
 from service.data.forms.tasks import task_rows
 from service.data.judges import normalise, parts_of
@@ -37,7 +37,7 @@ ANSWERS, PATTERNS = "answers", "patterns"  # the latter are a judge's alone: no 
 TASKS, LEAST_TASKS = 0.15, 200  # requests that ask for no fact: a share of the questions, and so many at least
 LIKE_QUESTIONS = 1 / 3  # of these requests: key words and follow-ups that look like questions
 REWORDED, WORDINGS_EACH = 0.25, 3  # questions that are asked in other wordings, too: a share of them, and in how many
-_PLAIN = ("lone", WORDING + "plain")  # forms of a question as it stands
+_PLAIN = ("lone", PLAIN_WORDING)  # forms of a question as it stands
 LONGEST_REWORDED = 240  # characters of a question whose wordings are made by rule
 
 

@@ -20,6 +20,7 @@ from service.data.near_duplicates import FILLER
 
 _TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("relations.toml").read_text(encoding="utf-8"))
 WORDING = "wording_"  # begins the form of a question in other words; the family's name follows
+PLAIN_WORDING = f"{WORDING}plain"  # the family that asks in the relation's own questions
 WORDS = 2  # of content that a question must keep to be asked in key words
 TRIES = 20  # draws of a wording of one family, until one is new for its question
 _MARKS = ".?!:;, "
