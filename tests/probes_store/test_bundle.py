@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -19,10 +18,12 @@ import pytest
 from safetensors.numpy import load, save
 
 import probes_store
-from probes_store import errors, manifest, records
+from probes_store import errors
 from probes_store.bundle import (
     TOLERANCES,
     Bundle,
+    Deviation,
+    Tolerance,
     check_answers,
     check_golden,
     load_bundle,
@@ -31,7 +32,7 @@ from probes_store.bundle import (
     tolerance_for,
 )
 from probes_store.errors import BadValue, BundleDamaged, MissingField, NotFinite, Truncated, UnknownField, WrongShape
-from probes_store.tensors import AnswerTensors, Golden, ProbeTensors, pack, read_answer, read_golden, read_probes
+from probes_store.tensors import AnswerTensors, Golden, pack, read_answer, read_golden, read_probes
 from tests.probes_store.factory import ANSWER, CONTEXT, answer_tensors, make_draft, write_bundle
 from tests.probes_store.reseal import replace_file
 
@@ -42,20 +43,6 @@ READERS = {PROBES: read_probes, GOLDEN: read_golden, ANSWERS: read_answer}
 WITH_ANSWER = {"answer": ANSWER}
 # Of the fixed draft below.  If one of these changes, published bundles change: that is a new format version.
 PINNED_DIGEST = "sha256:d21bab480555a48800b4333f1c27df4d60eb8209e89945e22afdb1a8a7e4384d"
-PINNED_HEADER = (
-    b'{"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
-    b'"direction":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]},'
-    b'"reference_mean":{"dtype":"F32","shape":[2],"data_offsets":[24,32]},'
-    b'"reference_whitening":{"dtype":"F32","shape":[2,2],"data_offsets":[32,48]},'
-    b'"scale":{"dtype":"F32","shape":[2],"data_offsets":[48,56]},'
-    b'"trajectory_mean":{"dtype":"F32","shape":[2,2],"data_offsets":[56,72]},'
-    b'"trajectory_std":{"dtype":"F32","shape":[2,2],"data_offsets":[72,88]},'
-    b'"head":{"dtype":"I32","shape":[2],"data_offsets":[88,96]}}'
-)
-PADDING = b" " * (-len(PINNED_HEADER) % 8)
-PINNED_NUMBERS = struct.pack("<2f 4f 2f 4f 2f", 0.5, -0.25, 1, 0, 0, -1, 0.25, -0.5, 2, 0, 0, 4, 1, 1)
-PINNED_NUMBERS += struct.pack("<4f 4f 2i", -0.5, -0.5, 0.5, 0.5, 1, 1, 1, 1, 1, 0)
-PINNED_PROBES = struct.pack("<Q", len(PINNED_HEADER + PADDING)) + PINNED_HEADER + PADDING + PINNED_NUMBERS
 
 
 @pytest.fixture
@@ -69,7 +56,7 @@ def refuses(error: type[BundleDamaged], path: Path) -> None:
     assert type(caught.value) is error
 
 
-def test_pinned_bytes_and_digest(tmp_path: Path) -> None:
+def test_a_fixed_drafts_bytes_have_the_pinned_digest(tmp_path: Path) -> None:
     draft = make_draft(model={"num_layers": 2, "head_dim": 2, "hidden_size": 4})
     numbers = {"head": [1, 0], "direction": [[1, 0], [0, -1]], "bias": [0.5, -0.25], "reference_mean": [0.25, -0.5],
                "reference_whitening": [[2, 0], [0, 4]]}  # fmt: skip
@@ -77,7 +64,6 @@ def test_pinned_bytes_and_digest(tmp_path: Path) -> None:
     draft.probes = dataclasses.replace(draft.probes, **arrays)
     draft.golden = Golden.record([[1, 2, 3]], np.array([[1.0, -1.0]]), np.array([0.5]))
     bundle = write_bundle(draft, tmp_path / "1", created=CREATED)
-    assert (tmp_path / "1" / PROBES).read_bytes() == PINNED_PROBES
     assert (bundle.manifest.digest, bundle.manifest.created) == (PINNED_DIGEST, "2026-01-31T12:00:00Z")
 
 
@@ -162,87 +148,73 @@ def test_files_that_are_unknown_or_link_out_of_the_bundle(bundle: Bundle, tmp_pa
     refuses(BadValue, bundle.path)
 
 
-def put(index: Any, value: float) -> Any:
+NAN = float("nan")
+FIRST = {"signals": ("depth_mean", "entropy")}
+WITH_CONTEXT = {"context": CONTEXT, "signals": ("depth_mean", "passage", "stated")}
+EVERY_TENSOR = WITH_ANSWER | {"context": CONTEXT, "logit_scale": "standardized"} | FIRST
+LAYERS, CONTEXT_TENSORS = 3, ("context_head", "context_direction", "context_bias", "context_scale")
+Damage = Callable[[np.ndarray], np.ndarray]
+Damaged = tuple[type[BundleDamaged], np.ndarray | None]
+
+
+def put(place: int, value: float) -> Damage:
+    """Another number at a place of the flattened tensor."""
+
     def damage(array: np.ndarray) -> np.ndarray:
-        array[index] = value
+        array = array.copy()
+        array.flat[place] = value
         return array
 
     return damage
 
 
-def add(**arrays: Any) -> Any:
-    return lambda tensors: tensors.update(arrays)
+# Numbers that a tensor of this name does not take, in whichever file, with or without ``context_``.
+OUTSIDE: dict[str, list[Damage]] = {
+    "head": [put(0, 2), put(-1, -1)],
+    "direction": [put(0, 3.0), np.zeros_like, lambda array: array * np.float32(1.001)],
+    "scale": [put(0, 0.0), np.negative],
+    "trajectory_std": [put(0, -1.0)],
+    "risk": [put(-1, 1.5), put(0, -0.5)],
+    "first_token": [put(0, 0.5), put(1, -0.5)],
+    "input_ids": [put(0, -1)],
+    "offsets": [put(0, 1), put(1, 0), put(1, 99), put(-1, 6), lambda a: a[:0], lambda a: a[:1]],
+    "answer_tokens": [put(*wrong) for wrong in ((0, 0), (0, 4), (1, 6), (1, -1), (0, 2**31 - 1))],
+}
 
 
-NAN, INF = float("nan"), float("inf")
-FIRST = {"signals": ("depth_mean", "entropy")}
-WITH_CONTEXT = {"context": CONTEXT, "signals": ("depth_mean", "passage", "stated")}
-ANSWER_TENSORS = (
-    "head", "direction", "bias", "scale", "trajectory", "risk", "input_ids", "offsets", "answer_tokens",
-)  # fmt: skip
-LAYERS, CONTEXT_TENSORS = 3, ("context_head", "context_direction", "context_bias", "context_scale")
-# The draft's changes, file, error, tensor, what becomes of it: None where it goes, a function of all where it is new.
-DAMAGE: list[tuple[dict[str, Any], str, type[BundleDamaged], str, Any]] = [
-    *(({}, PROBES, error, tensor, change) for error, tensor, change in (
-        (NotFinite, "direction", put((1, 2), NAN)), (NotFinite, "bias", put(0, INF)), (NotFinite, "scale", put(0, NAN)),
-        (NotFinite, "trajectory_mean", put((0, 0), -INF)), (NotFinite, "trajectory_std", put((1, 2), NAN)),
-        (BadValue, "direction", put((0, 0), 3.0)), (BadValue, "direction", np.zeros_like),
-        (BadValue, "head", put(0, 2)), (BadValue, "head", put(2, -1)), (BadValue, "scale", put(1, 2.0)),
-        (BadValue, "scale", put(1, 0.0)), (BadValue, "trajectory_std", put((0, 0), -1.0)),
-        (WrongShape, "bias", lambda a: a[:2]), (WrongShape, "bias", lambda a: a[None]),
-        (WrongShape, "direction", lambda a: np.ascontiguousarray(a.T)),
-        (WrongShape, "direction", lambda a: a.astype("f8")), (WrongShape, "head", lambda a: a.astype("i8")),
-        (UnknownField, "extra", add(extra=np.zeros(1, "f4"))), (MissingField, "scale", None))),
-    *(({}, GOLDEN, error, tensor, change) for error, tensor, change in (
-        (NotFinite, "trajectory", put((0, 0), NAN)), (NotFinite, "risk", put(1, NAN)), (BadValue, "risk", put(1, 1.5)),
-        (BadValue, "input_ids", put(0, -1)), (BadValue, "offsets", put(0, 1)), (BadValue, "offsets", put(1, 0)),
-        (BadValue, "offsets", put(1, 7)), (BadValue, "offsets", put(2, 6)), (BadValue, "offsets", lambda a: a[:0]),
-        (BadValue, "offsets", lambda a: a[:1]), (WrongShape, "risk", lambda a: a[:1]),
-        (WrongShape, "trajectory", lambda a: a[:, :2]), (WrongShape, "trajectory", lambda a: a[:1]),
-        (UnknownField, "first_token", add(first_token=np.zeros((2, 2), "f4"))), (MissingField, "input_ids", None))),
-    *((FIRST, GOLDEN, error, "first_token", change) for error, change in (
-        (MissingField, None), (WrongShape, lambda a: a[:, :1]), (WrongShape, lambda a: a[:1]),
-        (BadValue, put((0, 0), 0.5)), (BadValue, put((0, 1), -0.5)))),
-    *((WITH_CONTEXT, PROBES, error, tensor, change) for tensor in CONTEXT_TENSORS for error, change in (
-        (WrongShape, lambda a: a[:2]), (WrongShape, lambda a: np.ascontiguousarray(a[:, :2])),
-        (WrongShape, lambda a: a[0]), (WrongShape, lambda a: a.astype("f8")), (MissingField, None))),
-    *((WITH_CONTEXT, PROBES, NotFinite, tensor, lambda a: np.full_like(a, NAN)) for tensor in CONTEXT_TENSORS[1:]),
-    *((WITH_CONTEXT, PROBES, BadValue, tensor, change) for tensor, change in (
-        ("context_head", put((1, 1), 2)), ("context_head", put(0, -1)), ("context_direction", put((2, 1), 0.0)),
-        ("context_direction", lambda a: (a * np.array([1, 1, 1.01]).reshape(3, 1, 1)).astype("f4")),
-        ("context_scale", put((0, 2), 0.0)), ("context_scale", np.negative))),
-    *((WITH_ANSWER, ANSWERS, error, tensor, change) for error, tensor, change in (
-        *((MissingField, tensor, None) for tensor in ANSWER_TENSORS),
-        *((WrongShape, tensor, lambda a: a[None]) for tensor in ANSWER_TENSORS),
-        *((WrongShape, tensor, lambda a: a.astype("i8")) for tensor in ANSWER_TENSORS),
-        *((WrongShape, tensor, lambda a: a[:1]) for tensor in ANSWER_TENSORS if tensor not in ("input_ids", "offsets")),
-        *((NotFinite, tensor, lambda a: np.full_like(a, NAN)) for tensor in ANSWER_TENSORS[1:6]),
-        (WrongShape, "trajectory", lambda a: a[:, :2]), (WrongShape, "direction", lambda a: np.ascontiguousarray(a.T)),
-        (BadValue, "head", put(0, 2)), (BadValue, "head", put(2, -1)), (BadValue, "direction", put((0, 0), 3.0)),
-        (BadValue, "direction", np.zeros_like), (BadValue, "scale", put(1, 2.0)), (BadValue, "scale", put(1, 0.0)),
-        (BadValue, "risk", put(1, 1.5)), (BadValue, "risk", put(0, -0.5)), (BadValue, "input_ids", put(0, -1)),
-        (BadValue, "offsets", put(0, 1)), (BadValue, "offsets", put(1, 0)), (BadValue, "offsets", put(2, 9)),
-        (BadValue, "offsets", lambda a: a[:0]), (BadValue, "offsets", lambda a: a[:1]),
-        *((BadValue, "answer_tokens", put(*wrong)) for wrong in ((0, 0), (0, 4), (1, 6), (1, -1), (0, 2**31 - 1))),
-        *((UnknownField, name, add(**{name: np.zeros((2, 2), "f4")})) for name in ("first_token", "context_bias")))),
-    (WITH_ANSWER | {"logit_scale": "standardized"}, ANSWERS, BadValue, "scale", np.negative),
-]  # fmt: skip
+def damages(name: str, array: np.ndarray) -> Iterator[Damaged]:
+    """What may become of a tensor, None where it goes, and the error."""
+    yield MissingField, None
+    yield WrongShape, array[None]
+    yield WrongShape, array.astype({"f4": "f8", "f8": "f4", "i4": "i8"}[array.dtype.str[1:]])
+    if name not in ("input_ids", "offsets"):  # of any length, which the others follow
+        yield from ((WrongShape, np.delete(array, -1, axis)) for axis in range(array.ndim))
+    if array.dtype.kind == "f":
+        for number in (NAN, np.inf, -np.inf):
+            yield from ((NotFinite, put(index, number)(array)) for index in (0, -1))
+    for damage in OUTSIDE.get(name.removeprefix("context_"), ()):
+        yield BadValue, damage(array)
 
 
-def test_damaged_tensors_behind_right_hashes() -> None:
-    for changes, file, error, tensor, damage in DAMAGE:
-        manifest, files = render(make_draft(**changes))
-        tensors = {key: np.array(value) for key, value in load(files[file]).items()}
-        if tensor not in tensors:
-            damage(tensors)
-        elif damage is None:
-            del tensors[tensor]
-        else:
-            tensors[tensor] = damage(tensors[tensor])
-        with pytest.raises(BundleDamaged) as caught:
-            READERS[file](save(tensors), manifest, "there")
-        found = caught.value
-        assert (type(found), found.file, (found.field or "").partition("[")[0]) == (error, "there", tensor), found
+@pytest.mark.parametrize("changes", [{}, WITH_ANSWER, EVERY_TENSOR])
+def test_damaged_tensors_behind_right_hashes(changes: dict[str, Any]) -> None:
+    manifest, files = render(make_draft(**changes))
+    for file in files.keys() & READERS.keys():
+        tensors = load(files[file])
+        cases: list[tuple[str, type[BundleDamaged], np.ndarray | None]]
+        cases = [(name, *pair) for name in tensors for pair in damages(name, tensors[name])]
+        for name in {"extra", "first_token", "context_bias"} - tensors.keys():
+            cases.append((name, UnknownField, np.zeros((2, 2), np.float32)))
+        if "scale" in tensors and manifest.logit_scale == "unit_norm":
+            cases.append(("scale", BadValue, put(1, 2.0)(tensors["scale"])))
+        for name, error, value in cases:
+            damaged = {key: array for key, array in tensors.items() if key != name}
+            if value is not None:
+                damaged[name] = value
+            with pytest.raises(BundleDamaged) as caught:
+                READERS[file](save(damaged), manifest, "there")
+            field = (caught.value.field or "").partition("[")[0]
+            assert (type(caught.value), caught.value.file, field) == (error, "there", name)
 
 
 @pytest.mark.parametrize("file", [PROBES, ANSWERS])
@@ -354,15 +326,12 @@ def test_the_recipe_in_format_md_recomputes_the_digest(bundle: Bundle, tmp_path:
     assert "plots/roc.png" in done.stderr
 
 
-def test_the_pages_name_every_field_tensor_and_tolerance() -> None:
-    for record in (
-        manifest.Manifest, manifest.ModelRecord, manifest.ReadoutRecord, manifest.Classifier, manifest.TrainingRecord,
-        ProbeTensors, Golden, records.Guarantee, records.Uncertainty, records.RefitInterval, records.Recalibration,
-        records.Context, records.ContextProbe, records.Applicability, records.AnswerProbe, AnswerTensors,
-    ):  # fmt: skip
-        for field in dataclasses.fields(record):
-            if field.name not in ("model", "tokenizer", "chat_template", "readout", "classifier", "training"):
-                assert re.search(rf"`([a-z_\[\]]*\.)?{field.name}`", FIELDS), f"{record.__name__}.{field.name}"
+def test_the_pages_name_every_tensor_and_tolerance() -> None:
+    _, files = render(make_draft(**EVERY_TENSOR))
+    for file in READERS:
+        table = FIELDS.partition(f"\n| {file} | dtype, shape | |\n")[2].partition("\n\n")[0]
+        names = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE)))
+        assert sorted(names) == sorted(load(files[file]))
     for dtype, limit in TOLERANCES.items():
         row = rf"\| [a-z0-9, ]*{dtype}[a-z0-9, ]* \| {limit.risk:g} \| {limit.trajectory:g} spread"
         assert re.search(row, FORMAT)
@@ -375,127 +344,133 @@ def test_importing_the_format_needs_nothing_of_ours_and_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def bundle_of(dtype: str = "float32", golden: Golden | None = None, layers: int = 3) -> Bundle:
-    draft = make_draft(dtype=dtype, model={"num_layers": layers})
+CHECKS = {"prompt": check_golden, "answer": check_answers}
+
+
+def golden_of(bundle: Bundle, row: str) -> Golden | AnswerTensors:
+    """Its golden prompts, or its golden answers."""
+    rows = bundle.golden if row == "prompt" else bundle.answer
+    assert rows is not None
+    return rows
+
+
+def with_golden(golden: Golden | None = None, **changes: Any) -> Bundle:
+    """A bundle with these golden prompts, outside a store."""
+    draft = make_draft(**changes)
     draft.golden = golden or draft.golden
-    return Bundle(render(draft)[0], draft.probes, draft.golden, Path("nowhere"))
+    return Bundle(render(draft)[0], draft.probes, draft.golden, Path("nowhere"), draft.answer)
 
 
-def exact(bundle: Bundle) -> tuple[np.ndarray, np.ndarray]:
-    """A replay to change: logits and risks."""
-    return bundle.golden.trajectory.astype(np.float64), bundle.golden.risk.copy()
+def compare(
+    bundle: Bundle,
+    row: str = "prompt",
+    logits: Any = None,
+    risks: Any = None,
+    dtype: str = "float32",
+) -> Deviation:
+    """Compare a replay, which is the recorded one where it is not given."""
+    golden = golden_of(bundle, row)
+    logits = golden.trajectory if logits is None else logits
+    return CHECKS[row](bundle, logits, golden.risk if risks is None else risks, dtype=dtype)
 
 
-def mismatch(bundle: Bundle, logits: np.ndarray, risks: np.ndarray, dtype: str = "float32", named: str = "") -> str:
-    """The replay is refused; the message."""
-    with pytest.raises(errors.GoldenMismatch, match=named) as caught:
-        check_golden(bundle, logits, risks, dtype=dtype)
-    return f"{caught.value.field}: {caught.value}"
+def mismatch(named: str, bundle: Bundle, row: str = "prompt", **replay: Any) -> None:
+    """The replay is refused with a message like this behind the field."""
+    with pytest.raises(errors.GoldenMismatch) as caught:
+        compare(bundle, row, **replay)
+    assert re.search(named, f"{caught.value.field}: {caught.value}"), caught.value
 
 
+@pytest.mark.parametrize("row", CHECKS)
 @pytest.mark.parametrize(
     ("trained", "served", "trajectory", "risk"),
     [
-        ("float32", "float32", 1e-3, 1e-3), ("float32", "bfloat16", 0.25, 0.05), ("float16", "float32", 0.25, 0.05),
+        ("float32", "float32", 1e-3, 1e-3),
+        ("float32", "bfloat16", 0.25, 0.05),
+        ("float16", "float32", 0.25, 0.05),
         ("bfloat16", "float16", 0.25, 0.05),
     ],
-)  # fmt: skip
-def test_the_looser_dtype_decides(trained: str, served: str, trajectory: float, risk: float) -> None:
-    bundle = bundle_of(trained)
-    check_golden(bundle, *exact(bundle), dtype=served)
-    for prompt, layer, factor in product((0, 1), (0, 1, 2), (-1.01, -0.99, 0.99, 1.01)):
-        logits, risks = exact(bundle)
-        logits[prompt, layer] += factor * trajectory * spreads(bundle.golden.trajectory, 3)[layer]
-        risks[prompt] += factor * risk
-        for replay in ((logits, bundle.golden.risk), (bundle.golden.trajectory, risks)):
+)
+def test_the_looser_dtype_decides(
+    row: str,
+    trained: str,
+    served: str,
+    trajectory: float,
+    risk: float,
+) -> None:
+    bundle = with_golden(dtype=trained, **WITH_ANSWER)
+    golden, exact = golden_of(bundle, row), compare(bundle, row, dtype=served)
+    assert exact == Deviation(Tolerance(0.0, 0.0), Tolerance(risk, trajectory))
+    for number, layer, factor in product((0, 1), range(LAYERS), (-1.01, -0.99, 0.99, 1.01)):
+        logits, risks = golden.trajectory.astype(np.float64), golden.risk.copy()
+        logits[number, layer] += factor * trajectory * spreads(golden.trajectory, LAYERS)[layer]
+        risks[number] += factor * risk
+        for name, replay in {"logits": logits, "risks": risks}.items():
             if abs(factor) < 1:
-                check_golden(bundle, *replay, dtype=served)
+                compare(bundle, row, dtype=served, **{name: replay})
             else:
-                mismatch(bundle, *replay, served, f"golden prompt {prompt}")
+                named = f"golden {row} {number}" + (f", layer {layer}" if name == "logits" else "")
+                mismatch(named, bundle, row, dtype=served, **{name: replay})
 
 
+@pytest.mark.parametrize("row", CHECKS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_nan_another_shape_and_permuted_layers_and_prompts_are_a_mismatch(dtype: str) -> None:
-    bundle = bundle_of(dtype)
-    for bad in (np.nan, np.inf, -np.inf):
-        logits, risks = exact(bundle)
-        logits[1, 0], risks[0] = bad, bad
-        mismatch(bundle, logits, bundle.golden.risk, dtype, "golden prompt 1, layer 0")
-        mismatch(bundle, bundle.golden.trajectory, risks, dtype, "golden prompt 0")
-    logits, risks = exact(bundle)
-    for replay in ((logits[:1], risks), (logits[:, :1], risks), (logits, risks[:1]), (logits.T, risks),
-                   (np.empty((0, 3)), np.empty(0))):  # fmt: skip
-        mismatch(bundle, *replay, dtype, "another shape")
-    trajectory = np.random.default_rng(0).standard_normal((4, 6))
-    wider = bundle_of(dtype, Golden.record([[1, 2]] * 4, trajectory, np.full(4, 0.5)), layers=6)
-    for wrong in (trajectory[:, ::-1], trajectory[::-1]):
-        mismatch(wider, wrong, wider.golden.risk, dtype)
+def test_a_replay_that_is_not_finite_of_another_shape_or_permuted(dtype: str, row: str) -> None:
+    bundle = with_golden(dtype=dtype, **WITH_ANSWER)
+    golden = golden_of(bundle, row)
+    for number in (np.nan, np.inf, -np.inf):
+        logits = put(LAYERS, number)(golden.trajectory)
+        mismatch(f"^trajectory: .*golden {row} 1, layer 0", bundle, row, logits=logits, dtype=dtype)
+        risks = put(0, number)(golden.risk)
+        mismatch(f"^risk: .*golden {row} 0", bundle, row, risks=risks, dtype=dtype)
+    logits, shape = golden.trajectory, f"golden {row}s has another shape"
+    for other in (logits[:1], logits[:, :1], logits.T, np.empty((0, LAYERS))):
+        mismatch(f"^trajectory: .*{shape}", bundle, row, logits=other, dtype=dtype)
+    mismatch(f"^risk: .*{shape}", bundle, row, risks=golden.risk[:1], dtype=dtype)
+    for permuted in (logits[:, ::-1], logits[::-1]):
+        mismatch(f"^trajectory: .*golden {row}", bundle, row, logits=permuted, dtype=dtype)
 
 
 def test_a_constant_trajectory_does_not_ask_for_exact_equality() -> None:
-    bundle = bundle_of(golden=Golden.record([[1]], np.array([[2.0]]), np.array([0.5])), layers=1)
-    check_golden(bundle, np.array([[2.0 + 1e-6]]), bundle.golden.risk, dtype="float32")
-    mismatch(bundle, np.array([[2.1]]), bundle.golden.risk)
+    golden = Golden.record([[1]], np.array([[2.0]]), np.array([0.5]))
+    bundle = with_golden(golden, model={"num_layers": 1})
+    compare(bundle, logits=np.array([[2.0 + 1e-6]]))
+    mismatch("", bundle, logits=np.array([[2.1]]))
     with pytest.raises(ValueError, match="int8"):
         tolerance_for("float32", "int8")
+    with pytest.raises(ValueError, match="tiny:1 has no answer probe"):
+        check_answers(bundle, golden.trajectory, golden.risk, dtype="float32")
 
 
 def spread_out(factors: Sequence[float] = (1.0, 1.0, 1e4, 1.0)) -> Bundle:
     """A bundle whose golden logits are spread by these factors, the risk's own probe first."""
-    made = make_draft(**WITH_CONTEXT)
-    trajectory = (made.golden.trajectory * np.repeat(factors, LAYERS)).astype(np.float32)
-    made.golden = dataclasses.replace(made.golden, trajectory=trajectory)
-    return Bundle(render(made)[0], made.probes, made.golden, Path("nowhere"))
+    golden = make_draft(**WITH_CONTEXT).golden
+    trajectory = (golden.trajectory * np.repeat(factors, LAYERS)).astype(np.float32)
+    return with_golden(dataclasses.replace(golden, trajectory=trajectory), **WITH_CONTEXT)
 
 
 @pytest.mark.parametrize(("probe", "layer"), [(0, 1), (1, 0), (2, 2), (3, 1)])
 def test_the_worst_probe_and_layer_are_named(probe: int, layer: int) -> None:
     bundle = spread_out((1.0, 1.0, 1.0, 1.0))
-    logits, risks = exact(bundle)
+    logits = bundle.golden.trajectory.astype(np.float64)
     logits[0, 4] += 0.25
     logits[1, probe * LAYERS + layer] += 3.0
     of = f" of context probe {CONTEXT.probes[probe - 1].name}" if probe else ""
-    said = mismatch(bundle, logits, risks, named=rf"golden prompt 1, layer {layer}{of},.*deviation is 3 ")
-    assert said.startswith("trajectory:")
-    mismatch(bundle, bundle.golden.trajectory[:, :LAYERS], risks, named="another shape")
+    named = rf"^trajectory: .*golden prompt 1, layer {layer}{of},.*deviation is 3 "
+    mismatch(named, bundle, logits=logits)
+    mismatch("another shape", bundle, logits=logits[:, :LAYERS])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wide_probe_hides_no_error_of_another(dtype: str) -> None:
     bundle = spread_out()
-    recorded, risks = exact(bundle)
+    recorded = bundle.golden.trajectory.astype(np.float64)
     own, wide = np.zeros_like(recorded), np.zeros_like(recorded)
     own[0, 1] = 1.0  # about one spread of the risk's own logits, nothing beside those of probe 2
-    mismatch(bundle, recorded + own, risks, dtype, r"golden prompt 0, layer 1, recorded.*deviation is 1 ")
+    named = "golden prompt 0, layer 1, recorded.*deviation is 1 "
+    mismatch(named, bundle, logits=recorded + own, dtype=dtype)
     wide[0, 2 * LAYERS + 1] = 1.0
-    check_golden(bundle, recorded + wide, risks, dtype=dtype)
+    compare(bundle, logits=recorded + wide, dtype=dtype)
     # The worst is so by its probe's own spread, not by its size.
     wide[0, 2 * LAYERS + 1] = 0.9 * 1e4 * (0.25 if dtype == "bfloat16" else 1e-3)
-    mismatch(bundle, recorded + own + wide, risks, dtype, "golden prompt 0, layer 1, recorded")
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_golden_answers_are_compared_as_golden_prompts_are(dtype: str) -> None:
-    made = make_draft(**WITH_ANSWER | {"context": CONTEXT, "dtype": dtype})
-    answer, limit = answer_tensors(made.manifest), TOLERANCES[dtype]
-    bundle = Bundle(render(made)[0], made.probes, made.golden, Path("nowhere"), answer)
-    recorded, risks = answer.trajectory.astype(np.float64), answer.risk
-    found = check_answers(bundle, recorded, risks, dtype=dtype)
-    assert (found.found.risk, found.found.trajectory, found.allowed) == (0.0, 0.0, limit)
-    one, risk = np.zeros_like(recorded), np.zeros_like(risks)
-    one[1, 2], risk[0] = limit.trajectory * spreads(recorded, LAYERS)[2], limit.risk
-    check_answers(bundle, recorded + 0.99 * one, risks + 0.99 * risk, dtype=dtype)
-    for logits, other, named in (
-        (recorded + 1.01 * one, risks, "trajectory: .*golden answer 1, layer 2, recorded"),
-        (recorded + NAN * one, risks, "trajectory: .*golden answer 0, layer 0, recorded"),  # the first NaN
-        (recorded, risks + 1.01 * risk, "risk: .*golden answer 0, recorded"),
-        (recorded, risks * np.array([1, NAN]), "risk: .*golden answer 1, recorded"),
-        (recorded[:, ::-1], risks, "trajectory: .*golden answer"),
-        (bundle.golden.trajectory, risks, "trajectory: .*replay of its golden answers has another shape"),
-        (recorded, risks[:1], "risk: .*replay of its golden answers has another shape"),
-    ):
-        with pytest.raises(errors.GoldenMismatch) as caught:
-            check_answers(bundle, logits, other, dtype=dtype)
-        assert re.search(named, f"{caught.value.field}: {caught.value}")
-    with pytest.raises(ValueError, match="tiny:1 has no answer probe"):
-        check_answers(bundle_of(dtype), recorded, risks, dtype=dtype)
+    mismatch("golden prompt 0, layer 1, ", bundle, logits=recorded + own + wide, dtype=dtype)

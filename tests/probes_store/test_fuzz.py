@@ -34,11 +34,15 @@ MOST_MIB = 200  # that the peak may grow by; the largest file of the largest bun
 HANG_S = 60  # of one mutation; a load takes a millisecond
 FILES = ("bundle.json", "probes.safetensors", "golden.safetensors", "answer.safetensors")
 NOT_CONTENT = ("version", "created", "digest", "seal")
-ODD_NUMBERS = (0, -1, 1, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.5, 1e308, 5e-324, -0.0)
-ODD_TEXTS = ("", "\0", "../../etc/passwd", "a" * 100_000, "\ud800", "\u202e", "NaN", "sha256:", "plots/../x.png", "é")
-ODD_JSON = (b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b'"\\ud800"', b"[" * 3000, b'{"a":' * 3000, b"\xff",
-            b"\xef\xbb\xbf")  # fmt: skip
-DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I8", "U8", "BOOL", "X", "")
+TEXTS = ("", "\0", "../../etc/passwd", "a" * 100_000, "\ud800", "\u202e", "NaN", "sha256:", "extra")
+GONE = object()
+ODD: tuple[Any, ...] = (
+    *TEXTS,
+    *("F64", "F16", "BF16", "I64", "U8", "BOOL", "X"),
+    *(None, True, False, [], {}, [[]], [3, 1, 4], *[GONE] * 9),
+    *(0, -1, 1, 2**31, 2**53, 2**53 + 1, 2**63, 2**64, 10**400, 0.5, -0.5, 1e308, 5e-324, -0.0),
+)  # what stands in the place of a value of JSON
+LINES = (b"NaN", b"-Infinity", b"1e999", b'"\\ud800"', b"[" * 3000, b'{"a":' * 3000, b"\xff")
 Files = dict[str, bytes]
 Mutator = Callable[[random.Random, Files], None]
 Change = Callable[[random.Random, bytes], bytes]
@@ -85,42 +89,52 @@ def resealed(change: Change) -> Mutator:
     return mutate
 
 
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON document."""
+    if not isinstance(value, dict | list):
+        return []
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    return [pair for key in keys for pair in [(value, key), *places(value[key])]]
+
+
+def disturb(draw: random.Random, document: dict[str, Any]) -> None:
+    """Odd values, keys and types at some places of a JSON document, or those of another place."""
+    spots = places(document)
+    for _ in range(draw.choice((1, 1, 1, 2, 5))):
+        owner, key = draw.choice(spots)
+        if (key not in owner) if isinstance(owner, dict) else (key >= len(owner)):
+            continue
+        old, odd = owner[key], draw.choice((*ODD, *[copy.deepcopy(draw.choice(spots)[0])] * 3))
+        if isinstance(owner, dict) and draw.random() < 0.1:
+            owner[draw.choice(TEXTS)] = old
+        elif odd is GONE:
+            del owner[key]
+        elif draw.random() < 0.2:
+            owner[key] = -old if type(old) in (int, float) else [old, old]
+        else:
+            owner[key] = odd
+
+
 def header(draw: random.Random, data: bytes) -> bytes:
-    """A tensor file whose header says something else: types, shapes, offsets, names, its own length."""
+    """Another header of a tensor file: types, shapes, offsets, names, a name twice, its length."""
     size = int.from_bytes(data[:8], "little")
     document, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    spaces, shift, twice = 0, 0, b""
     name, other = draw.choice(sorted(document)), draw.choice(sorted(document))
-    entry, claimed, spaces, twice = document[name], None, 0, b""
-    match draw.randrange(9):
+    match draw.randrange(5):
         case 0:
-            entry["dtype"] = draw.choice(DTYPES)
+            spaces, shift = draw.choice((0, 8, 1 << 17)), draw.choice((-size, -1, 1, 2**31, 2**63))
         case 1:
-            shape, odd = entry["shape"], draw.choice((0, 1, 2, 3, 2**31, 2**63, -1, 0.5, "3"))
-            same_size = [shape[::-1], [*shape, 1], [1, *shape], [math.prod(shape)]]
-            entry["shape"] = draw.choice([*same_size, [odd] * draw.randrange(5)])
-        case 2:
-            odd = draw.choice((0, -1, 7, len(body), len(body) + 1, 2**63, 2**64, None))
-            entry["data_offsets"][draw.randrange(2)] = odd
-        case 3:
-            odd = draw.choice((entry, {"a": "b"}, {}, None, 3))
-            document[draw.choice(("extra", "__metadata__", "", "head\0"))] = odd
-        case 4:
-            del document[name]
-        case 5:
-            document[name], document[other] = document[other], document[name]
-        case 6:
-            document[name] = draw.choice(([], None, {}, "x", entry | {"more": 1}))
-        case 7:
-            del entry[draw.choice(sorted(entry))]
+            twice = b"," + json.dumps({name: document[other]})[1:].encode()
+        case 2:  # of the same size
+            shape = document[name]["shape"]
+            document[name]["shape"] = draw.choice((shape[::-1], [*shape, 1], [math.prod(shape)]))
         case _:
-            if draw.random() < 0.5:  # an entry twice: which of them counts?
-                twice = b"," + json.dumps({name: draw.choice((entry, document[other]))})[1:].encode()
-            spaces, claimed = draw.choice((0, 8, 1 << 17)), draw.choice((None, None, 0, 1, -1, 2**31, 2**63, 2**64 - 1))
+            disturb(draw, document)
     text = json.dumps(document, separators=(",", ":")).encode()
     text = text[:-1] + twice if twice else text
     text += b" " * (-len(text) % 8 + spaces)
-    length = len(text) if claimed is None else len(text) - 1 if claimed == -1 else claimed
-    return length.to_bytes(8, "little") + text + body
+    return max(0, len(text) + shift).to_bytes(8, "little") + text + body
 
 
 def numbers(draw: random.Random, data: bytes) -> bytes:
@@ -137,37 +151,10 @@ def numbers(draw: random.Random, data: bytes) -> bytes:
     return data[: 8 + size] + bytes(body)
 
 
-def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a JSON document."""
-    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        found.append((value, key))
-        places(value[key], found)
-    return found
-
-
 def manifest(draw: random.Random, files: Files) -> None:
     """The manifest's own values, keys and types, sealed again or not."""
     document = json.loads(files["bundle.json"])
-    spots = places(document, [])
-    for _ in range(draw.choice((1, 1, 1, 2, 5))):
-        owner, key = draw.choice(spots)
-        if (key not in owner) if isinstance(owner, dict) else (key >= len(owner)):
-            continue
-        match draw.randrange(6):
-            case 0:
-                owner[key] = draw.choice(ODD_NUMBERS)
-            case 1:
-                owner[key] = draw.choice(ODD_TEXTS)
-            case 2:
-                odd = draw.choice((None, True, False, [], {}, [[]], draw))
-                owner[key] = copy.deepcopy(draw.choice(spots)[0]) if odd is draw else odd
-            case 3:
-                del owner[key]
-            case 4 if isinstance(owner, dict):
-                owner[draw.choice(("extra", *ODD_TEXTS))] = owner[key]
-            case _:
-                old = owner[key]
-                owner[key] = -old if isinstance(old, int | float) and type(old) is not bool else [old, old]
+    disturb(draw, document)
     try:
         files["bundle.json"] = reseal(document) if draw.random() < 0.8 else json.dumps(document).encode()
     except (UnicodeEncodeError, ValueError, AttributeError):  # half a surrogate, NaN: no program could have sealed that
@@ -178,15 +165,10 @@ def json_text(draw: random.Random, files: Files) -> None:
     """The manifest as text: a value that JSON readers disagree about, a key twice, other white space."""
     lines = files["bundle.json"].split(b"\n")
     at = draw.randrange(1, len(lines) - 2)
-    match draw.randrange(4):
-        case 0:
-            lines[at] = lines[at].partition(b":")[0] + b": " + draw.choice(ODD_JSON) + b","
-        case 1:
-            lines.insert(at, lines[at])
-        case 2:
-            lines[at] = draw.choice((b" ", b"\t", b"\r")) + lines[at]
-        case _:
-            lines[at], lines[at + 1] = lines[at + 1], lines[at]
+    line, following = lines[at : at + 2]
+    odd = line.partition(b":")[0] + b": " + draw.choice(LINES) + b","
+    ways = ([odd, following], [line] * 2, [b" " + line, following], [following, line])
+    lines[at : at + 2] = draw.choice(ways)
     files["bundle.json"] = b"\n".join(lines)
 
 
@@ -212,41 +194,51 @@ def check_sound(found: Bundle, origin: Bundle, files: Files, original: Files) ->
     same_content = same_content and content(files) == content(original)
     assert (found.manifest.digest == origin.manifest.digest) == same_content, "other content under the same digest"
     assert files == original or found.manifest.seal != origin.manifest.seal, "other bytes under the same seal"
-    values = [owner[key] for owner, key in places(json.loads(files["bundle.json"]), [])]
+    values = [owner[key] for owner, key in places(json.loads(files["bundle.json"]))]
     assert all(abs(value) <= 2**53 for value in values if type(value) is int), "a number that readers disagree about"
     for name in list(files)[1:]:  # two readers see the same: no entry twice, nothing hidden behind the header
         text = files[name][8 : 8 + int.from_bytes(files[name][:8], "little")]
         assert len(text) - len(text.rstrip(b" ")) < 8, "something may hide in the padding"
         json.loads(text, object_pairs_hook=unique)
-    probes, golden, context = vars(found.probes), found.golden, found.manifest.context_probes
-    layers, dim, logits = found.manifest.model.num_layers, found.manifest.probe_dim, found.manifest.logits
-    assert logits == (1 + context) * layers
-    for name, shape in {"head": (), "direction": (dim,), "bias": (), "scale": ()}.items():
-        others = probes[f"context_{name}"]
-        assert probes[name].shape == (layers, *shape)
-        assert others.shape == (context, layers, *shape) if context else others is None
-    assert probes["reference_mean"].shape == (logits,)
-    assert probes["reference_whitening"].shape == (logits, logits)
-    assert probes["trajectory_mean"].shape == probes["trajectory_std"].shape == (2, layers)
-    assert golden.trajectory.shape == (len(golden.risk), logits)
-    of_answer = {} if found.answer is None else vars(found.answer)
-    assert bool(of_answer) == (found.manifest.answer is not None) == ("answer.safetensors" in files)
-    arrays = [value for value in (*probes.values(), *vars(golden).values(), *of_answer.values()) if value is not None]
-    assert all(np.isfinite(value).all() for value in arrays)
-    fits = [(probes, ""), *([(probes, "context_")] if context else []), *([(of_answer, "")] if of_answer else [])]
-    for part, prefix in fits:
-        direction, head = part[f"{prefix}direction"].astype(np.float64), part[f"{prefix}head"]
-        assert np.allclose(np.linalg.norm(direction, axis=-1), 1, atol=1e-3)
-        assert ((head >= 0) & (head < found.manifest.probe_heads)).all()
-    assert ((golden.risk >= 0) & (golden.risk <= 1)).all()
-    assert 0 <= found.manifest.threshold <= 1
-    assert all(len(prompt) for prompt in golden.prompts())
+    manifest, answer = found.manifest, {} if found.answer is None else vars(found.answer)
+    layers, dim, logits = manifest.model.num_layers, manifest.probe_dim, manifest.logits
+    limits = dict.fromkeys(("scale", "trajectory_std"), (0, np.inf))
+    limits |= {"head": (0, manifest.probe_heads - 1), "risk": (0, 1)}
+    assert logits == (1 + manifest.context_probes) * layers
+    assert bool(answer) == (manifest.answer is not None) == ("answer.safetensors" in files)
+    linear = {"head": (layers,), "direction": (layers, dim), "bias": (layers,), "scale": (layers,)}
+    shapes: dict[str, tuple[int, ...]] = linear | {
+        "trajectory_mean": (2, layers),
+        "trajectory_std": (2, layers),
+        "reference_mean": (logits,),
+        "reference_whitening": (logits, logits),
+    }
+    if manifest.context_probes:
+        count = manifest.context_probes
+        shapes |= {f"context_{name}": (count, *shape) for name, shape in linear.items()}
+    for tensors, known, width in (
+        (vars(found.probes), shapes, 0),
+        (vars(found.golden), {}, logits),
+        (answer, linear, layers),
+    ):
+        arrays = {name: array for name, array in tensors.items() if array is not None}
+        if not arrays:
+            continue
+        assert known.keys() <= arrays.keys()
+        for name, array in arrays.items():
+            low, high = limits.get(name.removeprefix("context_"), (-np.inf, np.inf))
+            assert np.isfinite(array).all()
+            assert low <= array.min() <= array.max() <= high
+            assert array.shape == known.get(name, array.shape)
+            if name.endswith("direction"):
+                assert np.allclose(np.linalg.norm(array.astype(np.float64), axis=-1), 1, atol=1e-3)
+        if width:
+            assert arrays["trajectory"].shape == (len(arrays["risk"]), width)
+    assert 0 <= manifest.threshold <= 1
+    assert all(len(prompt) for prompt in found.golden.prompts())
     if found.answer is not None:
-        rows, tokens = found.answer.rows(), found.answer.answer_tokens
-        assert found.answer.direction.shape == (layers, dim)
-        assert found.answer.trajectory.shape == (len(rows), layers)
-        assert ((found.answer.risk >= 0) & (found.answer.risk <= 1)).all()
-        assert all(1 <= own < len(row) for own, row in zip(tokens, rows, strict=True))
+        rows = zip(found.answer.answer_tokens, found.answer.rows(), strict=True)
+        assert all(1 <= tokens < len(row) for tokens, row in rows)
 
 
 def fuzz(origin: Bundle, count: int, seed: int, kinds: Counter[str], refused: Counter[str]) -> None:
