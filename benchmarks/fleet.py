@@ -27,7 +27,7 @@ from service.access.routes import FEEDBACK_ROUTE, RELOAD_ROUTE
 from service.audit.file import verify
 from service.feedback.rows import LABELS
 from tests.deploy.balancer import Balancer, balancing
-from tests.deploy.prometheus_server import free_port
+from tests.local_server import free_port
 
 NAME = "mine"
 SOURCES = ("demo", "demo-fused")  # what the two versions are: their risks differ

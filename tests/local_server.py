@@ -24,7 +24,7 @@ def free_port() -> int:
 
 @contextmanager
 def listening(behave: Behaviour, protocol: str = "HTTP/1.0") -> Iterator[str]:
-    """``host:port`` of a server that calls ``behave`` for each GET, HEAD and POST."""
+    """``host:port`` of a server that calls ``behave`` for each request."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = protocol
@@ -32,7 +32,7 @@ def listening(behave: Behaviour, protocol: str = "HTTP/1.0") -> Iterator[str]:
         def do_POST(self) -> None:
             behave(self, self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
-        do_GET = do_HEAD = do_POST
+        do_GET = do_HEAD = do_PUT = do_POST
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

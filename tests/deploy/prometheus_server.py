@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.local_server import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 OURS = ROOT / "deploy" / "prometheus"
@@ -89,12 +90,6 @@ def started(command: Callable[[int], list[str]], log: Path, ready: Callable[[int
             process.terminate()
             process.wait(timeout=60)
     pytest.fail("no free port in five attempts")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 
 from tests.deploy.prometheus_server import binary
-from tests.probes_store.s3_server import free_port
+from tests.local_server import free_port
 
 NOBODY = 65534  # PostgreSQL refuses to run as root
 USER = "tester"

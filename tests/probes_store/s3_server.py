@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from subprocess import DEVNULL
 
 from s3fs import S3FileSystem
+
+from tests.local_server import free_port
 
 SERVER = """
 import sys
@@ -31,12 +32,6 @@ def use(address: str, environment: MutableMapping[str, str] = os.environ) -> Non
     """Make ``address`` the endpoint of this process, whose connections so far are forgotten, and of its children."""
     environment.update(VARIABLES, AWS_ENDPOINT_URL=address)
     S3FileSystem.clear_instance_cache()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

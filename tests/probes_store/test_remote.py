@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from probes_store.errors import BundleDamaged, InvalidReference, MissingFile, St
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, sealed
 from probes_store.store import SHIPPED, RemoteBackend, Store
 from probes_store.transfer import copy
+from tests.local_server import answer, free_port, listening
 from tests.probes_store.conftest import Opens
 from tests.probes_store.factory import make_draft, write_bundle
-from tests.probes_store.s3_server import VARIABLES, free_port, use
+from tests.probes_store.s3_server import VARIABLES, use
 
 FORK = multiprocessing.get_context("fork")
 Patch = pytest.MonkeyPatch
@@ -152,23 +152,9 @@ def test_another_bundle_under_a_known_version_is_refused(url: str, opens: Opens)
 
 @contextmanager
 def answering(status: int) -> Iterator[str]:
-    """A server that says no more than this status."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_GET = do_HEAD = do_PUT = _answer  # noqa: N815
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    """A server that gives no more than this status."""
+    with listening(lambda request, _: answer(request, status, b"")) as address:
+        yield f"http://{address}"
 
 
 @pytest.fixture
