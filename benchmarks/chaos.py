@@ -31,8 +31,8 @@ from benchmarks import fleet as fleets
 from benchmarks.harness import Check, conclude, parser, raise_file_limit, say
 from probes_store.store import Store
 from service.feedback.databases import location
-from tests.feedback.made import rows
 from tests.feedback.test_killed import STORED, a_database
+from tests.kit.feedback import rows
 
 DISTINCT, LABELS = 200, 0.3
 READY_S = 120.0  # on a machine that others use, too
@@ -166,7 +166,7 @@ def unreadable(options: argparse.Namespace) -> list[Check]:
 
 def unreachable(options: argparse.Namespace) -> list[Check]:
     try:
-        from tests.probes_store.s3_server import BUCKET, s3_process, use
+        from tests.kit.s3_server import BUCKET, s3_process, use
     except ImportError as error:
         raise LeftOut(str(error)) from None
     with s3_process() as (address, process):

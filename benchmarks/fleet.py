@@ -26,8 +26,8 @@ from probes_store.store import SHIPPED, Store
 from service.access.routes import FEEDBACK_ROUTE, RELOAD_ROUTE
 from service.audit.file import verify
 from service.feedback.rows import LABELS
-from tests.deploy.balancer import Balancer, balancing
-from tests.local_server import free_port
+from tests.kit.balancer import Balancer, balancing
+from tests.kit.local_server import free_port
 
 NAME = "mine"
 SOURCES = ("demo", "demo-fused")  # what the two versions are: their risks differ

@@ -21,7 +21,7 @@ from service.judging.guarantee import Shape, Standing
 from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.trainer.publish import model_record
-from tests.probes_store.factory import ANSWER, UNCERTAINTY, answer_tensors, make_draft, write_bundle
+from tests.kit.bundles import ANSWER, UNCERTAINTY, answer_tensors, make_draft, write_bundle
 from tests.scripted_engine import ScriptedEngine
 
 GOLDEN = [[256, 65, 66], [256, 67]]

@@ -12,7 +12,7 @@ from typing import Any
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.local_server import answer, listening
+from tests.kit.local_server import answer, listening
 from tests.running import until
 
 KINDS = {1: "internal", 2: "server", 3: "client"}

@@ -20,7 +20,7 @@ from benchmarks.running_service import Answers, Ask, Body, Job, Line, post, post
 from service.data.forms import chosen
 from service.data.run_folder import AppendLog
 from service.errors import RunMismatch
-from tests.local_server import answer, listening
+from tests.kit.local_server import answer, listening
 
 ROWS = [
     {"id": f"q{number}", "prompt": f"What is thing {number}?", "answers": [f"A{number}"], "group": f"g{number // 2}"}

@@ -17,9 +17,9 @@ from benchmarks import capacity, fleet, service_fairness
 from benchmarks.fleet import TOLERANCE, Range, Witness, questions, replay, two_versions
 from benchmarks.harness import Outcome, Summary
 from benchmarks.rollout_soak import Events, grown, judge
-from tests.deploy.prometheus_server import binary
 from tests.engines.vllm.installed import vllm_or_skip
-from tests.local_server import answer, listening
+from tests.kit.local_server import answer, listening
+from tests.kit.prometheus import binary
 from tests.serve_process import ROOT, inherited
 
 CONTENTS = questions(4)

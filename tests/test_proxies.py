@@ -15,7 +15,7 @@ from service.data.options import JudgeOptions
 from service.errors import TrainingError
 from service.policies.guard import Action, Policy, Upstream
 from service.proxies import AsyncProxyTransport, Proxies, ProxyTransport
-from tests.local_server import answer, listening
+from tests.kit.local_server import answer, listening
 from tests.running import App
 
 NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")

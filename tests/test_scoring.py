@@ -28,8 +28,8 @@ from service.readout import Probes, Site
 from service.risk import depth_mean, risk, truth_logits
 from service.scoring import RiskReport, Scorer
 from tests.engine_kinds import KINDS, engine_of
+from tests.kit.bundles import write_bundle
 from tests.matching import GOLDEN, INTERCEPT, SMALL_TALK, WEIGHT, contextual_bundle, matching_bundle, matching_draft
-from tests.probes_store.factory import write_bundle
 from tests.scripted_engine import ScriptedEngine
 
 Patch = pytest.MonkeyPatch

@@ -25,8 +25,8 @@ from service.scoring import RiskReport, Scorer
 from service.tool_calls import Tools
 from service.turn import AnswerRisk, Chunk, Ended, Event, Outcome, Text, Turn
 from tests import turn_as_it_was
+from tests.kit.bundles import ANSWER, write_bundle
 from tests.matching import SMALL_TALK, matching_draft, with_answer, with_context
-from tests.probes_store.factory import ANSWER, write_bundle
 from tests.scripted_engine import ScriptedEngine
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

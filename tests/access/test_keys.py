@@ -12,7 +12,7 @@ import pytest
 from service.access.callers import ApiKey, Key, Scope, digest_of
 from service.access.keys import PREFIX, Changes, KeyRing, new_key, parse_keys, read_keys
 from service.errors import HalluTracerError
-from tests.key_files import add_key, revoke_key
+from tests.kit.key_files import add_key, revoke_key
 
 D1 = digest_of("one")
 ONE = f'[one]\nsha256 = "{D1}"\nscopes = ["score"]\n'

@@ -23,7 +23,7 @@ from service.cli.running import Stamps, watch
 from service.engines.base import Engine
 from service.scoring import Scorer
 from service.serving.catalogue import RolloutPlan
-from tests.key_files import add_key, revoke_key
+from tests.kit.key_files import add_key, revoke_key
 from tests.running import App, until
 
 SIGNAL = Who(by="signal")

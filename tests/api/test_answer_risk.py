@@ -17,8 +17,8 @@ from service.readout import Probes, Site
 from service.risk import depth_mean, risk
 from service.scoring import Scorer
 from tests.api.test_score import events
+from tests.kit.bundles import ANSWER, write_bundle
 from tests.matching import matching_bundle, matching_draft, with_answer
-from tests.probes_store.factory import ANSWER, write_bundle
 from tests.running import Running, running
 from tests.scripted_engine import ScriptedEngine
 

@@ -26,7 +26,7 @@ from service.cli.running import known_hosts
 from service.errors import HalluTracerError
 from service.policies.guard import Action, Policy
 from service.settings import ServiceSettings
-from tests.key_files import add_key, revoke_key
+from tests.kit.key_files import add_key, revoke_key
 from tests.running import App, Running, Served, listening, running, until
 
 NOW = datetime.now(UTC)

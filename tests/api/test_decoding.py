@@ -15,8 +15,8 @@ from probes_store.records import GREEDY, Decoding
 from service.access.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEXT_ROUTE
 from service.engines.base import Sampling
 from tests.api.protocols import ASKED, body_of, post, sse
+from tests.kit.bundles import GUARANTEE, write_bundle
 from tests.matching import matching_draft, with_answer
-from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 

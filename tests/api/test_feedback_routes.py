@@ -20,7 +20,7 @@ from service.feedback.databases import location
 from service.policies.guard import Action, Policy
 from service.serving.feedback import Feedback
 from service.serving.metrics import Metrics
-from tests.feedback.made import rows
+from tests.kit.feedback import rows
 from tests.running import Running, running, until
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]

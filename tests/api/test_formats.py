@@ -18,7 +18,7 @@ from service.serving.admission import MAX_FORMATS_OF_CALLER
 from tests import running as scripted
 from tests.api.test_tools import EVERYTHING, NOTHING, TOOLS
 from tests.engines import tiny
-from tests.probes_store.factory import make_draft
+from tests.kit.bundles import make_draft
 from tests.running import Running, running
 
 POLICIES = {"gate": Policy("gate", Action.ABSTAIN, message="I am not sure."),

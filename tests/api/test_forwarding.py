@@ -27,7 +27,7 @@ from service.access.callers import ApiKey
 from service.api.forwarding import MOST_BYTES
 from service.policies.guard import Action, Policy, Upstream
 from service.policies.policy import Policies, Rule
-from tests.local_server import listening
+from tests.kit.local_server import listening
 from tests.running import App, Running, running, until
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]

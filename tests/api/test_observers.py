@@ -37,7 +37,7 @@ from service.serving.judgement import Judgement
 from service.serving.metrics import Metrics
 from service.serving.request_log import JsonLines
 from service.serving.service import Service
-from tests.key_files import add_key, revoke_key
+from tests.kit.key_files import add_key, revoke_key
 from tests.running import App, until
 
 KEY = {"authorization": "Bearer sesame"}

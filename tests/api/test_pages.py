@@ -26,8 +26,8 @@ from service.serving.catalogue import RolloutPlan
 from service.serving.feedback import Feedback
 from service.serving.judgement import Monitor
 from service.serving.metrics import Metrics
-from tests.feedback.made import rows
 from tests.judging.test_evaluation import SAMPLE
+from tests.kit.feedback import rows
 from tests.matching import Held, matching_bundle
 from tests.running import App, running, until
 

@@ -23,7 +23,7 @@ from tests.api.test_recheck import all_flagged
 from tests.api.test_reply import guaranteed, known
 from tests.api.test_score import Held, send
 from tests.engine_kinds import KINDS
-from tests.probes_store.factory import ANSWER
+from tests.kit.bundles import ANSWER
 from tests.running import App, Running, running, until
 
 EVERYTHING, NOTHING = {"hallutracer_threshold": 0.0}, {"hallutracer_threshold": 1.0}

@@ -20,8 +20,8 @@ from service.scoring import Scorer
 from tests.api.test_answer_risk import two_parts
 from tests.api.test_no_token import answered, responses
 from tests.api.test_score import events
+from tests.kit.bundles import ANSWER, GUARANTEE, write_bundle
 from tests.matching import SMALL_TALK, answers_read, matching_draft, with_answer, with_context
-from tests.probes_store.factory import ANSWER, GUARANTEE, write_bundle
 from tests.running import App, Running, running, until
 from tests.scripted_engine import ScriptedEngine
 

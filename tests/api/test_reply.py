@@ -34,9 +34,9 @@ from service.serving.catalogue import check_choice
 from service.serving.feedback import Feedback
 from service.serving.judgement import Judgement, Monitor, digest_of
 from service.vllm_plugin.note import Note
-from tests.feedback.made import rows
+from tests.kit.bundles import GUARANTEE, STRATA, UNCERTAINTY, write_bundle
+from tests.kit.feedback import rows
 from tests.matching import SMALL_TALKS, contextual_bundle, matching_draft
-from tests.probes_store.factory import GUARANTEE, STRATA, UNCERTAINTY, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 

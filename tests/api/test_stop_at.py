@@ -26,8 +26,8 @@ from tests.api.test_answer_risk import by_hand, two_parts
 from tests.api.test_no_token import responses
 from tests.api.test_recheck import all_flagged, openai_says, said_in
 from tests.api.test_score import events
+from tests.kit.bundles import ANSWER, GUARANTEE, write_bundle
 from tests.matching import SMALL_TALK, matching_draft, with_answer, with_context
-from tests.probes_store.factory import ANSWER, GUARANTEE, write_bundle
 from tests.running import App, Running, running, until
 from tests.scripted_engine import ScriptedEngine
 

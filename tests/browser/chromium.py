@@ -14,7 +14,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Request
 
-from tests.deploy.prometheus_server import REQUIRE
+from tests.kit.prometheus import REQUIRE
 
 TOOLS = Path(__file__).parent.parent.parent / ".tools" / "bin"
 PROGRAMS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")

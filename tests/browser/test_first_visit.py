@@ -16,8 +16,8 @@ from service.policies.guard import Action, Policy
 from tests.browser.chromium import faults, sideways, tab
 from tests.browser.test_playground import QUESTION, Slow, ask, finished, ready, reply
 from tests.browser.test_sample_list import SAMPLE
+from tests.kit.bundles import write_bundle
 from tests.matching import contextual_bundle, matching_bundle, matching_draft, with_context
-from tests.probes_store.factory import write_bundle
 from tests.running import Running, running
 from tests.scripted_engine import ScriptedEngine
 

@@ -22,8 +22,8 @@ from tests.api.test_answer_risk import two_parts
 from tests.api.test_reply import known
 from tests.api.test_score import events
 from tests.browser.chromium import Tab, faults, sideways, tab
+from tests.kit.bundles import write_bundle
 from tests.matching import contextual_bundle, matching_draft
-from tests.probes_store.factory import write_bundle
 from tests.running import Running, running, until
 from tests.scripted_engine import ScriptedEngine
 

@@ -20,10 +20,10 @@ from probes_store.store import SHIPPED, Store
 from service.scoring import Scorer
 from service.serving.catalogue import RolloutPlan
 from tests.command_line import ROOT, hallutracer, one_line_says
+from tests.kit.hub_stand_in import TOKEN, Hub, hub_stand_in
+from tests.kit.key_pairs import key_pair
+from tests.kit.reseal import edit_manifest
 from tests.matching import matching_draft
-from tests.probes_store.hub_stand_in import TOKEN, Hub, hub_stand_in
-from tests.probes_store.keys import key_pair
-from tests.probes_store.reseal import edit_manifest
 from tests.running import Running, running
 from tests.scripted_engine import ScriptedEngine
 from tests.serve_process import inherited

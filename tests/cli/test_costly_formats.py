@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.engines.test_formats import COSTLY
-from tests.key_files import add_key
+from tests.kit.key_files import add_key
 from tests.serve_process import ServeProcess
 
 OBJECT = {"type": "json_object"}

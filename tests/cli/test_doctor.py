@@ -19,10 +19,10 @@ from service.demo import MODEL_DIR
 from service.doctor import machine
 from service.doctor.machine import Finding, fail, ok, run, summary, warn, worst
 from tests.command_line import hallutracer
-from tests.key_files import add_key, revoke_key
-from tests.local_server import answer, listening
-from tests.probes_store.keys import key_pair
-from tests.probes_store.reseal import without_in_evaluation
+from tests.kit.key_files import add_key, revoke_key
+from tests.kit.key_pairs import key_pair
+from tests.kit.local_server import answer, listening
+from tests.kit.reseal import without_in_evaluation
 
 CHECKS = {
     "python", "packages", "engine", "gpu", "cpu", "store", "bundle", "model", "memory", "identity", "rollout", "drift",

@@ -20,7 +20,7 @@ from service.access.keys import read_keys
 from service.audit.auditor import SERVICE, change
 from service.audit.file import AuditFile, head_path, verify
 from tests.command_line import hallutracer, one_line_says, run
-from tests.key_files import add_key, revoke_key
+from tests.kit.key_files import add_key, revoke_key
 from tests.running import until
 from tests.serve_process import ServeProcess
 

@@ -39,7 +39,7 @@ from service.progress import progress
 from service.trainer.options import TrainOptions
 from tests.command_line import hallutracer
 from tests.engines import tiny
-from tests.local_server import answer, listening
+from tests.kit.local_server import answer, listening
 from tests.running import until
 
 ASKED: list[str] = []

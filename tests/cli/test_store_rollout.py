@@ -25,8 +25,8 @@ from service.cli.serve_options import RolloutOptions
 from service.errors import NotFound
 from service.serving.catalogue import Loaded, RolloutPlan
 from service.serving.service import Lifecycle, Service
+from tests.kit.key_pairs import key_pair
 from tests.matching import matching_draft
-from tests.probes_store.keys import key_pair
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 

@@ -19,7 +19,7 @@ from service.serving.feedback import Feedback
 from service.trainer.cards import guaranteed_card
 from tests.command_line import run
 from tests.fitting.planted import write_rows
-from tests.probes_store.factory import guaranteed as draft
+from tests.kit.bundles import guaranteed as draft
 from tests.running import running, until
 
 Capture = pytest.CaptureFixture[str]

@@ -15,7 +15,7 @@ import pytest
 
 import hallutracer_client
 from service import __version__
-from tests.docs.pages import blocks
+from tests.kit.pages import blocks
 from tests.serve_process import CLIENT, ROOT, ServeProcess, inherited, serve
 
 PROJECT = tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]

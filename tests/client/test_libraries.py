@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from service.engines.places import PACKAGED
-from tests.docs.pages import blocks
+from tests.kit.pages import blocks
 from tests.serve_process import CLIENT, MAY_CHOOSE, PATHS, ROOT, inherited, serve
 
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"

@@ -20,7 +20,7 @@ from mcp.types import CallToolResult, Tool
 
 from hallutracer_client import AsyncClient
 from hallutracer_client.mcp import LONGEST, TOKEN, TokenCheck, main, make_server
-from tests.client import bodies
+from tests.kit import bodies
 from tests.running import running, until
 from tests.serve_process import PATHS, ServeProcess, inherited, serve
 

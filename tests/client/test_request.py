@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from hallutracer_client import AsyncClient, Client, Generate, ScoreOptions
 from hallutracer_client.request import request_body
 from service.api.request_schema import ScoreRequest
-from tests.client import bodies
 from tests.client.conftest import Handler, MakeClient
+from tests.kit import bodies
 
 GOOD: list[dict[str, Any]] = [
     {"prompt": "a"},

@@ -14,8 +14,8 @@ import pytest
 
 import hallutracer_client as hc
 from hallutracer_client.results import InvalidBody, parse
-from tests.client import bodies
 from tests.client.conftest import BlockingClient, MakeClient
+from tests.kit import bodies
 
 SECRET, PROMPT = "sk-very-secret", "why is my private question here"
 

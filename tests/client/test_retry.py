@@ -10,8 +10,8 @@ import pytest
 
 import hallutracer_client as hc
 from hallutracer_client.wire import Attempts, refusal
-from tests.client import bodies
 from tests.client.conftest import MakeClient
+from tests.kit import bodies
 
 
 class Script:

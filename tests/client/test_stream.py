@@ -14,9 +14,9 @@ import pytest
 
 import hallutracer_client as hc
 from hallutracer_client.stream import BaseAnswer, EventReader
-from tests.client import bodies
 from tests.client.conftest import BlockingClient, MakeClient, Time
-from tests.local_server import answer, listening
+from tests.kit import bodies
+from tests.kit.local_server import answer, listening
 
 # Lines of one event are joined; comments are none; U+2028 ends no line.
 STREAM = (

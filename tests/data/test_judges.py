@@ -18,7 +18,7 @@ from service.data import judges as judge
 from service.data.calls import Call, expectation_problem, meets, parse_calls
 from service.data.options import ABSTAIN, JudgeName, JudgeOptions
 from service.errors import TrainingError
-from tests.local_server import answer, listening
+from tests.kit.local_server import answer, listening
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 
 from service.access.routes import CHAT_ROUTE, SCORE_ROUTES
 from service.settings import ServiceSettings
-from tests.deploy import balancer as b
-from tests.local_server import answer, free_port
+from tests.kit import balancer as b
+from tests.kit.local_server import answer, free_port
 from tests.running import Running, running, until
 
 NOT_READY = b'{"error":{"code":"not_ready"}}'

@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from service import __version__
-from tests.deploy.packaging import ROOT
-from tests.deploy.prometheus_server import binary
+from tests.kit.packaging import ROOT
+from tests.kit.prometheus import binary
 from tests.serve_process import CLIENT, ServeProcess, inherited
 
 pytestmark = pytest.mark.long

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from service import __version__
-from tests.deploy import packaging as p
-from tests.deploy.prometheus_server import OURS, ROOT, binary, promtool
 from tests.deploy.test_packaging import KUBERNETES, MANIFESTS, schema_errors
+from tests.kit import packaging as p
+from tests.kit.prometheus import OURS, ROOT, binary, promtool
 
 CHART = ROOT / "deploy" / "helm" / "hallutracer"
 GPU, VLLM = CHART / "values-gpu.yaml", CHART / "values-vllm.yaml"

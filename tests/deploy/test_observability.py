@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.judging.drift import Drift
 from service.serving.judgement import CAUSES
 from service.serving.metrics import STATUS_OF, Metrics
-from tests.deploy import packaging as p
-from tests.deploy.prometheus_server import OURS, ROOT, binary, configuration, promtool, running
 from tests.deploy.test_helm import rendered
 from tests.deploy.test_packaging import MANIFESTS
+from tests.kit import packaging as p
+from tests.kit.prometheus import OURS, ROOT, binary, configuration, promtool, running
 from tests.running import running as service_running
 from tests.running import until
 

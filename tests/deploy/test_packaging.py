@@ -23,8 +23,8 @@ from service.cli.running import known_hosts
 from service.engines.vllm.launch import WORKER
 from service.policies.policy import read_policies
 from service.settings import NO_OPTIONS, PREFIX, ServiceSettings
-from tests.deploy import packaging as p
-from tests.local_server import answer, listening
+from tests.kit import packaging as p
+from tests.kit.local_server import answer, listening
 from tests.running import App
 from tests.serve_process import PATHS
 

@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 
 from hallutracer_client import AsyncClient
 from hallutracer_research.demo.build import KNOWN, UNKNOWN
-from tests.client import bodies
+from tests.kit import bodies
 from tests.serve_process import PATHS, ROOT, inherited, serve
 
 pytestmark = pytest.mark.long  # a minute to start

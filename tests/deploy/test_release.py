@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from service import __version__
-from tests.deploy import packaging as p
-from tests.deploy.packaging import ROOT
-from tests.docs.pages import PAGES
+from tests.kit import packaging as p
+from tests.kit.packaging import ROOT
+from tests.kit.pages import PAGES
 
 SCRIPT = ROOT / "deploy" / "release" / "version.py"
 VERSIONS = runpy.run_path(str(SCRIPT))

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.deploy.packaging import ROOT
+from tests.kit.packaging import ROOT
 
 SCRIPT = runpy.run_path(str(ROOT / "deploy/supply_chain/sbom.py"))
 HASHED = (ROOT / "requirements-hashed.txt").read_text()

@@ -13,7 +13,7 @@ import pytest
 from docs import answered
 from probes_store.bundle import Bundle
 from service.trainer.publish import risks_document
-from tests.probes_store.factory import make_draft, write_bundle
+from tests.kit.bundles import make_draft, write_bundle
 
 ROWS = 240
 

@@ -17,7 +17,7 @@ import pytest
 
 from service.data.near_duplicates import content_of
 from service.engines.places import PACKAGED, cache_folder
-from tests.docs.pages import PAGES, ROOT, RUNNABLE, SPELLINGS, Block, blocks
+from tests.kit.pages import PAGES, ROOT, RUNNABLE, SPELLINGS, Block, blocks
 from tests.serve_process import PATHS, inherited, serve
 
 ALL = {page: blocks(page) for page in PAGES}

@@ -24,7 +24,7 @@ from service.access.keys import KeyTable, parse_keys
 from service.engines.vllm.launch import TESTED
 from service.errors import HalluTracerError
 from service.policies.policy import read_policies
-from tests.docs.pages import PAGES, RECORDS, ROOT, blocks
+from tests.kit.pages import PAGES, RECORDS, ROOT, blocks
 from tests.parity import models, versions
 from tests.serve_process import inherited
 

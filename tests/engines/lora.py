@@ -21,7 +21,7 @@ from service.engines.transformers.engine import TransformersEngine
 from service.policies.guard import OBSERVE
 from service.readout import Probes, Site
 from service.scoring import Scorer
-from tests.probes_store.factory import write_bundle
+from tests.kit.bundles import write_bundle
 
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

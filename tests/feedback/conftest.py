@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.feedback.databases import Location, location
-from tests.feedback.postgres import Postgres, postgres
+from tests.kit.postgres import Postgres, postgres
 
 
 @pytest.fixture(scope="session")

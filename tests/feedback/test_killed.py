@@ -17,8 +17,8 @@ from benchmarks.harness import Pool, post
 from hallutracer_research.demo.build import KNOWN, UNKNOWN
 from service.feedback.databases import location
 from service.feedback.rows import LABELS
-from tests.feedback.made import rows
-from tests.feedback.postgres import Postgres, postgres
+from tests.kit.feedback import rows
+from tests.kit.postgres import Postgres, postgres
 from tests.serve_process import ServeProcess
 
 AT_ONCE = 200  # prompts of one scoring request

@@ -16,8 +16,8 @@ from service.errors import FeedbackUnavailable, HalluTracerError, RequestError
 from service.feedback import rows as module
 from service.feedback.databases import Database, Location, Refused, location
 from service.feedback.rows import Stored, Tally, delete_before, read_answers, tally_of, to_label, write_answers
-from tests.feedback.made import PROBES, answer, put, rows, say
-from tests.feedback.postgres import Postgres
+from tests.kit.feedback import PROBES, answer, put, rows, say
+from tests.kit.postgres import Postgres
 
 Patch = pytest.MonkeyPatch
 LABELS = "SELECT caller, label, comment FROM hallutracer_labels ORDER BY number"

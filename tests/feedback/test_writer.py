@@ -17,8 +17,8 @@ from service.errors import FeedbackUnavailable, Overloaded
 from service.feedback import databases, writer
 from service.feedback.databases import Database, Location, location
 from service.feedback.writer import Writer
-from tests.feedback.made import answer, given, put, rows
-from tests.feedback.postgres import Postgres
+from tests.kit.feedback import answer, given, put, rows
+from tests.kit.postgres import Postgres
 from tests.running import until
 
 FORK = multiprocessing.get_context("fork")

@@ -17,7 +17,7 @@ from service.errors import TrainingError
 from service.fitting import recalibration as maps
 from service.fitting.scores import debiased_calibration_error, t_interval
 from tests.fitting.made import APART, PRIOR, rows
-from tests.probes_store.factory import make_draft
+from tests.kit.bundles import make_draft
 
 MANIFEST = render(make_draft())[0]
 

@@ -12,9 +12,9 @@ from benchmarks import drift
 from probes_store.bundle import load_bundle
 from probes_store.store import SHIPPED
 from service.judging.drift import BINS, MOST_ALIKE, DriftLimits, LabelTest, Reference, alike_of, compare, reference_of
+from tests.kit.bundles import write_bundle
+from tests.kit.reseal import without_in_evaluation
 from tests.matching import matching_draft
-from tests.probes_store.factory import write_bundle
-from tests.probes_store.reseal import without_in_evaluation
 from tests.scripted_engine import ScriptedEngine
 
 

@@ -19,7 +19,7 @@ from service.fitting.decisions import at_threshold, coverage_curve
 from service.judging import evaluation
 from service.judging.evaluation import Coverage, CoverageGate, Sample, SampleQuestion, coverage, form_table, sample_of
 from service.trainer.publish import by_stratum, risks_document
-from tests.probes_store.factory import GUARANTEE, make_draft, write_bundle
+from tests.kit.bundles import GUARANTEE, make_draft, write_bundle
 from tests.serve_process import ROOT
 
 CALIBRATED = {"guarantee": GUARANTEE, "threshold": GUARANTEE.threshold}

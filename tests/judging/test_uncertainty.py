@@ -12,7 +12,7 @@ from probes_store.bundle import Bundle
 from probes_store.records import Recalibration
 from service.judging.uncertainty import distance, uncertain
 from service.risk import risk
-from tests.probes_store.factory import INTERVAL, UNCERTAINTY, make_draft, write_bundle
+from tests.kit.bundles import INTERVAL, UNCERTAINTY, make_draft, write_bundle
 
 
 @pytest.fixture

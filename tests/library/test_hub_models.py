@@ -27,7 +27,7 @@ from service.scoring import Scorer
 from tests.command_line import hallutracer
 from tests.engines import test_gguf
 from tests.fitting.planted import write_rows
-from tests.probes_store.hub_stand_in import Hub, hub_stand_in
+from tests.kit.hub_stand_in import Hub, hub_stand_in
 from tests.serve_process import ServeProcess
 
 NAME, SHARDED = "acme/tiny", "acme/sharded"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from probes_store.store import Store, Trust
-from tests.probes_store.keys import KeyPair, key_pair
-from tests.probes_store.s3_server import BUCKET, VARIABLES, s3_server, use
+from tests.kit.key_pairs import KeyPair, key_pair
+from tests.kit.s3_server import BUCKET, VARIABLES, s3_server, use
 
 Opens = Callable[..., Store]
 NO_TRUST_ASKED = Trust()

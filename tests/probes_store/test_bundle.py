@@ -33,8 +33,8 @@ from probes_store.bundle import (
 )
 from probes_store.errors import BadValue, BundleDamaged, MissingField, NotFinite, Truncated, UnknownField, WrongShape
 from probes_store.tensors import AnswerTensors, Golden, pack, read_answer, read_golden, read_probes
-from tests.probes_store.factory import ANSWER, CONTEXT, answer_tensors, make_draft, write_bundle
-from tests.probes_store.reseal import replace_file
+from tests.kit.bundles import ANSWER, CONTEXT, answer_tensors, make_draft, write_bundle
+from tests.kit.reseal import replace_file
 
 CREATED = datetime(2026, 1, 31, 12, tzinfo=UTC)
 PROBES, GOLDEN, ANSWERS = "probes.safetensors", "golden.safetensors", "answer.safetensors"

@@ -26,8 +26,8 @@ from probes_store import bundle as loading
 from probes_store.bundle import Bundle, BundleDraft
 from probes_store.errors import BundleError
 from probes_store.store import SHIPPED, Store
-from tests.probes_store.factory import ANSWER, make_draft, write_bundle
-from tests.probes_store.reseal import reseal, sha256
+from tests.kit.bundles import ANSWER, make_draft, write_bundle
+from tests.kit.reseal import reseal, sha256
 
 SHORT, LONG = 1_000, 60_000
 MOST_MIB = 200  # that the peak may grow by; the largest file of the largest bundle has 60 KB

@@ -24,10 +24,10 @@ from probes_store.store import SHIPPED, Store, Trust
 from probes_store.syntax import HubAddress, parse_address, readable_json
 from probes_store.transfer import Pulled, Pushed, files_of, pull, push
 from probes_store.trust import Signing, required_signature
+from tests.kit.bundles import ANSWER, make_draft, write_bundle
+from tests.kit.hub_stand_in import TOKEN, Hub, Repository, Request, hub_stand_in
+from tests.kit.key_pairs import KeyPair
 from tests.probes_store.conftest import Opens
-from tests.probes_store.factory import ANSWER, make_draft, write_bundle
-from tests.probes_store.hub_stand_in import TOKEN, Hub, Repository, Request, hub_stand_in
-from tests.probes_store.keys import KeyPair
 
 FORK = multiprocessing.get_context("fork")
 URL = "hf://me/tiny"

@@ -34,9 +34,9 @@ from probes_store.records import (
 from probes_store.syntax import canonical_json, parse_json, plain, readable_json
 from service.engines.base import ModelIdentity
 from service.readout import Geometry
-from tests.probes_store import factory as f
-from tests.probes_store.factory import ANSWER, ASKS, CONTEXT, GUARANTEE, PASSAGE, STATED, make_draft
-from tests.probes_store.reseal import reseal, sha256
+from tests.kit import bundles as f
+from tests.kit.bundles import ANSWER, ASKS, CONTEXT, GUARANTEE, PASSAGE, STATED, make_draft
+from tests.kit.reseal import reseal, sha256
 
 FIELDS = (Path(probes_store.__file__).parent / "FIELDS.md").read_text(encoding="utf-8")
 TRAINING, OTHER = f.TRAINING, "sha256:" + "9" * 64

@@ -24,10 +24,10 @@ from probes_store.errors import BundleDamaged, InvalidReference, MissingFile, St
 from probes_store.manifest import MANIFEST, Manifest, manifest_bytes, sealed
 from probes_store.store import SHIPPED, RemoteBackend, Store
 from probes_store.transfer import copy
-from tests.local_server import answer, free_port, listening
+from tests.kit.bundles import make_draft, write_bundle
+from tests.kit.local_server import answer, free_port, listening
+from tests.kit.s3_server import VARIABLES, use
 from tests.probes_store.conftest import Opens
-from tests.probes_store.factory import make_draft, write_bundle
-from tests.probes_store.s3_server import VARIABLES, use
 
 FORK = multiprocessing.get_context("fork")
 Patch = pytest.MonkeyPatch

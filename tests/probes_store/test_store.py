@@ -23,8 +23,8 @@ from probes_store.manifest import MANIFEST
 from probes_store.store import SHIPPED, Store
 from probes_store.syntax import is_url
 from probes_store.transfer import copy
+from tests.kit.bundles import ANSWER, make_draft, write_bundle
 from tests.probes_store.conftest import S3_LONG, Opens
-from tests.probes_store.factory import ANSWER, make_draft, write_bundle
 
 FORK = multiprocessing.get_context("fork")
 

@@ -21,10 +21,10 @@ from probes_store.store import SHIPPED, Store, Trust
 from probes_store.tensors import pack
 from probes_store.transfer import copy, files_of
 from probes_store.trust import Signing, check_closed, required_signature
+from tests.kit.bundles import ANSWER, answer_tensors, make_draft
+from tests.kit.key_pairs import KeyPair, certified, key_pair
+from tests.kit.reseal import edit_manifest, replace_file
 from tests.probes_store.conftest import Opens
-from tests.probes_store.factory import ANSWER, answer_tensors, make_draft
-from tests.probes_store.keys import KeyPair, certified, key_pair
-from tests.probes_store.reseal import edit_manifest, replace_file
 
 
 @pytest.fixture

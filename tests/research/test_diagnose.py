@@ -19,7 +19,7 @@ from service.demo.questions import questions
 from service.errors import DataError, TrainingError
 from service.fitting.scores import auroc
 from tests.command_line import hallutracer
-from tests.probes_store.reseal import without_in_evaluation
+from tests.kit.reseal import without_in_evaluation
 
 KEYS = {
     "fisher": {"theta", "chi", "t", "r_fisher", "r_fisher_direct"},

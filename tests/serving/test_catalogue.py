@@ -17,8 +17,8 @@ from service.policies.guard import Action, Policy
 from service.scoring import Scorer
 from service.serving.catalogue import Rollout, RolloutPlan
 from tests.engine_kinds import KINDS
+from tests.kit.bundles import GUARANTEE, write_bundle
 from tests.matching import matching_bundle, matching_draft, with_answer
-from tests.probes_store.factory import GUARANTEE, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 

@@ -16,9 +16,9 @@ from service.serving import tracing
 from service.serving.tracing import MOST_PROMPTS, Tracing
 from tests.api.test_answer_risk import ANSWERED, two_parts
 from tests.api.test_reply import known
+from tests.kit.bundles import ANSWER
 from tests.matching import SMALL_TALKS, contextual_bundle
 from tests.otlp import Collector, collector
-from tests.probes_store.factory import ANSWER
 from tests.running import Running, running
 
 ASKED = "What is the capital of the Solomon Islands?"

@@ -28,8 +28,8 @@ from service.scoring import Scorer
 from service.serving.feedback import Feedback
 from service.serving.judgement import Monitor, digest_of
 from tests.engine_kinds import KINDS
+from tests.kit.bundles import GUARANTEE, UNCERTAINTY, write_bundle
 from tests.matching import matching_draft
-from tests.probes_store.factory import GUARANTEE, UNCERTAINTY, write_bundle
 from tests.running import App
 from tests.scripted_engine import ScriptedEngine
 

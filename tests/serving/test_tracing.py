@@ -19,7 +19,7 @@ from service.policies.guard import Action, Policy, Upstream
 from service.serving import tracing
 from service.serving.tracing import Tracing
 from tests.api.test_reply import guaranteed, known
-from tests.local_server import answer, listening
+from tests.kit.local_server import answer, listening
 from tests.otlp import Collector, Span, collector
 from tests.running import Running, running, until
 

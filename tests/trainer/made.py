@@ -16,8 +16,8 @@ from service.scoring import RiskReport, Scorer
 from service.trainer.options import TrainOptions
 from service.trainer.run import train
 from tests.fitting.planted import PlantedEngine, Quiet, planted_rows, write_rows
+from tests.kit.bundles import ANSWER
 from tests.matching import answers_read
-from tests.probes_store.factory import ANSWER
 
 Rows = list[dict[str, Any]]
 FAST: dict[str, Any] = {

@@ -20,8 +20,8 @@ from service.feedback.rows import write_answers, write_label
 from service.trainer.feedback import recalibrate_by_feedback
 from service.trainer.guarantee import plan
 from service.trainer.options import GuaranteeOptions, RecalibrateOptions
-from tests.feedback.made import answer, given
 from tests.fitting.planted import Quiet, planted_rows, write_rows
+from tests.kit.feedback import answer, given
 from tests.trainer.made import Rows, served, store_of
 from tests.trainer.made import run as train
 from tests.trainer.test_recalibrate import check_served, rare, scored

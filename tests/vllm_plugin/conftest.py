@@ -18,8 +18,8 @@ import pytest
 from probes_store.bundle import BundleDraft
 from probes_store.store import SHIPPED, Store
 from service.demo import MODEL_DIR
-from tests.local_server import free_port
-from tests.probes_store.factory import GUARANTEE, write_bundle
+from tests.kit.bundles import GUARANTEE, write_bundle
+from tests.kit.local_server import free_port
 from tests.serve_process import PATHS
 
 STARTING_S = 240.0

@@ -25,7 +25,7 @@ from service.access.routes import MESSAGES_ROUTE, RESPONSES_ROUTE  # noqa: E402
 from service.demo import MODEL_DIR  # noqa: E402
 from service.engines.checks import Tokens  # noqa: E402
 from service.judging.guarantee import OTHER_RENDERING, TOOLS  # noqa: E402
-from tests.probes_store.factory import write_bundle  # noqa: E402
+from tests.kit.bundles import write_bundle  # noqa: E402
 from tests.vllm_plugin.conftest import KNOWN, MODEL, SURE, UNKNOWN, serving  # noqa: E402
 from tests.vllm_plugin.test_gated import CHATS, documents, turn  # noqa: E402
 from tests.vllm_plugin.test_rendering import CALL, TOOL  # noqa: E402

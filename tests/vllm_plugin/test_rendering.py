@@ -51,7 +51,7 @@ from service.vllm_plugin.rendering import Chat, is_rendering  # noqa: E402
 from service.vllm_plugin.turn import Turn  # noqa: E402
 from tests.engines import tiny  # noqa: E402
 from tests.engines.tool_template import TOOL_TEMPLATE  # noqa: E402
-from tests.probes_store.factory import GUARANTEE  # noqa: E402
+from tests.kit.bundles import GUARANTEE  # noqa: E402
 
 NO_SHAPES = SimpleNamespace(shapes=None)  # the training of a bundle that does not record its rows' shapes
 # Of a bundle that would take a lone request for small talk below a P(asks) of 0.5.

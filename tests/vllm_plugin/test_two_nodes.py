@@ -19,7 +19,7 @@ from tests.engines.vllm.installed import vllm_or_skip
 
 vllm_or_skip()
 
-from tests.local_server import free_port  # noqa: E402
+from tests.kit.local_server import free_port  # noqa: E402
 from tests.vllm_plugin.conftest import MODEL, QUIET, serving  # noqa: E402
 
 pytestmark = pytest.mark.long

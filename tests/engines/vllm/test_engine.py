@@ -31,8 +31,8 @@ from service.scoring import RiskReport, Scorer
 from tests.engines import tiny
 from tests.engines.tool_template import FORCED
 from tests.engines.vllm.installed import vllm_or_skip
+from tests.kit.bundles import write_bundle
 from tests.matching import SMALL_TALK, matching_bundle, matching_draft, with_context
-from tests.probes_store.factory import write_bundle
 from tests.running import until
 
 vllm_or_skip()

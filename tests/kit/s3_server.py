@@ -15,7 +15,7 @@ from subprocess import DEVNULL
 
 from s3fs import S3FileSystem
 
-from tests.local_server import free_port
+from tests.kit.local_server import free_port
 
 SERVER = """
 import sys

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.local_server import free_port
+from tests.kit.local_server import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 OURS = ROOT / "deploy" / "prometheus"

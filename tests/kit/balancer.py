@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from tests.deploy.prometheus_server import ROOT, binary, started
-from tests.local_server import listening
+from tests.kit.local_server import listening
+from tests.kit.prometheus import ROOT, binary, started
 
 CONFIGURATION = ROOT / "deploy" / "nginx" / "nginx.conf"
 FIRST, SECOND = "127.0.0.1:8765", "127.0.0.1:8766"

@@ -15,8 +15,8 @@ from typing import Any
 
 import psycopg
 
-from tests.deploy.prometheus_server import binary
-from tests.local_server import free_port
+from tests.kit.local_server import free_port
+from tests.kit.prometheus import binary
 
 NOBODY = 65534  # PostgreSQL refuses to run as root
 USER = "tester"
