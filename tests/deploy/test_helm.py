@@ -199,8 +199,8 @@ RENDERED: list[tuple[tuple[str, ...], str, Any]] = [
     (("user=null",), SECURITY, HARDENED),
     (("user=null",), "container.securityContext.readOnlyRootFilesystem", True),
     *(
-        ((f"user.runAsUser={user}",), SECURITY, HARDENED | GROUPS | own)
-        for user, own in (("null", {}), (1000660000, {"runAsUser": 1000660000}))
+        ((f"user.runAsUser={user}",), SECURITY, HARDENED | GROUPS | context)
+        for user, context in (("null", {}), (1000660000, {"runAsUser": 1000660000}))
     ),
     (BY_DIGEST, "container.image", IMAGE),
     (BY_DIGEST, "Pod.spec.containers.0.image", IMAGE),

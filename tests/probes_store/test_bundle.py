@@ -157,12 +157,12 @@ Damage = Callable[[np.ndarray], np.ndarray]
 Damaged = tuple[type[BundleDamaged], np.ndarray | None]
 
 
-def put(place: int, value: float) -> Damage:
-    """Another number at a place of the flattened tensor."""
+def put(index: int, value: float) -> Damage:
+    """Another number at an index of the flattened tensor."""
 
     def damage(array: np.ndarray) -> np.ndarray:
         array = array.copy()
-        array.flat[place] = value
+        array.flat[index] = value
         return array
 
     return damage
@@ -419,8 +419,8 @@ def test_a_replay_that_is_not_finite_of_another_shape_or_permuted(dtype: str, ro
         risks = put(0, number)(golden.risk)
         mismatch(f"^risk: .*golden {row} 0", bundle, row, risks=risks, dtype=dtype)
     logits, shape = golden.trajectory, f"golden {row}s has another shape"
-    for other in (logits[:1], logits[:, :1], logits.T, np.empty((0, LAYERS))):
-        mismatch(f"^trajectory: .*{shape}", bundle, row, logits=other, dtype=dtype)
+    for reshaped in (logits[:1], logits[:, :1], logits.T, np.empty((0, LAYERS))):
+        mismatch(f"^trajectory: .*{shape}", bundle, row, logits=reshaped, dtype=dtype)
     mismatch(f"^risk: .*{shape}", bundle, row, risks=golden.risk[:1], dtype=dtype)
     for permuted in (logits[:, ::-1], logits[::-1]):
         mismatch(f"^trajectory: .*golden {row}", bundle, row, logits=permuted, dtype=dtype)
