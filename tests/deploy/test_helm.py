@@ -215,9 +215,10 @@ RENDERED: list[tuple[tuple[str, ...], str, Any]] = [
         {"credentials": {"name": "scrape", "key": "key"}},
     ),
 ]
+PATHS = [path for _, path, _ in RENDERED]
 
 
-@pytest.mark.parametrize(("values", "path", "expected"), RENDERED)
+@pytest.mark.parametrize(("values", "path", "expected"), RENDERED, ids=PATHS)
 def test_a_value_is_rendered(values: tuple[str, ...], path: str, expected: Any) -> None:
     documents = rendered(values=values)
     kind, *keys = path.split(".")
