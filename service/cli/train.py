@@ -30,9 +30,12 @@ Result = TypeVar("Result")
 
 
 def train(
-    *, options: TrainOptions = TrainOptions(), engine: EngineChoice = EngineChoice(), store: StoreOptions = StoreOptions(),
+    *,
+    options: TrainOptions = TrainOptions(),
+    engine: EngineChoice = EngineChoice(),
+    store: StoreOptions = StoreOptions(),
     common: Common = Common(),
-) -> None:  # fmt: skip
+) -> None:
     """Train a probe bundle on your own model and publish it.
 
     Without --data the model answers questions that come with the package ('hallutracer data bank'), in the forms that
@@ -46,6 +49,8 @@ def train(
       hallutracer train --model ./my-model --data rows.jsonl --name my-probe"""
     if len(options.data) > 1:
         raise UsageError("--data", "name one file of rows, such as rows.jsonl")
+    if not options.data and engine.model is None:
+        raise UsageError("--model", "name the model that the bundle is for, such as ./my-model; or rows with --data")
     check(options)
     from service.library.training import completed, run_training
 
@@ -66,6 +71,7 @@ def train(
     for command in (
         ["score", "What is the capital of France?", *model, "--bundle", name, *where],
         ["bundle", "show", name, *where],
+        ["try", *model, "--bundle", name, *where],
         ["serve", *model, "--bundle", name, *where],
     ):
         note(f"  {shlex.join(['hallutracer', *command])}")

@@ -247,8 +247,8 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
     test: Annotated[Path | None, option(
         "Held-out rows, scored with the final bundle and used for nothing else.")] = None  # fmt: skip
     labels: Annotated[Labels | None, option(
-        "given: each row's 'label' (\"factual\" or \"hallucinated\", or 1 and 0).  generate: the model answers greedily "
-        "and a judge compares with 'answers'.  Default: given; generate without --data.")] = None  # fmt: skip
+        "given: each row's 'label' (\"factual\" or \"hallucinated\", or 1 and 0).  generate: the model answers "
+        "greedily and a judge compares with 'answers'.  Default: given; generate without --data.")] = None  # fmt: skip
     answers_decoding: Annotated[str | None, option(
         f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle records it, and requests "
         "that name no temperature are decoded so.  Default: what the rows' own field 'decoding' says, if all say the "

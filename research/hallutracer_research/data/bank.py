@@ -21,7 +21,7 @@ FIELDS = ("id", "prompt", "answers", "group", "kind", "statement")
 
 
 def packed(rows: Iterable[dict[str, Any]]) -> bytes:
-    """Return rows as the bank keeps them: the fields that training reads, groups in the order of a hash of their name."""
+    """Return rows as the bank keeps them: fields that training reads, groups in the order of a hash of their name."""
     ordered = sorted(rows, key=lambda row: (hashlib.sha256(row["group"].encode()).digest(), row["id"]))
     lines = [
         json.dumps({field: row[field] for field in FIELDS if field in row}, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""The question bank: questions with accepted answers that come with the package, for training without rows of one's own.
+"""The question bank: questions with accepted answers that come with the package, to train without rows of one's own.
 
 ``ATTRIBUTION.md`` names their sources and licences; ``hallutracer_research.data.bank`` makes the two files."""
 
