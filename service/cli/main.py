@@ -184,7 +184,7 @@ def _cure(error: CycloptsError, given: Sequence[str]) -> str:
     if isinstance(error, UnknownCommandError):
         return _hint(given)
     if isinstance(error, MissingArgumentError) and tuple(given[:1]) == ("train",):
-        return "  For example: hallutracer train --model ./my-model --data rows.jsonl --name my-probe"
+        return "  For example: hallutracer train --model ./my-model"
     if isinstance(error, UnusedCliTokensError):
         return "  What an option takes follows its name, such as --model demo; a value with spaces is put in quotes"
     return ""

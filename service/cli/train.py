@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from service.cli.loading import load_engine, open_store
 from service.cli.options import BundleOptions, EngineChoice, StoreOptions, UsageError, check
 from service.cli.output import print_line
+from service.errors import TrainingError
 from service.options import Common
 from service.progress import note
 from service.settings import DEFAULT_STORE
@@ -29,21 +30,35 @@ Result = TypeVar("Result")
 
 
 def train(
-    *, options: TrainOptions, engine: EngineChoice = EngineChoice(), store: StoreOptions = StoreOptions(),
+    *,
+    options: TrainOptions = TrainOptions(),
+    engine: EngineChoice = EngineChoice(),
+    store: StoreOptions = StoreOptions(),
     common: Common = Common(),
-) -> None:  # fmt: skip
+) -> None:
     """Train a probe bundle on your own model and publish it.
+
+    Without --data the model answers questions that come with the package ('hallutracer data bank'), in the forms that
+    people ask in, and the bundle is named after the model.
 
     Reads every row first (all problems at once, by line), extracts activations through the serving engine into
     --run-dir, fits a probe for each head and layer, calibrates on out-of-fold depth means, and publishes NAME:VERSION
     with its model card, evaluation and plots.  Interrupt it at any time: the same command resumes where it stopped.
 
+      hallutracer train --model ./my-model
       hallutracer train --model ./my-model --data rows.jsonl --name my-probe"""
-    check(options)
-    if len(options.data) != 1:
+    if len(options.data) > 1:
         raise UsageError("--data", "name one file of rows, such as rows.jsonl")
-    from service.library.training import run_training
+    if not options.data and engine.model is None:
+        raise UsageError("--model", "name the model that the bundle is for, such as ./my-model; or rows with --data")
+    check(options)
+    from service.library.training import completed, run_training
 
+    try:
+        options = completed(options, engine.model)
+    except TrainingError as error:
+        raise UsageError(f"--{error.param}", error.message) from None
+    check(options)
     chosen = engine.options_for()  # a wrong option is reported before rows are read
     with _console(options.folder) as console:
         trained = run_training(options, chosen, open_store(store), threads=engine.threads, console=console)
@@ -56,6 +71,7 @@ def train(
     for command in (
         ["score", "What is the capital of France?", *model, "--bundle", name, *where],
         ["bundle", "show", name, *where],
+        ["try", *model, "--bundle", name, *where],
         ["serve", *model, "--bundle", name, *where],
     ):
         note(f"  {shlex.join(['hallutracer', *command])}")

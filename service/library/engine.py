@@ -86,7 +86,7 @@ def default_bundles(model: str | None) -> tuple[str, ...]:
         also += f"; without the hub, fetch the model where it can be reached (hf download {chosen}) and name its folder"
     raise NoDefaultBundle(
         f"no bundle comes with {chosen}, and a probe belongs to one model: name one that reads it ('hallutracer bundle "
-        f"list'), or make one (hallutracer train --model {chosen} --data rows.jsonl --name my-probe){also}",
+        f"list'), or make one (hallutracer train --model {chosen}){also}",
         param="bundle",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,11 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import RequestError
+from service.data.bank import bank_rows
+from service.errors import RequestError, TrainingError
 from service.library.detector import as_prompts, frame
-from service.library.engine import Engine, load_engine, open_store
+from service.library.engine import FILES, SHIPPED, Engine, default_model, load_engine, open_store
 from service.progress import Report, note
 from service.settings import DEFAULT_STORE
+
+BANK_ANSWER_TOKENS = 24  # the bank's questions have short answers
+KEPT = 48  # held-out questions at least: the sample that a bundle carries
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -100,8 +105,8 @@ class Lines:
 
 
 def train(
-    rows: str | Path | Iterable[Mapping[str, Any]], name: str, model: str | Path | None = None, *,
-    labels: Literal["given", "generate"] = "given", store: str | Path = DEFAULT_STORE,
+    rows: str | Path | Iterable[Mapping[str, Any]] | None = None, name: str = "", model: str | Path | None = None, *,
+    labels: Literal["given", "generate"] | None = None, store: str | Path = DEFAULT_STORE,
     run_dir: str | Path | None = None, engine: Engine | None = None, report: Report = note,
     probe: DepthMeanProbe | None = None, **options: Any,
 ) -> Trained:  # fmt: skip
@@ -109,9 +114,11 @@ def train(
 
     Args:
         rows: A JSONL file, or the rows themselves: ``prompt`` or ``messages``, ``label`` (1 factual, 0 hallucinated)
-            or ``answers``, and where several rows share a question or an entity their ``group``.
-        name, model: Name of the bundle; the model as of ``load``.
-        labels: "given": each row's label.  "generate": the model answers and a judge compares with ``answers``.
+            or ``answers``, and where several rows share a question or an entity their ``group``.  None: the questions
+            that come with the package.
+        name, model: Name of the bundle, by default made of the model's; the model as of ``load``.
+        labels: "given": each row's label.  "generate": the model answers and a judge compares with ``answers``.  None:
+            given, or generate without rows.
         store, run_dir: Folder or URL that the bundle is published in; folder of activations and progress (runs/NAME, or
             runs/NAME-2 and so on where a finished run that read something else has that).
         engine, report: How the model is loaded; what takes the lines of progress (None: standard error).
@@ -141,16 +148,18 @@ def train(
     True"""
     from service.trainer.options import TrainOptions
 
-    folder = Path(run_dir) if run_dir is not None else Path("runs") / name
+    named = None if model is None else str(model)
+    folder = Path(run_dir) if run_dir is not None else Path("runs") / (name or bundle_name(named))
     if not isinstance(options.get("forms", ""), str):
         options["forms"] = ",".join(options["forms"]) or "none"
     if isinstance(given := options.get("chat_template_kwargs"), Mapping):
         options["chat_template_kwargs"] = json.dumps(given)
     options |= {key: Path(value) for key, value in options.items() if key in ("test", "calibration") and value}
-    wanted = TrainOptions(name=name, data=(str(rows_file(rows, folder)),), labels=labels,
+    data = () if rows is None else (str(rows_file(rows, folder)),)
+    wanted = TrainOptions(name=name, data=data, labels=labels,
                           run_dir=None if run_dir is None else folder, **options)  # fmt: skip
     chosen = engine or Engine()
-    return run_training(wanted, chosen.options(None if model is None else str(model)), open_store(store),
+    return run_training(completed(wanted, named), chosen.options(named), open_store(store),
                         threads=chosen.threads, console=Lines(report), report=report, probe=probe)  # fmt: skip
 
 
@@ -255,7 +264,44 @@ def figures_of(evaluation: Mapping[str, Any]) -> tuple[SignalFigures, ...]:
     )  # fmt: skip
 
 
-def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> Path:
+def completed(options: TrainOptions, model: str | None) -> TrainOptions:
+    """Return the options with what a newcomer leaves open: a name made of the model's, and the questions of the bank.
+
+    The bank's questions are written into the run folder, its held-out half too, in proportion.  Raises TrainingError
+    for given labels without rows that have them, and for ``questions`` beside rows of one's own."""
+    options = replace(options, name=options.name or bundle_name(model))
+    if options.data:
+        if options.questions is not None:
+            raise TrainingError("questions counts those that come with the package, which are asked without --data",
+                                param="questions")  # fmt: skip
+        return options
+    if options.labels == "given":
+        raise TrainingError("name the file of the rows that have the labels, such as rows.jsonl; without one the "
+                            "model answers questions that come with the package", param="data")  # fmt: skip
+    train, held_out = bank_rows("train"), bank_rows("held-out")
+    asked = train[: options.questions]
+    held_out = held_out[: max(KEPT, len(held_out) * len(asked) // len(train))]
+    test = options.test or rows_file(held_out, options.folder, "held-out")
+    return replace(
+        options,
+        data=(str(rows_file(asked, options.folder, "questions")),),
+        test=test,
+        labels="generate",
+        max_new_tokens=options.max_new_tokens or BANK_ANSWER_TOKENS,
+    )
+
+
+def bundle_name(model: str | None) -> str:
+    """Return the name of a bundle for a model that is named so; a model with a shipped bundle gets a name beside it."""
+    model = model or default_model()
+    stem = model if model in SHIPPED else Path(os.path.abspath(os.path.expanduser(model))).name
+    plain = re.sub(r"[^a-z0-9._]+", "-", re.sub(r"\.\.+", ".", stem.lower().removesuffix(".gguf")))
+    name = plain.strip("-._")[:64] or "bundle"
+    shipped = {own for names in (*SHIPPED.values(), *FILES.values()) for own in names}
+    return f"my-{name}"[:64] if name in shipped else name
+
+
+def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path, stem: str = "rows") -> Path:
     """Return the file of the rows: the one that is named, or one that is written into the run folder."""
     if isinstance(rows, str | Path):
         return Path(os.path.expanduser(rows))
@@ -270,7 +316,7 @@ def rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> P
     lines = [json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in given]
     text = "".join(lines).encode("utf-8", "surrogatepass")
     folder.mkdir(parents=True, exist_ok=True)
-    names = chain(["rows.jsonl"], (f"rows-{number}.jsonl" for number in count(2)))
+    names = chain([f"{stem}.jsonl"], (f"{stem}-{number}.jsonl" for number in count(2)))
     for path in map(folder.joinpath, names):
         if not path.exists():
             path.write_bytes(text)

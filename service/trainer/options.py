@@ -235,10 +235,20 @@ class RecalibrateOptions(NewRowsOptions):
 class TrainOptions(FoldOptions, ConfidenceOptions):
     """One training run."""
 
-    name: Annotated[str, option("Name of the bundle.", group="Parameters")]
+    name: Annotated[str, option("Name of the bundle.  Default: made of the model's.", group="Parameters")] = ""
+    questions: Annotated[
+        int | None,
+        option(
+            "Of the questions that come with the package, which are asked where no --data is given: how many.  "
+            "Default: all.",
+            limits=Range(LEAST_ROWS),
+        ),
+    ] = None
     test: Annotated[Path | None, option(
         "Held-out rows, scored with the final bundle and used for nothing else.")] = None  # fmt: skip
-    labels: GeneratedLabels = "given"
+    labels: Annotated[Labels | None, option(
+        "given: each row's 'label' (\"factual\" or \"hallucinated\", or 1 and 0).  generate: the model answers "
+        "greedily and a judge compares with 'answers'.  Default: given; generate without --data.")] = None  # fmt: skip
     answers_decoding: Annotated[str | None, option(
         f"How the answers were decoded that given labels are about: {DECODINGS}.  The bundle records it, and requests "
         "that name no temperature are decoded so.  Default: what the rows' own field 'decoding' says, if all say the "
@@ -259,10 +269,10 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         metavar="NAMES")] = None  # fmt: skip
     readout: Annotated[SiteName, option(
         "attention_head is the paper's default.")] = "attention_head"  # where a_l is taken (Eq. readout)  # fmt: skip
-    logit_scale: Annotated[LogitScale, option(
+    logit_scale: Annotated[LogitScale | None, option(
         "unit_norm is the paper's rule; standardized divides each layer's logit by its within-class deviation; joint "
-        "fits the directions of all layers together, which reads less of a question's wording."
-    )] = "unit_norm"  # fmt: skip
+        "fits the directions of all layers together, which reads less of a question's wording.  Default: joint where "
+        "questions are asked in the mixture of forms, else unit_norm.")] = None  # fmt: skip
     signals: Annotated[str, option("depth_mean, or depth_mean,first_token.")] = "depth_mean"
     class_balance: Annotated[ClassBalance, option("In the probe fit only.")] = "weights"
     wrong_costs: Annotated[float | None, option(
@@ -355,6 +365,11 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         return () if names == ("none",) else names
 
     @property
+    def scale(self) -> LogitScale:
+        """Return the scale of each layer's logit."""
+        return self.logit_scale or ("joint" if self.wanted_forms == (MIXTURE,) else "unit_norm")
+
+    @property
     def site(self) -> Site:
         """Return the readout's site."""
         return Site(self.readout)
@@ -403,7 +418,7 @@ class TrainOptions(FoldOptions, ConfidenceOptions):
         from service.fitting.estimator import DepthMeanProbe
 
         return DepthMeanProbe(
-            "auto" if self.c is None else self.c, c_grid=self.c_grid, logit_scale=self.logit_scale,
+            "auto" if self.c is None else self.c, c_grid=self.c_grid, logit_scale=self.scale,
             class_balance=self.class_balance, folds=self.folds, inner_folds=self.inner_folds, seeds=self.shuffles,
             n_jobs=int(self.jobs or cpu_count()),
         )  # fmt: skip

@@ -127,7 +127,7 @@ def manifest_of(
         name=options.name, model=model_record(identity), tokenizer=stored.TokenizerRecord(identity.tokenizer),
         chat_template=_template_record(identity), prompt_format=prompt_format,
         dtype=cast(DType, identity.dtype),  # checked on publishing
-        readout=stored.ReadoutRecord(options.readout, "last"), logit_scale=options.logit_scale,
+        readout=stored.ReadoutRecord(options.readout, "last"), logit_scale=options.scale,
         signals=with_context(options.reads, context),
         classifier=stored.Classifier(tuple(classifier.weight.tolist()), classifier.intercept), threshold=threshold,
         uncertainty=uncertainty, context=None if context is None else context.record(), training=training,
@@ -140,7 +140,7 @@ def evaluation_document(
     gates: GateProfile, risks: Floats, nested: Evaluation | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return evaluation.json of a bundle with these ``signals``, whose fitted ``probe`` was calibrated."""
-    label, group, scaled = data.inputs.label, data.inputs.group, probe.scaled_[options.logit_scale]
+    label, group, scaled = data.inputs.label, data.inputs.group, probe.scaled_[options.scale]
     layers, means = layer_aurocs(label, scaled.out_of_fold)
     shift = scale_shift(scaled.out_of_fold.mean(axis=-1), scaled.trajectory.mean(axis=-1), label)
     counts: dict[str, Any] = {
@@ -163,7 +163,7 @@ def evaluation_document(
             "risks": risks_document(risks, label, group),
         },
         "rows_seen": {"training": Marks.of(data.dataset).document()},
-        "signal_of_the_bundle": name_of(signals, options.logit_scale),
+        "signal_of_the_bundle": name_of(signals, options.scale),
     }  # fmt: skip
     if nested is not None:
         document["cross_validation"] = nested.document
@@ -280,12 +280,12 @@ def plot_data(
     risks: dict[str, Floats] = {}
     if nested is not None:  # the first seed's folds; together they cover every row once
         shown = {
-            "depth mean": name_of(options.reads[:1], options.logit_scale), own: name_of(signals, options.logit_scale),
+            "depth mean": name_of(options.reads[:1], options.scale), own: name_of(signals, options.scale),
             "first-token probability": "first_token_max_prob", "prompt length": "prompt_length",
         }  # fmt: skip
         risks = {text: nested.risk[name][0] for text, name in shown.items()}
     units = {"unit_norm": "distance from the probe's plane", "standardized": "within-class std", "joint": "log odds"}
     return PlotData(
-        inputs.label, inputs.group, risks, class_mean, class_std, layers, means, logit_unit=units[options.logit_scale],
+        inputs.label, inputs.group, risks, class_mean, class_std, layers, means, logit_unit=units[options.scale],
         own=own, threshold=threshold, ranking_only=("prompt length",),
     )  # fmt: skip

@@ -130,7 +130,7 @@ def _draft(
     else:
         probe = copy(fitted)
         _check_fitted(probe, inputs.readouts)
-    final, scaled = probe.probes_, probe.scaled_[options.logit_scale]
+    final, scaled = probe.probes_, probe.scaled_[options.scale]
     out_of_fold = scaled.out_of_fold
     class_mean, class_std = class_statistics(out_of_fold, inputs.label)
 
@@ -152,7 +152,7 @@ def _draft(
     answer = fit_answer(data, probe, options, engine, console)
 
     # Evaluate.  Of the bundle's numbers only the width of its intervals comes from here.
-    own = name_of(names, options.logit_scale)
+    own = name_of(names, options.scale)
     nested: Evaluation | None = None
     if options.evaluate:
         reads_context = columns is not None
@@ -248,7 +248,7 @@ def _read(options: TrainOptions) -> tuple[Dataset, Dataset | None]:
         check_all_apply(calibration)
         for data in every:
             check_disjoint(data, calibration)
-    if options.labels == "given":
+    if options.answers == "given":
         _check_folds(options, dataset)
     return dataset, test
 

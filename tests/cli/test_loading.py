@@ -120,7 +120,7 @@ def test_a_model_without_a_bundle_gets_one_sentence_that_says_what_to_do(
     done = hallutracer("serve", "--model", named)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     if "/" in named:
-        words = (*words, f"hallutracer train --model {named} --data rows.jsonl --name my-probe")
+        words = (*words, f"hallutracer train --model {named})")
     for word in words:
         assert word.replace("FOLDER", str(tmp_path)) in done.stderr
     assert unwanted not in done.stderr

@@ -17,6 +17,7 @@ from hallutracer_research.data.registry import SETS, SetInfo, read_set
 from service.cli.options import Json, UsageError
 from service.cli.output import print_json, print_line
 from service.data import forms
+from service.data.bank import ATTRIBUTION, Split, bank_rows
 from service.data.forms.tasks import task_rows
 from service.data.options import Seed
 from service.data.training_rows import read_dataset
@@ -112,6 +113,23 @@ def in_forms(
     own = {} if said is None else forms.read_said(said)
     made = forms.in_forms(rows, wanted, per_row=per_row, seed=seed, said=own)
     _print(made, f"rows of {len(rows):,} questions", dict(Counter(row["form"] for row in made).most_common()))
+
+
+def bank(
+    *,
+    split: Annotated[Split, option("train: what training without --data asks.  held-out: other entities.")] = "train",
+    questions: Annotated[int | None, option("Print the first so many, a sample of the half.", limits=Range(1))] = None,
+    common: Common = Common(),
+) -> None:
+    """Print the questions that come with the package: facts, OpenTriviaQA and NQ-Open, with accepted answers.
+
+    Counts by kind and the file of sources and licences go to stderr.  `hallutracer train` asks these questions where
+    no --data is given.
+
+      hallutracer data bank > questions.jsonl"""
+    rows = bank_rows(split, questions)
+    _print(rows, "questions", dict(Counter(row["kind"] for row in rows).most_common()))
+    note(f"sources and licences: {ATTRIBUTION}")
 
 
 def tasks(
@@ -228,5 +246,5 @@ def list_(*, as_json: Json = False, common: Common = Common()) -> None:
 
 COMMANDS = (
     "Turn public sets into training rows.",
-    {"convert": convert, "list": list_, "mix": mix, "forms": in_forms, "tasks": tasks, "audit": audit},
+    {"bank": bank, "convert": convert, "list": list_, "mix": mix, "forms": in_forms, "tasks": tasks, "audit": audit},
 )

@@ -359,7 +359,8 @@ def reading(
         return hook
 
     def before_head(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (onset(inputs[0]).unsqueeze(1),)
+        # A view into all positions would have torch multiply each row apart, in bfloat16 by its own copy of the weight.
+        return (onset(inputs[0]).unsqueeze(1).contiguous(),)
 
     handles = []
     try:

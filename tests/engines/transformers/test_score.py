@@ -104,6 +104,21 @@ def test_nothing_runs_after_the_last_readout(name: str) -> None:
     assert [rows for *rows, _ in seen] == [[len(prompts), 1]]
 
 
+@pytest.mark.parametrize(("side", "lengths"), [("right", [6, 6]), ("right", [5, 6]), ("left", [5, 6])])
+def test_the_head_is_given_contiguous_rows(side: str, lengths: list[int]) -> None:
+    """Of a view into [batch, positions, width] torch multiplies each row by a weight of its own: a copy in bfloat16."""
+    engine = tiny.shared_engine("llama", side)
+    probe, contiguous = tiny.probes(engine.identity.geometry), []
+    head = tiny.modules(engine).head
+    handle = head.register_forward_hook(lambda _module, given, _output: contiguous.append(given[0].is_contiguous()))
+    try:
+        engine.score(tiny.prompts(lengths), [probe], first_token=True)
+        engine.extract(tiny.prompts(lengths), [Site.ATTENTION_HEAD])
+    finally:
+        handle.remove()
+    assert contiguous == [True, True]
+
+
 def test_hooks_are_gone_after_success_and_after_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine("gpt2")
     model, block = tiny.modules(engine).model, tiny.modules(engine).blocks[1]

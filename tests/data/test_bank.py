@@ -1,0 +1,100 @@
+"""The questions that come with the package, and training that is given nothing but a model."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hallutracer_research.data.bank import main, packed
+from service.data.bank import ATTRIBUTION, SPLITS, bank_file, bank_rows
+from service.errors import TrainingError
+from service.library.training import bundle_name, completed
+from service.trainer.options import TrainOptions
+from tests.command_line import hallutracer
+
+SOURCES = ("opentriviaqa", "nq-open", "facts")
+
+
+def test_the_halves_are_whole_rows_that_share_no_group_and_no_question() -> None:
+    train, held_out = map(bank_rows, SPLITS)
+    assert (len(train), len(held_out)) == (9593, 1800)
+    for rows in (train, held_out):
+        assert len({row["id"] for row in rows}) == len(rows)
+        assert all(row["prompt"].strip() and all(map(str.strip, row["answers"])) and row["answers"] for row in rows)
+        assert {row["kind"].partition("/")[0] for row in rows} == set(SOURCES)
+    assert {row["group"] for row in train}.isdisjoint(row["group"] for row in held_out)
+    assert {row["prompt"].lower() for row in train}.isdisjoint(row["prompt"].lower() for row in held_out)
+    assert all(row["answers"][0] in row["statement"] for row in train if row["kind"] == "facts/capital")
+
+
+def test_each_beginning_is_a_sample_of_the_whole() -> None:
+    whole, beginning = bank_rows("train"), bank_rows("train", 1000)
+    assert beginning == whole[:1000]
+    shares = [Counter(row["kind"].partition("/")[0] for row in rows) for rows in (whole, beginning)]
+    assert all(abs(shares[0][source] / 9593 - shares[1][source] / 1000) < 0.05 for source in SOURCES)
+
+
+def test_the_files_are_small_and_name_their_sources_and_licences() -> None:
+    assert sum(bank_file(split).stat().st_size for split in SPLITS) < 1_500_000
+    text = ATTRIBUTION.read_text(encoding="utf-8")
+    assert all(f"`{source}/*`" in text for source in SOURCES)
+    assert all(licence in text for licence in ("CC BY-SA 4.0", "CC BY-SA 3.0", "ODbL 1.0", "CC BY 4.0"))
+
+
+def test_packing_the_rows_again_gives_the_same_rows(tmp_path: Path) -> None:
+    rows = bank_rows("held-out")
+    lines = lzma.decompress(packed([*reversed(rows)])).decode().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    overlapping = tmp_path / "rows.jsonl"
+    overlapping.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(ValueError, match="1 groups are in both files"):
+        main([str(overlapping), str(overlapping)])
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b-instruct"),
+        ("./models/My Model (v2)/", "my-model-v2"),
+        ("/data/gemma-3-270m-it-Q8_0.GGUF", "gemma-3-270m-it-q8_0"),
+        ("demo", "my-demo"),
+        ("owner/smollm2", "my-smollm2"),
+        ("owner/..x..y", "x.y"),
+        ("owner/\u6a21\u578b", "bundle"),
+        ("owner/" + "a" * 90, "a" * 64),
+    ],
+)
+def test_a_bundle_is_named_after_its_model(model: str, name: str) -> None:
+    assert bundle_name(model) == name
+
+
+def test_a_model_alone_is_asked_the_bank_and_its_answers_are_judged(tmp_path: Path) -> None:
+    options = completed(TrainOptions(run_dir=tmp_path / "run", questions=400), "owner/tiny")
+    assert (options.name, options.answers, options.answer_tokens) == ("tiny", "generate", 24)
+    asked, held_out = (Path(path).read_text(encoding="utf-8").splitlines() for path in (*options.data, options.test))
+    assert [json.loads(line) for line in asked] == bank_rows("train", 400)
+    assert [json.loads(line) for line in held_out] == bank_rows("held-out", 400 * 1800 // 9593)
+    again = completed(TrainOptions(run_dir=tmp_path / "run", questions=400), "owner/tiny")
+    assert (again.data, again.test) == (options.data, options.test)
+    other = completed(TrainOptions(run_dir=tmp_path / "run", questions=500), "owner/tiny")
+    assert other.data != options.data
+
+
+def test_rows_of_ones_own_stay_as_they_are() -> None:
+    own = TrainOptions(data=("mine.jsonl",))
+    assert completed(own, "owner/tiny") == TrainOptions(data=("mine.jsonl",), name="tiny")
+    with pytest.raises(TrainingError, match="come with the package"):
+        completed(TrainOptions(data=("mine.jsonl",), questions=50), None)
+    with pytest.raises(TrainingError, match="that have the labels"):
+        completed(TrainOptions(labels="given"), None)
+
+
+def test_the_command_prints_the_questions_and_counts_them_by_kind() -> None:
+    done = hallutracer("data", "bank", "--split", "held-out", "--questions", "60")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == bank_rows("held-out", 60)
+    assert "60 questions (" in done.stderr
+    assert "ATTRIBUTION.md" in done.stderr
