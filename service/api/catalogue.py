@@ -6,13 +6,12 @@ import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field
 
 from probes_store.bundle import Bundle
-from probes_store.records import Applicability, Guarantee, GuaranteeStratum, Record, RefitInterval, Uncertainty
 from service.access.routes import SAMPLE_ROUTE, SCORE_ROUTES
 from service.api.auth import TheService, check_page, who_of
 from service.api.reply import FAILURES, errors
@@ -20,9 +19,8 @@ from service.api.request_schema import Risk, Strict
 from service.api.score import answer, requested
 from service.engines.base import Sampling
 from service.errors import NotFound
-from service.feedback.rows import Tally
 from service.judging import evaluation
-from service.judging.drift import Drift
+from service.judging.evaluation import Share
 from service.scoring import Scorer
 from service.serving import observers
 from service.serving.metrics import Comparison
@@ -35,60 +33,152 @@ class _OfRecord(Strict):
     model_config = ConfigDict(from_attributes=True)
 
 
-def _mirror(name: str, record: type, says: str | None = None, **types: Any) -> Any:
-    """Return the response model of a record's fields; of a manifest's records without their limits.
+class BundleGuarantee(_OfRecord):
+    """What the threshold of a bundle promises; the statement says for whom, and when it is void."""
 
-    ``says`` instead of the record's docstring; ``types`` of fields that are records themselves."""
-    fields: dict[str, Any] = {}
-    for field, hint in get_type_hints(record, include_extras=not issubclass(record, Record)).items():
-        base, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        base = types.get(field, base)
-        fields[field] = (Annotated[(base, *notes)] if notes else base, ...)
-    return create_model(name, __base__=_OfRecord, __doc__=says or record.__doc__, **fields)
+    alpha: float
+    delta: float
+    threshold: float
+    groups: int
+    hallucinated: int
+    p_value: float
+    answered: float
+    risk_control_threshold: float | None
+    rows: int
+    all_groups: int
+    data_digest: str
+    labels: str
+    judge: str | None
+    dtype: str
+    seed: int
+    statement: str
 
 
-if TYPE_CHECKING:
-    from probes_store.records import Applicability as BundleApplicability
-    from probes_store.records import Guarantee as BundleGuarantee
-    from probes_store.records import GuaranteeStratum as BundleStratum
-    from probes_store.records import Uncertainty as BundleUncertainty
-    from service.feedback.rows import Tally as LabelsOut
-    from service.judging.drift import Drift as DriftOut
-    from service.judging.evaluation import Coverage as CoverageOut
-    from service.judging.evaluation import FormTable as FormsOut
-    from service.judging.evaluation import SampleQuestion as SampleQuestionOut
-else:
-    BundleGuarantee = _mirror(
-        "BundleGuarantee", Guarantee, labels=str, dtype=str,
-        says="What the threshold of a bundle promises; the statement says for whom, and when it is void.",
-    )  # fmt: skip
-    BundleStratum = _mirror("BundleStratum", GuaranteeStratum)
-    BundleUncertainty = _mirror(
-        "BundleUncertainty", Uncertainty,
-        says="What a bundle knows of its risks' uncertainty; the statement says what it means.",
-        interval=_mirror("BundleInterval", RefitInterval, "How wide an interval of the risk is: see the bundle format.")
-        | None,
-    )  # fmt: skip
-    BundleApplicability = _mirror(
-        "BundleApplicability", Applicability,
-        says="Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means.",
-        questions_below=Annotated[float, Field(
-            description="share of the training questions that are taken for no question")],
-        others_above=Annotated[float, Field(
-            description="share of the other training prompts that are taken for questions")],
-    )  # fmt: skip
-    DriftOut = _mirror("DriftOut", Drift)
-    LabelsOut = _mirror(
-        "LabelsOut", Tally,
-        says="Answers that were drawn at random under this bundle, one for each different prompt, up to the newest "
-        "label.",
-        labelled=Annotated[int, Field(description="of these; the others are taken for right")],
-    )  # fmt: skip
-    _GATE = _mirror("GateOut", evaluation.CoverageGate)
-    _TENTHS = list[_mirror("TenthOut", evaluation.Tenth)]
-    CoverageOut = _mirror("CoverageOut", evaluation.Coverage, gates=list[_GATE], own=_GATE | None, tenths=_TENTHS)
-    FormsOut = _mirror("FormsOut", evaluation.FormTable, data=list[_mirror("FormOut", evaluation.FormRow)])
-    SampleQuestionOut = _mirror("SampleQuestionOut", evaluation.SampleQuestion, answers=list[str])
+class BundleStratum(_OfRecord):
+    """The guarantee for the questions with, or without, a passage beside them, which were tested apart.
+
+    It is about these alone, at confidence 1 - its own ``delta``."""
+
+    passage: bool
+    delta: float
+    threshold: float
+    groups: int
+    hallucinated: int
+    p_value: float
+    answered: float
+    rows: int
+    labelled: int
+
+
+class BundleInterval(_OfRecord):
+    """How wide an interval of the risk is: see the bundle format."""
+
+    level: float
+    fits: int
+    centre: float
+    base: float
+    by_log_odds: float
+    by_distance: float
+
+
+class BundleUncertainty(_OfRecord):
+    """What a bundle knows of its risks' uncertainty; the statement says what it means."""
+
+    outside_share: float
+    outside_rows: int
+    interval: BundleInterval | None
+    statement: str
+
+
+class BundleApplicability(_OfRecord):
+    """Where P(asks) is below the threshold, a prompt asks for no fact; the statement says what it means."""
+
+    threshold: float
+    questions_below: float = Field(description="share of the training questions that are taken for no question")
+    others_above: float = Field(description="share of the other training prompts that are taken for questions")
+    statement: str
+
+
+class DriftOut(_OfRecord):
+    """The newest window of prompts that this bundle judged, beside its training rows."""
+
+    prompts: int = Field(description="different ones, the newest")
+    independent: float = Field(description="prompts that tell as much, since neighbours are alike; limits follow it")
+    ks: float = Field(description="largest distance of the two distribution functions of the risk")
+    psi: float = Field(description="population stability index over the tenths of training")
+    shift: float = Field(description="mean risk of the window less that of training")
+    outside: float | None = Field(description="share of prompts outside training; null where the bundle cannot tell")
+
+
+class LabelsOut(_OfRecord):
+    """Answers that were drawn at random under this bundle, one for each different prompt, up to the newest label."""
+
+    drawn: int
+    labelled: int = Field(description="of these; the others are taken for right")
+    wrong: int
+
+
+class GateOut(_OfRecord):
+    """What answering below one threshold does, as shares of the training rows."""
+
+    threshold: Share
+    answered: Share
+    wrong_among_answered: Share | None = Field(description="null where nothing is answered")
+    right_withheld: Share = Field(description="of the rows that the model answers right")
+
+
+class TenthOut(_OfRecord):
+    """A tenth of the training rows, ordered by risk."""
+
+    low: Share = Field(description="its smallest risk")
+    high: Share = Field(description="its largest")
+    right: Share = Field(description="share that the model answered right")
+
+
+class CoverageOut(_OfRecord):
+    """What a bundle would answer and get wrong over thresholds, on questions like its training rows."""
+
+    source: evaluation.CoverageSource = Field(
+        description="counted from the out-of-fold risks of the training rows; or nothing but the bundle's own "
+        "threshold is known"
+    )
+    rows: int
+    hallucinated: Share = Field(description="share of the rows: what is wrong where everything is answered")
+    gates: list[GateOut] = Field(description="at the thresholds 0, 0.01 ... 1; may be empty")
+    own: GateOut | None = Field(description="measured at the bundle's own threshold, by cross-validation")
+    tenths: list[TenthOut] = Field(
+        description="lowest risks first; empty where the rows' risks were not kept, or are too few"
+    )
+
+
+class FormOut(_OfRecord):
+    """What a bundle's risk is worth on questions that were asked in one form of conversation."""
+
+    form: str
+    rows: int
+    wrong: Share = Field(description="share that the model answers wrong")
+    mean_risk: Share = Field(description="far from 'wrong', the risk is no probability in this form")
+    calibration_error: Share = Field(description="debiased")
+    auroc: Share | None = Field(description="null where the rows are of one class")
+    answered: Share | None = Field(description="null, as the next, where a calibration has set another threshold since")
+    wrong_among_answered: Share | None = Field(description="null where nothing is answered")
+
+
+class FormsOut(_OfRecord):
+    """A bundle's risk by form of conversation."""
+
+    source: evaluation.FormsSource = Field(
+        description="measured on held-out rows, or on the training rows by folds that never saw the row"
+    )
+    data: list[FormOut]
+
+
+class SampleQuestionOut(_OfRecord):
+    """A held-out question that the bundle carries."""
+
+    prompt: str
+    answers: list[str] = Field(description="accepted ones")
+    kind: str = Field(description="'' where the data name none")
 
 
 class ModelCard(Strict):
