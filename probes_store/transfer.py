@@ -37,8 +37,7 @@ def copy(bundle: Bundle, into: Store, *, source: str, take_over: bool = False) -
     """Add a bundle from the store ``source`` to another one; return the bundle there, and whether it was new.
 
     Raises what ``add`` raises; the other store is then as it was."""
-    new = held(into, bundle.manifest) is None
-    return add(into, files_of(bundle), {"repository": source}, take_over=take_over), new
+    return add(into, bundle.manifest, files_of(bundle), {"repository": source}, take_over=take_over)
 
 
 def held(store: Store, manifest: Manifest) -> Bundle | None:
@@ -80,29 +79,35 @@ def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str],
         raise BundleConflict(problem, file=manifest.reference, cure=cure)
 
 
-def add(store: Store, files: Mapping[str, bytes], origin: Mapping[str, str], *, take_over: bool = False) -> Bundle:
-    """Add a version under its own number, in one step.
+def add(
+    store: Store,
+    manifest: Manifest,
+    files: Mapping[str, bytes],
+    origin: Mapping[str, str],
+    *,
+    take_over: bool = False,
+) -> tuple[Bundle, bool]:
+    """Add a version under its own number, in one step; return it, and whether it was new.
 
     files: as of ``files_of``; origin: kept beside them in a folder.  Everything is read as ``Store.verify`` reads it
     before the store is touched.  Raises what that and ``held`` raise, BundleConflict and StoreNotWritable."""
+    _check_place(manifest)
     with tempfile.TemporaryDirectory() as outside:
-        manifest = read_manifest(files[MANIFEST])
-        _check_place(manifest)
         write_files(Path(outside, manifest.name, str(manifest.version)), files)
-        Store(Path(outside), trust=store.trust).verify(manifest.reference)
+        bundle = Store(Path(outside), trust=store.trust).verify(manifest.reference)
     store.check_closed()
-    existing = held(store, manifest)
+    existing = held(store, bundle.manifest)
     if existing is not None:
         signature = files.get(SIGNATURE)  # it may have come after its bundle; one that is here stays
-        here = store.is_own(existing.path) and not (existing.path / SIGNATURE).exists()
-        if here and signature and manifest_bytes(existing.manifest) == files[MANIFEST]:
+        unsigned = store.is_own(existing.path) and not (existing.path / SIGNATURE).exists()
+        if unsigned and signature and manifest_bytes(existing.manifest) == files[MANIFEST]:
             store.own.write_signature(manifest.name, manifest.version, signature)
-        return existing
-    _check_addition(store, manifest, origin, take_over)
-    taken = not store.own.add(manifest, {ORIGIN: readable_json(dict(origin)), **files})
-    if taken and (existing := held(store, manifest)):  # somebody else was faster: the same, or a conflict
-        return existing
-    return load_version(manifest.name, store.own.folder(manifest.name, manifest.version))
+        return existing, False
+    _check_addition(store, bundle.manifest, origin, take_over)
+    taken = not store.own.add(bundle.manifest, {ORIGIN: readable_json(dict(origin)), **files})
+    if taken and (existing := held(store, bundle.manifest)):  # somebody else was faster: the same, or a conflict
+        return existing, False
+    return replace(bundle, path=store.own.folder(manifest.name, manifest.version)), True
 
 
 def _check_place(manifest: Manifest) -> None:
@@ -163,8 +168,8 @@ def pull(
     store.check_writable()
     arrived = None if bar is None else bar(sum(record.bytes for record in manifest.files.values()))
     files = hub.files(manifest, commit, arrived=arrived, cached=snapshot is None)
-    bundle = add(store, {MANIFEST: data, **files, **signature}, origin, take_over=take_over)
-    return Pulled(bundle, commit, existing is None, offline, left_out)
+    bundle, added = add(store, manifest, {MANIFEST: data, **files, **signature}, origin, take_over=take_over)
+    return Pulled(bundle, commit, added, offline, left_out)
 
 
 def _compare(manifest: Manifest, snapshot: Snapshot) -> list[str]:
