@@ -96,8 +96,8 @@ def recalibrate(
     """Recalibrate a bundle's risk for the base rate of your traffic, and publish it as the bundle's next version.
 
     A risk is a probability at the training rows' share of hallucinations.  Candidates are the risk as it is, prior
-    shift (by --traffic), intercept, Platt, beta and isotonic; the simplest one whose held-out log loss is within one
-    standard error of the best is published.  Where that is the risk as it is nothing is.  The rows must be new to the
+    shift (by --traffic), intercept and isotonic; the simplest one whose held-out log loss is within one standard error
+    of the best is published.  Where that is the risk as it is, nothing is published.  The rows must be new to the
     bundle and drawn at random from your traffic; 'hallutracer guarantee' may not use them again.
 
       hallutracer recalibrate --bundle my-probe --data labelled.jsonl --traffic risks.jsonl --model ./my-model
