@@ -123,8 +123,8 @@ StorePlace = Annotated[str, option(
     "Folder or URL (s3://BUCKET/PREFIX, gs://, az://, hf://OWNER/NAME) of published bundles; those shipped with the "
     "package are found as well.", everyday=True)]  # fmt: skip
 StoreCache = Annotated[Path | None, option(
-    "Folder for copies of bundles from a URL, which are used where it gives no answer.  Default: "
-    "~/.cache/hallutracer/stores.")]  # fmt: skip
+    "Folder for copies of bundles from a URL, so that each is fetched once.  Default: ~/.cache/hallutracer/stores."
+)]  # fmt: skip
 RequireSignature = Annotated[str | None, option(
     "Load only bundles of the store that are signed ('hallutracer bundle sign') by this public key or under these "
     "certificates, a PEM file, or by sigstore:IDENTITY@ISSUER.", metavar="FILE|IDENTITY")]  # fmt: skip

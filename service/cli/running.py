@@ -248,7 +248,7 @@ def load_again(
 
     The golden prompts of bundles that are ``loaded`` are not replayed."""
     again = LeaveOut(may, must_answer=True)
-    scorers = load_scorers(engine, load_bundles(store.answering(), names, again), log.info, again, loaded)
+    scorers = load_scorers(engine, load_bundles(store, names, again), log.info, again, loaded)
     left_out.clear()
     left_out.update(again.reasons)
     return scorers
@@ -258,7 +258,6 @@ def stamps(store: Store, names: Sequence[str]) -> Stamps:
     """Return what each reference means now, or why it means nothing; None where the store gives no answer."""
     from probes_store.errors import BundleError, StoreUnreachable
 
-    store = store.answering()
     found: dict[str, str | None] = {}
     for name in names:
         try:
