@@ -138,23 +138,23 @@ class Store:
     OpenStore and, at a URL, StoreRefused and StoreUnreachable; those that write also StoreNotWritable."""
 
     def __init__(
-        self, place: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
+        self, location: Path | str, fallbacks: Sequence[Path] = (), *, trust: Trust = Trust(), cache: Path | None = None
     ) -> None:
         """``cache``: where copies are kept if ``place`` is a URL.  Raises InvalidReference for a wrong URL,
         and for a folder in a home that does not exist."""
         self.own: Backend
-        if isinstance(place, str) and is_url(place):
+        if isinstance(location, str) and is_url(location):
             source: Bucket | HubSource
-            if place.startswith(HUB):
+            if location.startswith(HUB):
                 from probes_store.hub import HubSource  # huggingface_hub takes a while to import
 
-                source = HubSource(place)
+                source = HubSource(location)
             else:
-                source = Bucket(place)
+                source = Bucket(location)
             caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hallutracer" / "stores"
             self.own = RemoteBackend(source, expanded(caches if cache is None else cache, "HALLUTRACER_STORE_CACHE"))
         else:
-            self.own = LocalBackend(expanded(place, "HALLUTRACER_STORE"))
+            self.own = LocalBackend(expanded(location, "HALLUTRACER_STORE"))
         self.behind: tuple[Backend, ...] = tuple(LocalBackend(Path(fallback)) for fallback in fallbacks)
         self.trust = trust
         self._told: set[str] = set()
@@ -196,10 +196,10 @@ class Store:
     def _load(self, reference: str, signature: RequiredSignature | None) -> Bundle:
         wanted = parse_reference(reference)
         bundle = self._read(wanted.name, self.resolve(reference), signature)
-        found = bundle.manifest.digest
-        if wanted.digest is not None and wanted.digest != found:
+        digest = bundle.manifest.digest
+        if wanted.digest is not None and wanted.digest != digest:
             raise errors.DigestMismatch("this is not the bundle that the reference pins", file=bundle.reference,
-                                        field="digest", expected=wanted.digest, found=found,
+                                        field="digest", expected=wanted.digest, found=digest,
                                         cure="Pin the one that 'hallutracer bundle list' shows")  # fmt: skip
         return bundle
 
@@ -280,7 +280,8 @@ class Store:
     def _backend(self, name: str) -> tuple[Backend, set[int]]:
         """Return the store itself or the first fallback that has versions of this name, and these."""
         self.check_closed()
-        having = [(at, found) for at in (self.own, *self.behind) if (found := at.versions(name))]
+        versions = [(backend, backend.versions(name)) for backend in (self.own, *self.behind)]
+        having = [(backend, numbers) for backend, numbers in versions if numbers]
         if not having:
             known = sorted({known for backend in (self.own, *self.behind) for known in backend.names()})
             near = did_you_mean(name, known)

@@ -47,12 +47,12 @@ def held(store: Store, manifest: Manifest) -> Bundle | None:
     for backend in (store.own, *store.behind):
         if manifest.version not in backend.versions(manifest.name):
             continue
-        found = load_version(manifest.name, backend.folder(manifest.name, manifest.version))
-        if found.manifest.digest == manifest.digest:
-            return found
+        bundle = load_version(manifest.name, backend.folder(manifest.name, manifest.version))
+        if bundle.manifest.digest == manifest.digest:
+            return bundle
         if backend is store.own:
             raise BundleConflict("another bundle has this version already", file=manifest.reference,
-                                 expected=found.manifest.digest, found=manifest.digest,
+                                 expected=bundle.manifest.digest, found=manifest.digest,
                                  cure="Name another store with --store, or remove the version here")  # fmt: skip
     return None
 
@@ -66,15 +66,15 @@ def _check_addition(store: Store, manifest: Manifest, origin: Mapping[str, str],
         before = store.resolve(manifest.name)
     except errors.BundleNotFound:
         return
-    own = store.is_own(before)
-    moves = not own or (PRODUCTION not in store.own.aliases(manifest.name) and manifest.version > int(before.name))
+    is_own = store.is_own(before)
+    moves = not is_own or (PRODUCTION not in store.own.aliases(manifest.name) and manifest.version > int(before.name))
     try:
         came_from = parse_json((before / ORIGIN).read_bytes(), ORIGIN)
     except (OSError, BundleDamaged):
         came_from = None  # published here, or nobody can tell
     if moves and not take_over and came_from != origin:
-        pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', n" if own else "N"
-        problem = f"'{manifest.name}' would mean this bundle instead of version {before.name}, which is not from there"
+        pin = f"Pin it with 'hallutracer bundle alias {manifest.name} production {before.name}', n" if is_own else "N"
+        problem = f"'{manifest.name}' means version {before.name}, from another source; this bundle would replace it"
         cure = f"{pin}ame another store with --store, or agree with --take-over"
         raise BundleConflict(problem, file=manifest.reference, cure=cure)
 
@@ -113,8 +113,8 @@ def add(
 def _check_place(manifest: Manifest) -> None:
     """Raise InvalidReference or BadValue for a name or a number that no store can hold."""
     check_name(manifest.name, "a bundle")
-    if not VERSION.fullmatch(found := str(manifest.version)):
-        raise errors.BadValue("bad value", file=MANIFEST, field="version", expected=VERSIONS, found=found)
+    if not VERSION.fullmatch(version := str(manifest.version)):
+        raise errors.BadValue("bad value", file=MANIFEST, field="version", expected=VERSIONS, found=version)
 
 
 @dataclass(frozen=True)

@@ -219,24 +219,27 @@ def _grouped(problems: Sequence[str]) -> list[str]:
     must be the number 1 or 0, found "yes" (the others are like it)``."""
     kinds: dict[str, list[tuple[str, str]]] = {}
     for problem in problems:
-        place, _, what = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
-        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "", what) if place else what
-        kinds.setdefault(kind, []).append((place, what))
+        line, _, fault = problem.partition(": ") if problem.startswith("line ") else ("", "", problem)
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "", fault) if line else fault
+        kinds.setdefault(kind, []).append((line, fault))
     grouped = []
-    for (place, what), *others in kinds.values():
-        lines = len({other for other, _ in others} - {place})
-        more = f" and {lines} more line{'' if lines == 1 else 's'}" if lines else ""
-        like = " (the others are like it)" if lines and any(other != what for _, other in others) else ""
-        grouped.append(f"{place}{more}: {what}{like}" if place else what)
+    for alike in kinds.values():
+        line, fault = alike[0]
+        count = len({where for where, _ in alike}) - 1
+        more = f" and {count} more line{'' if count == 1 else 's'}" if count else ""
+        varied = " (the others are like it)" if count and len({text for _, text in alike}) > 1 else ""
+        grouped.append(f"{line}{more}: {fault}{varied}" if line else fault)
     return grouped
 
 
 def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
     """Return which field of a file's ``model`` is wrong and what was expected; never the value, which may be secret."""
     # A misspelt field before the one that is missing for it.
-    first = min(error.errors(include_url=False, include_input=False), key=lambda one: one["type"] != "extra_forbidden")
+    first = min(
+        error.errors(include_url=False, include_input=False), key=lambda problem: problem["type"] != "extra_forbidden"
+    )
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return f"unknown field {where!r}; known: {', '.join(model.model_fields)}"
-    said = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {said}" if where else said
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

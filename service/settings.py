@@ -82,9 +82,9 @@ def _shown(default: Any) -> str | None:
     return str(default).replace(os.path.expanduser("~"), "~", 1) if isinstance(default, Path) else str(default)
 
 
-def section(title: str, place: int) -> Parameter:
+def section(title: str, order: int) -> Parameter:
     """Decorate a class whose fields are options of their own, under this title in the help."""
-    return Parameter(name="*", group=Group(title, sort_key=place), negative_iterable="", negative_none="")
+    return Parameter(name="*", group=Group(title, sort_key=order), negative_iterable="", negative_none="")
 
 
 AT_LEAST_1 = Range(1)

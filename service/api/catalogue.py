@@ -357,10 +357,10 @@ async def model(name: str, service: TheService) -> ModelCard:
 def _loaded_model(service: Service) -> ModelCard:
     service.lifecycle.check_ready()
     scorers = service.catalogue.scorers
-    one, bundles = scorers[0].engine.identity, [scorer.bundle.reference for scorer in scorers]
+    identity, bundles = scorers[0].engine.identity, [scorer.bundle.reference for scorer in scorers]
     return ModelCard(
-        id=one.model, created=service.created, architecture=one.architecture, revision=one.revision, dtype=one.dtype,
-        max_model_len=one.max_tokens, bundles=bundles, root=one.model,
+        id=identity.model, created=service.created, architecture=identity.architecture, revision=identity.revision,
+        dtype=identity.dtype, max_model_len=identity.max_tokens, bundles=bundles, root=identity.model,
     )  # fmt: skip
 
 
@@ -393,8 +393,8 @@ async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
     """One loaded bundle, as name, name:version or name@alias: its classes, what its thresholds do, its forms."""
     scorer = service.ready.scorer(bundle, None)
     card, probes = _card(scorer, service), scorer.bundle.probes
-    mean, std = ([dict(zip(("hallucinated", "factual"), one.tolist(), strict=True))
-                  for one in (probes.trajectory_mean, probes.trajectory_std)])  # fmt: skip
+    mean, std = ([dict(zip(("hallucinated", "factual"), array.tolist(), strict=True))
+                  for array in (probes.trajectory_mean, probes.trajectory_std)])  # fmt: skip
     return BundleDetail(
         **card,
         trajectories=ClassTrajectories(**mean, **{f"{name}_std": values for name, values in std.items()}),
@@ -404,12 +404,15 @@ async def one_bundle(bundle: str, service: TheService) -> BundleDetail:
 
 @lru_cache(maxsize=32)  # reads a file; a bundle never changes
 def _evaluated(bundle: Bundle) -> dict[str, Any]:
-    read = {"coverage": evaluation.coverage, "forms": evaluation.form_table, "sample": evaluation.sample_of}
-    return {name: one(bundle) for name, one in read.items()}
+    return {
+        "coverage": evaluation.coverage(bundle),
+        "forms": evaluation.form_table(bundle),
+        "sample": evaluation.sample_of(bundle),
+    }
 
 
 def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
-    manifest, found, allowed = scorer.bundle.manifest, scorer.golden.found, scorer.golden.allowed
+    manifest, deviation, allowed = scorer.bundle.manifest, scorer.golden.found, scorer.golden.allowed
     rollout, monitor = service.catalogue.rollout, service.catalogue.monitors.get(manifest.reference)
     role = rollout.role(scorer, service.catalogue.scorers[0])
     alike = ("name", "version", "digest", "created", "logit_scale", "signals", "prompt_format", "threshold",
@@ -424,20 +427,20 @@ def _card(scorer: Scorer, service: Service) -> dict[str, Any]:
         "drift": monitor and monitor.drift, "labels": monitor and monitor.labels,
         "void": [] if monitor is None else monitor.reasons,
         "golden": GoldenOut(
-            risk=found.risk, risk_tolerance=allowed.risk,
-            trajectory=found.trajectory, trajectory_tolerance=allowed.trajectory,
+            risk=deviation.risk, risk_tolerance=allowed.risk,
+            trajectory=deviation.trajectory, trajectory_tolerance=allowed.trajectory,
         ),
     }  # fmt: skip
 
 
-def _compared(found: Comparison) -> ComparedOut:
-    counts = found.by_verdict
+def _compared(comparison: Comparison) -> ComparedOut:
+    counts = comparison.by_verdict
     prompts = sum(counts.values())
-    given = prompts - counts["failed"]
+    scored = prompts - counts["failed"]
     return ComparedOut(
         prompts=prompts, **{str(verdict): count for verdict, count in counts.items() if verdict != "agrees"},
         disagreement=1.0 - counts["agrees"] / prompts if prompts else None,
-        mean_difference=found.difference / given if given else None,
+        mean_difference=comparison.difference / scored if scored else None,
     )  # fmt: skip
 
 
@@ -457,25 +460,25 @@ async def sample_answer(bundle: str, number: int, request: Request, service: The
     if sample is None or not 0 <= number < count:
         raise NotFound(f"{scorer.bundle.reference} carries {count} questions, and none of number {number}")
     prompts, reference = [sample.questions[number].prompt], scorer.bundle.reference
-    asked = requested(request, service, SCORE_ROUTES[0], "prompt", prompts, bundle=reference)
-    key = asked.scorer.bundle.manifest.digest, number, asked.policy
+    spec = requested(request, service, SCORE_ROUTES[0], "prompt", prompts, bundle=reference)
+    key = spec.scorer.bundle.manifest.digest, number, spec.policy
     judgement = service.sampled.get(key)
     if judgement is None:
         sampling = Sampling(max_tokens=min(sample.max_tokens, service.settings.max_new_tokens))
-        reply = await answer(request, service, replace(asked, sampling=sampling, of_sample=True))
+        reply = await answer(request, service, replace(spec, sampling=sampling, of_sample=True))
         reply.end()
-        served = {one.bundle.manifest.digest for one in service.catalogue.scorers}
-        for other in [other for other in service.sampled if other[0] not in served]:
-            del service.sampled[other]  # of bundles that were served before
+        served = {current.bundle.manifest.digest for current in service.catalogue.scorers}
+        for old_key in [old_key for old_key in service.sampled if old_key[0] not in served]:
+            del service.sampled[old_key]  # of bundles that were served before
         judgement = service.sampled[key] = reply.judgement
     else:
         id, who = record_of(request).request_id, who_of(request)
-        await observers.judged(service, replace(judgement, request_id=id, caller=asked.caller, who=who))
+        await observers.judged(service, replace(judgement, request_id=id, caller=spec.caller, who=who))
     (prompt,) = judgement.prompts
-    found = judged(sample, number, asked.scorer, prompt.token_ids, prompt.report)
-    question, report = found.question, found.report
+    answered = judged(sample, number, spec.scorer, prompt.token_ids, prompt.report)
+    question, report = answered.question, answered.report
     return SampleAnswerOut(
         number=number, prompt=question.prompt, kind=question.kind, risk=report.risk, flagged=report.verdict.flagged,
         decision=str(report.decision), threshold=report.verdict.threshold, outside_training=report.uncertain.outside,
-        applies=report.context.said, answer=found.answer, verdict=found.verdict, accepted=list(question.answers),
+        applies=report.context.said, answer=answered.answer, verdict=answered.verdict, accepted=list(question.answers),
     )  # fmt: skip

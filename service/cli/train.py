@@ -47,7 +47,7 @@ def train(
     chosen = engine.options_for()  # a wrong option is reported before rows are read
     with _console(options.folder) as console:
         trained = run_training(options, chosen, open_store(store), threads=engine.threads, console=console)
-    print_line(f"{trained.reference}  {trained.bundle.manifest.digest}\n{trained.folder}")
+    _print_published(trained.bundle)
     where = [] if store.store == DEFAULT_STORE else ["--store", store.store]
     model = [] if engine.model is None else ["--model", engine.model]
     model += [] if engine.adapter is None else ["--adapter", engine.adapter]
@@ -84,9 +84,10 @@ def guarantee(
         for row in _run_on(engine, store, bundle, rows_to_label, options):
             print_line(json.dumps(row, ensure_ascii=False))
         return
-    found = _run_on(engine, store, bundle, run, options)
-    if found is not None and found.manifest.guarantee is not None:
-        print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}\n{found.manifest.guarantee.statement}")
+    published = _run_on(engine, store, bundle, run, options)
+    if published is not None and published.manifest.guarantee is not None:
+        _print_published(published)
+        print_line(published.manifest.guarantee.statement)
 
 
 def recalibrate(
@@ -108,13 +109,13 @@ def recalibrate(
         from service.trainer.feedback import recalibrate_by_feedback
 
         with _console() as console:
-            found = recalibrate_by_feedback(bundle, options, store, console=console)
+            published = recalibrate_by_feedback(bundle, options, store, console=console)
     else:
         from service.trainer.recalibrate import recalibrate as run
 
-        found = _run_on(engine, store, bundle, run, options)
-    if found is not None:
-        print_line(f"{found.reference}  {found.manifest.digest}\n{found.path}")
+        published = _run_on(engine, store, bundle, run, options)
+    if published is not None:
+        _print_published(published)
 
 
 def one_bundle(bundles: BundleOptions, purpose: str) -> tuple[Store, Bundle]:
@@ -123,6 +124,10 @@ def one_bundle(bundles: BundleOptions, purpose: str) -> tuple[Store, Bundle]:
         raise UsageError("--bundle", f"name the bundle {purpose}")
     store = open_store(bundles)
     return store, store.load(bundles.bundle[0])
+
+
+def _print_published(bundle: Bundle) -> None:
+    print_line(f"{bundle.reference}  {bundle.manifest.digest}\n{bundle.path}")
 
 
 @contextmanager
